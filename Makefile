@@ -17,7 +17,7 @@ KVBENCH = $(BIN)/python -m kvbench
 
 TARGETS = help setup demo test test-all test-references wheel lint results reproduce reproduce-all report \
   reproduce-table1 figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check gpu-wheels \
-  bench-throughput frontier clean
+  bench-throughput clean
 .PHONY: $(TARGETS)
 
 help: ## show the targets
@@ -34,7 +34,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt requirements-models.txt
 
 setup: $(VENV)/.ready ## create the virtual environment
 
-demo: setup ## the shipped model x all methods x tasks; tables, and runs/demo/report.html
+demo: setup ## a real language model and the shipped one x eight methods; tables, and runs/demo/report.html
 	$(KVBENCH) experiment=demo results_dir=$(RESULTS)
 
 test: setup lint ## lint, types, and the tests that take five minutes
@@ -69,31 +69,22 @@ lint: setup ## ruff, mypy, and how large the house is
 	$(BIN)/mypy
 	$(BIN)/python scripts/house.py
 
-RUN = $(KVBENCH) results_dir=$(RESULTS) batch_size=8
+LEADERBOARD = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=leaderboard
+ESSAY = task@task.prompts=text 'task.prompts.files=[$(ESSAYS)/*.txt]' task.num_prompts=12 'task.rates=[0.5,0.25,0.125]'
+LINES = $(KVBENCH) results_dir=$(RESULTS) logger=none model=recall_mini experiment_name=lines batch_size=8
 OFFICIAL = experiment=demo_official 'task.files=[$(LONGEVAL)/200_lines.jsonl]'
-DRAWING = [uniform,subgen,balancekv,balancekv_needle]
-results frontier: RESULTS = results
-results: setup ## results/ as committed: 200 examples a task, three draws, official cases, four rates; README's tables
-	$(RUN) experiment=demo limit=200
-	$(RUN) experiment=demo_seeds limit=200 seed=0
-	$(RUN) experiment=demo_seeds limit=100
-	$(RUN) $(OFFICIAL)
-	$(RUN) $(OFFICIAL) 'method=$(DRAWING)' seed=0,1,2
-	$(RUN) experiment=demo task=layer_error_synthetic
-	$(RUN) experiment=demo_rates limit=100
-	$(RUN) experiment=needle_pooling
-	for name in demo demo_rates needle_pooling; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+results: RESULTS = results
+results: setup ## results/ as committed: the leaderboard of a real model, lines of the shipped one; README's tables
+	$(LEADERBOARD) task=layer_error $(ESSAY) 'task.layers=[1,5,15,30]' task.seeds=1 task.exact=64
+	$(LEADERBOARD) task=fidelity $(ESSAY) task.continuation=given
+	$(LEADERBOARD) -m task=needle 'task.lengths=[512,1024,2048]' task.num_examples=2 task.max_new_tokens=24 budget.rate=0.25,0.125,0.5
+	$(LINES) -m task=longeval_lines,longeval_lines_context limit=200
+	$(LINES) $(OFFICIAL)
+	$(BIN)/python scripts/recall_mini/evaluate.py --lines 20 50 100 --depths 0 25 50 75 100 --out $(RESULTS)/recall_mini/accuracy.csv \
+	  --files $(LONGEVAL)/200_lines.jsonl $(LONGEVAL)/300_lines.jsonl
+	$(BIN)/python scripts/recall_mini/force_needle.py --out $(RESULTS)/recall_mini/force_needle.csv
+	for name in leaderboard lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
-
-TENSORS = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=frontier task.seeds=1
-MODELLED = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=frontier_model
-frontier: setup ## README's second figure: every method and combination on one axis of bytes; results/frontier
-	$(TENSORS) task_label=tensors_4096 task.synthetic.n=4096 'task.layers=[1,2,3,4]'
-	$(TENSORS) task_label=tensors_16384 task.synthetic.n=16384 'task.layers=[1,2,3,4]'
-	$(TENSORS) task_label=tensors_65536 task.synthetic.n=65536 'task.layers=[1]'
-	$(MODELLED) 'task.rates=[0.5,0.25,0.125]' task.num_prompts=12
-	$(MODELLED) -m task=longeval_lines_context 'task.num_lines=[50]' 'budget.rate=0.5,0.25' limit=16 batch_size=8
-	$(BIN)/python scripts/frontier.py $(RESULTS)/frontier --out $(RESULTS)/frontier/figures/frontier.png
 
 # make reproduce EXPERIMENT=balancekv_table1 MODEL=recall_mini LIMIT=2 ARGS='device=cpu'; kvbench list experiments has
 # the names. MODEL: of conf/model. LIMIT: examples of every dataset. ARGS: any further overrides. On a cluster:

@@ -18,23 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Lt
 
+from kvbench.engine import loading
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
 from kvbench.engine.live import Compression, compressed_generation, decoder, token_ids
-from kvbench.engine.loading import (
-    ModelSpec,
-    end_token_ids,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-)
-from kvbench.engine.loading import load_model as load_spec
 from kvbench.engine.prefill import prefill
-from kvbench.engine.rows import Generation
 from kvbench.engine.stopping import Stopping
-from kvbench.errors.options import fits, refusal
+from kvbench.errors.options import Count, fits, refusal
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
@@ -65,10 +57,10 @@ def load_model(
         ModelError: what cannot be loaded, and what to do.
         UnsupportedModel: an architecture whose cache is not compressed.
     """
-    spec = ModelSpec(name=options.pop("name", path), path=path, **options)
-    where = resolve_device(device)
-    model = load_spec(spec, device=where, dtype=resolve_dtype(dtype, where, spec.dtype))
-    return model, load_tokenizer(spec)
+    spec = loading.ModelSpec(name=options.pop("name", path), path=path, **options)
+    where = loading.resolve_device(device)
+    number = loading.resolve_dtype(dtype, where, spec.dtype)
+    return loading.load_model(spec, device=where, dtype=number), loading.load_tokenizer(spec)
 
 
 def compress(
@@ -188,13 +180,21 @@ def compare(
     if not budgets:
         raise KVError("rate is empty; allowed: one or more numbers in (0, 1]")
     prompts, several = _prompts(prompt)
-    references = _references(reference, list(prompts))
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
+    if isinstance(reference, Mapping):
+        answers = dict(reference)
+    else:
+        each = [reference] if isinstance(reference, str) else reference or ()
+        if each and len(each) != len(prompts):
+            raise KVError(
+                f"reference has {len(each)} texts for {len(prompts)} prompts; allowed: one of each"
+            )
+        answers = dict(zip(prompts, each, strict=False))
+    if not fits(Count, max_new_tokens):
+        raise KVError(refusal("max_new_tokens", max_new_tokens, Count))
     tokens = {name: _token_ids(tokenizer, one) for name, one in prompts.items()}
 
-    ends = end_token_ids(model, tokenizer)
-    stopping = Stopping(max_new_tokens, ends, tuple(stop), decoder(tokenizer))
+    ends, decode = loading.end_token_ids(model, tokenizer), decoder(tokenizer)
+    stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
     once = {label for label, method in named.items() if not method.uses_budget}
     forks = {
         (r, label): (method, budget)
@@ -204,7 +204,7 @@ def compare(
     }
     marked = len(budgets) > 1
     labels = [f"{label}@{r}" if marked else label for r, label in forks]
-    lines = {}
+    lines: dict[tuple[Any, float, str], dict[str, Any]] = {}
     with kvbench_attention_on(model):
         for name, ids in tokens.items():
             results = run_forks(
@@ -218,34 +218,26 @@ def compare(
                 encoder=PromptEncoder(tokenizer),
             )
             found = dict(zip(forks, results.values(), strict=True))
+            wanted = answers.get(name)
             for r, label in product(budgets, named):
                 result = found[rates[0] if label in once else r, label]
-                lines[name, r, label] = _line(result, stopping, references[name], score)
+                if result.failure is not None:
+                    lines[name, r, label] = {"error": str(result.failure)}
+                    continue
+                text = stopping.cut(decode(result.tokens))
+                lines[name, r, label] = {
+                    "text": text,
+                    "score": None if wanted is None else score(text, wanted),
+                    "bytes": result.cache_bytes,
+                    "ratio": result.ratio,
+                    "seconds": result.prefill_s + result.compress_s + result.decode_s,
+                }
     index = pd.MultiIndex.from_tuples(list(lines), names=["prompt", "rate", "method"])
     columns = ["text", "score", "bytes", "ratio", "seconds", "error"]
     frame = pd.DataFrame(list(lines.values()), index=index, columns=columns)
     unused: list[Any] = [key for key, used in (("prompt", several), ("rate", marked)) if not used]
     frame = frame.droplevel(unused) if unused else frame
     return frame.drop(columns="error") if frame["error"].isna().all() else frame
-
-
-def _line(
-    result: Generation,
-    stopping: Stopping,
-    reference: str | None,
-    score: Callable[[str, str], float],
-) -> dict[str, Any]:
-    if result.failure is not None:
-        return {"error": str(result.failure)}
-    assert stopping.decode is not None
-    text = stopping.cut(stopping.decode(result.tokens))
-    return {
-        "text": text,
-        "score": None if reference is None else score(text, reference),
-        "bytes": result.cache_bytes,
-        "ratio": result.ratio,
-        "seconds": result.prefill_s + result.compress_s + result.decode_s,
-    }
 
 
 def _checked(model: Any) -> Any:
@@ -273,22 +265,6 @@ def _prompts(
     if not several or not all(isinstance(one, str) for one in prompt):
         return {0: prompt}, False  # type: ignore[dict-item]
     return dict(enumerate(prompt)), True  # type: ignore[arg-type]
-
-
-def _references(
-    reference: str | Sequence[str] | Mapping[str, str] | None, names: list[Any]
-) -> dict[Any, str | None]:
-    """The expected answer of each prompt."""
-    if isinstance(reference, Mapping):
-        return {name: reference.get(name) for name in names}
-    if reference is None:
-        return dict.fromkeys(names)
-    each = [reference] if isinstance(reference, str) else reference
-    if len(each) != len(names):
-        raise KVError(
-            f"reference has {len(each)} texts for {len(names)} prompts; allowed: one of each"
-        )
-    return dict(zip(names, each, strict=True))
 
 
 def kept(
@@ -366,13 +342,14 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
     made = [_method(one, {}) for one in ([methods] if isinstance(methods, str) else methods)]
     if not made:
         raise KVError("methods is empty; allowed: one or more names, e.g. ['exact', 'snapkv']")
-    labels = [label for label, _ in made]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
-        raise KVError(
-            f"methods names {twice!r} twice; allowed: each once, or a mapping from labels"
-        )
-    return dict(made)
+    found: dict[str, Method] = {}
+    for label, method in made:
+        if label in found:
+            raise KVError(
+                f"methods names {label!r} twice; allowed: each once, or a mapping from labels"
+            )
+        found[label] = method
+    return found
 
 
 def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:

@@ -27,6 +27,12 @@ Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 NORMALISERS = "normalisers of the attention"
 """In `LayerKV.shared`: of each query the log of its sum of exponentials, if the prefill tells it."""
 
+ATTENTION_MASS = "attention mass"
+"""In `LayerKV.shared`, with the number of queries: see `LayerKV.attention_of_last`."""
+
+COMMON = (NORMALISERS, ATTENTION_MASS)
+"""How the names begin of what `LayerKV.once` remembers for all methods together."""
+
 
 class KVError(UserError, ValueError):
     """A user-facing error: one line that names the thing, its value and what is allowed."""
@@ -89,13 +95,15 @@ class Budget:
             return None
         return self.rate if self.total_rate is None else self.total_rate
 
-    def with_share(self, share: float) -> Budget:
-        """The same budget at another fraction: of the whole prompt where it names one, else of the
-        middle.
+    def with_share(self, share: float | None) -> Budget:
+        """The same budget at another fraction, if one is given: of the whole prompt where it names one,
+        else of the middle.
 
         Raises:
             KVError: the fraction is not in (0, 1], or the budget is a `size`.
         """
+        if share is None:
+            return self
         if self.size is not None:
             raise KVError(f"budget.size is {self.size}, so there is no rate to vary; allowed: null")
         at_rate = self.total_rate is None
@@ -173,7 +181,7 @@ class LayerKV:
         withheld: how many of the prompt's last tokens do not show their queries (their keys and
             values are there): those that a method is then judged by. `queries` end before them.
         shared: what `once` remembers: tensors used by several methods. used: the names of those that
-            were asked for in one method's turn.
+            were asked for in one method's turn. owner: that method's class.
         output: gives a copy of what mixes the heads' outputs, [hidden, heads * head_dim]; or None.
         rotary: the model's table: positions [p] -> cos, sin [p, width], halves repeated; or None.
         carried: what methods noted at earlier layers of the same prompt; one for all layers.
@@ -192,6 +200,7 @@ class LayerKV:
     shared: dict[str, Shared] = field(default_factory=dict, compare=False, repr=False)
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     used: set[str] = field(default_factory=set, compare=False, repr=False)
+    owner: str = field(default="", compare=False, repr=False)
 
     @property
     def n(self) -> int:
@@ -206,9 +215,12 @@ class LayerKV:
         return self.queries.shape[1] // self.keys.shape[1]
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """``compute()``, remembered under ``name`` so that methods of one job share the work. Like the
+        """``compute()``, remembered under ``name`` and the class of the method whose turn it is, so that
+        variants of a method share the work; what is `COMMON` is remembered for all methods. Like the
         layer's own tensors it is read only."""
         of = (self.keys, self.values, self.queries)
+        if not name.startswith(COMMON):
+            name = f"{self.owner}: {name}"
         if name not in self.shared:
             clock = Elapsed(self.keys.device)
             self.shared[name] = Shared(compute(), clock.stop(), of)
@@ -253,7 +265,7 @@ class LayerKV:
         known = self.shared.get(NORMALISERS) if have == self.n else None
         ours = known is not None and known.of[0] is self.keys and known.of[2] is queries
         return self.once(
-            f"attention_mass of {count} queries",
+            f"{ATTENTION_MASS} of {count} queries",
             lambda: pad(
                 attention_mass(
                     queries[:, :, have - count :],

@@ -50,8 +50,8 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "figure": {
         "kvbench/report/figures.py": [
-            ("return _known([*found, *kept",
-             "return _known([*found, extra_figure(group), *kept"),
+            ("in [*found, kept_figure(group)] if",
+             "in [*found, extra_figure(group), kept_figure(group)] if"),
             ("", FIGURE),
         ],
     },

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers as t
@@ -35,6 +34,8 @@ LENGTHS = (50, 80, 33)
 CONTEXT = prompt_ids(120)
 QUESTIONS = [prompt_ids(90)[60:], prompt_ids(40)[30:], prompt_ids(90)[60:75]]
 HOLDING: list[tuple[str, dict[str, Any]]] = [
+    ("exact", {}),
+    ("pyramidkv", {}),
     ("topk", {}),
     ("h2o", {}),
     ("balancekv", {}),
@@ -159,6 +160,9 @@ def test_a_prompt_is_compressed_alike_alone_and_in_a_batch() -> None:
     assert session.compress_s[0] > 0.0
     # growing by 11 tokens of 4 layers x 2 heads: 2 x 16 floats, and a weight each
     assert first.cache_bytes_end - first.cache_bytes == 11 * 4 * 2 * (32 + 1) * 4
+    with compress(model, "snapkv", compression_ratio=0.7, **SMALL) as session:
+        model.generate(**batch(100))
+    assert session.ratio == pytest.approx([0.3], abs=0.01), "the share that is removed is 0.7"
     with compress(model, "h2o", **SMALL) as session:
         model.generate(**batch(*LENGTHS), num_beams=3)
     assert len(session.rows) == 9
@@ -212,9 +216,7 @@ def test_a_loop_of_ones_own_compresses_the_context_and_asks_later() -> None:
         with compress(model, "snapkv", **SMALL) as session:
             cache = model(context).past_key_values
             model(question, past_key_values=cache)
-    row: Any = session.rows[0]
-    assert row.prompt_tokens == 60
-    assert row.cache_bytes_end > row.cache_bytes
+    assert session.rows[0].prompt_tokens == 60
 
 
 class Bang(t.StoppingCriteria):
@@ -298,25 +300,17 @@ def alone(model: Any, name: str, options: dict[str, Any], question: list[int]) -
     """What the benchmark's own engine generates with compress_after=context."""
     methods = {name: (build_method(name, **options), Budget(0.25, **SMALL))}
     with kvbench_attention_on(model):
-        found = run_forks(
-            model,
-            CONTEXT,
-            question,
-            methods,
-            Stopping(6),
-            seed=0,
-            example_id=prompt_name(CONTEXT),
-            compress_after="context",
-        )
+        where: Any = {"example_id": prompt_name(CONTEXT), "compress_after": "context"}
+        found = run_forks(model, CONTEXT, question, methods, Stopping(6), seed=0, **where)
     assert found[name].failure is None
-    return found[name]
+    return found[name].tokens
 
 
-@pytest.mark.parametrize("variant", [*HOLDING, ("exact", {}), ("pyramidkv", {})], ids=label)
+@pytest.mark.parametrize("variant", HOLDING, ids=label)
 def test_every_question_meets_the_same_cache(variant: tuple[str, dict[str, Any]]) -> None:
     name, options = variant
     model = tiny_model("llama")
-    expected = [alone(model, name, options, question).tokens for question in QUESTIONS]
+    expected = [alone(model, name, options, question) for question in QUESTIONS]
     with compress(model, name, rate=0.25, **SMALL, **options) as session:
         context = session.read(CONTEXT)
         held = context.cache_bytes
@@ -329,39 +323,6 @@ def test_every_question_meets_the_same_cache(variant: tuple[str, dict[str, Any]]
     assert model.config._attn_implementation != "kvbench"
     if name not in ("exact", "topk"):
         assert context.ratio < 1
-
-
-@pytest.mark.parametrize("variant", HOLDING, ids=label)
-def test_a_turn_that_stays_holds_all_its_entries_itself(variant: tuple[str, Any]) -> None:
-    name, options = variant
-    model = tiny_model("llama")
-    context = Context(model, build_method(name, **options), Budget(0.25, **SMALL), CONTEXT)
-    held = context.cache_bytes
-    context.ask(QUESTIONS[0], max_new_tokens=5, keep=True)
-    fork, width = context._fork, 0
-    for layer in fork.layers.values():
-        weights = sum(part is not None for part in (layer.log_weights, layer.scores))
-        width += layer.keys.shape[0] * 4 * (2 * layer.keys.shape[2] + weights)
-    grown = 0 if fork.method.evicts else (len(QUESTIONS[0]) + 4) * width
-    assert fork.cache_bytes() == held + grown
-
-
-def test_turns_that_stay_are_a_conversation() -> None:
-    """With everything kept, transformers' own cache says the same of the whole conversation."""
-    model = tiny_model("llama")
-    with compress(model, "exact") as session:
-        context = session.read(CONTEXT)
-        said = list(CONTEXT)
-        for question in QUESTIONS:
-            answer = context.ask(question, max_new_tokens=6, keep=True)
-            said += [*question, *answer]
-            assert context.tokens == len(said) - 1  # the last token is fed with the next turn
-    tokens = list(CONTEXT)
-    for question in QUESTIONS:
-        tokens += question
-        out = model.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False)
-        tokens = out[0].tolist()
-    assert said == tokens
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "balancekv"])
@@ -380,7 +341,9 @@ def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> No
         assert (row.prompt_tokens, row.cache_bytes) == (120, context.cache_bytes)
         assert row.cache_bytes_end >= row.cache_bytes
         model.generate(ids, max_new_tokens=2, do_sample=False)  # another generation in between
+        held = context.cache_bytes
         context.ask(first, max_new_tokens=6, keep=True)
+        assert (context._fork.cache_bytes() > held) == (name != "h2o"), "which evicts"
         more = torch.cat([out, torch.tensor([second])], dim=1)
         twin = copy.deepcopy(given)
         out = model.generate(more, past_key_values=given, **options)
@@ -426,41 +389,26 @@ def _ask(question: Any, **options: Any) -> Callable[[Any], Any]:
     )
 
 
-CHAT = r"prompt is a \w+; allowed: one text, or the messages"
 WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compress("snapkvv"), r"unknown method 'snapkvv' \(did you mean 'snapkv'\?\)"),
     *(
-        (call("snapkv", rate=wrong), rf"budget.rate is {wrong!r}; allowed: a number in \(0, 1\]$")
+        (call("snapkv", rate=1.5), r"budget.rate is 1.5; allowed: a number in \(0, 1\]$")
         for call in (_compress, partial(_compare, "x"))
-        for wrong in ("x", True, None, 0, 1.5, float("nan"))
     ),
-    *(
-        (
-            _compress("snapkv", window=wrong),
-            rf"budget.window is {wrong!r}; allowed: an integer >= 0$",
-        )
-        for wrong in (1.5, "4", True, None, -1)
-    ),
+    (_compress("snapkv", window=-1), r"budget.window is -1; allowed: an integer >= 0$"),
     (_compress("snapkv", kernel=3), "has no option 'kernel'"),
     (_compress(Everything(), kernel=3), "made already"),
     (_compress(7), "a name or a kvbench Method"),
     (_compress("snapkv", compression_ratio=1), "compression_ratio is 1; allowed: the share"),
     (_compress("snapkv", compression_ratio=0.5, total_rate=0.5), "allowed: one of the two"),
-    *(
-        (
-            _compress("snapkv", compress_after=wrong),
-            f"compress_after is {wrong!r}; allowed: 'prompt'",
-        )
-        for wrong in ("later", 0, True)
-    ),
+    (_compress("snapkv", compress_after=0), "compress_after is 0; allowed: 'prompt'"),
     (lambda model: compress("snapkv", model), "model is 'snapkv'; allowed: first the model"),
     (lambda model: compare(Letters(), model, "a", ["exact"]), "model and tokenizer are swapped"),
-    *((_compare(thing, ["exact"]), CHAT) for thing in (["a", 1], {"ids": [1]}, torch.ones(1, 3))),
+    (_compare(["a", 1], ["exact"]), r"prompt is a \w+; allowed: one text, or the messages"),
     (_compare("x", []), "methods is empty"),
     (_compare("x", ["exact", "exact"]), "names 'exact' twice"),
     (_compare("x", ["exat"]), "did you mean 'exact'"),
     (_compare("", ["exact"]), "prompt has no token ids"),
-    (_compare("x", ["exact"], max_new_tokens=0), "max_new_tokens is 0"),
     (_compare(["x", "y"], ["exact"], reference=["a"]), "2 prompts; allowed: one of each"),
     (_read([]), "the context has no token ids"),
     (_read("text"), "there is no tokenizer"),
@@ -478,11 +426,6 @@ def test_wrong_arguments_are_refused_in_one_line() -> None:
         with pytest.raises(KVError, match=message) as error:
             call(model)
         assert "\n" not in str(error.value)
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    budget = Budget(rate=np.float64(0.25), sink=np.int64(4), window=np.int32(4))  # type: ignore[arg-type]
-    assert budget.capacity(80) == 8 + 18
 
 
 def test_models_that_cannot_be_compressed_are_refused() -> None:
@@ -519,8 +462,6 @@ def test_compare_gives_what_compress_gives_from_one_prefill() -> None:
     assert state_of(model) == before
     assert list(frame.columns) == ["text", "score", "bytes", "ratio", "seconds"]
     assert list(frame.index) == names
-    assert frame["score"].isna().all()
-    assert frame.loc["exact", "ratio"] == 1.0
     ids = torch.tensor([Letters()(prompt)["input_ids"]])
     for name in names:
         with compress(model, name, **SMALL) as session:
@@ -533,7 +474,7 @@ def test_compare_gives_what_compress_gives_from_one_prefill() -> None:
     assert again.loc["exact", "score"] == 1.0
 
 
-def test_compare_takes_several_rates_and_prompts() -> None:
+def test_compare_takes_several_rates_prompts_chats_labels_and_failures() -> None:
     model, names = tiny_model("llama"), ["exact", "snapkv"]
     prompts = {"fox": "the quick brown fox jumps over the lazy dog " * 2, "hen": "a hen " * 20}
     options: dict[str, Any] = {**SMALL, "max_new_tokens": 4}
@@ -545,32 +486,18 @@ def test_compare_takes_several_rates_and_prompts() -> None:
     assert len(many) == 8
     many = many.sort_index()
     for name, prompt in prompts.items():
-        for rate in (0.5, 0.25):
-            one: Any = compare(model, Letters(), prompt, names, rate=rate, **options)
-            for column in ("text", "bytes", "ratio"):
-                assert many.loc[name, rate][column].tolist() == one[column].tolist()
-
-
-def test_compare_takes_chats_labels_and_failures() -> None:
-    model = tiny_model("llama")
+        one: Any = compare(model, Letters(), prompt, names, rate=0.5, **options)
+        for column in ("text", "bytes", "ratio"):
+            assert many.loc[name, 0.5][column].tolist() == one[column].tolist()
     chat = [{"role": "user", "content": "hello " * 10}]
     methods: dict[str, Any] = {"mine": Everything(), "over": Greedy(), "name": "snapkv"}
-    frame: Any = compare(model, Letters(), chat, methods, **SMALL, max_new_tokens=3, stop=["\0"])
+    frame: Any = compare(model, Letters(), chat, methods, **options, stop=["\0"])
     assert frame.loc["mine", "ratio"] == 1.0
     assert "holds 61 entries" in frame.loc["over", "error"]
     assert frame["text"].isna().tolist() == [False, True, False]
     with compress(model, "snapkv", **SMALL):  # one inside the other
         inner: Any = compare(model, Letters(), "x" * 50, "exact", max_new_tokens=3)
     assert inner.loc["exact", "ratio"] == 1
-
-
-def test_compression_ratio_is_the_share_removed_and_a_session_is_one_line() -> None:
-    model = tiny_model("llama")
-    with compress(model, "snapkv", compression_ratio=0.7, **SMALL) as session:
-        assert repr(session).startswith("<kvbench session: snapkv, Budget(")
-        model.generate(torch.tensor([prompt_ids(100)]), max_new_tokens=1, do_sample=False)
-    assert session.ratio == pytest.approx([0.3], abs=0.01)
-    assert "1 rows, ratio of the last 0.3>" in repr(session)
 
 
 def test_variants_have_the_names_of_the_command_line() -> None:
@@ -582,7 +509,7 @@ def test_variants_have_the_names_of_the_command_line() -> None:
         build_method("balancekv_releasd")
 
 
-def test_pipelines_chats_and_streamers_work_as_usual(shipped: Any) -> None:
+def test_pipelines_and_chats_work_as_usual(shipped: Any) -> None:
     model, tokenizer = shipped
     pipe = t.pipeline("text-generation", model=model, tokenizer=tokenizer)
     prompts = ["line one: the value is 7. " * 8, "a short one: " * 3, "and another " * 5]
@@ -593,28 +520,11 @@ def test_pipelines_chats_and_streamers_work_as_usual(shipped: Any) -> None:
     assert len(session.rows) == 3
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     chat = [{"role": "user", "content": prompts[0]}]
-    inputs = tokenizer(prompts[0], return_tensors="pt")
     with compress(model, "snapkv", **SMALL) as session:
         answer = pipe(chat, **options)[0]["generated_text"][-1]
-        streamer = t.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
-        given = {**inputs, **options, "streamer": streamer}
-        thread = threading.Thread(target=model.generate, kwargs=given)
-        thread.start()
-        pieces = list(streamer)
-        thread.join()
     frame = compare(model, tokenizer, chat, ["snapkv"], **SMALL, max_new_tokens=6)
     assert answer == {"role": "assistant", "content": frame.loc["snapkv", "text"]}
     assert frame.loc["snapkv", "ratio"] == session.ratio[0]
-    assert "".join(pieces) == answer["content"]
-
-
-def test_half_precision_keeps_its_type() -> None:
-    model = tiny_model("llama").to(torch.bfloat16)
-    with compress(model, "balancekv", **SMALL) as session:
-        model.generate(**batch(*LENGTHS))
-    assert session.entries[1] == Budget(**SMALL).capacity(80)
-    # layers, heads, n, k and v, dim, bytes
-    assert session.exact_bytes[1] == 4 * 2 * 80 * 2 * 16 * 2
 
 
 def test_two_models_a_deep_copy_and_a_compiled_model_each_go_their_own_way() -> None:
@@ -627,63 +537,33 @@ def test_two_models_a_deep_copy_and_a_compiled_model_each_go_their_own_way() -> 
         assert session.rows == [], "the copy's rows are its own"
         wanted = model.generate(**inputs)
         second.generate(**batch(80, 33))
-        twins = twin.generate.__self__
-        assert twins.model is twin
-        assert [row.entries for row in twins.rows] == [row.entries for row in session.rows]
-        with pytest.raises(UnsupportedGeneration, match="one at a time"), compress(twin, "h2o"):
-            pass
     assert [row.prompt_tokens for row in session.rows] == [60]
     assert [row.prompt_tokens for row in other.rows] == [80, 33]
     assert "generate" not in vars(model)
     compiled: Any = torch.compile(model, backend="eager")
-    with compress(compiled, "snapkv", **SMALL) as session:
+    with compress(compiled, "snapkv", **SMALL):
         assert torch.equal(compiled.generate(**inputs), wanted)
-    assert session.ratio[0] < 0.5
-    frame = compare(compiled, Letters(), "x" * 50, "snapkv", **SMALL, max_new_tokens=3)
-    assert frame.loc["snapkv", "ratio"] < 1
-
-
-def test_a_decorated_function_returns_hidden_states() -> None:
-    model = tiny_model("llama")
-    inputs = batch(50) | {"max_new_tokens": 4, "return_dict_in_generate": True}
-
-    @compress(model, "snapkv", **SMALL)
-    def generated() -> Any:
-        return model.generate(**inputs, output_hidden_states=True, output_logits=True)
-
-    before = state_of(model)
-    output = generated()
-    assert [len(states) for states in output.hidden_states] == [5] * 4
-    assert len(output.logits) == 4
-    assert state_of(model) == before
-    with torch.inference_mode(), compress(model, "snapkv", **SMALL):
-        assert torch.equal(model.generate(**inputs).sequences, output.sequences)
 
 
 def test_two_threads_do_not_generate_inside_one_compress() -> None:
     model = tiny_model("llama")
-    inside, over = threading.Event(), threading.Event()
     said: list[str] = []
 
-    class Waits(t.StoppingCriteria):
-        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-            inside.set()
-            over.wait(60)
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
     def other() -> None:
-        inside.wait(60)
         try:
             model.generate(**batch(60))
         except UnsupportedGeneration as error:
             said.append(str(error))
-        over.set()
+
+    class Meanwhile(t.StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     with compress(model, "snapkv", **SMALL) as session:
         alone = model.generate(**batch(60))
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert torch.equal(model.generate(**batch(60), stopping_criteria=[Waits()]), alone)
-        thread.join()
+        assert torch.equal(model.generate(**batch(60), stopping_criteria=[Meanwhile()]), alone)
     assert len(session.rows) == 2
     assert said[0].startswith("another thread generates inside the same compress; allowed: one ")

@@ -1,7 +1,8 @@
 """What the READMEs tell a reader to type works as typed.
 
 Every command is read by a shell and checked by the command line's own checks; the Python block and "Add
-your own task" are executed here, "Add your own method" by test_additions.py, the three commands by `.ci/run`.
+your own task" are executed here, "Add your own method" by test_additions.py, the three commands by
+`.ci/run`.
 """
 
 from __future__ import annotations

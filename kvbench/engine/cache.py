@@ -11,7 +11,8 @@ decoding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -118,6 +119,8 @@ class LayerCache:
         self.value_range: tuple[Tensor, Tensor] | None = None
         if held.value_range is not None:
             self.value_range = (held.value_range[0][0], held.value_range[1][0])
+        self.samples, self.bytes_sum, self.bytes_peak = 0, 0, 0
+        self.note_bytes()
         # On the host where it is known there; what a GPU has counted, `Fork.audit_prompt` reads.
         self.prompt_entries = self.entries() if self.log_weights is None else held.entries[0]
 
@@ -133,12 +136,33 @@ class LayerCache:
 
     def entry_bytes(self) -> int:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
-        come is not counted, nor positions."""
+        come is not counted, nor what the window has passed, nor positions."""
+        count = self.length if self.window is None else min(self.length, self.window)
         numbers = (self.log_weights, self.scores, self.denominators)
-        held = sum(part[:, : self.length].nbytes for part in numbers if part is not None)
+        held = sum(part[:, :count].nbytes for part in numbers if part is not None)
         held += sum(part.nbytes for part in (*(self.packed or ()), *(self.value_range or ())))
         sides = ((self.keys, self.first), (self.values, self.first_value))
-        return held + sum(part[:, : self.length - first].nbytes for part, first in sides)
+        return held + sum(part[:, : count - first].nbytes for part, first in sides)
+
+    def note_bytes(self) -> None:
+        """Count what is held after the prompt, or after a step, in mean and peak."""
+        held = self.entry_bytes()
+        self.samples, self.bytes_sum = self.samples + 1, self.bytes_sum + held
+        self.bytes_peak = max(self.bytes_peak, held)
+
+    def grew(self, steps: int, most: int) -> None:
+        """Count so many steps of one token that a kernel took, which left at most so many entries."""
+        held, more = self.entry_bytes(), min(steps, most - self.length)
+        self.length += more
+        entry = (self.entry_bytes() - held) // max(1, more)
+        joined = more * (more + 1) // 2 + (steps - more) * more  # summed over the steps
+        self.samples, self.bytes_sum = self.samples + steps, self.bytes_sum + steps * held
+        self.bytes_sum += joined * entry
+        self.bytes_peak = max(self.bytes_peak, self.entry_bytes())
+
+    def held_bytes(self) -> tuple[int, float]:
+        """The most bytes held after the prompt or a step since, and their mean."""
+        return self.bytes_peak, self.bytes_sum / self.samples
 
     def reserved_bytes(self) -> int:
         """Bytes of the buffers, which a copy has of its own."""
@@ -185,15 +209,23 @@ class LayerCache:
     def step(self, call: LayerCall, positions: Tensor) -> Tensor:
         """Append the t tokens of a call of one row, at positions [t], and attend, causally among them:
         [heads, t, value_dim]."""
-        if not self.evicts:
-            return self._append_and_attend(call, positions)
-        return torch.cat(
-            [
-                self._append_and_attend(call.of_row(0, i, i + 1), positions[i : i + 1])
-                for i in range(len(positions))
-            ],
-            dim=1,
-        )
+        parts = itertools.pairwise([0, *self._ends(len(positions))])
+        done = [self._append_and_attend(call.of_row(0, a, b), positions[a:b]) for a, b in parts]
+        self.note_bytes()
+        return done[0] if len(done) == 1 else torch.cat(done, dim=1)
+
+    def _ends(self, tokens: int) -> Sequence[int]:
+        """Where to cut so many tokens: after each where entries may leave, and so that one that packs
+        keys before it attends is alone."""
+        if self.evicts:
+            return range(1, tokens + 1)
+        if self.packed is None or not self.packed.keys.ahead:
+            return [tokens]
+        held, ends = self.packed.keys.count, {tokens}
+        for i in range(tokens):
+            if taken := self.packed.keys.due(held, self.length + i + 1 - held):
+                held, ends = held + taken, ends | {i, i + 1}
+        return sorted(ends - {0})
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Hold t more tokens: key, value [kv_heads, t, d], positions [t]."""
@@ -234,6 +266,8 @@ class LayerCache:
         query, value = call.query[0], call.value[0]
         heads, tokens, dim = query.shape
         self.append(call.key[0], value, positions)
+        if self.packed is not None and self.packed.keys.ahead:
+            self._pack_due(self.packed, keys_alone=True)
         n, stored = self.length, self.keys.shape[0]
         group = heads // stored
         logits = self.dot_keys(query.reshape(stored, group * tokens, dim))
@@ -291,12 +325,14 @@ class LayerCache:
             return 0, self.keys_only
         return self.packed.keys.count, self.keys_only + self.packed.values.count
 
-    def _pack_due(self, packed: Packed) -> None:
+    def _pack_due(self, packed: Packed, *, keys_alone: bool = False) -> None:
         """Let the codecs take over the exact entries that are due; what is left moves to the front."""
         n = self.length
         sides = ((self.keys, self.first), (self.values, self.first_value))
         keys, _ = packed.keys.take(self.keys[:, : n - self.first])
-        values, _ = packed.values.take(self.values[:, : n - self.first_value])
+        values = packed.values
+        if not keys_alone:
+            values, _ = values.take(self.values[:, : n - self.first_value])
         self.packed = Packed(keys, values)
         self.first, self.first_value = self._packed_counts()
         for (part, before), now in zip(sides, (self.first, self.first_value), strict=True):
@@ -382,6 +418,11 @@ class RaggedCache(LayerCache):
         """The sum of the heads'."""
         return sum(head.entry_bytes() for head in self.heads)
 
+    def held_bytes(self) -> tuple[int, float]:
+        """The sums of the heads'."""
+        peaks, means = zip(*(head.held_bytes() for head in self.heads), strict=True)
+        return sum(peaks), sum(means)
+
     def reserved_bytes(self) -> int:
         """The sum of the heads'."""
         return sum(head.reserved_bytes() for head in self.heads)
@@ -414,7 +455,7 @@ class RecompressedCache(LayerCache):
         generator: draws of all compressions, in order.
 
     Attributes:
-        tokens: fed so far; with ``phase=tokens``, the prompt's included.
+        fed: tokens so far, behind the prompt's.
         queries: the last ones fed, [heads, at most rule.queries, head_dim], whose bytes are counted.
     """
 
@@ -433,12 +474,13 @@ class RecompressedCache(LayerCache):
         generator: torch.Generator,
         **options: Any,
     ) -> None:
-        super().__init__(held, room, method, **options)
         assert prompt.queries is not None
+        self.queries = prompt.queries[0, :, -rule.queries :].clone()  # counted from the beginning
+        super().__init__(held, room, method, **options)
         self.recompression, self.label, self.generator = rule, label, generator
-        self.to = Budget(sink=budget.sink, window=budget.window, size=rule.to)
-        self.queries = prompt.queries[0, :, -rule.queries :].clone()
-        self.tokens = prompt.n if rule.phase == "tokens" else 0
+        self.budget, self.prompt, self.fed = budget, prompt.n, 0
+        if rule.to is not None and rule.to >= 1:
+            self._size(int(rule.to))  # refuses now, rather than while decoding
         none = prompt.keys[:, :, :0]  # does not keep the prompt in memory
         self.shape = replace(prompt, keys=none, values=none, queries=None, shared={}, carried={})
 
@@ -454,27 +496,30 @@ class RecompressedCache(LayerCache):
         twin.generator.set_state(self.generator.get_state())
         return twin
 
-    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
-        """See `LayerCache.step`.
+    def _ends(self, tokens: int) -> Sequence[int]:
+        return range(1, tokens + 1)
+
+    def _append_and_attend(self, call: LayerCall, positions: Tensor) -> Tensor:
+        """Of one token, after which the method may compress.
 
         Raises:
             BudgetExceeded: the method holds more than it may; and whatever the method raises.
         """
-        outputs = []
-        for i in range(len(positions)):
-            one = call.of_row(0, i, i + 1)
-            outputs.append(super().step(one, positions[i : i + 1]))
-            before, self.tokens = self.tokens, self.tokens + 1
-            self.queries = torch.cat([self.queries, one.query[0]], dim=1)
-            self.queries = self.queries[:, -self.recompression.queries :]
-            counted = before if self.recompression.phase == "tokens" else self.tokens
-            if counted % self.recompression.every == 0 and self.length > self.recompression.to:
-                self._recompress()
-        return torch.cat(outputs, dim=1)
+        out = super()._append_and_attend(call, positions)
+        self.fed += 1
+        self.queries = torch.cat([self.queries, call.query[0]], dim=1)
+        self.queries = self.queries[:, -self.recompression.queries :]
+        stays = self.recompression.stays(self.budget, self.prompt, self.fed, self.length)
+        if stays is not None:
+            self._recompress(stays)
+        return out
 
-    def _recompress(self) -> None:
-        """Hold what the method keeps of the entries: its positions are places among them, and its
-        log-weights add to theirs."""
+    def _size(self, count: int) -> Budget:
+        return Budget(sink=self.budget.sink, window=self.budget.window, size=count)
+
+    def _recompress(self, stays: int) -> None:
+        """Hold the entries that the method keeps, `stays` of them: its positions are places among them,
+        and its log-weights add to theirs."""
         n = self.length
         layer = replace(
             self.shape,
@@ -483,9 +528,11 @@ class RecompressedCache(LayerCache):
             queries=self.queries[None],
             shared={},
         )
-        held, _, _ = guard.compress(self.label, self.method, layer, self.to, self.generator, {})
-        if held.charged > self.recompression.to + 1:
-            raise BudgetExceeded(self.label, layer.layer_index, self.recompression.to, held.charged)
+        held, _, _ = guard.compress(
+            self.label, self.method, layer, self._size(stays), self.generator, {}
+        )
+        if held.charged > stays + 1:
+            raise BudgetExceeded(self.label, layer.layer_index, stays, held.charged)
         places, count = held.positions[0], held.positions.shape[2]
         self.positions[:, :count] = self.positions.gather(1, places)
         if self.log_weights is not None:

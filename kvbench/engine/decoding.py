@@ -210,8 +210,7 @@ class DecodeState(ForkBatch):
     def _settle(self, row: int) -> None:
         for group in self._all_groups(row) if row not in self._ended else ():
             place = group.rows.index(row)
-            cache = group.caches[place]
-            cache.length = min(cache.length + self.taken, group.limits[place])
+            group.caches[place].grew(self.taken, group.limits[place])
 
     def settle(self) -> None:
         """The rows part: tell every cache how many entries it holds by now."""

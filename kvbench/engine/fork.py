@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, s
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
-from kvbench.methods.base import Method, allowed_entries
+from kvbench.methods.base import HeldShape, Method, allowed_entries
 
 
 def prompt_name(ids: Sequence[int]) -> str:
@@ -35,6 +35,32 @@ def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+@dataclass
+class ExactBytes:
+    """Bytes of the exact cache of one prompt, of any length.
+
+    Attributes:
+        token: of a token, in all layers that hold every one. windows: of the others, the number of the
+            last tokens that they hold and the bytes of one. states: of the layers that hold no keys.
+    """
+
+    token: int = 0
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    states: int = 0
+
+    def add(self, token: int, window: int | None) -> None:
+        """One more layer, which holds so many bytes of a token."""
+        if window is None:
+            self.token += token
+        else:
+            self.windows.append((window, token))
+
+    def at(self, tokens: int) -> int:
+        """Bytes once so many tokens have been read."""
+        sliding = sum(token * min(window, tokens) for window, token in self.windows)
+        return self.token * tokens + sliding + self.states
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """What a method's cache of one prompt costs. Every record has these fields.
@@ -45,11 +71,14 @@ class Cost:
         entries: held per layer and KV head after compression, mean and maximum; None, like the bytes,
             where a failure left none.
         cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
-        cache_bytes_end: after the last token; None before.
+        cache_bytes_end: after the last token; None before, like the next three.
+        cache_bytes_peak, cache_bytes_mean: the most, and the mean, of what is held at the end of the
+            prompt and after each step of the generation. exact_bytes_mean: of the exact cache.
         compressed: False where the prompt is held as it is: it is within its capacity, or the method
-            keeps and stores everything so. True once entries were evicted.
+            keeps and stores everything so. True once entries have left while decoding.
         compress_s: seconds of compression.
         budget_preset: the preset that holds more than the budget, if any.
+        extras: further fields (`Method.extras`).
     """
 
     prompt_tokens: int
@@ -57,23 +86,35 @@ class Cost:
     entries: dict[str, float] | None = None
     cache_bytes: int | None = None
     cache_bytes_end: int | None = None
+    cache_bytes_peak: int | None = None
+    cache_bytes_mean: float | None = None
+    exact_bytes_mean: float | None = None
     exact_bytes: int
     compressed: bool = False
     compress_s: float = 0.0
     budget_preset: str | None = None
+    extras: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
         """Bytes held over the bytes of the exact cache, after compression."""
         return None if self.cache_bytes is None else self.cache_bytes / self.exact_bytes
 
-    def record(self) -> dict[str, Any]:
-        """The fields of a record, but for `prompt_tokens`; `budget_preset` only where there is one."""
-        names = [field.name for field in fields(Cost) if field.name != "prompt_tokens"]
-        found = {name: getattr(self, name) for name in names}
+    def record(self, *, long_answer: bool = False) -> dict[str, Any]:
+        """The fields of a record, but for `prompt_tokens`; `budget_preset` only where there is one.
+
+        Args:
+            long_answer: the ratio is that of the means over the generation.
+        """
+        found = {field.name: getattr(self, field.name) for field in fields(Cost)}
+        del found["prompt_tokens"]
         if self.budget_preset is None:
             del found["budget_preset"]
-        return found | {"ratio": self.ratio}
+        found |= found.pop("extras")
+        ratio = self.ratio
+        if long_answer and self.cache_bytes_mean and self.exact_bytes_mean:
+            ratio = self.cache_bytes_mean / self.exact_bytes_mean
+        return found | {"ratio": ratio}
 
 
 @dataclass
@@ -84,9 +125,10 @@ class Fork:
         label: the method's name in this job.
         room: tokens that will be appended, if the caller knows.
         layers: filled by the prefill, by layer index; states: of the layers that hold no keys.
-        compressible: the layers that the method compresses.
+        compressible: the layers that the method compresses. shapes: of what they hold of the prompt.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
         compressed: whether the method compresses this prompt. appended: tokens fed since.
+        exact: of the prompt. exact_at: its bytes at the end of the prompt and after each step since.
         compress_s: seconds of compression; `clocks` are still to be read, by `read_clocks`.
         unaudited: layers whose entries are still to be counted, by `audit_prompt`.
         after_prompt: the cost at the end of the prefill. bytes_end: at the last `audit`.
@@ -102,9 +144,12 @@ class Fork:
     layers: dict[int, LayerCache] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
     compressible: list[int] = field(default_factory=list)
+    shapes: dict[int, HeldShape] = field(default_factory=dict)
     carried: dict[str, Tensor] = field(default_factory=dict)
     compressed: bool = False
     appended: int = 0
+    exact: ExactBytes = field(default_factory=ExactBytes)
+    exact_at: list[int] = field(default_factory=list)
     compress_s: float = 0.0
     clocks: list[Elapsed] = field(default_factory=list)
     unaudited: list[int] = field(default_factory=list)
@@ -141,6 +186,11 @@ class Fork:
         assert self.after_prompt is not None, "the prompt has not been read"
         return self.after_prompt.prompt_tokens + self.appended
 
+    def fed(self, tokens: int) -> None:
+        """Count the tokens of a step."""
+        self.appended += tokens
+        self.exact_at.append(self.exact.at(self.tokens))
+
     def read_clocks(self) -> None:
         """Add up the seconds of compression so far; waits for a GPU that is not done with it."""
         self.compress_s += sum(clock.seconds for clock in self.clocks)
@@ -161,6 +211,7 @@ class Fork:
             states=clone_of(self.states),
             compressible=list(self.compressible),
             carried=dict(self.carried),
+            exact_at=list(self.exact_at),
         )
 
     def carry_to(self, device: torch.device) -> None:
@@ -205,6 +256,7 @@ class Fork:
             options |= {"rule": rule, "label": self.label, "budget": self.budget}
             options |= {"prompt": prompt, "generator": generator}
         kind = RecompressedCache if "rule" in options else LayerCache
+        self.shapes[layer] = HeldShape.of(held)
 
         def make(one: CompressedKV) -> LayerCache:
             return kind(one, self.room, self.method, **options)
@@ -234,22 +286,20 @@ class Fork:
             if cache.charged(counts) > cache.capacity + 1:
                 raise BudgetExceeded(self.label, layer, cache.capacity, cache.charged(counts))
 
-    def end_prompt(self, n: int, exact_bytes: int) -> None:
-        """Note what is held of the prompt's n tokens, which have been read and compressed.
-
-        Args:
-            exact_bytes: of the exact cache at this point.
-        """
+    def end_prompt(self, n: int, exact: ExactBytes) -> None:
+        """Note what is held of the prompt's n tokens, which have been read and compressed."""
+        self.exact, self.exact_at = exact, [exact.at(n)]
         held: dict[str, Any] = {}
         if self.failure is None:
             layers = [self.layers[layer] for layer in self.compressible]
             entries = torch.cat([cache.prompt_entries.cpu() for cache in layers])
             counts = {"mean": float(entries.float().mean()), "max": int(entries.max())}
             held = {"entries": counts, "cache_bytes": self.cache_bytes()}
+            held["extras"] = self.method.extras(n, self.shapes)
         self.after_prompt = Cost(
             prompt_tokens=n,
             capacity=self.budget.capacity(n) if self.method.saves_memory else n,
-            exact_bytes=exact_bytes,
+            exact_bytes=exact.at(n),
             compressed=self.compressed or self.method.quantize is not None,
             **held,
         )
@@ -262,14 +312,19 @@ class Fork:
         if self.bytes_end is None:
             return cost
         n, layers = cost.prompt_tokens, [self.layers[layer] for layer in self.compressible]
-        evicted = any(
-            cache.evicts and cache.length < int(cache.prompt_entries.max()) + self.appended
+        left = any(
+            int(cache.entries().max()) < int(cache.prompt_entries.max()) + self.appended
             for cache in layers
         )
+        held = [cache.held_bytes() for cache in self.layers.values()]
+        states = state_bytes(self.states)
         return replace(
             cost,
             cache_bytes_end=self.bytes_end,
-            compressed=cost.compressed or evicted,
+            cache_bytes_peak=sum(peak for peak, _ in held) + states,
+            cache_bytes_mean=sum(mean for _, mean in held) + states,
+            exact_bytes_mean=sum(self.exact_at) / len(self.exact_at),
+            compressed=cost.compressed or left,
             budget_preset=allowed_entries(self.method, self.budget, n, len(layers))[1],
         )
 

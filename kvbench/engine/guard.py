@@ -153,8 +153,9 @@ def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:
 
 def _own(method: Method, layer: LayerKV, carried: dict[str, Tensor]) -> LayerKV:
     """The layer as this method may see it."""
+    owner = f"{type(method).__module__}.{type(method).__qualname__}"
     if not is_foreign(method):
-        return replace(layer, carried=carried)
+        return replace(layer, carried=carried, owner=owner)
     queries = None if layer.queries is None else layer.queries.clone()
     keys, values = layer.keys.clone(), layer.values.clone()
     own = replace(layer, keys=keys, values=values, queries=queries, carried=carried, shared={})

@@ -528,7 +528,7 @@ class Compression:
             for fork in cache.forks:
                 if fork.failure is not None:
                     raise fork.failure
-                fork.appended += count
+                fork.fed(count)
             return
         for number, fork in enumerate(cache.forks):
             fork.states = row_of(states_in(cache), number)
@@ -536,7 +536,8 @@ class Compression:
             state.settle()
             if fork.failure is not None:
                 raise fork.failure
-            fork.end_prompt(count - start, state.exact_bytes + state_bytes(fork.states))
+            state.exact.states = state_bytes(fork.states)
+            fork.end_prompt(count - start, state.exact)
             cache.rows.append(fork.cost())
         self._calls.append(cache.rows)
 

@@ -15,7 +15,7 @@ from kvbench.engine import guard
 from kvbench.engine.architecture import compressible_layers, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.fork import Fork, layer_generator
+from kvbench.engine.fork import ExactBytes, Fork, layer_generator
 from kvbench.engine.guard import check_finite, refuse_non_finite
 from kvbench.engine.rescore import Feed, RepeatedPrompt
 from kvbench.engine.states import (
@@ -99,8 +99,8 @@ class PrefillState:
         self.rotary = rotary
         self.forks = forks
         self.order = {layer: index for index, layer in enumerate(compressible)}
-        self.exact = RepeatedPrompt() if any(fork.rescores for fork in forks) else None
-        self.exact_bytes = 0
+        self.repeated = RepeatedPrompt() if any(fork.rescores for fork in forks) else None
+        self.exact = ExactBytes()
         self.clocks: list[Elapsed] = []
         self.non_finite: dict[int, Tensor] = {}
         self._past: PassingCache | None = None
@@ -129,14 +129,15 @@ class PrefillState:
             index, count = self.order[layer], len(self.order)
             held = layer_kv(call, index, count, self.rotary, normalisers)
             check_finite(held, self.non_finite)
-            self.exact_bytes += call.nbytes
-            if self.exact is not None:
-                self.exact.held[layer] = (key, value)
-                self.exact.layers[layer] = replace(held, queries=None, shared={})
+            self.exact.add(call.nbytes // key.shape[2], None)
+            if self.repeated is not None:
+                self.repeated.held[layer] = (key, value)
+                self.repeated.layers[layer] = replace(held, queries=None, shared={})
             for fork in self.forks:
                 if fork.failure is None and not fork.rescores:
                     self._compress(fork, layer, held)
         else:
+            self.exact.add(call.nbytes // key.shape[2], call.sliding_window)
             self._keep_window(layer, key, value, call.sliding_window)
         self.clocks.append(clock.stop())
         return out
@@ -160,12 +161,12 @@ class PrefillState:
     def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
         """Have the prompt repeated for the methods that ask for it, and compress as they say then."""
         forks = [fork for fork in self.forks if fork.rescores and fork.failure is None]
-        if self.exact is None or not forks:
+        if self.repeated is None or not forks:
             return
-        clock = Elapsed(next(iter(self.exact.held.values()))[0].device)
-        self.exact.states = self.states
-        self.exact.feed(forks, ids, encoder, feed)
-        for layer, kv in self.exact.layers.items():
+        clock = Elapsed(next(iter(self.repeated.held.values()))[0].device)
+        self.repeated.states = self.states
+        self.repeated.feed(forks, ids, encoder, feed)
+        for layer, kv in self.repeated.layers.items():
             for fork in forks:
                 if fork.failure is None:
                     self._compress(fork, layer, kv)
@@ -200,9 +201,8 @@ class PrefillState:
         n = key.shape[2]
         first = 0 if window is None else max(0, n - window)
         key, value = key[:, :, first:], value[:, :, first:]
-        if self.exact is not None:
-            self.exact.held[layer] = (key, value)
-        self.exact_bytes += key.nbytes + value.nbytes
+        if self.repeated is not None:
+            self.repeated.held[layer] = (key, value)
         positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
         for fork in self.forks:
             if fork.failure is None:
@@ -285,11 +285,11 @@ def prefill(
     state.rescore(ids, encoder, feed)
     synchronize(device)
     seconds = time.perf_counter() - start - state.settle()
-    exact_bytes = state.exact_bytes + state_bytes(state.states)
+    state.exact.states = state_bytes(state.states)
     for fork in forks:
         fork.states = clone_of(state.states)
-        fork.end_prompt(len(ids), exact_bytes)
-    return Prefill(logits[0], seconds, exact_bytes, len(ids))
+        fork.end_prompt(len(ids), state.exact)
+    return Prefill(logits[0], seconds, state.exact.at(len(ids)), len(ids))
 
 
 @dataclass

@@ -136,7 +136,7 @@ def _take(rows: Sequence[DecodingRow], tokens: int, chosen: Tensor, since: float
     seconds = (time.perf_counter() - since) / len(rows)
     for row, token, sound in zip(rows, chosen, finite, strict=True):
         if row.running:
-            row.fork.appended += tokens
+            row.fork.fed(tokens)
             row.position += tokens
             row.decode_s += seconds
             row.take(token, bool(sound))

@@ -140,7 +140,7 @@ def feed_continuations(
             forward_rows(model, chunk, positions, ForkBatch(forks, positions)),
         )
     for fork in forks:
-        fork.appended += len(fed[0])
+        fork.fed(len(fed[0]))
         if fork.failure is None:
             try:
                 fork.audit()

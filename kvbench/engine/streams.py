@@ -1,9 +1,8 @@
 """Reading a text of any length through a method's bounded cache, by chunks.
 
 Every token attends to what it would attend to if tokens were fed one by one, so that results do not
-depend on the chunks. What is held between them is one of three states: a band of first and last tokens
-(`BandState`), the cache of a method that evicts (`EvictingState`), or a streaming algorithm's samples
-(`EstimatedState`).
+depend on the chunks. What is held between them is a band of first and last tokens (`BandState`), or the
+cache of a method that evicts (`EvictingState`).
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from transformers import PreTrainedModel
 from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.estimate import shape_of
-from kvbench.engine.fork import layer_generator
 from kvbench.engine.prefill import CaptureState, compressible_layers, forward_rows, input_device
 from kvbench.engine.scoring import CHUNK_LOGITS, vocabulary
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
-from kvbench.methods.base import Band, LayerStream, Method, Sample, StreamAlgorithm, rule_of
+from kvbench.kv import Budget, CompressedKV, KVError
+from kvbench.methods.base import Method, rule_of
 
 POSITIONS = ("cache", "absolute")
 """How positions are counted: inside the cache (as StreamingLLM: entries and query by their place there,
@@ -31,9 +29,6 @@ so that the text may be longer than the model's positions), or every entry keeps
 
 CHUNK = 256
 """Tokens per chunk."""
-
-MOST_WAITING = 64
-"""Most tokens that are collected before a streaming algorithm reads them."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,7 @@ def check_reads(label: str, method: Method, budget: Budget, positions: str) -> N
     Raises:
         KVError: naming the method.
     """
-    way = method.reading(budget)
-    if isinstance(way, Band) or (way is not None and positions == "absolute"):
+    if method.reading(budget) is not None:
         return
     if method.evicts and (positions == "absolute" or budget.size is not None):
         if positions == "cache" and method.quantize is not None:
@@ -71,7 +65,7 @@ def check_reads(label: str, method: Method, budget: Budget, positions: str) -> N
     raise KVError(
         f"method {label!r} with positions={positions} and budget.size={budget.size} cannot read a "
         "stream; allowed: exact, and with a size streaming_llm, local and methods that evict while "
-        "decoding (h2o); with absolute positions balancekv_streaming and subgen_streaming"
+        "decoding (h2o)"
     )
 
 
@@ -82,16 +76,13 @@ def read_text(
     method: Method,
     budget: Budget,
     positions: str = "cache",
-    seed: int = 0,
     *,
-    name: str = "",
     label: str = "method",
 ) -> Read:
     """-log p of every token but the first, each from what is held when it comes.
 
     Args:
         positions: see `POSITIONS`.
-        name: of the text, for a method's draws.
 
     Raises:
         KVError: see `check_reads`. UnsupportedModel: see `stream`. Whatever stopped the method.
@@ -99,18 +90,16 @@ def read_text(
     check_reads(label, method, budget, positions)
     way, n = method.reading(budget), len(ids)
     shape = shape_of(model.config.get_text_config(), model.dtype)
-    if isinstance(way, Band) and way.recomputed:
+    if way is not None and way.recomputed:
         assert way.last is not None
         nll, entries = torch.cat(list(recomputed(model, ids, recent=way.last))), min(n, way.last)
         return Read(nll, entries, shape.bytes(n, entries), shape.bytes(n, n))
     rotation = rotation_of(model) if positions == "cache" else None
-    state: BandState | EvictingState | EstimatedState
-    if isinstance(way, Band):
-        state = BandState(way.first, n if way.last is None else way.last, rotation)
-    elif way is None:
+    state: BandState | EvictingState
+    if way is None:
         state = EvictingState(method, budget, n, rotation)
     else:
-        state = EstimatedState(label, way, budget, n, seed, name)
+        state = BandState(way.first, n if way.last is None else way.last, rotation)
     nll = torch.cat(list(stream(model, ids, state, positions)))
     return Read(nll, min(n, state.most), state.held_bytes, shape.bytes(n, n))
 
@@ -364,133 +353,3 @@ class EvictingState(StreamState):
     def held_bytes(self) -> int:
         """Bytes held, of scores too."""
         return sum(cache.entry_bytes() for cache in self._layers.values())
-
-
-@dataclass
-class _Sampled:
-    """What a layer holds: sink and recent tokens exactly [kv_heads, entries, d], and the algorithm's
-    estimators of the others, updated whenever it reads."""
-
-    keys: Tensor
-    values: Tensor
-    algorithm: LayerStream | None = None
-    numerator: Sample | None = None
-    denominator: Sample | None = None
-
-    @property
-    def entries(self) -> int:
-        """Entries of the head that holds most."""
-        exact = self.keys.shape[1]
-        return exact if self.algorithm is None else exact + self.algorithm.entries
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        exact = self.keys.nbytes + self.values.nbytes
-        return exact if self.algorithm is None else exact + self.algorithm.nbytes
-
-    def attend(self, query: Tensor, call: LayerCall) -> Tensor:
-        """Attention of query [heads, t, d], whose own keys are the last `t` that are held: the quotient
-        of the two estimators, sink and recent tokens being exact in both."""
-        heads, t, dim = query.shape
-        kv_heads, held = self.keys.shape[:2]
-        rows = query.reshape(kv_heads, -1, dim).float()
-
-        def logits(keys: Tensor) -> Tensor:
-            return capped(rows @ keys.float().mT * call.scaling, call.softcap)
-
-        order = torch.arange(held, device=query.device)
-        hidden = order > order[held - t :, None]
-        exact = logits(self.keys).masked_fill(hidden.repeat(heads // kv_heads, 1), -torch.inf)
-        if self.numerator is None or self.denominator is None:
-            return (exact.softmax(-1) @ self.values.float()).view(heads, t, -1)
-        above = logits(self.numerator.keys) + self.numerator.log_weights[:, None]
-        below = logits(self.denominator.keys) + self.denominator.log_weights[:, None]
-        top = exact.amax(-1, keepdim=True)
-        for part in (above, below):
-            if part.shape[-1]:
-                top = torch.maximum(top, part.amax(-1, keepdim=True))
-        exact, above, below = (torch.exp(part - top) for part in (exact, above, below))
-        total = exact @ self.values.float() + above @ self.numerator.values.float()
-        out = total / (exact.sum(-1, keepdim=True) + below.sum(-1, keepdim=True))
-        return out.view(heads, t, -1)
-
-
-class EstimatedState(StreamState):
-    """Holds the samples of a streaming algorithm (BalanceKV's, SubGen's), and the tokens at both ends.
-
-    Everything is exact until ``budget.size`` has no room for another `waiting` tokens. Then the
-    algorithm reads all tokens between sink and window, and afterwards those that leave the window, up
-    to `waiting` at a time: when it reads depends on positions alone, not on the chunks of the model's
-    passes.
-
-    Args:
-        tokens: length of the whole text, which BalanceKV needs.
-    """
-
-    def __init__(
-        self,
-        label: str,
-        algorithm: StreamAlgorithm,
-        budget: Budget,
-        tokens: int,
-        seed: int,
-        name: str,
-    ) -> None:
-        assert budget.size is not None
-        super().__init__(0)
-        self.label, self.algorithm, self.budget, self.size = label, algorithm, budget, budget.size
-        self.tokens, self.seed, self.name = tokens, seed, name
-        between = self.size - budget.sink - budget.window
-        self.waiting = max(1, min(MOST_WAITING, between // 8))
-        self.room = between - self.waiting
-        self._layers: dict[int, _Sampled] = {}
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """See `StreamState`."""
-        key, value = call.key[0], call.value[0]
-        layer = self._layers.setdefault(call.layer, _Sampled(key[:, :0], value[:, :0]))
-        out, begin, end = [], 0, key.shape[1]
-        while begin < end:  # up to the next token at which the algorithm may read
-            step = min(end - begin, self.waiting - (self.seen + begin) % self.waiting)
-            part = slice(begin, begin + step)
-            layer.keys = torch.cat([layer.keys, key[:, part]], dim=1)
-            layer.values = torch.cat([layer.values, value[:, part]], dim=1)
-            out.append(layer.attend(call.query[0, :, part], call))
-            begin += step
-            self.most = max(self.most, layer.entries)
-            if (self.seen + begin) % self.waiting == 0:
-                self._read(layer, call.layer)
-        return torch.cat(out, dim=1)[None].to(call.query.dtype)
-
-    def _read(self, layer: _Sampled, index: int) -> None:
-        """Let the algorithm read the tokens that have left the window, once the cache is full.
-
-        Raises:
-            BudgetExceeded: the layer holds more than the budget.
-        """
-        sink, held = self.budget.sink, layer.keys.shape[1]
-        if layer.algorithm is None and held + self.waiting <= self.size:
-            return
-        end = max(sink, held - self.budget.window)
-        keys, values = layer.keys[:, sink:end], layer.values[:, sink:end]
-        if layer.algorithm is None:
-            generator = layer_generator(self.seed, self.name, index)
-            layer.algorithm = self.algorithm(
-                keys, values, room=self.room, tokens=self.tokens, generator=generator
-            )
-        layer.algorithm.extend(keys, values)
-        layer.keys, layer.values = (
-            torch.cat([part[:, :sink], part[:, end:]], dim=1) for part in (layer.keys, layer.values)
-        )
-        device = layer.keys.device
-        above, below = layer.algorithm.numerator(), layer.algorithm.denominator()
-        layer.numerator = Sample(*(part.to(device) for part in above))
-        layer.denominator = Sample(*(part.to(device) for part in below))
-        if layer.entries + self.waiting > self.size:
-            raise BudgetExceeded(self.label, index, self.size, layer.entries + self.waiting)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes held."""
-        return sum(layer.nbytes for layer in self._layers.values())

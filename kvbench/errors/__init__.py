@@ -157,23 +157,41 @@ def names_a_secret(key: str) -> bool:
     return bool(_SECRET_NAME.search(key))
 
 
-def redact(value: T) -> T:
+def redact(value: T, known: Sequence[str] | None = None) -> T:
     """`value` (text, or JSON values that hold text) without tokens and keys.
 
     Hidden are the values of the environment's variables that are named like a secret, what follows
     such a name and ``=`` or ``:``, and what is shaped like a token of a known service.
+
+    Args:
+        known: those values, where they are known.
     """
-    return _redacted(value, _environment())
+    known = environment_secrets() if known is None else known
+    redacted: Any = value
+    if isinstance(value, str):
+        for secret in known:
+            redacted = redacted.replace(secret, HIDDEN)
+        redacted = _BARE_KEY.sub(rf"\1{HIDDEN}", _SHAPES.sub(HIDDEN, redacted))
+    elif isinstance(value, Mapping):
+        redacted = {
+            key: HIDDEN
+            if isinstance(item, str) and names_a_secret(str(key))
+            else redact(item, known)
+            for key, item in value.items()
+        }
+    elif isinstance(value, list | tuple):
+        redacted = [redact(item, known) for item in value]
+    return redacted
 
 
 def without_keys(text: str) -> str:
     """`text`, or JSON, without the values of the environment's variables named like a secret."""
-    for secret in _environment():
+    for secret in environment_secrets():
         text = text.replace(secret, HIDDEN)
     return text
 
 
-def _environment() -> list[str]:
+def environment_secrets() -> list[str]:
     """Secrets of the environment, as they are and as a URL and JSON have them, the longest first."""
     found = {
         value
@@ -183,20 +201,3 @@ def _environment() -> list[str]:
     forms = (quote(value, safe="") for value in found)
     written = (json.dumps(value, ensure_ascii=False)[1:-1] for value in found)
     return sorted({*found, *forms, *written}, key=len, reverse=True)
-
-
-def _redacted(value: Any, known: list[str]) -> Any:
-    if isinstance(value, str):
-        for secret in known:
-            value = value.replace(secret, HIDDEN)
-        return _BARE_KEY.sub(rf"\1{HIDDEN}", _SHAPES.sub(HIDDEN, value))
-    if isinstance(value, Mapping):
-        return {
-            key: HIDDEN
-            if isinstance(item, str) and names_a_secret(str(key))
-            else _redacted(item, known)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_redacted(item, known) for item in value]
-    return value

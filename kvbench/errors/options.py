@@ -183,11 +183,6 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(_instances(hint), config=config)
 
 
-def _is_whole(text: str) -> bool:
-    """Whether no character is a half, which the command line can bring."""
-    return text.encode(errors="ignore").decode() == text
-
-
 def _instances(hint: Any) -> Any:
     """The hint with "an instance of" for every class of ours: what is inside has checked itself."""
     origin, parts = get_origin(hint), get_args(hint)
@@ -197,8 +192,8 @@ def _instances(hint: Any) -> Any:
         return Union[tuple(map(_instances, parts))]  # noqa: UP007
     if origin in (Sequence, list):
         return tuple.__class_getitem__((_instances(parts[0]), ...))
-    if hint is str:
-        return Annotated[str, Predicate(_is_whole)]
+    if hint is str:  # without halves of characters, which the command line can bring
+        return Annotated[str, Predicate(lambda text: text.encode(errors="ignore").decode() == text)]
     if isinstance(hint, type) and is_dataclass(hint):
         return Annotated[Any, Predicate(lambda value: isinstance(value, hint))]
     return hint

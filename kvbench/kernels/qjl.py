@@ -7,6 +7,7 @@ outlier channels that get a sketch of their own, and a buffer of recent tokens t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -32,8 +33,9 @@ class QJL:
     """Every key as the signs of m projections and its norm; see the module.
 
     The sketch is drawn once per seed and class of layers, is shared by all heads and examples, and is
-    not counted in a prompt's bytes. A key is packed after the step that completes its buffer, a value
-    after the step in which it is the oldest of more than `buffer`.
+    not counted in a prompt's bytes but once for a model (`model_bytes`). A key is packed when a token
+    completes its buffer, before that token attends, a value after the step in which it is the oldest of
+    more than `buffer`.
 
     Departures from the authors' code: draws of a seeded CPU generator; the squared norm of the inliers
     is clamped at 0; a value group without range has codes 0; fewer than `buffer` tokens stay exact
@@ -101,6 +103,7 @@ class QJL:
         first = Codec(
             partial(pack_keys, projection=projection, m_out=m_out, scheme=self),
             due=lambda _, waiting: waiting - waiting % self.buffer,
+            ahead=True,
         )
         second: Codec[ValueBlock] = Codec(
             partial(pack, quantization=stored, by_channel=False),
@@ -120,6 +123,13 @@ class QJL:
         old = max(0, n - self.buffer)
         values = packed_bytes((1, old, d), stored, itemsize, by_channel=False) if old else 0
         return heads * (keys + values + (n - old) * d * itemsize)
+
+    def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
+        """See `kvbench.kernels.quantize.Scheme`: a sketch of each class of layers."""
+        sketches = {
+            (d, layer < self.first_layers, self.widths(layer)) for layer, (d, _) in dims.items()
+        }
+        return sum(4 * d * m for d, _, (m, _) in sketches)
 
 
 @lru_cache(maxsize=8)

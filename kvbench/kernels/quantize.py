@@ -10,7 +10,7 @@ quantised per token as well.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
@@ -104,11 +104,13 @@ class Codec(Generic[B]):
         pack: makes a block of rows [heads, n, d].
         due: how many of the exact rows that follow it takes over, of (rows held, rows waiting).
         fixed_nbytes: bytes held beside the blocks.
+        ahead: rows that become due with a token are taken before it attends, not after.
     """
 
     pack: Callable[[Tensor], B]
     due: Callable[[int, int], int] = never
     fixed_nbytes: int = 0
+    ahead: bool = False
     blocks: tuple[B, ...] = field(default=(), repr=False)
 
     @property
@@ -173,6 +175,10 @@ class Scheme(Protocol):
         """Bytes of n entries with keys and values of d numbers of `itemsize` bytes, as stored."""
         ...
 
+    def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
+        """Bytes that a model has once for all prompts; `dims` of a layer's keys and values."""
+        ...
+
 
 CACHED = 1 << 18
 """Numbers that a processor works on at a time: one MiB of float32."""
@@ -226,6 +232,10 @@ class Quantization:
         shape = (heads, n, d)
         sides = (not self.by_entry, False)
         return sum(packed_bytes(shape, self, itemsize, by_channel=side) for side in sides)
+
+    def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
+        """See `Scheme`: none."""
+        return 0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Written from the paper's algorithms 1 and 2; no code by the authors could be fou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -118,6 +118,19 @@ class TurboQuant:
             total += packed * each + (n - packed) * d * itemsize
             total += sets[0][0] if len(sets) > 1 else 0
         return heads * total
+
+    def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
+        """See `kvbench.kernels.quantize.Scheme`: of every instance rotation, projection and codebook."""
+        instances = {
+            (size, bits, stage, number, layer if self.per == "layer" else 0)
+            for layer, sides in dims.items()
+            for d, stage in zip(sides, (self.keys, self.values), strict=True)
+            for number, (size, bits) in enumerate(self.sets(d))
+        }
+        return sum(
+            4 * (size**2 * (1 + (stage == "prod")) + 2 ** (bits - (stage == "prod")))
+            for size, bits, stage, *_ in instances
+        )
 
 
 def vector_bytes(size: int, bits: int, stage: str, itemsize: int) -> int:

@@ -10,10 +10,14 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import lm_eval
 from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from kvbench.errors import nearest
+from kvbench.tasks.base import TaskError
 
 OWN = {
     "copa": "super_glue/copa/default.yaml",
@@ -26,23 +30,22 @@ OWN = {
 """By the name of the task: its YAML among lm-evaluation-harness's own."""
 
 
-def splits(name: str) -> dict[str, Any]:
-    """A task's invented data set: half of the documents are few-shot examples, half are judged."""
+def invented(name: str) -> ConfigurableTask:
+    """The task of this name on its invented documents: half of them are few-shot examples, half are
+    judged.
+
+    Raises:
+        TaskError: there are none for it.
+    """
+    if name not in OWN:
+        raise TaskError(
+            f"task {name!r} has no invented documents{nearest(name, list(OWN))}; allowed with "
+            f"task.source=local: {', '.join(OWN)}"
+        )
     text = (files("kvbench") / "assets" / "lm_eval" / f"{name}.jsonl").read_text(encoding="utf-8")
     docs = [json.loads(line) for line in text.splitlines()]
     judged = Dataset.from_list(docs[1::2])
-    return {"train": Dataset.from_list(docs[::2]), "validation": judged, "test": judged}
-
-
-def write_tasks(folder: Path) -> None:
-    """A YAML for every task, which takes all from the task's own but the data set.
-
-    The functions stand in a module beside them, as that harness's ``!function`` wants it.
-    """
-    tasks = Path(lm_eval.__file__).parent / "tasks"
-    lines = ["from kvbench.lm_eval.local import splits"]
-    for name, own in OWN.items():
-        lines.append(f"def {name}(**_): return splits({name!r})")
-        text = f"include: {tasks / own}\ncustom_dataset: !function invented.{name}\n"
-        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
-    (folder / "invented.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    splits = {"train": Dataset.from_list(docs[::2]), "validation": judged, "test": judged}
+    config = load_yaml(Path(lm_eval.__file__).parent / "tasks" / OWN[name], resolve_func=True)
+    config.pop("tag", None)
+    return ConfigurableTask(config=config | {"task": name, "custom_dataset": lambda **_: splits})

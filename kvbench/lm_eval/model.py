@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lm_eval.api.instance import Instance
@@ -25,43 +25,18 @@ from kvbench.engine.loading import (
     resolve_dtype,
 )
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.streams import POSITIONS, read_text
 from kvbench.errors import UserError, is_integer, nearest
+from kvbench.errors.options import fits, refusal
 from kvbench.kv import Budget
-from kvbench.lm_eval.scoring import SCORINGS, Requests, answer_requests, held
+from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, held
 from kvbench.methods import build_method
 from kvbench.tasks.base import PromptEncoder
 
 log = logging.getLogger(__name__)
 
-CHOICES = {
-    "scoring": SCORINGS,
-    "protocol": ("prompt", "minus_last"),
-    "rolling": ("exact_windows", "streaming"),
-    "positions": POSITIONS,
-}
 LABEL = "method"
-
-
-def _options(method: str, method_args: object, dotted: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's options: `method_args` (JSON or a mapping), and those written ``snapkv.kernel_size=7``.
-
-    Raises:
-        UserError: what is neither.
-    """
-    options = json.loads(method_args) if isinstance(method_args, str) else method_args or {}
-    if not isinstance(options, Mapping):
-        raise UserError(f"model_args method_args is {method_args!r}; allowed: a JSON object")
-    found = dict(options)
-    for name, value in dotted.items():
-        of, dot, option = name.partition(".")
-        if not dot or of != method:
-            raise UserError(
-                f"model_args has unknown key {name!r}{nearest(name, ARGUMENTS)}; allowed: "
-                f"{', '.join(ARGUMENTS)}, and options of the method as {method}.<option>"
-            )
-        found[option] = value
-    return found
+ALLOWED = {"scoring": Scoring, "protocol": Literal["prompt", "minus_last"], "seed": int}
+"""Hints of arguments that nothing else checks."""
 
 
 @register_model("kvbench")
@@ -75,16 +50,13 @@ class KVBenchLM(Requests):
 
     Args:
         pretrained: a local folder, a Hub id, or ``asset:recall_mini``.
-        method: a file name of kvbench/methods; method_args: its options, or ``snapkv.kernel_size=7``.
+        method: a file name of kvbench/methods; method_args: its options (JSON or a mapping), over which
+            those go that are written ``snapkv.kernel_size=7``.
         rate, sink, window, size, total_rate: the budget, see `kvbench.kv.Budget`. A budget below the
             default sink and window (H2O goes to 4 %): ``total_rate=0.04,sink=0,window=0``.
         scoring: sum | mean (log-probability per token, as H2O's released evaluation has it).
         protocol: of generations: prompt (the papers': the whole prompt is compressed, the first token
             comes from the exact prefill) | minus_last (as likelihoods).
-        rolling: of whole texts: exact_windows (of `max_length` tokens, as HFLM; each has one token of
-            context, so that nothing would be compressed: exact only) | streaming (a text runs through
-            the method's bounded cache, as in ``task=stream``; ``size=`` for what is held).
-        positions: of streaming: cache (counted inside it) | absolute.
         batch_size: prompts that generate together, and a measure of rows that are scored together.
         add_bos_token: of HFLM; None: as the tokenizer does.
         max_length: tokens of context and continuation; None: the model's positions.
@@ -107,10 +79,8 @@ class KVBenchLM(Requests):
         size: int | None = None,
         total_rate: float | None = None,
         seed: int = 0,
-        scoring: str = "sum",
+        scoring: Scoring = "sum",
         protocol: str = "prompt",
-        rolling: str = "exact_windows",
-        positions: str = "cache",
         tokenizer: str | None = None,
         revision: str | None = None,
         dtype: str = "auto",
@@ -126,17 +96,20 @@ class KVBenchLM(Requests):
         **dotted: Any,
     ) -> None:
         del max_batch_size, metadata  # the evaluator puts them among the arguments
-        self.options = _options(method, method_args, dotted)
-        chosen = {"scoring": scoring, "protocol": protocol, "rolling": rolling}
-        for name, value in {**chosen, "positions": positions}.items():
-            if value not in CHOICES[name]:
+        for name, value in {"scoring": scoring, "protocol": protocol, "seed": seed}.items():
+            if not fits(ALLOWED[name], value):
+                raise UserError(refusal(f"model_args {name}", value, ALLOWED[name]))
+        given = json.loads(method_args) if isinstance(method_args, str) else method_args
+        self.options = dict(given or {})
+        for name, value in dotted.items():
+            of, dot, option = name.partition(".")
+            if not dot or of != method:
                 raise UserError(
-                    f"model_args {name} is {value!r}; allowed: {', '.join(CHOICES[name])}"
+                    f"model_args has unknown key {name!r}{nearest(name, ARGUMENTS)}; allowed: "
+                    f"{', '.join(ARGUMENTS)}, and options of the method as {method}.<option>"
                 )
-        if not is_integer(seed):
-            raise UserError(f"model_args seed is {seed!r}; allowed: an integer")
+            self.options[option] = value
         self.scoring, self.protocol = scoring, protocol
-        self.rolling, self.positions = rolling, positions
         self.method_name, self.seed = method, seed
         self.method = build_method(method, **self.options)
         self.method.quantization()
@@ -202,34 +175,24 @@ class KVBenchLM(Requests):
         for answer in answers:
             if answer.failure is not None:
                 raise answer.failure
-            own = {"tokens": answer.tokens, "imagined": answer.imagined}
-            self.records.append(held([answer]) | own)
+            self.records.append(held([answer]) | {"tokens": answer.tokens})
         return [(answer.logprob, answer.greedy) for answer in answers]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of whole texts: see `rolling` for the two ways.
+        """Log-likelihood of whole texts, in windows that have one token of context, as HFLM's.
 
         Raises:
-            UserError: ``exact_windows`` and another method than exact.
-            KVError: ``streaming`` and a method that cannot read a stream.
+            UserError: another method than exact, which would compress nothing.
         """
-        if self.rolling == "streaming":
-            return [self._streamed(self.tok_encode(request.args[0])) for request in requests]
         if self.method.uses_budget or self.method.quantize is not None:
             raise UserError(
                 f"rolling log-likelihoods have one token of context, of which {self.method_name!r} "
-                "would compress nothing; allowed: method=exact, or rolling=streaming"
+                "would compress nothing; allowed: method=exact (texts through a bounded cache: "
+                "kvbench task=stream)"
             )
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
-
-    def _streamed(self, ids: Sequence[int]) -> float:
-        """Log-likelihood of a text that is read through the bounded cache, after the prefix token."""
-        whole, how = [self.prefix_token_id, *ids], (self.positions, self.seed)
-        with kvbench_attention_on(self.model):
-            read = read_text(self.model, whole, self.method, self.budget, *how)
-        return -float(read.nll.double().sum())
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers, in the order asked.
@@ -285,8 +248,6 @@ class KVBenchLM(Requests):
             "kvbench_seed": self.seed,
             "kvbench_scoring": self.scoring,
             "kvbench_generation_protocol": self.protocol,
-            "kvbench_rolling": self.rolling,
-            "kvbench_positions": self.positions,
             "kvbench_requests": len(self.records),
             "kvbench_compressed_share": _mean([float(r["compressed"]) for r in self.records]),
             "kvbench_kept_ratio": _mean(kept),

@@ -9,23 +9,24 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import lm_eval.models  # noqa: F401 - before a model is registered: it fills an empty registry only
 from lm_eval.models.huggingface import HFLM
 
-from kvbench.engine.fork import Cost, prompt_name
+from kvbench.engine.fork import prompt_name
 from kvbench.engine.loading import Model, Tokenizer
 from kvbench.engine.scoring import read, score
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
-from kvbench.probes.base import costs_of
+from kvbench.probes.base import ReadCost, costs_of
 from kvbench.tasks.base import PromptEncoder
 
 log = logging.getLogger(__name__)
 
-SCORINGS = ("sum", "mean")
+Scoring = Literal["sum", "mean"]
+"""Of a continuation: its log-probability, or that per token (H2O's released evaluation)."""
 Methods = Mapping[str, tuple[Method, Budget]]
 Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of a context and of what goes on from it."""
@@ -53,7 +54,6 @@ class Answer:
             likely one.
         tokens: of the continuation. context_tokens: of the context.
         cost: after compression; requests of one context have one.
-        imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
         failure: what stopped the method, if anything did.
     """
 
@@ -61,34 +61,31 @@ class Answer:
     greedy: bool
     tokens: int
     context_tokens: int
-    cost: Cost
-    imagined: bool
-    prefill_s: float
+    cost: ReadCost
     failure: Exception | None
 
 
 def held(answers: Sequence[Answer]) -> dict[str, Any]:
     """Record fields of what one method holds for some requests: of several contexts (choices in the
     context), all together."""
-    first = answers[0]
-    several = list({id(a.cost): a for a in answers}.values())
-    mine = sum(a.cost.cache_bytes or 0 for a in several)
-    exact = sum(a.cost.exact_bytes for a in several if a.cost.cache_bytes is not None)
+    costs = list({id(answer.cost): answer.cost for answer in answers}.values())
+    mine = sum(cost.cache_bytes or 0 for cost in costs)
+    exact = sum(cost.exact_bytes for cost in costs if cost.cache_bytes is not None)
+    longest = max(answer.context_tokens for answer in answers)
     return {
-        "prompt_tokens": max(a.context_tokens for a in answers),
-        # the last token is fed, and of a context of one token nothing is compressed
-        "compressed_tokens": max(a.context_tokens for a in answers) - 1,
-        "new_tokens": sum(a.tokens for a in answers),
+        "prompt_tokens": longest,
+        "compressed_tokens": longest - 1,  # the last is fed
+        "new_tokens": sum(answer.tokens for answer in answers),
         "choices": len(answers),
-        "contexts": len(several),
-        "entries": first.cost.entries,
+        "contexts": len(costs),
+        "entries": costs[0].entries,
         "cache_bytes": mine or None,
         "exact_bytes": exact or None,
         "ratio": mine / exact if mine and exact else None,
-        "compressed": any(a.cost.compressed for a in answers),
-        **({"imagined": True} if first.imagined else {}),
-        "prefill_s": sum(a.prefill_s for a in several),
-        "compress_s": sum(a.cost.compress_s for a in several),
+        "compressed": any(cost.compressed for cost in costs),
+        **({"imagined": True} if costs[0].imagined else {}),
+        "prefill_s": sum(cost.prefill_s for cost in costs),
+        "compress_s": sum(cost.compress_s for cost in costs),
     }
 
 
@@ -115,7 +112,7 @@ def answer_requests(
     *,
     seed: int,
     max_length: int,
-    scoring: str = "sum",
+    scoring: Scoring = "sum",
     batch_rows: int = 32,
     encoder: PromptEncoder | None = None,
 ) -> list[dict[str, Answer]]:
@@ -151,8 +148,6 @@ def answer_requests(
                     tokens=len(cut[number][1]),
                     context_tokens=len(context),
                     cost=costs[label],
-                    imagined=label in reading.whole,
-                    prefill_s=reading.start.prefill_s,
                     failure=one.failure,
                 )
     return answers

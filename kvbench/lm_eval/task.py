@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, chdir
+from contextlib import chdir
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
@@ -16,8 +15,8 @@ from lm_eval.tasks import TaskManager
 
 from kvbench.errors import UserError, first_line, nearest
 from kvbench.errors.options import Count, Distinct
-from kvbench.lm_eval.local import write_tasks
-from kvbench.lm_eval.scoring import Requests, answer_requests, held, quietly
+from kvbench.lm_eval.local import invented
+from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, held, quietly
 from kvbench.probes.base import Probe, failed
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
@@ -58,7 +57,7 @@ class HarnessTask(Probe):
     source: Literal["hub", "local"] = "hub"
     per_dataset: Count | None = None
     metric: str = "acc"
-    scoring: Literal["sum", "mean"] = "sum"
+    scoring: Scoring = "sum"
     max_length: Tokens | None = None
     _loaded: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -85,25 +84,20 @@ class HarnessTask(Probe):
         """
         if self._loaded:
             return self._loaded
-        folder = None if self.include_path is None else Path(self.include_path).resolve()
+        folder = None if self.include_path is None else str(Path(self.include_path).resolve())
         try:
-            with ExitStack() as stack:
-                stack.enter_context(quietly())
+            with quietly(), chdir(folder or "."):
                 if self.source == "local":
-                    folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-tasks-")))
-                    write_tasks(folder)
-                if folder is not None:
-                    stack.enter_context(chdir(folder))
-                place = None if folder is None else str(folder)
-                manager = TaskManager(include_path=place, include_defaults=folder is None)
-                known = list(manager.all_tasks)
-                for name in set(self.tasks) - set(known):
-                    hint = nearest(name, known)
-                    where = "its list" if folder is None else ", ".join(sorted(known)[:12])
-                    raise TaskError(
-                        f"task {name!r} is unknown to lm-evaluation-harness{hint}; allowed: {where}"
-                    )
-                found = manager.load(list(self.tasks))["tasks"]
+                    found = {name: invented(name) for name in self.tasks}
+                else:
+                    manager = TaskManager(include_path=folder, include_defaults=folder is None)
+                    known = list(manager.all_tasks)
+                    for name in set(self.tasks) - set(known):
+                        raise TaskError(
+                            f"task {name!r} is unknown to lm-evaluation-harness{nearest(name, known)}; "
+                            f"allowed: {'its list' if folder is None else ', '.join(known[:12])}"
+                        )
+                    found = manager.load(list(self.tasks))["tasks"]
         except (TaskError, MemoryError):
             raise
         except Exception as error:  # whatever a data set's loader raises

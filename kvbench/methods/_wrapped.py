@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
 from kvbench.errors.options import Text
-from kvbench.kv import KVError
+from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 
 
@@ -45,6 +45,10 @@ class Wrapper(Method):
             name = type(self).__module__.rpartition(".")[2]
             raise KVError(f"{name}.of is {self.of!r}; allowed: {', '.join(able)}")
         return made
+
+    def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> Sequence[int]:
+        """The other method's."""
+        return self.inner.layer_capacities(budget, n, num_layers)
 
     def _serves(self, kind: type[Method]) -> bool:
         there, missing = getattr(kind, self.needs), getattr(Method, self.needs)

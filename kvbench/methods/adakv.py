@@ -28,10 +28,12 @@ def best_of_all_heads(scores: Tensor, kept: int, safe: int) -> Tensor:
 class AdaKV(Wrapper):
     """Keeps of every layer kv_heads * capacity entries, as many of each head as its scores deserve.
 
+    The capacity is the one that the other method has at the layer (pyramidkv: its share of all layers').
     Sink, window and each head's best int(safeguard * capacity) entries are safe; the others of all heads
-    compete. Heads hold different numbers of entries, and what is held and counted is their sum
-    (`CompressedKV.lengths`). As kvpress's AdaKVPress, whose safeguard is not the paper's own rule, which
-    was not checked; ties go to the lower place, there to chance.
+    compete; where the capacity is less than sink and window, the sink's last leave. Heads hold different
+    numbers of entries, and what is held and counted is their sum (`CompressedKV.lengths`). As kvpress's
+    AdaKVPress, whose safeguard is not the paper's own rule, which was not checked; ties go to the lower
+    place, there to chance.
 
     Args:
         of: a method with token scores that heads can be compared by (snapkv, h2o, expected_attention).
@@ -46,9 +48,10 @@ class AdaKV(Wrapper):
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The entries that stay, ascending, each head's at the front; padding follows."""
-        n, capacity = layer.n, budget.capacity(layer.n)
+        n = layer.n
+        capacity = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
         scores = self.inner.token_scores(layer, budget).clone()
-        scores[:, :, : budget.sink] = math.inf
+        scores[:, :, : budget.sink] = torch.finfo(scores.dtype).max
         scores[:, :, n - budget.window :] = math.inf
         return keep(layer, best_of_all_heads(scores, capacity, int(self.safeguard * capacity)))
 

@@ -171,8 +171,8 @@ class BalanceKV(Method):
         for row, head in itertools.product(*map(range, keys.shape[:2])):
             one = slice(row, row + 1), slice(head, head + 1)
             of_head = None if values is None else values[one]
-            left = self._halvings(keys[one], of_head, [u[one] for u in draws], plan, order[one])
-            parts.append((left[0][0, 0], left[1][0, 0]))
+            held = self._halvings(keys[one], of_head, [u[one] for u in draws], plan, order[one])
+            parts.append((held[0][0, 0], held[1][0, 0]))
         return side_by_side(parts, len(keys))
 
     def _halvings(

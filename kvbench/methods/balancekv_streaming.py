@@ -16,7 +16,7 @@ from kvbench.errors.options import Positive, Share
 from kvbench.kernels.self_balancing import softmax_balance, walk_bound
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._estimator import combine
-from kvbench.methods.base import SEED_STRIDE, Method, Sample, StreamAlgorithm
+from kvbench.methods.base import SEED_STRIDE, Method, Sample
 
 RESTARTS = 100
 """Fresh attempts at a batch whose walk failed, with on_fail=restart, before giving up."""
@@ -114,7 +114,7 @@ class MergeAndReduce:
 
 
 class BalanceKVStream:
-    """Algorithm 1 (`LayerStream`): of each head values in buckets by norm, a `MergeAndReduce` for each.
+    """Algorithm 1: of each head values in buckets by norm, a `MergeAndReduce` for each.
 
     Bucket i holds the tokens with 2^i <= ||v|| < 2^(i+1) and serves the numerator; one more
     structure holds every token with v = 1 for the denominator. A bucket is erased once its upper
@@ -158,7 +158,7 @@ class BalanceKVStream:
         )
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
-        """See `LayerStream`. The result is that of m single tokens of these norms.
+        """Read tokens in order, as one at a time: keys [heads, m, d], values [heads, m, e].
 
         Raises:
             BalanceFailure: a walk failed.
@@ -202,24 +202,12 @@ class BalanceKVStream:
             above.append(Sample(*map(torch.cat, zip(*parts, strict=True))))
         return above, [one.sample() for one in self.denominators]
 
-    @property
-    def entries(self) -> int:
-        """See `LayerStream`; a token that a bucket and the denominator hold counts twice."""
-        pairs = zip(*self._samples(), strict=True)
-        return max(len(above.positions) + len(below.positions) for above, below in pairs)
-
-    @property
-    def nbytes(self) -> int:
-        """See `LayerStream`."""
-        above, below = self._samples()
-        return sum(one.keys.nbytes + one.values.nbytes for one in (*above, *below))
-
     def numerator(self) -> Sample:
-        """See `LayerStream`."""
+        """Of the sum of exp(q.k) v."""
         return side_by_side(self._samples()[0])
 
     def denominator(self) -> Sample:
-        """See `LayerStream`."""
+        """Of the sum of exp(q.k); its values are not used."""
         return side_by_side(self._samples()[1])
 
 
@@ -287,28 +275,6 @@ class BalanceKVStreaming(Method):
         exact = torch.cat([torch.arange(start), torch.arange(stop, n)])
         return combine(layer, stream.numerator(), stream.denominator(), start, exact)
 
-    def reading(self, budget: Budget) -> StreamAlgorithm | None:
-        """Algorithm 1, in the entries that the size leaves."""
-        return None if budget.size is None else self.layer_stream
-
-    def layer_stream(
-        self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
-    ) -> BalanceKVStream:
-        """Algorithm 1 as it reads (`StreamAlgorithm`): t null is `largest_batch` of the first
-        tokens.
-
-        Raises:
-            KVError: no t fits.
-        """
-        t = self.t or largest_batch(values, room, tokens)
-        if not t:
-            raise KVError(
-                f"balancekv_streaming.t is null and a stream of {tokens} tokens has {room} entries; "
-                "allowed: a larger budget.size"
-            )
-        seeds = torch.randint(2**40, (len(keys),), generator=generator).tolist()
-        return BalanceKVStream(self, seeds, n=tokens, t=t)
-
 
 def buckets_of(norms: Tensor) -> Tensor:
     """i of 2^i <= norm < 2^(i+1), int64."""
@@ -316,31 +282,21 @@ def buckets_of(norms: Tensor) -> Tensor:
     return torch.frexp(norms).exponent.long() - 1
 
 
-def largest_batch(values: Tensor, room: int, tokens: int | None = None) -> int:
+def largest_batch(values: Tensor, room: int) -> int:
     """The largest even t with which the structures of every head's values [heads, m, e] surely hold at
     most `room` entries; 0: there is none.
 
     After m tokens a structure holds m mod t entries at level 0 and at most t / 2 at each level whose
     bit is set in the number of batches, floor(m / t).
-
-    With `tokens` the values are the first of a stream of so many, whose norms are taken to go on as in
-    these, at any time of it: level 0 holds up to t - 1, every level that there is t / 2. One bucket
-    more than these values fill is counted, for a twentieth of the tokens.
     """
     counts = [
         buckets_of(norms[norms > 0]).unique(return_counts=True)[1]
         for norms in values.double().norm(dim=-1)
     ]
-    if tokens is None:
-        sizes = [[values.shape[1], *each.tolist()] for each in counts]
-    else:
-        shares = ([1.0, 0.05, *(each / values.shape[1]).tolist()] for each in counts)
-        sizes = [[share * tokens for share in head] for head in shares]
+    sizes = [[values.shape[1], *each.tolist()] for each in counts]
 
-    def held(t: int, m: float) -> int:
-        if tokens is None:
-            return int(m) % t + t // 2 * (int(m) // t).bit_count()
-        return min(t - 1, math.ceil(m)) + t // 2 * int(math.log2(m // t + 1))
+    def held(t: int, m: int) -> int:
+        return m % t + t // 2 * (m // t).bit_count()
 
     fitting = (
         t

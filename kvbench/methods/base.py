@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -60,22 +60,60 @@ class Held:
     sink: int
 
 
+class HeldShape(NamedTuple):
+    """Of what a layer holds of a prompt: entries per head, `dim` and `value_dim` numbers of `itemsize`
+    bytes each."""
+
+    heads: int
+    entries: int
+    dim: int
+    value_dim: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, held: CompressedKV) -> HeldShape:
+        """Of what `held` holds."""
+        _, heads, entries, dim = held.keys.shape
+        return cls(heads, entries, dim, held.values.shape[3], held.keys.element_size())
+
+
 @dataclass(frozen=True)
 class Recompression:
     """When what is held is compressed again while decoding.
 
     Attributes:
         every: tokens from one time to the next.
-        to: entries per KV head that stay.
+        to: entries per KV head that stay; below 1: a share of the tokens so far; None: the budget's.
         queries: of the last tokens that `compress` is shown.
         phase: steps (after every so many steps) | tokens (when prompt and tokens fed were a multiple of
             `every` before the step).
+        inside: the tokens up to the next time have their place in the budget, too: whenever it is full,
+            room is made for `every` tokens, or an eighth of it; `phase` says nothing. With `to` None.
     """
 
     every: int
-    to: int
+    to: float | None
     queries: int
     phase: str = "steps"
+    inside: bool = False
+
+    def stays(self, budget: Budget, prompt: int, fed: int, held: int) -> int | None:
+        """To how many entries `held` ones are compressed, after a prompt and so many tokens fed; None:
+        not now."""
+        if self.to is None:
+            full = budget.limit(prompt)
+            if full is None:
+                return None
+        else:
+            full = int(self.to) if self.to >= 1 else round(self.to * (prompt + fed))
+        if self.to is None or self.to < 1:
+            full = max(full, budget.sink + budget.window + 1)  # the least that a budget grants
+        if held <= full:
+            return None
+        if self.inside:
+            return max(budget.sink + budget.window + 1, full - max(1, min(self.every, full // 8)))
+        counted = prompt + fed - 1 if self.phase == "tokens" else fed
+        return None if counted % self.every else full
 
 
 # --- a second look at the prompt ------------------------------------------------------------------
@@ -154,39 +192,6 @@ class Sample(NamedTuple):
     log_weights: Tensor
     keys: Tensor
     values: Tensor
-
-
-class LayerStream(Protocol):
-    """A streaming algorithm over the tokens of one layer, all KV heads in step: two samples, with
-    weights, of what attention sums up over the tokens read so far."""
-
-    @property
-    def entries(self) -> int:
-        """Keys and values held, by the head that holds most."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        ...
-
-    def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Read tokens in order: keys [kv_heads, m, d], values [kv_heads, m, e]."""
-        ...
-
-    def numerator(self) -> Sample:
-        """Of the sum of exp(q.k) v."""
-        ...
-
-    def denominator(self) -> Sample:
-        """Of the sum of exp(q.k); its values are not used."""
-        ...
-
-
-StreamAlgorithm = Callable[..., LayerStream]
-"""Makes the algorithm for a layer of a stream, before it has read anything: of ``keys, values``
-[kv_heads, m, d], the first that it will read, to choose by what the paper leaves open, and by name
-``room`` (entries that it may hold), ``tokens`` (of the whole stream, at most) and ``generator``."""
 
 
 # --- the method -----------------------------------------------------------------------------------
@@ -298,6 +303,14 @@ class Method:
             )
         return scheme
 
+    def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
+        """Further fields of a record, of a prompt of n tokens of which each layer holds so much: with a
+        scheme that draws them ``scheme_bytes``, of the sketches and rotations that a model has once."""
+        scheme = self.quantization()
+        dims = {layer: (one.dim, one.value_dim) for layer, one in held.items()}
+        drawn = 0 if scheme is None else scheme.model_bytes(dims)
+        return {"scheme_bytes": drawn} if drawn else {}
+
     # What few methods do beside: each of these is all that such a method adds.
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
@@ -377,7 +390,7 @@ class Method:
         """What takes the place of `compress` and of the cache; None: nothing."""
         return None
 
-    def reading(self, budget: Budget) -> Band | StreamAlgorithm | None:
+    def reading(self, budget: Budget) -> Band | None:
         """How the method reads a stream in bounded memory; None: as it evicts, or not at all."""
         return None
 

@@ -23,6 +23,8 @@ class ExpectedAttention(Method):
     turned, z_i = mu.k_i / sqrt(d) + k_i C k_i / (2 d), and an entry's score is the softmax of z over all
     entries but the sink, averaged over the group, times its value's norm. There is no window.
 
+    A bound on the logits (softcap) is left out of z, whose mean over a Gaussian it would take away.
+
     As kvpress's ExpectedAttentionPress computes it, in float32 throughout (theirs: the model's dtype for
     the statistics); it keeps int(n (1 - ratio)) entries, here the capacity.
 
@@ -53,6 +55,10 @@ class ExpectedAttention(Method):
         """See `Method.token_scores`; the sink has the largest score and 1."""
         sink = budget.sink if self.sink is None else self.sink
         batch, kv_heads, n, dim = layer.keys.shape
+        if sink > budget.capacity(n):
+            raise KVError(
+                f"expected_attention.sink is {sink}; allowed: at most the capacity, {budget.capacity(n)}"
+            )
         if n <= sink:
             raise KVError(
                 f"expected_attention has a prompt of {n} tokens; allowed: more than {sink}"

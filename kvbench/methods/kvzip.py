@@ -76,7 +76,8 @@ class KVzip(Method):
     none; `level: head`, which needs files of scores for each model, is left out.
 
     Args:
-        chunk: tokens repeated at a time.
+        chunk: tokens repeated at a time. Below 8 the tokens that follow the words, the last 8 before the
+            chunk, reach past the chunk before, as in the authors' code.
         level: pair (all entries of all layers and heads compete: those above the score of number
             rate * all of them, so at most one less; heads and layers hold different numbers) | uniform
             (every head keeps as many).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvbench.errors.options import Count
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._wrapped import Wrapper
+from kvbench.methods.base import HeldShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +21,11 @@ class Pages(Wrapper):
 
     A paged cache frees a page only when no head of the layer needs it. Pages that hold a token of the
     sink or of the window, and a partial last one, are kept; of the others the best, capacity // size
-    pages in all, ties to the earlier. Scores of a head are first divided by their sum over the
-    candidates, so that no head rules by scale; a page's score of a head is the largest (or mean) of its
-    tokens', its score the mean (or largest) over the heads. The definition is ours; what the constraint
-    costs is the difference to the method alone, in the same table.
+    pages in all (the capacity that the other method has at the layer), ties to the earlier. Scores of a
+    head are first divided by their sum over the candidates, so that no head rules by scale; a page's
+    score of a head is the largest (or mean) of its tokens', its score the mean (or largest) over the
+    heads. The definition is ours; what the constraint costs is the difference to the method alone, in
+    the same table.
 
     Args:
         of: a method with token scores >= 0. options: its options.
@@ -44,8 +47,9 @@ class Pages(Wrapper):
             KVError: the pages of sink and window alone are more than the capacity's.
         """
         scores = self.inner.token_scores(layer, budget)
-        pages = self.choose(scores, budget)
         n, heads = layer.n, layer.keys.shape[1]
+        capacity = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
+        pages = self.choose(scores, budget, capacity)
         at = (pages[..., None] * self.size + torch.arange(self.size, device=pages.device)).flatten(
             1
         )
@@ -53,10 +57,22 @@ class Pages(Wrapper):
         at = at[:, : at.shape[1] - (-n % self.size)]
         return gather_entries(layer, at[:, None].expand(-1, heads, -1))
 
-    def choose(self, scores: Tensor, budget: Budget) -> Tensor:
-        """The pages kept, ascending, [batch, pages], of scores [batch, kv_heads, n]."""
+    def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
+        """Also ``page_bytes``, of whole pages as a paged cache holds them (a partial one costs a whole
+        one), and ``blocks_freed``, pages of the prompt that it no longer holds; of all layers."""
+        size = self.size
+        pages = {layer: -(-one.entries // size) for layer, one in held.items()}
+        each = {i: size * x.heads * (x.dim + x.value_dim) * x.itemsize for i, x in held.items()}
+        return super().extras(n, held) | {
+            "page_bytes": sum(count * each[layer] for layer, count in pages.items()),
+            "blocks_freed": sum(-(-n // size) - count for count in pages.values()),
+        }
+
+    def choose(self, scores: Tensor, budget: Budget, capacity: int | None = None) -> Tensor:
+        """The pages kept, ascending, [batch, pages], of scores [batch, kv_heads, n]; `capacity` of the
+        layer, None: the budget's."""
         n, size = scores.shape[-1], self.size
-        pages, kept = -(-n // size), budget.capacity(n) // size
+        pages, kept = -(-n // size), (budget.capacity(n) if capacity is None else capacity) // size
         place = torch.arange(pages, device=scores.device)
         forced = place * size < budget.sink
         forced |= (place + 1) * size > n - budget.window

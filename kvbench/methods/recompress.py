@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvbench.errors.options import Count
+from kvbench.errors.options import Count, Share
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods._wrapped import Wrapper
 from kvbench.methods.base import Recompression
@@ -24,7 +24,9 @@ class Recompress(Wrapper):
 
     Args:
         of: a method that chooses entries by the tensors of a layer. options: its options.
-        every: tokens from one time to the next. to: entries per layer and KV head that stay.
+        every: tokens from one time to the next. to: entries per layer and KV head that stay; below 1:
+            a share of prompt and tokens so far; null: the job's budget, which the tokens up to the next
+            time exceed.
         queries: of the last tokens, kept for it (and counted in bytes).
         phase: steps (after every so many steps, as kvpress's DecodingPress) | tokens (when prompt and
             tokens fed were a multiple of `every` before the step, as R-KV).
@@ -37,7 +39,7 @@ class Recompress(Wrapper):
     }
 
     every: Count = 128
-    to: Count = 512
+    to: Count | Share | None = 512
     queries: Count = 32
     phase: Literal["steps", "tokens"] = "steps"
 
@@ -49,7 +51,3 @@ class Recompress(Wrapper):
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """What the other method holds."""
         return self.inner.compress(layer, budget, generator)
-
-    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """The other method's."""
-        return self.inner.layer_capacity(budget, n, layer_index, num_layers)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.errors.options import Count, Fraction, Odd
+from kvbench.errors.options import Count, Fraction, Odd, Share
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent
 from kvbench.methods.base import Method, Recompression
@@ -54,38 +54,49 @@ class RKV(Method):
     Importance: attention of the last `window` queries to the entries before them, logits the largest of
     the group's, mean over the queries, max-pooled. Score: mix * importance - (1 - mix) * redundancy.
 
+    What is held while decoding stays within the job's budget, and beside it the last `window` queries.
+
     Departures from the authors' code (github.com/Zefan-Cai/R-KV): sums in float32; entries by position;
-    its counter of tokens, never reset there, starts at the prompt.
+    its counter of tokens, never reset there, starts at the prompt. It has one size for the prompt and
+    while decoding, and holds up to `every` tokens more than that: so does the preset `released`, whose
+    one size is the job's budget; without it the budget holds these tokens, too.
 
     Args:
         mix: lambda; 0.07 in the code's default and run script, 0.1 in its README's table.
         kernel_size: positions that the importance is pooled over. window: observing queries.
         retain: last | first (see `redundancy`).
-        every, to: recompress while decoding every so many tokens, to so many entries; null: never.
+        every: tokens from one compression while decoding to the next; null: never again.
+        to: entries that stay then; below 1: a share of prompt and tokens so far; null: the budget's.
         phase: tokens (when prompt and tokens fed were a multiple of `every` before the step, as
             released) | steps (after every so many steps).
+        buffer: with `to` null, the tokens up to the next time: inside (the budget has room for them:
+            whenever it is full, `every` entries leave, or an eighth of it; `phase` says nothing) |
+            beside (they come on top, as released).
     """
 
     paper: ClassVar[str] = "arXiv 2505.24133; github.com/Zefan-Cai/R-KV"
     recompresses: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "released": {"phase": "tokens", "mix": 0.07}
+        "released": {"phase": "tokens", "mix": 0.07, "buffer": "beside"}
     }
+    version: ClassVar[int] = 2
 
     mix: Fraction = 0.07
     kernel_size: Odd = 7
     window: Count = 8
     retain: Literal["last", "first"] = "last"
     every: Count | None = 128
-    to: Count = 512
+    to: Count | Share | None = None
     phase: Literal["tokens", "steps"] = "tokens"
+    buffer: Literal["inside", "beside"] = "inside"
 
     @property
     def recompression(self) -> Recompression | None:
         """See `Method.recompression`."""
         if self.every is None:
             return None
-        return Recompression(self.every, self.to, self.window, self.phase)
+        inside = self.to is None and self.buffer == "inside"
+        return Recompression(self.every, self.to, self.window, self.phase, inside)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The best, ascending, then the window.
@@ -113,6 +124,8 @@ class RKV(Method):
         queries = layer.queries[:, :, have - self.window :].float()
         grouped = queries.unflatten(1, (layer.keys.shape[1], -1))
         logits = grouped @ layer.keys[:, :, None, :before].float().mT * layer.scaling
+        if layer.softcap is not None:
+            logits = layer.softcap * torch.tanh(logits / layer.softcap)
         importance = logits.amax(2).softmax(-1).mean(2)
         importance = F.max_pool1d(importance, self.kernel_size, 1, self.kernel_size // 2)
         repeated = redundancy(layer.keys, self.retain)[:, :, :before]

@@ -15,14 +15,14 @@ from kvbench.kernels.online_clusters import BLOCK, OnlineClusters, count_cluster
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, rows_at
 from kvbench.methods._draws import uniforms
 from kvbench.methods._estimator import combine
-from kvbench.methods.base import Method, Sample, StreamAlgorithm
+from kvbench.methods.base import Method, Sample
 
 BISECTIONS = 6
 """Halvings of the interval in which `delta: null` looks for a radius."""
 
 
 class SubGenStream:
-    """The state of Algorithm 1 for many heads that read their streams in step (`LayerStream`).
+    """The state of Algorithm 1 for many heads that read their streams in step.
 
     Attributes (h heads, m clusters that there is room for):
         found: the clusters and their representatives, each the first key of its cluster.
@@ -44,12 +44,10 @@ class SubGenStream:
         t: int,
         s: int,
         most: int | None = None,
-        generator: torch.Generator | None = None,
     ) -> None:
-        """`delta` and `most`: see `OnlineClusters`. Everything is on the device of `delta`.
-        `generator`: of the draws of `extend`."""
+        """`delta` and `most`: see `OnlineClusters`. Everything is on the device of `delta`."""
         device = delta.device
-        self.t, self.s, self.seen, self.generator = t, s, 0, generator
+        self.t, self.s, self.seen = t, s, 0
         self.found = OnlineClusters(heads, dim, delta, most)
         self.counts = torch.zeros(heads, 0, device=device)
         self.slots = torch.zeros(heads, 0, t, dtype=torch.int64, device=device)
@@ -58,13 +56,6 @@ class SubGenStream:
         self.sampled = torch.full((heads, s), -1, device=device)
         self.sampled_keys = torch.zeros(heads, s, dim, device=device)
         self.sampled_values = torch.zeros(heads, s, value_dim, device=device)
-
-    def extend(self, keys: Tensor, values: Tensor) -> None:
-        """See `LayerStream`."""
-        drawn = len(keys), self.t + self.s
-        for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
-            draws = torch.rand(key.shape[1], *drawn, generator=self.generator)
-            self.read(key.cpu(), value.cpu(), draws)
 
     def read(self, keys: Tensor, values: Tensor, draws: Tensor) -> None:
         """Read at most `BLOCK` tokens, with the result of one after the other: keys [h, b, dim], values
@@ -111,18 +102,6 @@ class SubGenStream:
             old = getattr(self, name)
             room = old.new_full((old.shape[0], more, *old.shape[2:]), empty)
             setattr(self, name, torch.cat([old, room], dim=1))
-
-    @property
-    def entries(self) -> int:
-        """See `LayerStream`: of each cluster its representative and samples, and the numerator's."""
-        return int(self.found.clusters.max()) * (self.t + 1) + self.s
-
-    @property
-    def nbytes(self) -> int:
-        """See `LayerStream`."""
-        m = int(self.found.clusters.max())
-        parts = (self.found.points[:, :m], self.slot_keys[:, :m], self.counts[:, :m])
-        return sum(part.nbytes for part in (*parts, self.sampled_keys, self.sampled_values))
 
     def numerator(self) -> Sample:
         """Of weight mu / (s ||v||^2)."""
@@ -184,7 +163,7 @@ class SubGenStreaming(Method):
         """Algorithm 1 after the older tokens of `layer`, its batch and KV heads flattened."""
         batch, heads, n, dim = layer.keys.shape
         recent = budget.window if self.recent is None else self.recent
-        s, clusters = self._shares(budget.capacity(n) - recent, self.t)
+        s, clusters = self._shares(budget.capacity(n) - recent)
         older = n - recent
         keys = layer.keys[:, :, :older].reshape(batch * heads, older, dim).float()
         values = layer.values[:, :, :older].reshape(batch * heads, older, -1)
@@ -198,42 +177,20 @@ class SubGenStreaming(Method):
             stream.read(key, value, draws.repeat(1, batch, 1))
         return stream
 
-    def _shares(self, room: int, of_cluster: int) -> tuple[int, int]:
-        """s, and the clusters of so many entries for which it leaves room.
+    def _shares(self, room: int) -> tuple[int, int]:
+        """s, and the clusters for which it leaves room.
 
         Raises:
             KVError: for none.
         """
         s = max(1, room // 2) if self.s is None else self.s
-        clusters = (room - s) // of_cluster
+        clusters = (room - s) // self.t
         if clusters < 1:
             raise KVError(
                 f"subgen_streaming.s is {s}; allowed: an s that leaves t = {self.t} of a cluster "
                 f"in the {max(room, 0)} entries beside the recent ones"
             )
         return s, clusters
-
-    def reading(self, budget: Budget) -> StreamAlgorithm | None:
-        """Algorithm 1, in the entries that the size leaves."""
-        return None if budget.size is None else self.layer_stream
-
-    def layer_stream(
-        self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
-    ) -> SubGenStream:
-        """Algorithm 1 as it reads (`StreamAlgorithm`). With `delta` null the radius is one at which the
-        first keys form half of the clusters that there is room for; once there are all, a key joins the
-        nearest one. A cluster's representative counts beside its samples.
-
-        Raises:
-            KVError: no room for a cluster and a sample.
-        """
-        s, clusters = self._shares(room, self.t + 1)
-        delta, most = torch.full((len(keys),), self.delta or 0.0), None
-        if self.delta is None:
-            delta = _radius(keys.float(), max(1, min(clusters // 2, keys.shape[1]))).cpu()
-            most = clusters
-        dims = keys.shape[-1], values.shape[-1]
-        return SubGenStream(len(keys), *dims, delta, self.t, s, most, generator)
 
 
 def _radius(keys: Tensor, clusters: int) -> Tensor:

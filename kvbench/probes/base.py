@@ -15,9 +15,9 @@ from kvbench.engine.prefill import capture_layers
 from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache
 from kvbench.errors import one_line
 from kvbench.errors.options import Distinct, check_options
-from kvbench.kv import Budget, LayerKV
+from kvbench.kv import LayerKV
 from kvbench.records.figures import Figure, as_json
-from kvbench.run.encoding import encode_example
+from kvbench.run.encoding import EncodedExample, encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
@@ -30,26 +30,19 @@ Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
 """Numbers of layers, counted from 1."""
 
 
-def encoded_prompts(
-    task: Task, session: Session, most: int | None = None
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Id and tokens, context and question together, of a task's prompts, or of its first `most`."""
-    for example in task.examples(session.encoder)[:most]:
-        encoded = encode_example(example, session.encoder)
-        yield example.id, (*encoded.context_ids, *encoded.question_ids)
+def encoded_prompts(task: Task, session: Session, most: int | None = None) -> list[EncodedExample]:
+    """A task's prompts, or its first `most`, as tokens."""
+    examples = task.examples(session.encoder)[:most]
+    return [encode_example(example, session.encoder) for example in examples]
 
 
 def captured_layers(
-    session: Session, ids: Sequence[int], layers: Sequence[int]
+    session: Session, prompt: EncodedExample, layers: Sequence[int], tokens: int | None = None
 ) -> Iterator[tuple[int, LayerKV]]:
-    """The layers of a prompt by their numbers from 1, in the order asked for."""
+    """The layers of a prompt, or of its first `tokens`, by number from 1, in the order asked for."""
+    ids = (*prompt.context_ids, *prompt.question_ids)[:tokens]
     held = capture_layers(session.model, ids, [layer - 1 for layer in layers])
     return ((layer, held[layer - 1]) for layer in layers)
-
-
-def budget_at(budget: Budget, rate: float | None) -> Budget:
-    """The job's budget, at another share where one is given."""
-    return budget if rate is None else budget.with_share(rate)
 
 
 def failed(failure: Exception) -> dict[str, Any]:
@@ -72,20 +65,40 @@ def places(tokens: int, most: int) -> dict[str, slice]:
     return found
 
 
-def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, Cost]:
+@dataclass(frozen=True, kw_only=True)
+class ReadCost(Cost):
+    """What a method costs on a prompt that was read to be judged.
+
+    Attributes:
+        prefill_s: seconds of the prefill, which all methods share.
+        imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
+    """
+
+    prefill_s: float = 0.0
+    imagined: bool = False
+
+    def record(self, *, long_answer: bool = False) -> dict[str, Any]:
+        """See `Cost.record`; `imagined` only where it is."""
+        found = {**super().record(long_answer=long_answer), "prefill_s": self.prefill_s}
+        return found | ({"imagined": True} if self.imagined else {})
+
+
+def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, ReadCost]:
     """What every method of a reading costs by now; of one that masks a whole pass, what a cache would
     cost at the end of `tokens`."""
-    n, exact = reading.start.n, reading.start.exact_bytes
-    found = {fork.label: fork.cost() for fork in reading.forks}
+    n, exact, seconds = reading.start.n, reading.start.exact_bytes, reading.start.prefill_s
+    found = {f.label: ReadCost(**vars(f.cost()), prefill_s=seconds) for f in reading.forks}
     for label, (method, budget) in reading.whole.items():
         entries, ratio = masked_pass_cache(model, (method, budget), tokens)
-        found[label] = Cost(
+        found[label] = ReadCost(
             prompt_tokens=n,
             capacity=budget.capacity(n) if method.saves_memory else n,
             entries={"mean": entries, "max": entries},
             cache_bytes=round(ratio * exact),
             exact_bytes=exact,
             compressed=True,
+            prefill_s=seconds,
+            imagined=True,
         )
     return found
 

@@ -127,9 +127,7 @@ def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: 
         BudgetExceeded: they may.
     """
     allowed, _ = allowed_entries(method, budget, n, num_layers)
-    granted = sum(
-        method.layer_capacity(replace(budget), n, layer, num_layers) for layer in range(num_layers)
-    )
+    granted = sum(method.layer_capacity(budget, n, i, num_layers) for i in range(num_layers))
     if granted > allowed:
         raise BudgetExceeded(label, -1, allowed, granted)
 
@@ -163,6 +161,7 @@ class ErrorScaling(Probe):
     """
 
     name: ClassVar[str] = "error_scaling"
+    version: ClassVar[int] = 2
     score_unit: ClassVar[str] = "scaled error"
     lower_is_better: ClassVar[bool] = True
     breakdown: ClassVar[tuple[str, ...]] = ("kept",)
@@ -219,65 +218,65 @@ class ErrorScaling(Probe):
                         f"{where} names {name!r}{nearest(name, names)}; allowed: {', '.join(names)}"
                     )
 
-        def ids(datasets: Sequence[str], replicates: Sequence[str]) -> tuple[str, ...]:
+        def unit(name: str, datasets: Sequence[str], replicates: Sequence[str], of: Any) -> Unit:
             every = product(replicates, datasets, self.kept)
-            return tuple(f"{name}/kept{kept}/{replicate}" for replicate, name, kept in every)
+            ids = tuple(self.record_id(dataset, kept, each) for each, dataset, kept in every)
+            return Unit(name, ids, of)
 
         if self.prompts is None:
             return [
-                Unit(f"{name}/draw{draw}", ids([name], [f"draw{draw}"]), (name, draw))
+                unit(f"{name}/draw{draw}", [name], [f"draw{draw}"], (name, draw))
                 for draw, name in product(range(self.draws), self.data)
             ]
-        need = self.n + self.queries
+        need, prompts = self.n + self.queries, encoded_prompts(self.prompts, session)
+        fitting = [each for each in prompts if each.n >= need][: self.num_prompts]
+        if len(fitting) < self.num_prompts:
+            raise KVError(
+                f"task.n + task.queries is {need} and {len(fitting)} of the {self.num_prompts} prompts "
+                f"wanted are that long; the longest has {max(each.n for each in prompts)} tokens"
+            )
         layers = [f"layer {layer}" for layer in self.layers]
-        found: list[Unit] = []
-        longest = 0
-        for name, tokens in encoded_prompts(self.prompts, session):
-            longest = max(longest, len(tokens))
-            if len(tokens) >= need:
-                found.append(Unit(name, ids(layers, self._replicates(name)), tokens[:need]))
-            if len(found) == self.num_prompts:
-                return found
-        raise KVError(
-            f"task.n + task.queries is {need} and {len(found)} of the {self.num_prompts} prompts "
-            f"wanted are that long; the longest has {longest} tokens"
-        )
+        return [
+            unit(each.example.id, layers, self._replicates(each.example.id), each)
+            for each in fitting
+        ]
+
+    @staticmethod
+    def record_id(dataset: str, kept: int, replicate: str) -> str:
+        """The id of one repetition of a data set or layer at one number of entries."""
+        return f"{dataset}/kept{kept}/{replicate}"
 
     def _replicates(self, prompt: str) -> list[str]:
         return [f"{prompt}-draw{draw}" for draw in range(self.draws)]
 
     def _layers(
         self, unit: Unit, session: Session
-    ) -> Iterator[tuple[str, str, int, Mapping[str, str], LayerKV, Tensor]]:
-        """Of each repetition: data set and repetition as record ids name them, seed of the draws, record
-        fields, the layer of n entries, the queries after them."""
+    ) -> Iterator[tuple[str, str, int, dict[str, Any], LayerKV, Tensor]]:
+        """Of each repetition: data set and repetition as record ids name them, the draw, record fields,
+        the layer of n entries, the queries after them."""
         if self.prompts is None:
             name, draw = unit.payload
-            seed = SEED_STRIDE * session.seed + draw
             named = {"replicate": f"seed{session.seed}-draw{draw}"}
-            made = self.data[name].layer(self.n, self.queries, name, seed)
-            yield name, f"draw{draw}", seed, named, *made
+            made = self.data[name].layer(
+                self.n, self.queries, name, SEED_STRIDE * session.seed + draw
+            )
+            yield name, f"draw{draw}", draw, named, *made
             return
-        for number, whole in captured_layers(session, unit.payload, self.layers):
+        need = self.n + self.queries
+        for number, whole in captured_layers(session, unit.payload, self.layers, need):
             assert whole.queries is not None
             k, v, q = (x[:, :, : self.n] for x in (whole.keys, whole.values, whole.queries))
             layer = replace(whole, keys=k, values=v, queries=q, shared={})
             check_finite(layer)
+            after = whole.queries[:, :, self.n :]
             for draw, replicate in enumerate(self._replicates(unit.id)):
-                seed = SEED_STRIDE * session.seed + draw
                 named = {"replicate": replicate, "prompt": unit.id}
-                yield (
-                    f"layer {number}",
-                    replicate,
-                    seed,
-                    named,
-                    layer,
-                    whole.queries[:, :, self.n :],
-                )
+                yield f"layer {number}", replicate, draw, named, layer, after
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method at every number of entries."""
-        for dataset, replicate, seed, named, layer, queries in self._layers(unit, session):
+        for dataset, replicate, draw, named, layer, queries in self._layers(unit, session):
+            seed = SEED_STRIDE * session.seed + draw
             truth = estimate(keep_all(layer), queries, layer.n, layer)
             scale, exponent = bound_scale(layer, queries), key_exponent(layer)
             for kept, label in product(self.kept, methods):
@@ -295,7 +294,7 @@ class ErrorScaling(Probe):
                     record |= {"scaled_error": error, "score": error}
                 except Exception as failure:  # noqa: BLE001 - a record with its status
                     record |= failed(failure)
-                yield Outcome(label, f"{dataset}/kept{kept}/{replicate}", record)
+                yield Outcome(label, self.record_id(dataset, kept, replicate), record)
 
     def _sized(self, label: str, method: Method, kept: int) -> Method:
         """The method with the options that grow with the memory."""

@@ -17,7 +17,7 @@ from kvbench.engine import guard
 from kvbench.engine.attention import capped, signed_mean
 from kvbench.engine.fork import Cost, layer_generator
 from kvbench.errors.options import Fraction, Several, Share, check_options
-from kvbench.kernels.quantize import Scheme
+from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import (
@@ -79,7 +79,7 @@ class SyntheticLayers:
                 f"task.synthetic.heads, {self.heads}"
             )
 
-    def layer(self, index: int, num_layers: int) -> LayerKV:
+    def layer(self, index: int, num_layers: int, device: torch.device | str = "cpu") -> LayerKV:
         """Layer `index` of `num_layers`: the same tensors every time."""
         generator = layer_generator(0, "synthetic", index)
 
@@ -90,8 +90,9 @@ class SyntheticLayers:
         draw = partial(gaussian, self.kv_heads)
         keys, values = clustered(draw, self.n, self.clusters, self.spread, generator)
         queries = self.query_norm * gaussian(self.heads, self.n)
-        keys, values = self.key_norm * keys, self.value_norm * values
-        return LayerKV(keys, values, queries, index, num_layers, self.head_dim**-0.5)
+        made = self.key_norm * keys, self.value_norm * values, queries
+        k, v, q = (x.to(device) for x in made)
+        return LayerKV(k, v, q, index, num_layers, self.head_dim**-0.5)
 
 
 def clustered(
@@ -190,7 +191,7 @@ def compress_measured(
     represented = float(held.represented.mean()) / kv.n
     cache_bytes, scheme = held.nbytes, method.quantization()
     if scheme is not None:
-        held, cache_bytes = stored(held, scheme, kv.layer_index)
+        held, cache_bytes = stored(held, scheme, kv.layer_index, generator)
     cost = Cost(
         prompt_tokens=kv.n,
         capacity=capacity,
@@ -201,12 +202,18 @@ def compress_measured(
         compress_s=clock.seconds,
         budget_preset=allowed_entries(method, budget, kv.n, kv.num_layers)[1],
     )
-    fields = {key: value for key, value in cost.record().items() if key != "cache_bytes_end"}
+    later = ("cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean", "exact_bytes_mean")
+    fields = {key: value for key, value in cost.record().items() if key not in later}
     return held, {**fields, "represented": represented}
 
 
-def stored(held: CompressedKV, scheme: Scheme, layer: int) -> tuple[CompressedKV, int]:
+def stored(
+    held: CompressedKV, scheme: Scheme, layer: int, generator: torch.Generator
+) -> tuple[CompressedKV, int]:
     """What a cache of such a scheme attends to instead of `held` (batch 1), and the bytes it holds.
+
+    Sketches and rotations are drawn anew from the generator, so that the errors of several draws and
+    prompts vary with them; a model that decodes draws them once.
 
     Raises:
         KVError: heads of different lengths, which are packed head by head while decoding.
@@ -217,7 +224,10 @@ def stored(held: CompressedKV, scheme: Scheme, layer: int) -> tuple[CompressedKV
         )
     sides = []
     packed = held.nbytes
-    codecs = scheme.codecs(held.keys[0], held.values[0], layer=layer, seed=0)
+    seed = 0
+    if not isinstance(scheme, Quantization):  # which draws nothing
+        seed = int(torch.randint(2**31, (), generator=generator))
+    codecs = scheme.codecs(held.keys[0], held.values[0], layer=layer, seed=seed)
     for codec, rows in zip(codecs, (held.keys[0], held.values[0]), strict=True):
         heads, _, dim = rows.shape
         exact = rows[:, codec.count :]
@@ -257,7 +267,7 @@ class LayerError(Probe):
     """
 
     name: ClassVar[str] = "layer_error"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     lower_is_better: ClassVar[bool] = True
     measures: ClassVar[tuple[str, ...]] = tuple(field for field, _ in METRICS.values())
     score_unit: ClassVar[str] = METRICS["per_query"][1]
@@ -299,20 +309,22 @@ class LayerError(Probe):
         Raises:
             KVError: a prompt of which no query can be measured.
         """
-        found: list[tuple[str, tuple[int, ...]]] = [("synthetic", ())]
+        draws = list(product(self.layers, self.rates, range(self.seeds)))
+        found: list[tuple[str, int, Any]] = []
+        if self.synthetic is not None:
+            found = [("synthetic", self.synthetic.n, None)]
         if self.prompts is not None:
-            found = list(encoded_prompts(self.prompts, session, self.num_prompts))
-        for name, ids in found:
-            n = len(ids) if self.synthetic is None else self.synthetic.n
+            prompts = encoded_prompts(self.prompts, session, self.num_prompts)
+            found = [(each.example.id, each.n, each) for each in prompts]
+        for name, n, _ in found:
             if n <= 2 * self.exact:
                 raise KVError(
                     f"task.exact is {self.exact} and prompt {name!r} has {n} tokens; allowed: "
                     "less than half of the prompt (sink + window may not be longer than the prompt)"
                 )
-        draws = list(product(self.layers, self.rates, range(self.seeds)))
         return [
-            Unit(name, tuple(self.record_id(name, *draw) for draw in draws), ids)
-            for name, ids in found
+            Unit(name, tuple(self.record_id(name, *draw) for draw in draws), prompt)
+            for name, _, prompt in found
         ]
 
     @staticmethod
@@ -320,16 +332,12 @@ class LayerError(Probe):
         """The id of one draw at one layer and rate."""
         return f"{prompt}/layer{layer}/rate{rate:g}/seed{seed}"
 
-    def _captured(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
+    def _layers(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
         """The unit's layers in the order asked for, each with its 1-based number."""
         if self.synthetic is None:
-            yield from captured_layers(session, unit.payload, self.layers)
-            return
-        for layer in self.layers:
-            made = self.synthetic.layer(layer - 1, max(self.layers))
-            assert made.queries is not None
-            q, k, v = (x.to(session.device) for x in (made.queries, made.keys, made.values))
-            yield layer, replace(made, queries=q, keys=k, values=v)
+            return captured_layers(session, unit.payload, self.layers)
+        made = (self.synthetic.layer(i - 1, max(self.layers), session.device) for i in self.layers)
+        return zip(self.layers, made, strict=True)
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method at every layer, rate and seed, on one prompt's tensors.
@@ -339,7 +347,7 @@ class LayerError(Probe):
         method.
         """
         carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
-        for layer, kv in self._captured(unit, session):
+        for layer, kv in self._layers(unit, session):
             guard.check_finite(kv)
             first = kv.n - self.exact
             assert kv.queries is not None

@@ -10,10 +10,9 @@ from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from kvbench.engine.prefill import synchronize
-from kvbench.engine.streams import check_reads, read_text
+from kvbench.engine.streams import Read, check_reads, read_text
 from kvbench.errors.options import Count
-from kvbench.kv import Budget, KVError
-from kvbench.methods.base import Method
+from kvbench.kv import KVError
 from kvbench.probes.base import Probe, Repeats, Tokens, failed, places
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
@@ -115,26 +114,21 @@ class Stream(Probe):
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method reads the text for itself."""
-        for label in methods:
-            fields = {"text": unit.id, "prompt_tokens": len(unit.payload)}
-            fields["positions"] = self.positions
+        ids = unit.payload
+        for label, pair in methods.items():
+            fields = {"text": unit.id, "prompt_tokens": len(ids), "positions": self.positions}
+            synchronize(session.device)
+            clock = time.perf_counter()
             try:
-                fields |= self._read(unit, label, methods[label], session)
+                found = read_text(session.model, ids, *pair, self.positions, label=label)
+                synchronize(session.device)
+                fields |= self._measured(ids, found, time.perf_counter() - clock)
             except Exception as failure:  # noqa: BLE001 - a record with its status
                 fields |= failed(failure)
             yield Outcome(label, unit.id, fields)
 
-    def _read(
-        self, unit: Unit, label: str, pair: tuple[Method, Budget], session: Session
-    ) -> dict[str, Any]:
+    def _measured(self, ids: Sequence[int], found: Read, seconds: float) -> dict[str, Any]:
         """Record fields of one method on one text."""
-        ids = unit.payload
-        synchronize(session.device)
-        clock = time.perf_counter()
-        how = (self.positions, session.seed)
-        found = read_text(session.model, ids, *pair, *how, name=unit.id, label=label)
-        synchronize(session.device)
-        seconds = time.perf_counter() - clock
         nll, held, entries = found.nll.double(), found.held_bytes, found.entries
         mean = float(nll.mean())
         if not math.isfinite(mean):

@@ -1,4 +1,4 @@
-"""Seconds, memory and tokens per second of each method alone, beside what users run otherwise.
+"""Seconds, memory and tokens per second of each method alone.
 
 BalanceKV (arXiv 2502.07861), section 4.4, Table 2: seconds of prefill and decoding. H2O (arXiv
 2306.14048), Tables 3 and 5: tokens per second, the largest batch that fits, latency at equal batch.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, ClassVar, Literal
 
@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from kvbench.engine import memory
-from kvbench.engine.baselines import Baseline, baselines_of
 from kvbench.engine.faults import free_memory, is_out_of_memory
 from kvbench.engine.generate import Prompt, run_batch
-from kvbench.engine.prefill import input_device
 from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes.base import Probe, Repeats, budget_at, failed
+from kvbench.probes.base import Probe, Repeats, failed
 from kvbench.records.figures import Figure, Times
 from kvbench.run.plan import Methods, Outcome, Unit, measured
 from kvbench.run.session import Session
@@ -47,12 +45,13 @@ SAFE = 0.85
 
 @dataclass(frozen=True)
 class Setting:
-    """What one measurement generates: `batch` prompts, `new_tokens` each."""
+    """What one measurement generates: `batch` prompts, `new_tokens` each, at a rate of its own or the
+    job's."""
 
     prompt_tokens: Count
     new_tokens: Count
     batch: Count | Literal["largest"]
-    rate: Share | None
+    rate: Share | None = None
 
     def __post_init__(self) -> None:
         check_options(self, "task.settings: ", TaskError)
@@ -77,11 +76,9 @@ class Throughput(Probe):
         new_tokens: tokens generated (BalanceKV: 1024), one number or several.
         batch: batch sizes; "largest": for each method, the largest that fits.
         settings: in place of these three, a list of (prompt tokens, new tokens, batch), each with a
-            budget of its own as a fourth value, if `rates` is empty.
-        rates: budgets to measure, in place of the job's one: shares of the middle, or of the whole
-            prompt where the job's budget names `total_rate`.
+            budget of its own as a fourth value if wanted: a share of the middle, or of the whole prompt
+            where the job's budget names `total_rate`.
         runs: measured runs per method and setting (BalanceKV: 10).
-        baselines: names of `kvbench.engine.baselines`, rows beside the methods.
         most_batch: where the search for the largest batch ends.
     """
 
@@ -94,9 +91,7 @@ class Throughput(Probe):
     new_tokens: Several[Count] = (1024,)
     batch: Several[Count | Literal["largest"]] = (1,)
     settings: Sequence[Sequence[int | float | str]] = ()
-    rates: Sequence[Share] = ()
     runs: Repeats = 10
-    baselines: Sequence[str] = ()
     most_batch: Repeats = 1024
     _known: dict[tuple[Setting, str], int | dict[str, Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -106,25 +101,17 @@ class Throughput(Probe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._settings()
-        baselines_of(self.baselines)
 
     def _settings(self) -> list[Setting]:
         """What is measured, without the runs."""
         cells: Any = self.settings or product(self.prompt_tokens, self.new_tokens, self.batch)
-        found = []
-        for cell in cells:
-            if len(cell) != 3 and (len(cell) != 4 or self.rates):
+        for cell in self.settings:
+            if len(cell) not in (3, 4):
                 raise TaskError(
                     f"task.settings has {list(cell)}; allowed: [prompt tokens, new tokens, batch], or "
-                    "with a rate as the fourth where task.rates is empty"
+                    "with a rate as the fourth"
                 )
-            rates: Sequence[Any] = cell[3:] or self.rates or (None,)
-            found += [Setting(*(*cell[:3], rate)) for rate in rates]
-        return found
-
-    def rows(self) -> dict[str, Method]:
-        """The baselines by label."""
-        return dict(baselines_of(self.baselines))
+        return [Setting(*cell) for cell in cells]
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
@@ -157,7 +144,7 @@ class Throughput(Probe):
                         f"has {n} tokens, so {label!r} would compress nothing; allowed: at most {n}"
                     )
                 if method.uses_budget:
-                    budget_at(budget, setting.rate).capacity(n)
+                    budget.with_share(setting.rate).capacity(n)
         return [
             Unit(f"{s}/run{run}", (f"{s}/run{run}",), (s, run))
             for s, run in product(self._settings(), range(self.runs))
@@ -172,10 +159,10 @@ class Throughput(Probe):
         start = run % len(labels)
         rows: dict[str, dict[str, Any]] = {}
         for label in labels[start:] + labels[:start]:
-            method, budget = methods[label]
-            row = _Row(session, setting, label, method, budget_at(budget, setting.rate))
-            capacity = row.budget.capacity(n) if method.saves_memory else n
-            rows[label] = {"capacity": capacity, **self._measure(row)}
+            method, budget = methods[label][0], methods[label][1].with_share(setting.rate)
+            capacity = budget.capacity(n) if method.saves_memory else n
+            found = self._measure(session, setting, label, (method, budget))
+            rows[label] = {"capacity": capacity, **found}
         for turn, (label, fields) in enumerate(rows.items()):
             asked = {
                 "dataset": str(setting),
@@ -191,91 +178,81 @@ class Throughput(Probe):
             ratios = {k: _over(fields.get(of), exact.get(of)) for k, of in RATIOS.items()}
             yield Outcome(label, unit.id, asked | fields | ratios)
 
-    def _measure(self, row: _Row) -> dict[str, Any]:
+    def _measure(
+        self, session: Session, setting: Setting, label: str, pair: tuple[Method, Budget]
+    ) -> dict[str, Any]:
         """One measured run; what failed once in this process is not tried again."""
-        key, device = (row.setting, row.label), row.session.device
-        batch: Any = self._known.get(key)
+        device, key = session.device, (setting, label)
+        known: Any = self._known.get(key)
+
+        def run(batch: int, most: int | None = None) -> dict[str, Any]:
+            return generated(session, replace(setting, batch=batch), label, pair, most)
+
         try:
-            if batch is None:
-                batch = row.setting.batch
+            if known is None:
+                batch = setting.batch
                 if batch == "largest":
-                    trial = lambda size: row.generate(size, row.few(2))  # noqa: E731
-                    batch = largest_batch(trial, device, self.most_batch)
-                row.generate(batch, row.few(WARM_UP_TOKENS))
-                self._known[key] = batch
-            if isinstance(batch, int):
+                    batch = largest_batch(lambda size: run(size, 2), device, self.most_batch)
+                run(batch, WARM_UP_TOKENS)
+                known = self._known[key] = batch
+            if isinstance(known, int):
                 free_memory(device)
-                known = memory.reset_peak(device)
+                peaks = memory.reset_peak(device)
                 before = memory.used_bytes(device)
-                fields = row.generate(batch)
+                fields = run(known)
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            batch = self._known[key] = failed(failure)
-        if not isinstance(batch, int):
+            known = self._known[key] = failed(failure)
+        if not isinstance(known, int):
             free_memory(device)  # out of the except block: the traceback is gone
-            return dict(batch)
+            return dict(known)
         prefill = fields["prefill_s"] + (fields["compress_s"] or 0.0)
-        rate = batch * fields["new_tokens"] / (prefill + fields["decode_s"])
+        rate = known * fields["new_tokens"] / (prefill + fields["decode_s"])
         return fields | {
-            "batch": batch,
+            "batch": known,
             "latency_s": prefill + fields["decode_s"],
             "prefill_compress_s": prefill,
             "tokens_per_s": rate,
             "score": rate,
-            "decode_tokens_per_s": _over(batch * (fields["new_tokens"] - 1), fields["decode_s"]),
-            "peak_bytes": memory.peak_bytes(device) if known else None,
+            "decode_tokens_per_s": _over(known * (fields["new_tokens"] - 1), fields["decode_s"]),
+            "peak_bytes": memory.peak_bytes(device) if peaks else None,
             "bytes_before": before,
             "peak_is": "allocated" if device.type == "cuda" else "resident",
         }
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One method at one setting, by itself."""
+def generated(
+    session: Session,
+    setting: Setting,
+    label: str,
+    pair: tuple[Method, Budget],
+    most: int | None = None,
+) -> dict[str, Any]:
+    """Record fields of one method's generation of a whole batch, its bytes summed over the rows.
 
-    session: Session
-    setting: Setting
-    label: str
-    method: Method
-    budget: Budget
+    Args:
+        most: so many new tokens, where fewer will do.
 
-    def few(self, tokens: int) -> int:
-        """So many new tokens, where fewer will do; a static cache is compiled for its length."""
-        new = self.setting.new_tokens
-        return new if isinstance(self.method, Baseline) else min(new, tokens)
-
-    def generate(self, batch: int, new_tokens: int | None = None) -> dict[str, Any]:
-        """Generate once; record fields of the whole batch, its bytes summed over the rows.
-
-        Raises:
-            Exception: whatever stopped any of the rows.
-        """
-        session, method = self.session, self.method
-        ids = _random_ids(session, self.setting.prompt_tokens, batch)
-        new = self.setting.new_tokens if new_tokens is None else new_tokens
-        if isinstance(method, Baseline):
-            there = ids.to(input_device(session.model))
-            return method.generate(session.model, there, new)
-        prompts = [
-            Prompt(
-                row,
-                [],
-                {self.label: (method, self.budget)},
-                Stopping(new),
-                f"throughput{i}",
-                self.setting.new_tokens,
-                encoder=None if method.rescoring is None else session.encoder,
-            )
-            for i, row in enumerate(ids.tolist())
-        ]
-        answers = run_batch(session.model, prompts, seed=session.seed, graphs=session.graphs)
-        results = [answer[self.label] for answer in answers]
-        for result in results:
-            if result.failure is not None:
-                raise result.failure
-        seconds = ("prefill_s", "compress_s", "decode_s")
-        summed = (*seconds, "cache_bytes", "cache_bytes_end", "exact_bytes")
-        whole = {name: sum(getattr(result, name) for result in results) for name in summed}
-        return measured(results[0]) | whole
+    Raises:
+        Exception: whatever stopped any of the rows.
+    """
+    new = setting.new_tokens
+    ids = _random_ids(session, setting.prompt_tokens, int(setting.batch))
+    stopping = Stopping(new if most is None else min(new, most))
+    encoder = None if pair[0].rescoring is None else session.encoder
+    prompts = [
+        Prompt(row, [], {label: pair}, stopping, f"throughput{i}", new, encoder=encoder)
+        for i, row in enumerate(ids.tolist())
+    ]
+    answers = run_batch(session.model, prompts, seed=session.seed, graphs=session.graphs)
+    results = [answer[label] for answer in answers]
+    for result in results:
+        if result.failure is not None:
+            raise result.failure
+    seconds = ("prefill_s", "compress_s", "decode_s")
+    held = ("cache_bytes", "cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean")
+    summed = (*seconds, *held, "exact_bytes", "exact_bytes_mean")
+    whole = {name: sum(getattr(result, name) for result in results) for name in summed}
+    return measured(results[0]) | whole
 
 
 def _random_ids(session: Session, n: int, batch: int) -> Tensor:

@@ -78,32 +78,20 @@ def _rebuild(folder: Path, *, every: bool = False) -> None:
     paths = build_report(folder, for_print=every)
     for warning in paths.warnings:
         complain(f"warning: {warning}", NAME)
-    for path in (*paths.tables, *paths.figures) if every else ():
+    for path in [*paths.tables, *paths.figures] * every + [paths.page]:
         print(printable(str(path)))
-    print(printable(str(paths.page)))
 
 
 def _link(folders: list[Path]) -> None:
-    """Rebuild the reports of which there are records, then the page that links all.
-
-    Raises:
-        StoreError: nothing lies in one of the folders; or a report could not be rebuilt, which is said
-            when the page links what there is.
-    """
+    """Rebuild the reports of which there are records, then the page that links all."""
     from kvbench.report.page import write_index
 
-    failures = []
     for folder in folders:
         if not folder.exists():
             raise StoreError(f"no results in {folder}: the folder does not exist")
-        try:
-            if any(folder.glob(f"*/*/*/{MANIFEST}")):
-                _rebuild(folder)
-        except StoreError as error:
-            failures.append(error)
+        if any(folder.glob(f"*/*/*/{MANIFEST}")):
+            _rebuild(folder)
     print(printable(str(write_index(folders))))
-    if failures:
-        raise failures[0]
 
 
 def _compare(first: Path, second: Path, out: str | None) -> None:
@@ -113,11 +101,9 @@ def _compare(first: Path, second: Path, out: str | None) -> None:
 
     comparison = compare(load_experiment(first), load_experiment(second))
     names = [name.replace("/", "_") for name in comparison.names]
-    print("first: {}\nsecond: {}\n".format(*map(printable, comparison.names)))
     terminal(comparison.tables)
     for name, lines in zip(comparison.names, comparison.only, strict=True):
-        if lines:
-            print(printable(f"only in {name}: {len(lines)} runs"))
+        print(printable(f"only in {name}: {len(lines)} runs"))
     for path in write_comparison(comparison, Path(out or "-".join(("compare", *names)))):
         print(printable(str(path)))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from kvbench.report.experiment import Group, as_text
 from kvbench.report.style import style_of
 
 LIMIT = 60
-"""Examples that the page shows of one model and task."""
+"""Examples that the page shows."""
 LONGEST = 400
 """Characters of a prediction or a prompt tail that are shown."""
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")
@@ -40,31 +38,22 @@ class Answer:
     verdict: str
     score: float
     status: str
-    ratio: float
     differs: bool
     parts: Pieces
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One example with every variant's answer.
-
-    Attributes:
-        evidence: the part of the prompt that holds the answer, where the task knows it.
-    """
+    """One example with every variant's answer; `fields` are those that the page filters by, `evidence`
+    the part of the prompt that holds the answer, where the task knows it."""
 
     example_id: str
     seed: str
     fields: Mapping[str, str]
     prompt_tail: str
+    evidence: str
     expected: str
     answers: tuple[Answer, ...]
-    evidence: Pieces = ()
-
-    @property
-    def filter_fields(self) -> str:
-        """The fields that the page filters by, as JSON."""
-        return json.dumps(self.fields)
 
     @property
     def disagree(self) -> bool:
@@ -73,17 +62,15 @@ class Shown:
 
 
 def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
-    """Examples spread evenly over the order of the records, in equal shares of datasets and lengths (one
-    of each at least), and how many there are in all."""
+    """Examples spread evenly over the order of the records, in equal shares of datasets (one of each at
+    least), and how many there are in all."""
     records = group.records[group.records["prediction"].notna() | (group.records["status"] != "ok")]
     if group.records["prediction"].isna().all():
         return [], 0
     first = records.drop_duplicates(["seed", "example_id"])
-    strata = [
-        part.index for _, part in first.groupby(["dataset", first["prompt_tokens"].map(bucket_of)])
-    ]
+    strata = sorted((part.index for _, part in first.groupby("dataset")), key=len)
     chosen: list[Any] = []
-    for i, stratum in enumerate(sorted(strata, key=len)):
+    for i, stratum in enumerate(strata):
         share = max(1, (limit - len(chosen)) // (len(strata) - i))
         step = max(1.0, len(stratum) / share)
         chosen += [stratum[int(k * step)] for k in range(min(share, len(stratum)))]
@@ -93,63 +80,34 @@ def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
     return [_shown(group, part) for _, part in parts], len(first)
 
 
-def bucket_of(tokens: float) -> str:
-    """The length bucket of a prompt, a power of two of thousands of tokens; empty where unknown."""
-    if not tokens > 0:
-        return ""
-    power = max(0, math.floor(math.log2(tokens / 500)))
-    return f"{2 ** (power - 1)}–{2**power}k" if power else "below 1k"
-
-
 def _shown(group: Group, part: pd.DataFrame) -> Shown:
     first = part.iloc[0]
     by_variant = {str(row["variant"]): row for _, row in part.iterrows()}
     answers = []
     for variant in (v for v in group.variants if v.label in by_variant):
         row, base = by_variant[variant.label], by_variant.get(group.baseline[variant.label] or "")
-        good = row["status"] == "ok"
+        score, good = float(row["score"]), row["status"] == "ok"
         text = clip(row["prediction"] if good else row["error"])
-        known = good and base is not None and base["status"] == "ok"
-        score = float(row["score"])
-        verdict = "none" if good else "failed"
+        verdict, parts = "none" if good else "failed", ((text, False),)
         if good and group.percent and score == score:
             verdict = "right" if score >= 1 else "wrong" if score <= 0 else "part"
-        answers.append(
-            Answer(
-                label=variant.label,
-                color=style_of(variant.method).color,
-                text=text,
-                verdict=verdict,
-                score=score,
-                status=str(row["status"]),
-                ratio=float(row["ratio"]),
-                differs=base is not None and row["prediction"] != base["prediction"],
-                parts=marked(text, clip(base["prediction"])) if known else ((text, False),),  # type: ignore[index]
-            )
-        )
+        if good and base is not None and base["status"] == "ok":
+            parts = marked(text, clip(base["prediction"]))
+        differs = base is not None and row["prediction"] != base["prediction"]
+        look = variant.label, style_of(variant.method).color
+        answers.append(Answer(*look, text, verdict, score, str(row["status"]), differs, parts))
     fields = {"dataset": str(first["dataset"])}
     fields |= {name: as_text(first[name]) for name in group.meta.breakdown if name in part}
-    bucket = bucket_of(first["prompt_tokens"])
-    if bucket and not any("length" in name or "bucket" in name for name in fields):
-        fields["prompt_tokens"] = bucket
     expected = first["answers"] if isinstance(first["answers"], list) else []
     return Shown(
         example_id=str(first["example_id"]),
         seed=as_text(first["seed"]),
         fields=fields,
         prompt_tail=clip(first["prompt_tail"], from_end=True),
+        evidence=clip(first.get("evidence")),
         expected=" | ".join(map(str, expected)),
         answers=tuple(answers),
-        evidence=_evidence(clip(first.get("evidence")), [str(one) for one in expected if one]),
     )
-
-
-def _evidence(text: str, answers: list[str]) -> Pieces:
-    """`text`, marked where it is one of `answers`."""
-    if not text or not answers:
-        return ((text, False),) if text else ()
-    pieces = re.split(f"({'|'.join(map(re.escape, answers))})", text, flags=re.IGNORECASE)
-    return tuple((piece, place % 2 == 1) for place, piece in enumerate(pieces) if piece)
 
 
 def marked(text: str, reference: str) -> Pieces:

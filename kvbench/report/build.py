@@ -61,50 +61,47 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         StoreError: no runs, a broken run, or the folder cannot be written.
     """
     from kvbench.report.figures import figures_of
-    from kvbench.report.page import PAGE, Page, Section, render_page
+    from kvbench.report.page import LIMIT, PAGE, Section, render_page
 
     experiment = load_experiment(Path(experiment_folder))
     parts = [(group, tidy(group)) for group in experiment.groups]
     warnings: list[str] = []
-    theirs = pd.DataFrame()
-    notes: list[str] = []
+    compared: list[Table] = []
     try:
-        theirs, notes = beside(experiment)
+        compared = published_tables(beside(experiment))
     except PaperError as error:
         warnings.append(str(error))
-    sections = []
+    sections, hidden = [], []
     for group, frame in parts:
-        found = tables_of(group, frame)
-        sections.append(Section(group, verdict(group, frame), found, figures_of(group, frame)))
+        tables = tables_of(group, frame)
+        hidden += [table for table in tables if not table.columns]
+        shown = [table for table in tables if table.columns]
+        answers = max(3, LIMIT // len(parts))
+        figures = figures_of(group, frame)
+        sections.append(Section(group, verdict(group, frame), shown, figures, answers))
     ranked = [part for part in parts if is_ranked(part[0])]
     shared = _shared_tables(ranked)
-    compared = published_tables(theirs, notes)
-    shown = [section for section in sections if any(table.columns for table in section.tables)]
-    for i, section in enumerate(shown):
-        visible = [table for table in section.tables if table.columns]
-        shown[i] = Section(section.group, section.verdict, visible, section.figures)
-    page = render_page(Page(experiment, shown, shared, compared, warnings))
-    every = [*shared, *compared, *(table for section in sections for table in section.tables)]
+    page = render_page(experiment, sections, shared, compared, warnings)
+    every = [*shared, *compared, *(t for section in sections for t in section.tables), *hidden]
     try:
         place = write_text(experiment.folder / PAGE, page)
-        tables = write_tables(every, part_of(experiment.folder, "tables"))
-        figures: list[Path] = []
+        files = write_tables(every, part_of(experiment.folder, "tables"))
+        drawings: list[Path] = []
         if for_print:
             folder = part_of(experiment.folder, "figures")
             for drawn in (drawn for section in sections for drawn in section.figures):
                 for kind in ("png", "pdf"):
-                    figures.append(folder / f"{file_stem(drawn.name)}.{kind}")
-                    figures[-1].write_bytes(drawn.encoded(kind))
-        remove_stale(experiment.folder, [*tables, *figures])
+                    drawings.append(folder / f"{file_stem(drawn.name)}.{kind}")
+                    drawings[-1].write_bytes(drawn.encoded(kind))
+        remove_stale(experiment.folder, [*files, *drawings])
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
         ) from error
     last = max((run.manifest for run in experiment.runs), key=lambda m: str(m.get("started")))
-    scores = (
-        pd.concat([frame for _, frame in ranked], ignore_index=True) if ranked else pd.DataFrame()
-    )
-    return ReportPaths(place, tuple(tables), tuple(figures), tuple(warnings), scores, last)
+    frames = [frame for _, frame in ranked]
+    scores = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+    return ReportPaths(place, tuple(files), tuple(drawings), tuple(warnings), scores, last)
 
 
 def is_ranked(group: Group) -> bool:
@@ -133,10 +130,7 @@ def _shared_tables(ranked: Sequence[Part]) -> list[Table]:
 def tables_to_print(experiment: Experiment) -> list[Table]:
     """The tables to print after a job: one per model and task, then all tasks of each model."""
     parts = [(group, tidy(group)) for group in experiment.groups]
-    tables = [
-        score_table(*part, narrow=True) if is_ranked(part[0]) else tables_of(*part)[0]
-        for part in parts
-    ]
+    tables = [score_table(*part) if is_ranked(part[0]) else tables_of(*part)[0] for part in parts]
     ranked = [part for part in parts if is_ranked(part[0])]
     return tables + [overview_table(one) for one in _by(ranked, "model") if len(one) > 1]
 

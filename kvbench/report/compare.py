@@ -2,8 +2,7 @@
 
 Runs are matched by model, task and method; of several runs of one method, by the options that set them
 apart. Where each folder has one model, they are matched although their names differ. Examples are the
-same when id, seed, prompt and expected answers are; where fewer than half of them are, in some dataset,
-means are compared unpaired.
+same when prompt and expected answers are; of one with several seeds the mean score counts.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import numpy as np
 import pandas as pd
 
 from kvbench.records.read import StoreError
-from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, flat
+from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, as_text, flat
 from kvbench.report.files import write_text
-from kvbench.report.frame import estimate, failures_of, failures_text, scores, strata_of
+from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of
 from kvbench.report.page import html
 from kvbench.report.render import csv, markdown, plain
-from kvbench.report.stats import ALPHA, holm, p_values, unpaired_difference
+from kvbench.report.stats import ALONE, ALPHA, Array, differences, independent, mean_intervals
 from kvbench.report.table import (
     INTERVAL,
+    MISSING,
     Column,
     Table,
     in_percent,
-    legend,
     number,
     p_text,
     score_format,
@@ -36,9 +35,10 @@ from kvbench.report.table import (
     whole,
 )
 
-_LEAST_COMMON = 0.5
-"""Means are compared paired where this share of the smaller side's examples is in both."""
+SIDES = ("first", "second")
+_NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]
 _LONGEST = 160
+Side = tuple[Group, Variant]
 
 
 @dataclass(frozen=True)
@@ -58,36 +58,31 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     Raises:
         StoreError: they have no run in common.
     """
-    parts, changed = [], []
-    seen: tuple[set[str], set[str]] = (set(), set())
-    for a, b in matched_groups(first, second):
-        for x, y in matched_variants(a, b):
-            both = _both(a, x, b, y)
-            parts.append(_changes(both).assign(variant=y.label, method=y.method))
-            changed += _settings(a, x, b, y)
-            for known, group, variant in zip(seen, (a, b), (x, y), strict=True):
-                known.add(_run_name(group, variant))
-    if not parts:
+    matched = [
+        ((a, x), (b, y))
+        for a, b in matched_groups(first, second)
+        for x, y in matched_variants(a, b)
+    ]
+    if not matched:
         raise StoreError(
             f"{first.folder} and {second.folder} have no model, task and method in common"
         )
-    frame = pd.concat(parts, ignore_index=True)
+    family = independent(len(matched))
+    frame = pd.concat([_changes(*match, family) for match in matched], ignore_index=True)
     last = ~frame.duplicated(["model", "task", "variant"], keep="last")
-    frame.loc[last, "p_adjusted"] = holm([float(p) for p in frame.loc[last, "p"]])
-    every = ([_run_name(g, v) for g in e.groups for v in g.variants] for e in (first, second))
-    only = [[n for n in of if n not in known] for of, known in zip(every, seen, strict=True)]
+    only = []
+    for experiment, side in zip((first, second), zip(*matched, strict=True), strict=True):
+        every = [(group, variant) for group in experiment.groups for variant in group.variants]
+        lacking = [one for one in every if one not in side]
+        only.append([f"{group.model} / {group.task} / {v.label}" for group, v in lacking])
     names = first.name, second.name
     if names[0] == names[1]:
         names = str(first.folder), str(second.folder)
-    tables = [_settings_table(changed)] if changed else []
-    groups = frame.groupby(["task", "model"], sort=False)
-    tables += [_task_table(part, last[part.index]) for _, part in groups]
-    return Comparison(names, tuple(tables), in_percent(frame, _NUMBERS), (only[0], only[1]))
-
-
-_NUMBERS = [
-    f"{key}{end}" for key in ("first", "second", "difference") for end in ("", "_low", "_high")
-]
+    tables = [_settings_table(matched)]
+    groups = frame[last].groupby(["task", "model"], sort=False)
+    tables += [_task_table(part) for _, part in groups]
+    shown = tuple(table for table in tables if len(table.frame))
+    return Comparison(names, shown, in_percent(frame, _NUMBERS), (only[0], only[1]))
 
 
 def matched_groups(first: Experiment, second: Experiment) -> list[tuple[Group, Group]]:
@@ -109,144 +104,108 @@ def matched_variants(a: Group, b: Group) -> list[tuple[Variant, Variant]]:
     return found
 
 
-def _run_name(group: Group, variant: Variant) -> str:
-    return f"{group.model} / {group.task} / {variant.label}"
+def _changes(first: Side, second: Side, family: Array) -> pd.DataFrame:
+    """A row per dataset, and for their average: means, the paired difference and its test. The records
+    of the two are made one group, in which examples are the same where their prompts are.
 
-
-def _both(a: Group, x: Variant, b: Group, y: Variant) -> Group:
-    """The records of two variants as one group, whose examples are the same where the prompts are.
-
-    Seeds are part of it where the two have one in common; else a seed may stand for the methods'
-    draws alone, and the prompt tells: repeats of one prompt are one example with their mean score.
+    Args:
+        family: see `kvbench.report.stats.differences`; for the total, which alone is marked.
     """
-    sides = [g.records[g.records["variant"] == v.label] for g, v in ((a, x), (b, y))]
-    seeds = bool(set(sides[0]["seed"]) & set(sides[1]["seed"]))
-    shared = set(sides[0]["dataset"].astype(str)) & set(sides[1]["dataset"].astype(str))
-    keyed = []
-    for part, side in zip(sides, ("first", "second"), strict=True):
+    (a, _), (b, y) = first, second
+    parts = []
+    for (group, variant), side in zip((first, second), SIDES, strict=True):
+        part = group.records[group.records["variant"] == variant.label]
         key = part["example_id"].map(str)
         for field in PROMPT:
             key = key + "\x00" + part[field].map(str)
-        part = part.assign(example_id=key, id=part["example_id"], variant=side, prompt_tail=None)
-        if not seeds:
-            good = part["score"].where(part["status"] == "ok").astype(float)
-            part = part.assign(score=good.groupby(key).transform("mean"), seed=0)
-            part = part.sort_values("status", key=lambda s: s != "ok", kind="stable")
-            part = part.drop_duplicates("example_id").sort_index()
-        keyed.append(part[part["dataset"].astype(str).isin(shared)])
-    unit = b.meta.unit if b.meta.unit in keyed[0] and b.meta.unit in keyed[1] else "example_id"
-    keyed = [part.assign(unit=part[unit]) for part in keyed]
+        mean = part["score"].where(part["status"] == "ok").groupby(key).transform("mean")
+        part = part.assign(example_id=key, variant=side, score=mean, seed=0, prompt_tail=None)
+        part = part.sort_values("status", key=lambda s: s != "ok", kind="stable")
+        parts.append(part.drop_duplicates("example_id").sort_index())
+    shared = set(parts[0]["dataset"]) & set(parts[1]["dataset"])
+    unit = b.meta.unit if all(b.meta.unit in part for part in parts) else "example_id"
+    records = pd.concat([part[part["dataset"].isin(shared)] for part in parts], ignore_index=True)
+    records["unit"] = records[unit]
     model = a.model if a.model == b.model else f"{a.model} → {b.model}"
-    pair = Variant("first"), Variant("second")
-    records = pd.concat(keyed, ignore_index=True)
-    meta = replace(b.meta, unit="unit")
-    return Group(model, b.task, meta, pair, records, {"first": None, "second": "first"})
+    pair = tuple(map(Variant, SIDES))
+    base = dict(zip(SIDES, (None, SIDES[0]), strict=True))
+    both = Group(model, b.task, replace(b.meta, unit="unit"), pair, records, base)
 
-
-def _changes(both: Group) -> pd.DataFrame:
-    """A row per dataset, and for their average: means, the paired difference and its test."""
-    frame, strata = scores(both), strata_of(both)
-    sign = -1.0 if both.meta.lower_is_better else 1.0
+    sign = -1.0 if b.meta.lower_is_better else 1.0
+    datasets = {str(one.name.removeprefix("dataset ")): [one] for one in strata_of(both)}
+    if len(datasets) > 1:
+        datasets[AVERAGE] = [one for ones in datasets.values() for one in ones]
     rows = []
-    for value, part in frame.groupby("value", sort=False):
-        used = [one for one in strata if one.name == f"dataset {value}"] or strata
-        by = part.set_index(["measure", "variant"])
-        first, second = (estimate(by.loc[("score", side)]) for side in ("first", "second"))
-        gains = [sign * (one.values[:, 1] - one.values[:, 0]) for one in used]
-        common = [int((~np.isnan(gain)).sum()) for gain in gains]
-        smaller = [int((~np.isnan(one.values)).sum(0).min()) for one in used]
-        paired = all(n > 0 and n >= _LEAST_COMMON * m for n, m in zip(common, smaller, strict=True))
-        difference = estimate(by.loc[("difference", "second")])
-        named = [replace(one, name=one.name.replace("dataset", "both", 1)) for one in used]
-        columns = [one.stratum(one.values[:, [1]] - one.values[:, [0]]) for one in named]
-        names = {one.name.removeprefix("dataset ") for one in used}
-        here = both.records[both.records["dataset"].astype(str).isin(names)]
-        row: dict[str, Any] = {
-            "model": both.model,
-            "task": both.task,
-            "dataset": value,
-            "unit": both.meta.score_unit,
-            **first.named("first"),
-            **second.named("second"),
-            **(difference if paired else unpaired_difference(first, second)).named("difference"),
-            "paired": paired,
-            "p": p_values(columns)[0] if paired else np.nan,
-            "p_adjusted": np.nan,
-            "common_examples": sum(common),
-            "better": sum(int((gain > 0).sum()) for gain in gains),
-            "worse": sum(int((gain < 0).sum()) for gain in gains),
-        }
-        for side in ("first", "second"):
+    for value, ones in datasets.items():
+        changes = [one.values[:, [1]] - one.values[:, [0]] for one in ones]
+        gains = sign * np.concatenate(changes)
+        parts = [one.stratum(change) for one, change in zip(ones, changes, strict=True)]
+        total = family if len(ones) == len(shared) else ALONE
+        (change,) = differences(parts, fraction=b.percent, family=total)
+        means = mean_intervals([one.stratum(one.values) for one in ones], fraction=b.percent)
+        row: dict[str, Any] = {"model": model, "task": b.task, "dataset": value}
+        row |= {"unit": b.meta.score_unit} | change.named("difference") | {"p": change.p}
+        for side, mean in zip(SIDES, means, strict=True):
+            row |= mean.named(side)
+        row |= {"common_examples": int((gains == gains).sum())}
+        row |= {"better": int((gains > 0).sum()), "worse": int((gains < 0).sum())}
+        here = records if value == AVERAGE else records[records["dataset"].map(as_text) == value]
+        for side in SIDES:
             mine = here[here["variant"] == side]
             good = mine[mine["status"] == "ok"]
             seconds = good["compress_s"].fillna(0.0) + good["decode_s"]
             row |= {f"{side}_ratio": good["ratio"].mean(), f"{side}_seconds": seconds.median()}
             row[f"{side}_failed"] = failures_text(failures_of(mine))
         rows.append(row)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).assign(variant=y.label, method=y.method)
 
 
-def _task_table(part: pd.DataFrame, last: pd.Series) -> Table:
+def _task_table(total: pd.DataFrame) -> Table:
     """Every method's total."""
-    unit, task, model = (part[key].iloc[0] for key in ("unit", "task", "model"))
-    total = part[last]
-    marks = ["shown" if p < ALPHA else "" for p in total["p_adjusted"]]
-    paired = ["" if known else " unpaired" for known in total["paired"]]
-    total = total.assign(difference_mark=[a + b for a, b in zip(marks, paired, strict=True)])
+    unit, task, model = (total[key].iloc[0] for key in ("unit", "task", "model"))
+    shown = (total["p"] < ALPHA).map({True: "shown", False: ""})
     text, signed = (score_format(unit, signed=s) for s in (False, True))
-    counts = {"common_examples": "common", "better": "better", "worse": "worse"}
-    sides = [
-        f"{side}_{key}" for key in ("ratio", "seconds", "failed") for side in ("first", "second")
-    ]
-    costs = [
-        Column(key, key.replace("_", " "), str if "failed" in key else number) for key in sides
-    ]
+    sides = [f"{side}_{key}" for key in ("ratio", "seconds", "failed") for side in SIDES]
     return Table(
         f"compare-{task}-{model}",
         f"{task} on {model}: score{unit_text(unit)}",
-        total,
+        total.assign(difference_mark=shown),
         (
             Column("variant", "method"),
-            Column("first", text=text),
-            Column("second", text=text),
+            *(Column(side, text=text) for side in SIDES),
             Column("difference", "change", signed),
-            Column("p_adjusted", "p, adjusted", p_text),
-            *(Column(key, name, whole) for key, name in counts.items()),
-            *costs,
+            Column("p", text=p_text),
+            Column("common_examples", "common", whole),
+            *(Column(key, text=whole) for key in ("better", "worse")),
+            *(Column(k, k.replace("_", " "), str if "failed" in k else number) for k in sides),
         ),
         (
             INTERVAL,
-            "change: second minus first, paired over the examples that both scored; bold where p of the"
-            " exact paired test, adjusted by Holm's method for all methods and tasks, is below 0.05."
+            "change: second minus first, paired over the examples that both scored; its interval and p"
+            " are adjusted for all methods and tasks. Bold: p is below 0.05, the interval excludes 0."
             " seconds: median of compressing and decoding.",
-            *legend(total),
         ),
     )
 
 
-def _settings(a: Group, x: Variant, b: Group, y: Variant) -> list[dict[str, str]]:
+def _settings_table(matched: Sequence[tuple[Side, Side]]) -> Table:
     """What changed between matched runs of the same seed, else in order."""
-    sides = []
-    for group, variant in ((a, x), (b, y)):
-        codes = set(group.records.loc[group.records["variant"] == variant.label, "config_hash"])
-        found = [m for m in group.manifests if m.get("config_hash") in codes]
-        sides.append([_facts(m) for m in sorted(found, key=lambda m: str(m.get("seed")))])
-    return [
-        {"key": key, "first": one.get(key, "–"), "second": two.get(key, "–"), "run": y.label}
-        for one, two in zip(*sides, strict=False)
-        for key in dict.fromkeys([*one, *two])
-        if one.get(key) != two.get(key)
-    ]
-
-
-def _settings_table(changed: Sequence[Mapping[str, str]]) -> Table:
-    keys = ["key", "first", "second"]
-    frame = (
-        pd.DataFrame(changed).groupby(keys, sort=False)["run"].agg(lambda x: ", ".join(x.unique()))
-    )
-    columns = [Column(key) for key in keys] + [Column("run", "of")]
-    title = "What changed in the runs that both have"
-    return Table("settings", title, frame.reset_index(), tuple(columns))
+    changed: dict[tuple[str, str, str], dict[str, None]] = {}
+    for sides in matched:
+        facts = []
+        for group, variant in sides:
+            codes = set(group.records["config_hash"][group.records["variant"] == variant.label])
+            found = [m for m in group.manifests if m.get("config_hash") in codes]
+            facts.append([_facts(m) for m in sorted(found, key=lambda m: str(m.get("seed")))])
+        for one, two in zip(*facts, strict=False):
+            for key in dict.fromkeys([*one, *two]):
+                if one.get(key) != two.get(key):
+                    row = key, one.get(key, MISSING), two.get(key, MISSING)
+                    changed.setdefault(row, {})[sides[1][1].label] = None
+    frame = pd.DataFrame(list(changed), columns=["key", *SIDES])
+    frame["run"] = [", ".join(labels) for labels in changed.values()]
+    columns = (*map(Column, ("key", *SIDES)), Column("run", "of"))
+    return Table("settings", "What changed in the runs that both have", frame, columns)
 
 
 def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:

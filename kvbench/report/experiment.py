@@ -18,7 +18,14 @@ import pandas as pd
 
 from kvbench.errors import printable
 from kvbench.records.figures import Figure, figures_in
-from kvbench.records.read import MANIFEST, Run, StoreError, load_run, load_runs
+from kvbench.records.read import (
+    COMMON_FIELDS,
+    MANIFEST,
+    Run,
+    StoreError,
+    load_run,
+    load_runs,
+)
 from kvbench.report.stats import self_bleu
 from kvbench.report.style import order_of
 
@@ -34,8 +41,8 @@ _NOT_IN_LABELS = frozenset(
     )
 )
 """Config keys that say how a run was made rather than what was compared."""
-_LONGEST = 80
-"""Characters of a name; of an option's value in a label half as many."""
+_LONGEST, _VALUE = 80, 40
+"""Characters of a name, and of an option's value in a label."""
 _DATA = "data"
 """The key of an identity under which a task notes the content of its files."""
 
@@ -110,8 +117,8 @@ class Group:
     Attributes:
         records: one row per (variant, seed, example), with the variant's label in the column
             ``variant`` and entries held per layer and KV head in ``entries_mean`` and
-            ``entries_max``, milliseconds of decoding per step in ``decode_ms``, and of answers that were
-            drawn how alike they are to the variant's others of the data set in ``self_bleu``.
+            ``entries_max``, and of answers that were drawn how alike they are to the variant's others of
+            the data set in ``self_bleu``.
         variants: in table order.
         baseline: for each variant's label, the label of the exact variant it is compared with
             (None: it is one itself, or none was run).
@@ -200,6 +207,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Runs of the same model and task together: by model, what is scored before what is probed.
 
     Where a task's numbers are not about the model (`task_meta.subject`), its subject stands for it.
+
+    Raises:
+        StoreError: a score of a fraction is none.
     """
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
@@ -215,12 +225,17 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     meta = TaskMeta.of(runs[-1].manifest)
     if meta.unit == "example_id" and any("context_id" in run.records for run in runs):
         meta = replace(meta, unit="context_id")  # answers of one context are not independent
-    frames = [
-        run.records.assign(
-            variant=v.label, seed=run.records["seed"].fillna(run.manifest.get("seed") or 0)
-        )
-        for run, v in zip(runs, variants, strict=True)
-    ]
+    frames = []
+    for run, variant in zip(runs, variants, strict=True):
+        outside = run.records[run.records["score"].lt(-1e-9) | run.records["score"].gt(1 + 1e-9)]
+        if meta.score_unit == "fraction" and len(outside):
+            name, score = outside[["example_id", "score"]].iloc[0]
+            raise StoreError(
+                f"{run.folder}: example {name!r:.80} has score {score:g}; allowed: 0 to 1, as the"
+                " task's scores are fractions"
+            )
+        seed = run.records["seed"].fillna(run.manifest.get("seed") or 0)
+        frames.append(run.records.assign(variant=variant.label, seed=seed))
     whole = [frame.dropna(axis=1, how="all") for frame in frames if len(frame)] or frames
     records = pd.concat(whole, ignore_index=True)
     records = records.reindex(columns=list(dict.fromkeys([*records, *runs[0].records.columns])))
@@ -228,7 +243,6 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     records = records.assign(
         **_entries(records),
         dataset=[short_name(d) if isinstance(d, str) else d for d in records["dataset"]],
-        decode_ms=_decode_ms(records, runs, variants),
         self_bleu=_self_bleu(records, runs),
     )
     if meta.unit in records:  # a record that names no unit is its own
@@ -236,20 +250,6 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     unique = tuple(sorted(set(variants), key=lambda variant: variant.sort_key))
     manifests = tuple(run.manifest for run in runs)
     return Group(model, task, meta, unique, records, _baselines(unique), manifests)
-
-
-def _decode_ms(
-    records: pd.DataFrame, runs: Sequence[Run], variants: Sequence[Variant]
-) -> pd.Series:
-    """Per step of decoding; NaN where there was none. The first new token comes from the prompt's own
-    pass or, where the question is read after compression, from a step that reads it."""
-    after = {
-        variant.label
-        for run, variant in zip(runs, variants, strict=True)
-        if (run.manifest.get("config") or {}).get("compress_after") == "context"
-    }
-    steps = pd.to_numeric(records["new_tokens"]) - 1 + records["variant"].isin(after)
-    return 1000 * pd.to_numeric(records["decode_s"]) / steps.where(steps > 0)
 
 
 def _self_bleu(records: pd.DataFrame, runs: Sequence[Run]) -> pd.Series:
@@ -267,13 +267,13 @@ def _baselines(variants: Sequence[Variant]) -> dict[str, str | None]:
     """For each variant the exact variant that shares most of its options; None where none was run:
     no other method takes its place."""
     exact = [variant for variant in variants if variant.method == BASELINE]
-
-    def nearest(variant: Variant) -> str | None:
-        if variant in exact or not exact:
-            return None
-        return max(exact, key=lambda other: len(set(other.options) & set(variant.options))).label
-
-    return {variant.label: nearest(variant) for variant in variants}
+    found: dict[str, str | None] = dict.fromkeys(variant.label for variant in variants)
+    for one in variants if exact else ():
+        if one not in exact:
+            options = set(one.options)
+            nearest = max(exact, key=lambda other: len(set(other.options) & options))
+            found[one.label] = nearest.label
+    return found
 
 
 def variants_of(runs: Sequence[Run]) -> list[Variant]:
@@ -289,14 +289,23 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
     for method, indices in by_method.items():
         saves = [runs[i].records["saves_memory"].dropna() for i in indices]
         whole = all(len(each) and not each.astype(bool).any() for each in saves)
-        configs = {i: _distinguishing_options(runs[i].manifest, whole) for i in indices}
-        keys = sorted(set().union(*configs.values()))
-        varied = [key for key in keys if len({c.get(key) for c in configs.values()}) > 1]
+        made = {}
+        for i in indices:
+            identity = dict(
+                runs[i].manifest.get("identity") or runs[i].manifest.get("config") or {}
+            )
+            data = identity.pop(_DATA, None)
+            told = flat(identity) | (
+                {_DATA: _digest(json.dumps(data, sort_keys=True))} if data else {}
+            )
+            made[i] = {k: v for k, v in told.items() if not (whole and k.startswith("budget."))}
+        keys = sorted(set().union(*made.values()))
+        varied = [key for key in keys if len({one.get(key) for one in made.values()}) > 1]
         if len(varied) > 1 and _DATA in varied:  # the digest only where nothing else says it
             varied.remove(_DATA)
-        shown = {key: _short([config.get(key) for config in configs.values()]) for key in varied}
-        for i, config in configs.items():
-            options = (f"{key.split('.')[-1]} {shown[key][config.get(key)]}" for key in varied)
+        shown = {key: _short([one.get(key) for one in made.values()]) for key in varied}
+        for i, one in made.items():
+            options = (f"{key.split('.')[-1]} {shown[key][one.get(key)]}" for key in varied)
             rate = None if whole else _rate_of(runs[i].manifest)
             variants[i] = Variant(method, tuple(map(short_name, options)), rate)
         # runs with one seed and one label but different hashes were made by different versions
@@ -312,20 +321,8 @@ def _rate_of(manifest: Mapping[str, Any]) -> float | None:
     """The share that the run's budget names, of the whole prompt or of its middle; None where it names a
     number of entries."""
     budget = (manifest.get("identity") or manifest.get("config") or {}).get("budget") or {}
-    named = [budget.get(name) for name in ("total_rate", "rate")]
-    share = next((share for share in named if share is not None), None)
+    share = budget.get("total_rate", None) or budget.get("rate")
     return None if share is None or budget.get("size") is not None else float(share)
-
-
-def _distinguishing_options(manifest: Mapping[str, Any], whole: bool) -> dict[str, str]:
-    """What may distinguish a run from others: its options (`whole`: but for the budget), and one digest
-    of its data's content."""
-    identity = dict(manifest.get("identity") or manifest.get("config") or {})
-    data = identity.pop(_DATA, None)
-    told = flat(identity)
-    if data:
-        told[_DATA] = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
-    return {key: v for key, v in told.items() if not (whole and key.startswith("budget."))}
 
 
 def _short(values: Sequence[str | None]) -> dict[str | None, str]:
@@ -335,12 +332,10 @@ def _short(values: Sequence[str | None]) -> dict[str | None, str]:
     for value in values:
         text = "unset" if value is None else value
         parts = [json.loads(text)] if text[:1] == '"' else re.findall(r'"([^"]*)"', text) or [text]
-        text = " ".join(part.rstrip("/").rsplit("/", 1)[-1] for part in parts)
-        half = _LONGEST // 2
-        short[value] = text if len(text) <= half else f"{text[: half - 1]}…"
+        short[value] = " ".join(part.rstrip("/").rsplit("/", 1)[-1] for part in parts)[:_VALUE]
     if len(set(short.values())) == len(short):
         return short
-    return {v: "unset" if v is None else short_name(v, _LONGEST // 2) for v in values}
+    return {value: short_name("unset" if value is None else value, _VALUE) for value in values}
 
 
 def flat(
@@ -360,10 +355,11 @@ def flat(
 
 def short_name(text: str, longest: int = _LONGEST) -> str:
     """The text, or its beginning and a digest of the whole where it is too long for a label."""
-    if len(text) <= longest:
-        return text
-    digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
-    return f"{text[: longest - 9]}…{digest}"
+    return text if len(text) <= longest else f"{text[: longest - 9]}…{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
 
 
 def natural_order(value: object, before: str = "") -> tuple[str, int, float, str]:
@@ -385,19 +381,8 @@ def as_text(value: object) -> str:
 
 
 COLUMNS = (
-    *("experiment", "model", "task", "dataset", "example_id", "method", "variant", "rate", "seed"),
-    *("config_hash", "status", "score", "ratio", "cache_bytes", "exact_bytes", "capacity"),
-    *("entries_mean", "entries_max", "compressed", "saves_memory", "prompt_tokens", "new_tokens"),
-    *(
-        "prefill_s",
-        "compress_s",
-        "decode_s",
-        "prediction",
-        "answers",
-        "prompt_tail",
-        "error",
-        "run",
-    ),
+    *(name for name in COMMON_FIELDS if name != "entries"),
+    *("entries_mean", "entries_max", "variant", "rate", "run"),
 )
 """Columns that every frame of `load` has, in this order; those of the task follow."""
 
@@ -406,10 +391,10 @@ def load(folder: str | Path) -> pd.DataFrame:
     """Every record below a folder: of one run, of an experiment, or of several experiments.
 
     One row per (example, method, seed), with the columns of `COLUMNS`, then the task's own. ``variant``
-    is the label that tables use, ``rate`` NaN for a budget that names no share of the middle, ``ratio``
-    of measured bytes to the exact cache's, ``entries_mean`` and ``entries_max`` held per layer and KV
-    head, ``run`` the folder; times are seconds. Values are numbers, texts, truth values and lists of
-    texts (other values are JSON), so that ``load(folder).to_parquet("x.parquet")`` works.
+    is the label that tables use, ``rate`` NaN for a budget that names a number of entries, ``ratio`` of
+    measured bytes to the exact cache's, ``entries_mean`` and ``entries_max`` held per layer and KV head,
+    ``run`` the folder; times are seconds. Values are numbers, texts, truth values and lists of texts
+    (other values are JSON), so that ``load(folder).to_parquet("x.parquet")`` works.
 
     Raises:
         StoreError: no runs there, or one that is broken.
@@ -422,27 +407,25 @@ def load(folder: str | Path) -> pd.DataFrame:
         runs = [run for one in inner for run in load_runs(one)] or load_runs(place)
     if not runs:
         raise StoreError(f"no runs in {place}: expected an experiment's folder, or one run's")
-    labels = [variant.label for variant in variants_of(runs)]
-    frames = [_columns(run, label) for run, label in zip(runs, labels, strict=True)]
+    frames = []
+    for run, variant in zip(runs, variants_of(runs), strict=True):
+        rate = _rate_of(run.manifest)
+        frame = run.records.drop(columns="entries").assign(
+            variant=variant.label,
+            rate=math.nan if rate is None else rate,
+            run=str(run.folder),
+            **_entries(run.records),
+        )
+        for name, column in frame.items():
+            if not pd.api.types.is_numeric_dtype(column):
+                frame[name] = [_plain(value, texts=name == "answers") for value in column]
+        frames.append(frame)
     whole = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
     return whole[[*COLUMNS, *sorted(map(str, set(whole) - set(COLUMNS)))]]
 
 
-def _columns(run: Run, label: str) -> pd.DataFrame:
-    budget = (run.manifest.get("config") or {}).get("budget") or {}
-    other = budget.get("size") is not None or budget.get("total_rate") is not None
-    rate = math.nan if other else budget.get("rate", math.nan)
-    frame = run.records.drop(columns="entries").assign(
-        variant=label, rate=rate, run=str(run.folder)
-    )
-    frame = frame.assign(**_entries(run.records))
-    for name, column in frame.items():
-        if not (pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column)):
-            frame[name] = [_plain(value, texts=name == "answers") for value in column]
-    return frame
-
-
 def _plain(value: Any, *, texts: bool) -> Any:
+    """A list of texts, or JSON in place of any other list and of a mapping."""
     if isinstance(value, list) and texts:
         return [one if isinstance(one, str) else json.dumps(one) for one in value]
     return json.dumps(value) if isinstance(value, dict | list) else value

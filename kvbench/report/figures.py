@@ -36,7 +36,7 @@ from kvbench.report.tables import timings
 Draw = Callable[[Axes, pd.DataFrame], None]
 TEXT, SMALL = 9.0, 8.0
 _DPI, _MOST_PIXELS = 160, 32_000
-_MOST_PANELS, _LONGEST_NAME = 16, 60
+_MOST_PANELS, _MOST_LAYERS, _LONGEST_NAME = 16, 4, 60
 _GREY = "#666666"
 _RATIO = "measured ratio (bytes held / bytes of the exact cache)"
 _AXES = {
@@ -103,28 +103,21 @@ class Drawn:
 def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
     """Every figure that the group's task asks for, and those that its records allow; the score against
     memory first."""
+    asked = {type(one): one for one in reversed(group.meta.figures)}
+    curve, heatmap, bar = (asked.get(kind) for kind in (Curve, Heatmap, Bars))
     if group.good["score"].notna().sum() == 0:
         return []
-    found: list[Drawn | None] = []
-    for one in group.meta.figures:
-        if isinstance(one, Heatmap):
-            found.append(heatmaps(group, one))
-        elif isinstance(one, Bars):
-            found.append(bars(group, one))
-        elif isinstance(one, Curve):
-            return curve_figures(group, one)
-        elif isinstance(one, Times):
-            return [throughput(group)]
-    found = [memory(group, frame), *found]
-    for by in frame["by"].unique():
-        part = frame[frame["by"] == by]
-        if by and part["value"].nunique() > 1:
-            found.append(by_dataset(group, part) if by == "dataset" else breakdown(group, part))
-    return _known([*found, *kept_figures(group)])
-
-
-def _known(found: Sequence[Drawn | None]) -> list[Drawn]:
-    return [drawn for drawn in found if drawn is not None]
+    if isinstance(curve, Curve):
+        return curve_figures(group, curve)
+    if Times in asked:
+        return [throughput(group)]
+    found = [memory(group, frame)]
+    found += [heatmaps(group, heatmap)] if isinstance(heatmap, Heatmap) else []
+    found += [bars(group, bar)] if isinstance(bar, Bars) else []
+    for _, part in frame[~frame["by"].isin(["", "dataset"])].groupby("by", sort=False):
+        if part["value"].nunique() > 1:
+            found.append(breakdown(group, part))
+    return [drawn for drawn in [*found, kept_figure(group)] if drawn is not None]
 
 
 def words(name: str) -> str:
@@ -137,10 +130,6 @@ def stem(group: Group) -> str:
     return "-".join(
         re.sub(r"[^\w.]+", "-", name).strip("-")[:80] for name in (group.task, group.model)
     )
-
-
-def _scale(group: Group) -> float:
-    return 100.0 if group.percent else 1.0
 
 
 def _score(group: Group) -> str:
@@ -215,43 +204,23 @@ def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: An
 
 
 @_styled
-def forest(
-    panels: Mapping[str, pd.DataFrame],
-    xlabel: str,
-    *,
-    columns: int = 5,
-    zero: bool = False,
-    share: bool = True,
-) -> Figure:
+def forest(panels: Mapping[str, pd.DataFrame], xlabel: str) -> Figure:
     """Numbers with intervals in named rows, a panel for each frame.
 
     Args:
         panels: by title, frames with the columns ``row``, ``method``, ``mean``, ``low``, ``high``.
-        zero: a line at 0. share: one x axis for all panels.
     """
     names = list(dict.fromkeys(name for frame in panels.values() for name in frame["row"]))
-    place = {name: i for i, name in enumerate(names)}
-    width = 5.6 if len(panels) == 1 else 2.1
-    figure, axes = new_panels(
-        len(panels),
-        columns,
-        (width, 0.4 + 0.21 * len(names)),
-        (1.2, 0.5),
-        sharey=True,
-        sharex=share,
-    )
+    size = 5.6 if len(panels) == 1 else 2.1, 0.4 + 0.21 * len(names)
+    figure, axes = new_panels(len(panels), 4, size, (1.2, 0.5), sharey=True)
     for ax, (title, frame) in zip(axes, panels.items(), strict=True):
-        if zero:
-            ax.axvline(0, color=_GREY, linewidth=0.9)
         for _, rows in frame.dropna(subset=["mean"]).groupby("method", sort=False):
-            at = rows["row"].map(place).to_numpy(float)
+            at = rows["row"].map(names.index).to_numpy(float)
             _errorbar(ax, at, rows, across=True, linestyle="none")
         ax.set_yticks(range(len(names)), [_shown(name) for name in names])
         ax.set_ylim(len(names) - 0.4, -0.6)
         ax.set_title(_shown(title))
         ax.grid(axis="x")
-        if not share:
-            ax.set_xlim(left=0)
     _label(figure, axes, xlabel, "")
     return figure
 
@@ -267,6 +236,7 @@ def lines(
     ticks: Sequence[str] = (),
     baseline: str = "",
     bars: bool = False,
+    joined: bool = True,
     also: Draw | None = None,
 ) -> Figure:
     """Numbers with intervals against x, a line for each label, a panel for each frame.
@@ -275,7 +245,8 @@ def lines(
         panels: by title, frames with ``label``, ``method``, ``x``, ``mean``, ``low``, ``high``.
         log: the axes that are logarithmic, "x", "y" or "xy". ticks: names of x = 0, 1, ...
         baseline: the label whose first number is a line across the others, with its interval.
-        bars: in place of lines. also: draws more, given the axes and the frame.
+        bars: in place of lines. joined: a line through the means.
+        also: draws more, given the axes and the frame.
     """
     size = (5.6, 3.4) if len(panels) == 1 else (3.0, 2.4)
     figure, axes = new_panels(len(panels), columns, size, (1.0, 0.9), sharey=True)
@@ -298,7 +269,8 @@ def lines(
                 color = style_of(str(rows["method"].iloc[0])).color
                 ax.bar(at, rows["mean"], width, yerr=_spread(rows), color=color, label=named)
             else:
-                _errorbar(ax, at, rows, across=False, linewidth=1.4, label=named)
+                line = {"linewidth": 1.4} if joined else {"linestyle": "none"}
+                _errorbar(ax, at, rows, across=False, label=named, **line)
         if "x" in log:
             ax.set_xscale("log", base=2)
             few = frame["x"].max() < 4 * frame["x"].min()
@@ -324,56 +296,38 @@ def _plain_ticks(axis: Any, locator: LogLocator) -> None:
 
 def _scaled(group: Group, rows: pd.DataFrame, **more: Any) -> pd.DataFrame:
     """Rows of a tidy frame in the shown unit, with further columns."""
-    return rows.assign(
-        **{key: _scale(group) * rows[key] for key in ("mean", "low", "high")}, **more
-    )
+    scale = 100.0 if group.percent else 1.0
+    return rows.assign(**{key: scale * rows[key] for key in ("mean", "low", "high")}, **more)
 
 
 def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
     """Score (or error) against the measured ratio of bytes, a line per method, the exact cache as a line
-    across; where all hold about as much, a row per method. None where nothing saves memory."""
-    rows = memory_rows(group, frame)
+    across, the Pareto set ringed; where all hold about as much, a row per method. None where nothing
+    saves memory."""
+    rows, lower = memory_rows(group, frame), group.meta.lower_is_better
+    others = rows[rows["label"] != BASELINE]
     if not set(rows["variant"]) & group.compressed:
         return None
-    alike = _is_alike(rows)
-    if alike:
-        order = rows.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
-        named = order["label"] + order["x"].map(lambda x: f"  ({x:.2f})")
-        figure = forest(
-            {"": order.assign(row=named)}, f"{_score(group)}; beside the name the ratio"
-        )
-    else:
-        figure = _against_memory({"": rows}, group)
-    return Drawn(
-        f"{stem(group)}-ratio",
-        f"{group.task}: {_score(group)} {'at equal' if alike else 'against'} memory",
-        "Means with 95 % intervals and the ratio that was measured; dashed with its band: exact."
-        + ("" if alike else _PARETO),
-        figure,
-    )
 
-
-_PARETO = " Ringed: the Pareto set, no other point has fewer bytes and a better mean."
-
-
-def _against_memory(panels: Mapping[str, pd.DataFrame], group: Group) -> Figure:
-    lower = group.meta.lower_is_better
-    log = "xy" if lower and (pd.concat(panels.values())["mean"] > 0).all() else "x"
-
-    def ring(ax: Axes, rows: pd.DataFrame) -> None:
-        rows = rows[rows["label"] != BASELINE]
-        points = list(zip(rows["x"], rows["mean"], strict=True))
+    def ring(ax: Axes, _: pd.DataFrame) -> None:
+        points = list(zip(others["x"], others["mean"], strict=True))
         best = [p for p, on in zip(points, pareto(points, lower=lower), strict=True) if on]
-        look: dict[str, Any] = {
-            "facecolors": "none",
-            "edgecolors": "0.25",
-            "linewidths": 0.8,
-            "zorder": 5,
-        }
         x, y = np.array(best).reshape(-1, 2).T
-        ax.scatter(x, y, s=80, **look)
+        ax.scatter(x, y, s=80, facecolors="none", edgecolors="0.25", linewidths=0.8, zorder=5)
 
-    return lines(panels, _RATIO, _score(group), log=log, baseline=BASELINE, also=ring)
+    text = "Means with 95 % intervals and the ratio that was measured."
+    if not rows["label"].duplicated().any() and others["x"].max() <= 1.5 * others["x"].min():
+        rows = rows.sort_values("mean", ascending=lower, kind="stable")
+        named = rows.assign(row=rows["label"] + rows["x"].map(lambda x: f"  ({x:.2f})"))
+        figure = forest({"": named}, f"{_score(group)}; beside the name the ratio")
+    else:
+        log = "xy" if lower and (rows["mean"] > 0).all() else "x"
+        text += (
+            " Dashed with its band: exact. Ringed: the Pareto set, no other point has fewer bytes"
+        )
+        text += " and a better mean."
+        figure = lines({"": rows}, _RATIO, _score(group), log=log, baseline=BASELINE, also=ring)
+    return Drawn(f"{stem(group)}-ratio", f"{group.task}: score against memory", text, figure)
 
 
 def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
@@ -382,19 +336,12 @@ def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
     if mine["value"].nunique() > 1:
         ratio = group.good.groupby(["variant", group.good["rate"].map(as_text)])["ratio"].mean()
         x = [ratio.get(key, math.nan) for key in zip(mine["variant"], mine["value"], strict=True)]
-        return _scaled(group, mine, x=x, label=mine["variant"]).dropna(subset=["mean", "x"])
-    total, ratios = totals(frame), totals(frame, "ratio")["mean"]
-    names = {v.label: v.without_rate for v in group.variants}
-    return _scaled(group, total, x=ratios, label=total["variant"].map(names)).dropna(
-        subset=["mean", "x"]
-    )
-
-
-def _is_alike(rows: pd.DataFrame) -> bool:
-    """Whether the ratios but the exact cache's are too alike for an axis, a point per label."""
-    others = rows[rows["label"] != BASELINE]
-    once = not rows["label"].duplicated().any()
-    return once and (others.empty or others["x"].max() <= 1.5 * others["x"].min())
+        rows = _scaled(group, mine, x=x, label=mine["variant"])
+    else:
+        total, names = totals(frame), {v.label: v.without_rate for v in group.variants}
+        x = totals(frame, "ratio")["mean"]
+        rows = _scaled(group, total, x=x, label=total["variant"].map(names))
+    return rows.dropna(subset=["mean", "x"])
 
 
 def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
@@ -410,50 +357,22 @@ def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
     ]
 
 
-def _change(group: Group) -> str:
-    unit = "percentage points" if group.percent else words(group.meta.score_unit)
-    better = "left" if group.meta.lower_is_better else "right"
-    return f"difference to {group.baseline_name} ({unit}); {better} is better"
-
-
-def by_dataset(group: Group, part: pd.DataFrame) -> Drawn:
-    """Paired difference to the exact cache by dataset, a panel per variant; scores without it."""
-    measure = "difference" if group.baseline_name else "score"
-    rows = _scaled(group, part[part["measure"] == measure], row=part["value"])
-    lowest = min((v.rate for v in group.variants if v.rate is not None), default=None)
-    labels = {v.label for v in group.variants if v.rate in (None, lowest)}
-    rows = rows[rows["variant"].isin(labels)]
-    panels = {str(label): one for label, one in rows.groupby("variant", sort=False)}
-    shown = dict(list(panels.items())[:_MOST_PANELS])
-    return Drawn(
-        f"{stem(group)}-by-dataset",
-        f"{group.task}: {measure} by dataset",
-        "Over examples that both scored, with 95 % intervals; the average counts every dataset alike."
-        + (f" At rate {lowest:g}." if lowest is not None else ""),
-        forest(
-            shown, _change(group) if group.baseline_name else _score(group), zero=measure != "score"
-        ),
-    )
-
-
 def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
-    """Score against a record field, a line per method, a panel per rate."""
-    part = part[part["measure"] == "score"]
+    """Score against a record field at the lowest rate, a line per method (points where values are no
+    numbers)."""
+    lowest = part["rate"].min()
+    part = part[part["measure"].eq("score") & (part["rate"].eq(lowest) | part["rate"].isna())]
     by, ticks = str(part["by"].iloc[0]), list(part["value"].unique())
     names = {v.label: v.without_rate for v in group.variants}
     rows = _scaled(group, part, x=part["value"].map(ticks.index), label=part["variant"].map(names))
-    rates = sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
-    panels = {
-        f"rate {rate:g}" if len(rates) > 1 else "": rows[
-            rows["rate"].eq(rate) | rows["rate"].isna()
-        ]
-        for rate in rates or [math.nan]
-    }
+    joined = all(tick[:1].isdigit() for tick in ticks)
+    label = _AXES.get(by, words(by))
     return Drawn(
         f"{stem(group)}-by-{by}",
         f"{group.task}: score by {words(by)}",
-        "Mean and 95 % interval over examples. Values are evenly spaced.",
-        lines(panels, _AXES.get(by, words(by)), _score(group), ticks=ticks),
+        "Mean and 95 % interval over examples. Values are evenly spaced."
+        + (f" At rate {lowest:g}." if lowest == lowest else ""),
+        lines({"": rows}, label, _score(group), ticks=ticks, joined=joined),
     )
 
 
@@ -469,20 +388,19 @@ def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
 
 
 @_styled
-def heatmaps(group: Group, spec: Heatmap, labels: Sequence[str] = ()) -> Drawn | None:
-    """The first variants (or those of `labels`) on one colour scale, which all of them share."""
+def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
+    """The first variants on one colour scale, which all of them share."""
     if not {spec.x, spec.y, spec.value} <= set(group.records):
         return None
-    grids = {label: grid_of(group, label, spec) * _scale(group) for label in group.labels}
+    scale = 100.0 if group.percent else 1.0
+    grids = {label: grid_of(group, label, spec) * scale for label in group.labels}
     grids = {label: grid for label, grid in grids.items() if grid.notna().any(axis=None)}
     values = np.concatenate([grid.to_numpy(float).ravel() for grid in grids.values()])
-    low, high = (
-        (0.0, 100.0) if group.percent else (float(np.nanmin(values)), float(np.nanmax(values)))
-    )
-    shown = [label for label in grids if not labels or label in labels][:_MOST_PANELS]
+    low, high = (0.0, 100.0) if group.percent else (np.nanmin(values), np.nanmax(values))
+    shown = list(grids)[:_MOST_PANELS]
     figure, axes = new_panels(len(shown), 4, (2.3, 2.05), (0.9, 0.6), sharex=True, sharey=True)
     for ax, label in zip(axes, shown, strict=True):
-        image = _heat(ax, grids[label], low, high)
+        image = _heat(ax, grids[label], float(low), float(high))
         ax.set_title(_shown(label))
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
     bar.ax.set_ylabel(_score(group) if spec.value == "score" else words(spec.value), fontsize=TEXT)
@@ -497,38 +415,26 @@ def heatmaps(group: Group, spec: Heatmap, labels: Sequence[str] = ()) -> Drawn |
 
 
 def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
-    values = grid.to_numpy(float)
+    """One variant's cells; the numbers in them where there are few."""
+    values = np.ma.masked_invalid(grid.to_numpy(float))
     ax.set_facecolor("#EEEEEE")
-    rows, columns = values.shape
-    edges = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5
-    look: dict[str, Any] = {
-        "cmap": "viridis",
-        "vmin": low,
-        "vmax": high,
-        "edgecolors": "white",
-        "linewidth": 1,
-    }
-    image = ax.pcolormesh(*edges, np.ma.masked_invalid(values), **look)
-    ax.set_ylim(rows - 0.5, -0.5)
+    limits: dict[str, Any] = {"cmap": "viridis", "vmin": low, "vmax": high}
+    image = ax.pcolormesh(values, edgecolors="white", linewidth=1, **limits)
+    ax.set_ylim(len(grid), 0)
     for set_ticks, names in ((ax.set_xticks, grid.columns), (ax.set_yticks, grid.index)):
         step = math.ceil(len(names) / 8)  # at most about eight labels
-        set_ticks(range(0, len(names), step), [_shown(as_text(name)) for name in names[::step]])
+        places = np.arange(0, len(names), step) + 0.5
+        set_ticks(places, [_shown(as_text(name)) for name in names[::step]])
     if max(len(as_text(name)) for name in grid.columns) > 4:
         ax.tick_params(axis="x", rotation=45)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    if values.size <= 64:
-        for (row, column), value in np.ndenumerate(values):
-            if not math.isnan(value):
-                color = "#FDFDFD" if value < (low + high) / 2 else "#111111"
-                text = f"{value:.0f}" if high == 100 else f"{value:.2g}"
-                place: dict[str, Any] = {
-                    "ha": "center",
-                    "va": "center",
-                    "fontsize": 6.5,
-                    "color": color,
-                }
-                ax.text(column, row, text, in_layout=False, **place)
+    for (row, column), value in np.ndenumerate(grid.to_numpy(float)) if values.size <= 64 else ():
+        if not math.isnan(value):
+            color = "#FDFDFD" if value < (low + high) / 2 else "#111111"
+            text = f"{value:.0f}" if high == 100 else f"{value:.2g}"
+            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
+            ax.text(column + 0.5, row + 0.5, text, in_layout=False, color=color, **look)
     return image
 
 
@@ -546,14 +452,16 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     good = good.assign(value=pd.to_numeric(good[value]), repeat=repeat)
     good["panel"] = good[spec.facet].map(as_text) if spec.facet in good else ""
     keys = ["panel", "method", "variant", spec.x]
-    each = (
-        good.groupby([*keys, "repeat"], sort=False)["value"].mean().groupby(level=keys, sort=False)
-    )
-    rows = each.agg(["mean", "std"]).reset_index().rename(columns={"variant": "label"})
-    rows = rows.sort_values("label", key=lambda of: of.map(group.labels.index), kind="stable")
+    means = good.groupby([*keys, "repeat"], sort=False)["value"].mean()
+    rows = means.groupby(level=keys, sort=False).agg(["mean", "std"]).reset_index()
+    rows = rows.sort_values("variant", key=lambda of: of.map(group.labels.index), kind="stable")
     ticks = sorted(rows[spec.x].unique(), reverse=spec.x == "rate")
-    rows["low"], rows["high"] = rows["mean"] - rows["std"], rows["mean"] + rows["std"]
-    rows["x"] = rows[spec.x].map(ticks.index)
+    rows = rows.assign(
+        label=rows["variant"],
+        x=rows[spec.x].map(ticks.index),
+        low=rows["mean"] - rows["std"],
+        high=rows["mean"] + rows["std"],
+    )
     named = f"{words(spec.facet or '')} "
     panels = {named + str(one) if one else "": part for one, part in rows.groupby("panel")}
     ylabel, names = spec.ylabel or words(value), [as_text(tick) for tick in ticks]
@@ -563,33 +471,23 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
 
 
 def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
-    """The curves, a panel per data set; and, where slopes are predicted, the fitted ones."""
+    """The curves, a panel per data set, with the slopes of the papers' bounds."""
     if spec.y not in group.good:
         return []
-    curves = curves_of(group, spec)
-    panels = {
-        facet: pd.concat(
-            pd.DataFrame({key: getattr(c, key) for key in ("x", "mean", "low", "high")}).assign(
-                label=c.variant.label, method=c.variant.method
-            )
-            for c in curves
-            if c.facet == facet
-        )
-        for facet in dict.fromkeys(c.facet for c in curves)
-    }
+    rows = pd.concat([curve.frame for curve in curves_of(group, spec)])
+    panels = {str(facet): part for facet, part in rows.groupby("facet", sort=False)}
 
     def guides(ax: Axes, rows: pd.DataFrame) -> None:
         bounds, first = ax.get_ylim(), rows.iloc[0]
         x = np.array([first["x"], rows["x"].max()])
+        look: dict[str, Any] = {"color": _GREY, "linestyle": "--", "linewidth": 0.9}
         for slope in spec.guides:
-            ax.plot(
-                x, first["mean"] * (x / x[0]) ** slope, color=_GREY, linestyle="--", linewidth=0.9
-            )
+            ax.plot(x, first["mean"] * (x / x[0]) ** slope, **look)
         ax.set_ylim(bounds)
 
     axes = spec.xlabel or words(spec.x), spec.ylabel or words(spec.y)
     title = f"{group.task}: {words(spec.y)} against {words(spec.x)}"
-    text = "Means with 95 % bootstrap intervals; dashed in grey: slopes of the papers' bounds."
+    text = "Means with 95 % intervals; dashed in grey: slopes of the papers' bounds."
     figure = lines(panels, *axes, log="xy", also=guides)
     return [Drawn(f"{stem(group)}-scaling", title, text, figure)]
 
@@ -608,78 +506,39 @@ def throughput(group: Group) -> Drawn:
         if frame[field].notna().any():
             bounds = {end: frame.get(f"{field}_{end}", math.nan) for end in ("low", "high")}
             panels[title] = frame.assign(mean=frame[field], **bounds)
-    figure = forest(panels, "", columns=4, share=False)
+    figure = forest(panels, "")
     text = "Medians over runs; lines: 95 % intervals between order statistics, from six runs on."
     return Drawn(f"{stem(group)}-throughput", f"{group.task}: time and memory", text, figure)
 
 
-_MOST_LAYERS = 4
-"""Layers that a strip shows."""
-
-
-@dataclass(frozen=True)
-class Strip:
-    """What one method kept of a prompt.
-
-    Attributes:
-        tokens: of the prompt. width: of a piece of it.
-        layers: by number, the weight held per token of each piece; 1 everywhere is the exact cache.
-        answer: from which token to before which the answer stands, None where that is not known.
-        unplaced: share of the entries that are no single token's.
-    """
-
-    tokens: int
-    width: int
-    layers: Mapping[int, NDArray[np.float64]]
-    answer: tuple[int, int] | None = None
-    unplaced: float = 0.0
-
-
-def strip_of(value: object) -> Strip | None:
-    """What a record says under ``kept`` (see `kvbench.engine.kept.strips_of`); None where it says
-    nothing, or what no kvbench wrote."""
-    try:
-        said: Any = dict(value)  # type: ignore[call-overload]
-        tokens, width, answer = int(said["tokens"]), int(said["width"]), said.get("answer")
-        layers = {int(k): np.array(held, dtype=float) / 100 for k, held in said["layers"].items()}
-        place = (int(answer[0]), int(answer[1])) if answer else None
-        held = np.array(list(layers.values()))
-        if held.shape[1] != -(-tokens // width) or tokens < 1 or not (held >= 0).all():
-            return None
-        return Strip(tokens, width, layers, place, float(said.get("unplaced") or 0.0))
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-        return None
-
-
-def kept_figures(group: Group) -> list[Drawn]:
-    """What each method kept of one example, the latest of those that most methods say it of; none where
-    no record says it."""
+def kept_figure(group: Group) -> Drawn | None:
+    """What each method kept of one example (see `kvbench.engine.kept.strips_of`), the latest of those
+    that most methods say it of; None where no record says it."""
     if "kept" not in group.records:
-        return []
-    examples: dict[tuple[Any, Any], dict[str, Strip]] = {}
-    columns = group.records[["seed", "example_id", "variant", "kept"]]
-    for seed, example, variant, kept in columns.itertuples(index=False):
-        strip = strip_of(kept)
-        if strip is not None:
-            examples.setdefault((seed, example), {})[str(variant)] = strip
-    if not examples:
-        return []
-    most = max(map(len, examples.values()))
-    (_, example), strips = [item for item in examples.items() if len(item[1]) == most][-1]
-    shown = [v for v in group.variants if v.label in strips and v.method != BASELINE]
-    named = {v.label: (v.method, strips[v.label]) for v in shown[:_MOST_PANELS]}
-    if not named:
-        return []
+        return None
+    said = group.records.dropna(subset=["kept"])
+    said = said[said["method"].ne(BASELINE)].drop_duplicates(["seed", "example_id", "variant"])
+    if said.empty:
+        return None
+    counts = said.groupby(["seed", "example_id"], sort=False)["variant"].transform("size")
+    last = said[counts == counts.max()].iloc[-1]
+    said = said[said["seed"].eq(last["seed"]) & said["example_id"].eq(last["example_id"])]
+    strips = {}
+    for variant in (v for v in group.variants if v.label in set(said["variant"])):
+        kept = said["kept"][said["variant"] == variant.label].iloc[0]
+        held = pd.DataFrame({int(k): np.array(layer) / 100 for k, layer in kept["layers"].items()})
+        held.index *= kept["width"]
+        held.attrs = {"method": variant.method, **kept}
+        strips[variant.label] = held
     caption = (
-        f"Example {printable(str(example))}. From left to right the prompt's tokens; height: the weight"
-        " that a layer's cache holds of each piece, per token and mean over KV heads (full height is the"
-        " number beside the name; the exact cache holds 1 everywhere). Marked: where the answer stands."
+        f"Example {printable(str(last['example_id']))}. From left to right the prompt's tokens; height:"
+        " the weight that a layer's cache holds of each piece, per token and mean over KV heads (full"
+        " height is the number beside the name; the exact cache holds 1 everywhere). Marked: where the"
+        " answer stands. Entries that are no single token's are not shown."
     )
-    unplaced = [label for label, (_, strip) in named.items() if strip.unplaced]
-    if unplaced:
-        caption += f" Not shown: entries that are no single token's, of {', '.join(unplaced)}."
     title = f"What each method kept: {group.task} on {group.model}"
-    return [Drawn(f"kept-{stem(group)}", title, caption, draw_strips(named))]
+    figure = _strips(dict(list(strips.items())[:_MOST_PANELS]))
+    return Drawn(f"kept-{stem(group)}", title, caption, figure)
 
 
 def draw_kept(*frames: pd.DataFrame) -> Figure:
@@ -689,43 +548,43 @@ def draw_kept(*frames: pd.DataFrame) -> Figure:
     Raises:
         UserError: no frame, or one that `kvbench.kept` did not make.
     """
-    named: dict[str, tuple[str, Strip]] = {}
+    strips: dict[str, pd.DataFrame] = {}
     for frame in frames:
         words_of, method = frame.attrs.get("words"), frame.attrs.get("method")
         if not words_of or not method:
             raise UserError("a frame does not say its prompt; allowed: what kvbench.kept returned")
-        layers = {}
-        for layer, here in frame.groupby("layer", sort=False):
-            held = np.zeros(len(words_of))
-            placed = here[here["position"] >= 0]
-            np.add.at(held, placed["position"].to_numpy(), placed["weight"].to_numpy())
-            layers[int(str(layer))] = held / here["head"].nunique()
-        label = method if method not in named else f"{method} {len(named) + 1}"
-        named[label] = (method, Strip(len(words_of), 1, layers))
-    if not named:
+        held = frame.pivot_table(index="position", columns="layer", values="weight", aggfunc="sum")
+        held = held.reindex(range(len(words_of))).fillna(0.0) / frame["head"].nunique()
+        held.attrs = {"method": method, "tokens": len(words_of)}
+        strips[method if method not in strips else f"{method} {len(strips) + 1}"] = held
+    if not strips:
         raise UserError("no frames; allowed: one or more of kvbench.kept")
-    return draw_strips(named)
+    return _strips(strips)
 
 
 @_styled
-def draw_strips(named: Mapping[str, tuple[str, Strip]]) -> Figure:
-    """One row of strips per label, each with its method's colour; the layers from top to bottom."""
-    most = max(min(_MOST_LAYERS, len(strip.layers)) for _, strip in named.values())
-    figure, axes = new_panels(len(named), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
-    for ax, (label, (method, strip)) in zip(axes, named.items(), strict=True):
-        every = sorted(strip.layers)
-        step = max(1.0, len(every) / _MOST_LAYERS)
-        shown = [every[int(i * step)] for i in range(min(len(every), _MOST_LAYERS))]
-        top = max(1.0, *(float(strip.layers[layer].max()) for layer in shown))
-        edges = np.minimum(np.arange(len(strip.layers[shown[0]]) + 1) * strip.width, strip.tokens)
-        for row, layer in enumerate(shown):
-            look: dict[str, Any] = {"fill": True, "color": style_of(method).color, "linewidth": 0}
-            ax.stairs(strip.layers[layer] / top * 0.86 - row, edges, baseline=-row, **look)
-        if strip.answer is not None:
-            ax.axvspan(*strip.answer, facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
-        ax.set_xlim(0, strip.tokens)
-        ax.set_ylim(1 - len(shown), 1)
-        ax.set_yticks([0.43 - row for row in range(len(shown))], [f"layer {one}" for one in shown])
+def _strips(strips: Mapping[str, pd.DataFrame]) -> Figure:
+    """One row of strips per label, each with its method's colour; some layers from top to bottom.
+
+    Args:
+        strips: the weight held per token, by the first token of a piece and by layer; in ``attrs`` the
+            method, the prompt's tokens and, where it is known, from which to before which the answer is.
+    """
+    most = max(min(_MOST_LAYERS, held.shape[1]) for held in strips.values())
+    figure, axes = new_panels(len(strips), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
+    for ax, (label, whole) in zip(axes, strips.items(), strict=True):
+        about, held = whole.attrs, whole[sorted(whole)]
+        held = held.iloc[:, :: math.ceil(held.shape[1] / _MOST_LAYERS)]
+        top = max(1.0, float(held.max(axis=None)))
+        color, edges = style_of(about["method"]).color, [*held.index, about["tokens"]]
+        for row, layer in enumerate(held):
+            heights = held[layer].to_numpy() / top * 0.86 - row
+            ax.stairs(heights, edges, baseline=-row, fill=True, color=color, linewidth=0)
+        if about.get("answer"):
+            ax.axvspan(*about["answer"], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
+        ax.set_xlim(0, about["tokens"])
+        ax.set_ylim(1 - held.shape[1], 1)
+        ax.set_yticks([0.43 - row for row in range(held.shape[1])], [f"layer {i}" for i in held])
         ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
         ax.set_title(f"{_shown(label)}   ×{top:.1f}", loc="left", pad=2)
     axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvbench.records.durable import make_folder, read_file, remove, replace
 
 _WRITTEN = ".report-files"
-"""Names what the last report of an experiment consists of, each file with its sha256."""
+"""Names the files that the last report of an experiment consists of."""
 _MADE = re.compile(r"(figures/[^/]+\.(png|pdf|svg)|tables/[^/]+\.(csv|md|tex))")
 """What a report writes below its folder."""
 _LONGEST_NAME = 200
@@ -47,23 +47,13 @@ def file_stem(name: str) -> str:
 
 def remove_stale(folder: Path, written: Iterable[Path]) -> None:
     """Remove what the report before wrote into an experiment's folder and this one did not: figures and
-    tables under names that its variants no longer have. What a person put there, or changed, stays."""
-    made = {path.relative_to(folder).as_posix(): _digest(path) for path in written}
+    tables under names that its variants no longer have. What a person put there stays."""
+    made = [path.relative_to(folder).as_posix() for path in written]
     try:
         before = json.loads(read_file(folder / _WRITTEN))
     except (OSError, ValueError):  # none yet, or not ours
-        before = {}
-    for name, digest in before.items() if isinstance(before, dict) else ():
-        place = folder / name
-        if (
-            name not in made
-            and _MADE.fullmatch(name)
-            and place.is_file()
-            and _digest(place) == digest
-        ):
-            remove(place)
-    write_text(folder / _WRITTEN, json.dumps(made, indent=0, sort_keys=True) + "\n")
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(read_file(path)).hexdigest()
+        before = []
+    for name in before if isinstance(before, list) else ():
+        if name not in made and _MADE.fullmatch(str(name)) and (folder / name).is_file():
+            remove(folder / name)
+    write_text(folder / _WRITTEN, json.dumps(sorted(made), indent=0) + "\n")

@@ -1,17 +1,20 @@
 """The one tidy frame between records and every output: a row per variant, measure and value.
 
-``measure`` is "score", "difference" (paired, to the exact cache) or a cost (`COSTS`); ``by`` the record
-field that splits the examples, "dataset" as a rule, and ``value`` one of its values, or "average" over
-datasets, each counting alike; ``mean``, ``low``, ``high`` the number with its 95 % interval, in the
-score's own unit; ``n`` the examples it is of and ``expected`` those that any variant was given; ``mark``
-words: "best" of the compressed methods at its rate, "tied" (not shown to differ from it), "worse" (shown
-to be), "incomplete"; ``failures`` a text such as "2 oom".
+``measure`` is "score", "difference" (paired, to the exact cache) or what is held (`COSTS`); ``by`` the
+record field that splits the examples, "dataset" as a rule, and ``value`` one of its values, or "average"
+over datasets, each counting alike; ``mean``, ``low``, ``high`` the number with its 95 % interval, in the
+score's own unit, ``p`` that of no difference; ``n`` the examples it is of and ``expected`` those that
+any variant was given; ``mark`` words: "best" of the compressed methods at its rate, "tied" (not shown to
+differ from it), "worse" (shown to be), "few" (too few prompts to say), "incomplete"; ``failures`` a text
+such as "2 oom". A total alone has the first four.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,11 +22,14 @@ import pandas as pd
 
 from kvbench.report.experiment import PROMPT, Group, as_text, natural_order
 from kvbench.report.stats import (
+    NOTHING,
     Array,
     Estimate,
     Flags,
+    Pair,
     Scores,
-    difference_intervals,
+    compared,
+    differences,
     mean_intervals,
     ratio,
     standing,
@@ -32,20 +38,17 @@ from kvbench.report.stats import (
 AVERAGE = "average"
 COLUMNS = (
     *("model", "task", "method", "variant", "rate", "measure", "by", "value", "unit"),
-    *("mean", "low", "high", "n", "expected", "units", "mark", "failures"),
+    *("mean", "low", "high", "p", "n", "expected", "units", "mark", "failures"),
 )
 COSTS: Mapping[str, tuple[str, str]] = {
     "ratio": ("ratio", "mean"),
     "entries_mean": ("entries_mean", "mean"),
     "entries_max": ("entries_max", "max"),
-    "prefill_s": ("prefill_s", "median"),
-    "compress_s": ("compress_s", "median"),
-    "decode_s": ("decode_s", "median"),
-    "decode_ms_per_token": ("decode_ms", "median"),
     "self_bleu": ("self_bleu", "mean"),
 }
-"""A method's costs over its scored examples, and how alike the answers are that it drew: by measure the
-record field, and what is taken of it."""
+"""What a method's cache holds over its scored examples, and how alike the answers are that it drew: by
+measure the record field, and what is taken of it. Seconds are a throughput probe's: where methods share
+steps, those of one are not its own."""
 
 
 def tidy(group: Group) -> pd.DataFrame:
@@ -56,6 +59,16 @@ def tidy(group: Group) -> pd.DataFrame:
     if measures:
         parts.append(scores(group, "measure", fields=measures))
     return pd.concat([*parts, costs(group)], ignore_index=True)
+
+
+@lru_cache(maxsize=16)
+def comparisons(group: Group) -> dict[Pair, Estimate]:
+    """What a table says about differences, in one family: every pair of variants that compete with each
+    other, and of every variant and its exact one, over all datasets."""
+    pairs = [pair for peers in group.peers for pair in itertools.combinations(peers, 2)]
+    bases = {i: group.baseline[label] for i, label in enumerate(group.labels)}
+    pairs += [(i, group.labels.index(base)) for i, base in bases.items() if base is not None]
+    return compared(strata_of(group), pairs, fraction=group.percent)
 
 
 def scores(
@@ -91,8 +104,9 @@ def scores(
             strata[AVERAGE] = found
     rows: list[dict[str, Any]] = []
     for value, ones in strata.items():
+        total = by == "dataset" and not sums and (value == AVERAGE or len(strata) == 1)
         factor = len(ones) if sums else 1
-        rows += [{**row, "by": by, "value": value} for row in _rows(group, ones, factor)]
+        rows += [{**row, "by": by, "value": value} for row in _rows(group, ones, factor, total)]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -115,15 +129,22 @@ def _named(group: Group, label: str) -> dict[str, Any]:
     return about | {"variant": label, "rate": variant.rate, "mark": "", "failures": ""}
 
 
-def _rows(group: Group, strata: Sequence[Scores], factor: int) -> list[dict[str, Any]]:
-    """Score and difference of every variant, over one dataset or on average (or the sum) of several."""
+def _rows(group: Group, strata: Sequence[Scores], factor: int, total: bool) -> list[dict[str, Any]]:
+    """Score and difference of every variant, over one dataset or on average (or the sum) of several; the
+    total alone has marks, and differences that hold together with what these say."""
     labels = group.labels
     base = [labels.index(group.baseline[label] or label) for label in labels]
     own = [one.stratum(one.values) for one in strata]
     means = mean_intervals(own, fraction=group.percent)
-    paired = [one.stratum(one.values - one.values[:, base]) for one in strata]
-    changes = difference_intervals(paired, fraction=group.percent)
-    stands = [standing(strata, of, lower=group.meta.lower_is_better) for of in group.peers]
+    if total:
+        tests = comparisons(group)
+        changes = [tests.get(pair, NOTHING) for pair in enumerate(base)]
+        lower = group.meta.lower_is_better
+        stands = [standing(strata, peers, tests, lower=lower) for peers in group.peers]
+    else:
+        paired = [one.stratum(one.values - one.values[:, base]) for one in strata]
+        changes, stands = differences(paired, fraction=group.percent), []
+    marks = {i: mark for stand in stands for i, mark in stand.items()}
     rows = []
     for i, label in enumerate(labels):
         failures: Counter[str] = Counter()
@@ -131,9 +152,6 @@ def _rows(group: Group, strata: Sequence[Scores], factor: int) -> list[dict[str,
             failures.update(one.statuses[i])
         given = [one.values[one.given[:, i], i] for one in strata]
         n, expected = sum(int((~np.isnan(v)).sum()) for v in given), sum(map(len, given))
-        mark = [
-            word for word in ("best", "tied", "worse") if any(i in getattr(s, word) for s in stands)
-        ]
         about = _named(group, label) | {
             "unit": group.meta.score_unit,
             "n": n,
@@ -141,17 +159,14 @@ def _rows(group: Group, strata: Sequence[Scores], factor: int) -> list[dict[str,
             "units": sum(int((one.counts[:, i] > 0).sum()) for one in own),
             "failures": failures_text(failures),
         }
-        found = means[i].times(factor)._asdict()
-        found["mean"] = found.pop("value")
-        rows.append(
-            about
-            | found
-            | {"measure": "score", "mark": " ".join([*mark, *["incomplete"] * (n < expected)])}
-        )
-        if group.baseline[label] is not None:
-            found = changes[i].times(factor)._asdict()
-            found["mean"] = found.pop("value")
-            rows.append(about | found | {"measure": "difference"})
+        mark = f"{marks.get(i, '')} {'incomplete' * (n < expected)}".strip()
+        for measure, found in (("score", means[i]), ("difference", changes[i])):
+            if measure == "score" or group.baseline[label] is not None:
+                numbers = factor * np.array([found.value, found.low, found.high])
+                row = about | dict(zip(("mean", "low", "high"), numbers.tolist(), strict=True))
+                rows.append(
+                    row | {"p": found.p, "measure": measure, "mark": mark * (measure == "score")}
+                )
     return rows
 
 
@@ -165,11 +180,6 @@ def totals(frame: pd.DataFrame, measure: str = "score") -> pd.DataFrame:
     mine = frame[(frame["measure"] == measure) & frame["by"].isin(["dataset", ""])]
     last = mine[~mine.duplicated(["model", "task", "variant"], keep="last")]
     return last.set_index("variant", drop=False).rename_axis(None)
-
-
-def estimate(row: Any) -> Estimate:
-    """The number of a row."""
-    return Estimate(float(row["mean"]), float(row["low"]), float(row["high"]))
 
 
 def strata_of(

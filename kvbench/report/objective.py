@@ -22,21 +22,16 @@ def objective_of(folders: Sequence[str | Path]) -> dict[str, float]:
     Raises:
         StoreError: a folder holds no run, or a broken one.
     """
-    runs = [run for run in map(load_run, map(Path, folders)) if not run.records.empty]
-    groups = group_runs(runs)
-    found: dict[str, float] = {}
-    each: dict[str, list[float]] = {"score": [], "ratio": []}
+    groups = group_runs([run for run in map(load_run, map(Path, folders)) if len(run.records)])
+    found, means = dict[str, float](), pd.DataFrame(columns=["score", "ratio"], dtype=float)
     for group in groups:
         frame = pd.concat([scores(group), costs(group)], ignore_index=True)
         prefix = f"{group.task}/" if len(groups) > 1 else ""
         found |= {prefix + name: value for name, value in scalars_of(frame).items()}
-        for name, values in each.items():
-            mine = totals(frame, name)["mean"]
-            chosen = [label for label in mine.index if label in group.compressed] or list(
-                mine.index
-            )
-            values.append(_mean([float(mine[label]) for label in chosen]))
-    return {**found, **{name: _mean(values) for name, values in each.items()}}
+        total = pd.DataFrame({name: totals(frame, name)["mean"] for name in means})
+        chosen = total[total.index.isin(list(group.compressed))]
+        means.loc[len(means)] = (chosen if len(chosen) else total).mean(skipna=False)
+    return {**found, **{str(name): float(x) for name, x in means.mean(skipna=False).items()}}
 
 
 def scalars_of(frame: pd.DataFrame) -> dict[str, float]:
@@ -47,7 +42,3 @@ def scalars_of(frame: pd.DataFrame) -> dict[str, float]:
         for label, value in totals(frame, name)["mean"].items()
         if not math.isnan(value)
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan

@@ -10,12 +10,14 @@ import base64
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.errors import disk_line, printable
@@ -24,85 +26,74 @@ from kvbench.report.answers import LIMIT, Shown, clip, sample_of
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.figures import Drawn
 from kvbench.report.files import write_text
+from kvbench.report.papers import notes_on
 from kvbench.report.style import style_of
 from kvbench.report.table import Table, unit_text, value_text
 
 _HERE = Path(__file__).parent / "templates"
 PAGE = "report.html"
-MOST_BYTES = 2_000_000
-"""Of a page."""
-_EXAMPLES = (LIMIT, LIMIT // 2, LIMIT // 5, 3)
-"""Answers of so many examples a section: as many as the page has room for."""
-_FAILURES, _NAMED = 100, 6
+_FAILURES = 100
 
 
 @dataclass(frozen=True)
 class Section:
-    """What a page shows of one model and task: a sentence, tables (the first is open) and figures (the
-    first is open)."""
+    """What a page shows of one model and task: a sentence, tables (the first is open), figures (the
+    first and heatmaps are open) and so many of the answers."""
 
     group: Group
     verdict: str
     tables: Sequence[Table]
     figures: Sequence[Drawn] = ()
+    answers: int = LIMIT
 
+    @property
+    def leading(self) -> list[Drawn]:
+        """Figures that are not folded."""
+        return [d for i, d in enumerate(self.figures) if not i or d.name.endswith("-heatmap")]
 
-@dataclass(frozen=True)
-class Page:
-    """What a page shows; before the sections what is about several models and tasks, and the published
-    numbers beside ours."""
+    @cached_property
+    def sample(self) -> tuple[list[Shown], int]:
+        """Answers that are shown, and of how many."""
+        return sample_of(self.group, self.answers)
 
-    experiment: Experiment
-    sections: Sequence[Section]
-    tables: Sequence[Table] = ()
-    published: Sequence[Table] = ()
-    warnings: Sequence[str] = field(default_factory=list)
+    @property
+    def filters(self) -> dict[str, list[str]]:
+        """Fields to filter answers by, each with its values in order of appearance."""
+        fields = pd.DataFrame([one.fields for one in self.sample[0]])
+        found = {str(name): fields[name].dropna().unique().tolist() for name in fields}
+        return {name: values for name, values in found.items() if len(values) > 1}
 
-
-def render_page(page: Page) -> str:
-    """The page's HTML: at most `MOST_BYTES` where fewer answers, and then fewer figures, make it so; the
-    largest figures go first."""
-    text = ""
-    for examples in _EXAMPLES:
-        text = _rendered(page, examples, frozenset())
-        if len(text.encode(errors="replace")) <= MOST_BYTES:
-            return text
-    over = len(text.encode(errors="replace")) - MOST_BYTES
-    without: set[str] = set()
-    figures = [drawn for section in page.sections for drawn in section.figures]
-    for drawn in sorted(figures, key=lambda drawn: len(drawn.svg), reverse=True):
-        if over > 0:
-            without.add(drawn.name)
-            over -= len(drawn.address)
-    return _rendered(page, _EXAMPLES[-1], frozenset(without))
-
-
-def _rendered(page: Page, examples: int, without: frozenset[str]) -> str:
-    experiment = page.experiment
-    sections = []
-    for i, section in enumerate(page.sections, 1):
-        shown, count = sample_of(section.group, examples)
-        failed = section.group.records[section.group.records["status"] != "ok"]
+    @property
+    def failures(self) -> pd.DataFrame:
+        """Of every failed example who failed, on what, and why."""
         columns = ["variant", "dataset", "example_id", "status", "error"]
-        sections.append(
-            {
-                **vars(section),
-                "id": f"section-{i}",
-                "shown": shown,
-                "examples": count,
-                "filters": _filters(shown),
-                "failures": failed[columns].head(_FAILURES).to_numpy().tolist(),
-                "failed": len(failed),
-                "figures": [drawn for drawn in section.figures if drawn.name not in without],
-                "left_out": sum(drawn.name in without for drawn in section.figures),
-            }
-        )
+        return self.group.records.loc[self.group.records["status"] != "ok", columns]
+
+
+def render_page(
+    experiment: Experiment,
+    sections: Sequence[Section],
+    tables: Sequence[Table] = (),
+    published: Sequence[Table] = (),
+    warnings: Sequence[str] = (),
+) -> str:
+    """The page's HTML.
+
+    Args:
+        tables: about several models or tasks, before the sections. published: numbers beside ours.
+    """
+    every = [*tables, *published, *(table for section in sections for table in section.tables)]
+    configs = [run.manifest.get("config") or {} for run in experiment.runs]
     return html(
         "page.html.j2",
         title=experiment.name,
-        page=page,
+        notes=dict.fromkeys(note for table in every for note in table.notes),
+        differs=dict.fromkeys(n for config in configs for n in notes_on(config.get("differs"))),
         facts=facts_of(experiment),
         sections=sections,
+        tables=tables,
+        published=published,
+        warnings=warnings,
         reproduce=how_to_reproduce(experiment),
     )
 
@@ -122,20 +113,12 @@ def html(template: str, **values: Any) -> str:
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         clip=clip,
+        most_failures=_FAILURES,
         color=lambda method: style_of(str(method)).color,
         unit_text=unit_text,
         value_text=value_text,
         **values,
     )
-
-
-def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:
-    """Fields to filter answers by, each with its values in order of appearance."""
-    values: dict[str, dict[str, None]] = {}
-    for example in shown:
-        for name, value in example.fields.items():
-            values.setdefault(name, {})[value] = None
-    return {name: list(found) for name, found in values.items() if len(found) > 1}
 
 
 def facts_of(experiment: Experiment) -> dict[str, str]:
@@ -145,26 +128,19 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     variants = [variant for group in experiment.groups for variant in group.variants]
     rates = sorted({v.rate for v in variants if v.rate is not None}, reverse=True)
     hardware = [manifest.get("hardware") or {} for manifest in manifests]
-    devices = (str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware)
     dates = sorted(str(m["started"])[:10] for m in manifests if m.get("started"))
-    failed = {name: count for name, count in sorted(statuses.items()) if name != "ok"}
+    failed = [f"{n} {name}" for name, n in sorted(statuses.items()) if name != "ok"]
     found = {
-        "methods": ", ".join(dict.fromkeys(variant.method for variant in variants)),
-        "rate": _listed(f"{rate:g}" for rate in rates),
-        "device": _listed(devices),
-        "date": " to ".join(dict.fromkeys(dates[:1] + dates[-1:])),
-        "code revision": _listed(str(m.get("code_revision") or "")[:12] for m in manifests),
-        "records": f"{sum(statuses.values()):,}",
-        "failed": ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in failed.items()),
+        "methods": [variant.method for variant in variants],
+        "rate": [f"{rate:g}" for rate in rates],
+        "device": [str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware],
+        "date": dates[:1] + dates[-1:],
+        "code revision": [str(m.get("code_revision") or "")[:12] for m in manifests],
+        "records": [f"{sum(statuses.values()):,}"],
+        "failed": [one.replace("_", " ") for one in failed],
     }
-    return {name: value for name, value in found.items() if value}
-
-
-def _listed(values: Iterable[str]) -> str:
-    """Each once; of many the first and how many more."""
-    found = [value for value in dict.fromkeys(values) if value]
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return ", ".join(found[:_NAMED]) + more
+    each = {name: ", ".join(dict.fromkeys(filter(None, of))) for name, of in found.items()}
+    return {name: text for name, text in each.items() if text}
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:

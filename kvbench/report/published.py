@@ -12,39 +12,39 @@ are in effect answered anew; then the difference of the two means has the varian
 
     margin = 1.96 sqrt(2 f p (1 - p) / n) + half a unit of the last printed digit
 
-f = 1 where nothing is known of it; ``paper_table.rescored`` gives what running an experiment twice has
-shown. The margin is descriptive: other prompts, templates and library versions move a mean too.
+``paper_table.rescored`` gives f as running an experiment twice has shown it. Where nobody measured it,
+f is at most 1: a number further away than that is flagged, of another it cannot be told; nor can it of
+fewer than `LEAST` examples. The margin is descriptive: other prompts, templates and library versions
+move a mean too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from kvbench.errors import first_line
 from kvbench.report.experiment import Experiment, Group, as_text
 from kvbench.report.frame import AVERAGE, scores
-from kvbench.report.papers import PaperError, notes_on, paper_folders, specs_of
+from kvbench.report.papers import PaperError, PaperTable, paper_folders, specs_of
 from kvbench.report.stats import margin_of
 from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, unit_text
 
+LEAST = 50
+"""Examples; of fewer nothing is flagged."""
 MARGIN = (
-    "± is descriptive: how far two honest runs of our number of examples may be apart,"
-    " 1.96 sqrt(2 f p (1 - p) / n) plus rounding of the print, for our own model only. f is 1 unless"
-    " the config says paper_table.rescored."
+    "± is descriptive: how far two honest runs of our number of examples may be apart, plus rounding of"
+    " the print, for our own model only."
 )
 _KEYS = ("source", "task", "model", "published_model", "method", "variant")
 
 
-def beside(experiment: Experiment, folder: Path | None = None) -> tuple[pd.DataFrame, list[str]]:
-    """A row for each of our numbers that a published one stands beside, fractions in per cent; and the
-    known differences from the papers' settings.
+def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
+    """A row for each of our numbers that a published one stands beside, fractions in per cent.
 
     Args:
         folder: where the CSV files are; by default ``paper`` beside the experiment's folder, or the
@@ -53,49 +53,41 @@ def beside(experiment: Experiment, folder: Path | None = None) -> tuple[pd.DataF
     Raises:
         PaperError: the table is not there, or cannot be compared.
     """
-    parts, notes = [], []
+    parts = []
     for group in experiment.groups:
         given = [m.get("config") or {} for m in group.manifests]
         each = [spec for config in given for spec in specs_of(config.get("paper_table"))]
-        notes += [note for spec in each for note in notes_on(spec)]
         limited = any(config.get("limit") for config in given)
-        keys = [{k: v for k, v in spec.items() if k != "differences"} for spec in each]
-        for spec in [spec for i, spec in enumerate(keys) if spec not in keys[:i]]:
-            f = 1.0 if limited else float(spec.get("rescored") or 1.0)
-            theirs = _read(
-                spec, [folder] if folder else [experiment.folder.resolve().parent / "paper"]
-            )
+        for spec in [spec for i, spec in enumerate(each) if spec not in each[:i]]:
+            f = math.nan if limited or spec.rescored is None else spec.rescored
+            theirs = _read(spec, folder or experiment.folder.resolve().parent / "paper")
             try:
                 parts += _joined(group, spec, theirs, f)
             except (LookupError, TypeError, ValueError) as error:
                 why = f"cannot be compared with {group.task}: {first_line(error)}"
-                raise PaperError(f"paper_table {spec['file']} {why}") from error
-    frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-    return frame, list(dict.fromkeys(notes))
+                raise PaperError(f"paper_table {spec.file} {why}") from error
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
-def _read(spec: Mapping[str, Any], places: Sequence[Path]) -> pd.DataFrame:
+def _read(spec: PaperTable, beside: Path) -> pd.DataFrame:
     """The published table as text, so that 22.0 stays what was printed; the rows of ``where``."""
-    name = f"{spec['file']}".removesuffix(".csv") + ".csv"
-    found = [place for place in (*places, *paper_folders()) if (place / name).is_file()]
-    if not found:
+    name = f"{spec.file.removesuffix('.csv')}.csv"
+    place = next((p for p in (beside, *paper_folders()) if (p / name).is_file()), None)
+    if place is None:
         raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, paper_folders()))}")
-    if (found[0] / name).resolve().parent != found[0].resolve():
-        raise PaperError(
-            f"paper_table {found[0] / name} is a link to another folder; it is not read"
-        )
+    if (place / name).resolve().parent != place.resolve():
+        raise PaperError(f"paper_table {place / name} is a link to another folder; it is not read")
     try:
-        frame = pd.read_csv(found[0] / name, dtype=str, keep_default_na=False)
+        frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:  # no CSV, or not UTF-8
-        raise PaperError(f"{found[0] / name} cannot be read: {first_line(error)}") from error
-    where = spec.get("where") or {}
-    lacking = {*where, "method", "by", "value", "field", "unit", "printed"} - set(frame)
+        raise PaperError(f"{place / name} cannot be read: {first_line(error)}") from error
+    where = spec.where or {}
+    lacking = sorted({*where, "method", "by", "value", "field", "unit", "printed"} - set(frame))
     if lacking:
-        raise PaperError(
-            f"{name} has no column {', '.join(sorted(lacking))}; it has {', '.join(map(str, frame))}"
-        )
+        has = ", ".join(map(str, frame))
+        raise PaperError(f"{name} has no column {', '.join(lacking)}; it has {has}")
     for column, wanted in where.items():
-        allowed = wanted if isinstance(wanted, list) else [wanted]
+        allowed = wanted if isinstance(wanted, list | tuple) else [wanted]
         frame = frame[frame[column].map(_plain).isin([_plain(one) for one in allowed])]
     return frame.reindex(columns=list(dict.fromkeys([*frame, "model", "rate"])), fill_value="")
 
@@ -108,9 +100,7 @@ def _plain(text: object) -> str:
         return str(text)
 
 
-def _joined(
-    group: Group, spec: Mapping[str, Any], theirs: pd.DataFrame, f: float
-) -> list[pd.DataFrame]:
+def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float) -> list[pd.DataFrame]:
     """The published rows of our methods beside our numbers, one frame per record field and split."""
     places = [place / "models.csv" for place in paper_folders()]
     models = pd.read_csv(next(place for place in places if place.is_file()))
@@ -118,13 +108,13 @@ def _joined(
     if (theirs["model"] == name).any():
         theirs = theirs[theirs["model"] == name]
     records = group.records
-    for field, wanted in (spec.get("records") or {}).items():
+    for field, wanted in (spec.records or {}).items():
         records = records[records[field].isna() | (records[field] == wanted)]
     found = []
     for key, part in theirs.groupby(["by", "field"], sort=False):
         by, field = map(str, key)
         if field not in records or not set(filter(None, by.split("+"))) <= set(records):
-            raise PaperError(f"{spec['file']}: our records have no field {by or field}")
+            raise PaperError(f"{spec.file}: our records have no field {by or field}")
         part = part.assign(same=part["model"].isin(["", name]))
         ours = _ours(group, records, by, field, part)
         both = part.merge(ours, on=["method", "value"], suffixes=("_paper", ""))
@@ -133,7 +123,7 @@ def _joined(
         both = both[~compared | (both["rate_paper"] == "") | ((asked - both["rate"]).abs() < 1e-9)]
         both = pd.concat([both, *_best(part, ours, group.meta.lower_is_better)], ignore_index=True)
         if len(both):
-            both = both.assign(source=spec["file"].removesuffix(".csv"), field=field, f=f)
+            both = both.assign(source=spec.file.removesuffix(".csv"), field=field, f=f)
             found.append(_compared(both))
     return found
 
@@ -208,45 +198,38 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
         if row["percent"] and row["same"] and not math.isnan(row["published"]):
             digits = len(row["printed"].partition(".")[2])
             parts = [(mean, int(units)) for mean, units in row["parts"]]
-            unit = 10.0**-digits / 100
-            margin = 100 * margin_of(parts, row["f"], total=bool(row["summed"]), unit=unit)
+            f, unit = 1.0 if math.isnan(row["f"]) else row["f"], 10.0**-digits / 100
+            margin = 100 * margin_of(parts, f, total=bool(row["summed"]), unit=unit)
         margins.append(margin)
+    numbers = {"score": "mean", "score_low": "low", "score_high": "high"}
     found = both.assign(
         model=both["our_model"],
         published_model=both["model"],
         unit=both["our_unit"].where(~percent, "%"),
         published=published,
-        **{
-            key: both[of] * factor
-            for key, of in (("score", "mean"), ("score_low", "low"), ("score_high", "high"))
-        },
         margin=margins,
+        **{key: both[of] * factor for key, of in numbers.items()},
     )
     found["difference"] = found["score"] - found["published"]
-    found["beyond_margin"] = found["difference"].abs() > found["margin"]
-    numbers = (
-        "published",
-        "score",
-        "score_low",
-        "score_high",
-        "difference",
-        "margin",
-        "beyond_margin",
-    )
-    return found[[*_KEYS, "value", "field", "unit", "printed", *numbers, "n", "expected"]]
+    enough = found["n"] >= LEAST
+    found["beyond_margin"] = (found["difference"].abs() > found["margin"]) & enough
+    untold = found["margin"].notna() & (found["f"].isna() | ~enough) & ~found["beyond_margin"]
+    found["mark"] = found["beyond_margin"].map({True: "beyond", False: ""}).where(~untold, "untold")
+    keys = [*_KEYS, "value", "field", "unit", "printed", "published", *numbers, "difference"]
+    return found[[*keys, "margin", "beyond_margin", "mark", "n", "expected"]]
 
 
-def published_tables(frame: pd.DataFrame, notes: Sequence[str] = ()) -> list[Table]:
+def published_tables(frame: pd.DataFrame) -> list[Table]:
     """One table per published source and record field, a row for each of our numbers."""
     found = []
     for source, whole in frame.groupby("source", sort=False) if len(frame) else ():
         named = whole["value"].ne("").any()
         for field, part in whole.groupby("field", sort=False) if named else [("score", whole)]:
-            found.append(_table(str(source), str(field), part.copy(), notes))
+            found.append(_table(str(source), str(field), part))
     return found
 
 
-def _table(source: str, field: str, part: pd.DataFrame, notes: Sequence[str]) -> Table:
+def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     unit = "fraction" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
     scale = 0.01 if unit == "fraction" else 1.0
     keys = ("score", "score_low", "score_high", "difference", "margin")
@@ -256,7 +239,7 @@ def _table(source: str, field: str, part: pd.DataFrame, notes: Sequence[str]) ->
         for task, ours, theirs in part[["task", "model", "published_model"]].itertuples(index=False)
     ]
     frame["value"] = part["value"].where(part["value"] != "", part["field"])
-    frame["printed_mark"] = part["beyond_margin"].map({True: "beyond", False: ""})
+    frame["printed_mark"] = part["mark"]
     frame["score_mark"] = (part["n"] < part["expected"]).map({True: "incomplete", False: ""})
     text, signed = (score_format(unit, signed=s) for s in (False, True))
     columns = (
@@ -273,6 +256,6 @@ def _table(source: str, field: str, part: pd.DataFrame, notes: Sequence[str]) ->
         f"{', '.join(part['task'].unique())}{of}: ours beside {source}{unit_text(unit)}",
         frame,
         columns,
-        (INTERVAL, MARGIN, *legend(frame), *notes),
+        (INTERVAL, MARGIN, *legend(frame)),
         part,
     )

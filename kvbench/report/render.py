@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import rich.console
 import rich.table
+from pandas.api.types import is_numeric_dtype
 from rich import box
 from rich.markup import escape as escape_markup
 from rich.measure import Measurement
@@ -22,27 +23,18 @@ _FORMULA = tuple("=+-@\t\n＝＋－＠")
 _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-    **{"<": "$<$", ">": "$>$", "|": "$|$", "[": "{[}"},
-    **{"−": "$-$", "Δ": r"$\Delta$", "±": r"$\pm$", "σ": r"$\sigma$", "∞": r"$\infty$", "–": "--"},
-    **{
-        "†": r"$^\dagger$",
-        "≈": r"$^\approx$",
-        "‡": r"$^\ddagger$",
-        "…": r"\dots{}",
-        "×": r"$\times$",
-    },
+    **{"<": "$<$", ">": "$>$", "|": "$|$", "[": "{[}", "−": "$-$", "–": "--", "…": r"\dots{}"},
+    **{"Δ": r"$\Delta$", "±": r"$\pm$", "σ": r"$\sigma$", "∞": r"$\infty$", "×": r"$\times$"},
+    **{"†": r"$^\dagger$", "≈": r"$^\approx$", "‡": r"$^\ddagger$"},
 }
 
 
 def csv(frame: pd.DataFrame) -> str:
     """A frame's rows, numbers in six digits. A text that a spreadsheet would take for a formula has an
     apostrophe before it; a number stays one."""
-    safe = frame.rename(columns=_no_formula)
-    for place, (_, column) in enumerate(frame.items()):
-        if not (pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column)):
-            safe.isetitem(
-                place, pd.Series([_no_formula(x) for x in column], dtype=object).to_numpy()
-            )
+    safe = frame.rename(columns=_no_formula).apply(
+        lambda column: column if is_numeric_dtype(column) else column.map(_no_formula)
+    )
     return str(safe.to_csv(index=False, float_format="%.6g"))
 
 

@@ -1,4 +1,9 @@
-"""Rates of growth and decay from records: curves on logarithmic axes and their slopes."""
+"""Rates of growth and decay from records: curves on logarithmic axes and their slopes.
+
+Everything here is a weighted sum of logarithms of means over repetitions. Its interval is Student's t of
+what each repetition adds to it to first order (the delta method), so that slopes and ratios, whose means
+share repetitions, are paired.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from scipy.special import stdtrit
 
 from kvbench.records import figures
 from kvbench.report.experiment import Group, Variant
-from kvbench.report.stats import LEVEL, NOTHING, Array, Estimate, Flags, Stratum, resampled, widened
+from kvbench.report.stats import ALPHA, NOTHING, Array, Estimate
 
 NEAR = 0.1
 """A slope is as predicted where its whole interval is this close to the prediction."""
@@ -18,93 +24,76 @@ NEAR = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """y against x of one variant in one panel; arrays are over levels, ascending.
+    """y against x of one variant in one panel.
 
     Attributes:
-        x: mean x of each level. mean, low, high: mean of y with its interval.
-        draws: [resamples, levels] means of y over resampled repetitions; the variants of a panel are
-            resampled alike, so that ratios of their draws are paired.
-        units: repetitions.
+        frame: a row per level, ascending: ``x`` (mean), ``mean``, ``low`` and ``high`` of y.
+        parts: [repetitions of the panel, levels] what each adds to the logarithm of the mean.
+        units: its repetitions.
     """
 
     facet: str
     variant: Variant
-    levels: Array
-    x: Array
-    mean: Array
-    low: Array
-    high: Array
-    draws: Array
+    frame: pd.DataFrame
+    parts: Array
     units: int
 
-    def _used(self, least: float, most: float) -> Flags:
-        return (
-            np.isfinite(self.mean)
-            & (self.mean > 0)
-            & (self.levels >= least)
-            & (self.levels <= most)
-        )
-
-    def slope(self, least: float = 0.0, most: float = math.inf) -> Estimate:
-        """Least-squares slope of log y against log x over levels in [least, most]."""
-        used = self._used(least, most)
+    def slope(self, least: float, most: float) -> tuple[Estimate, float]:
+        """Least-squares slope of log y against log x over levels in [least, most], and the share of the
+        variance of log y that it explains (NaN for fewer than three levels)."""
+        used = ((self.frame["mean"] > 0) & self.frame["level"].between(least, most)).to_numpy()
         if used.sum() < 2:
-            return NOTHING
-        log_x = np.log(self.x[used])
-        log_x = log_x - log_x.mean()
-        weights = log_x / np.square(log_x).sum()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            drawn = np.log(self.draws[:, used]) @ weights
-        return _interval(float(np.log(self.mean[used]) @ weights), drawn, self.units)
-
-    def r_squared(self, least: float, most: float) -> float:
-        """Share of the variance of log y that the line explains; NaN for fewer than three levels."""
-        used = self._used(least, most)
-        if used.sum() < 3 or not np.ptp(self.mean[used]):
-            return math.nan
-        return float(np.corrcoef(np.log(self.x[used]), np.log(self.mean[used]))[0, 1] ** 2)
+            return NOTHING, math.nan
+        x, y = (np.log(self.frame.loc[used, key].to_numpy(float)) for key in ("x", "mean"))
+        weights = (x - x.mean()) / np.square(x - x.mean()).sum()
+        share = np.corrcoef(x, y)[0, 1] ** 2 if used.sum() > 2 and np.ptp(y) else math.nan
+        return _interval(y @ weights, self.parts[:, used] @ weights, self.units), float(share)
 
     def over(self, other: Curve, level: float) -> Estimate:
         """This curve's y over another's at one level, paired."""
-        if level not in self.levels or level not in other.levels:
+        places = [np.flatnonzero(one.frame["level"] == level) for one in (self, other)]
+        if not all(map(len, places)):
             return NOTHING
-        i, j = (int(np.flatnonzero(c.levels == level)[0]) for c in (self, other))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            log = np.log(self.draws[:, i]) - np.log(other.draws[:, j])
-            ratio = _interval(math.log(self.mean[i] / other.mean[j]), log, self.units)
-        return Estimate(*map(math.exp, ratio))
+        i, j = (int(place[0]) for place in places)
+        ratio = math.log(self.frame["mean"][i] / other.frame["mean"][j])
+        found = _interval(ratio, self.parts[:, i] - other.parts[:, j], self.units)
+        return Estimate(*map(math.exp, found[:3]))
+
+
+def _interval(value: float, parts: Array, units: int) -> Estimate:
+    """A value to which repetitions add `parts`; one repetition has no interval."""
+    if units < 2:
+        return Estimate(float(value))
+    error = math.sqrt(units / (units - 1) * float(np.square(parts).sum()))
+    half = float(stdtrit(units - 1, 1 - ALPHA / 2)) * error
+    return Estimate(float(value), float(value) - half, float(value) + half)
 
 
 def curves_of(group: Group, spec: figures.Curve) -> list[Curve]:
     """One curve per panel and variant, in the order of the records and of the variants."""
     good = group.good.dropna(subset=[spec.x, spec.y])
+    numbers = {"y": spec.y, "x": spec.x, "level": spec.level}
     good = good.assign(
         repeat=good[spec.unit].astype(str),
-        y=pd.to_numeric(good[spec.y]),
-        x=pd.to_numeric(good[spec.x]),
-        level=pd.to_numeric(good[spec.level]),
+        **{name: pd.to_numeric(good[field]) for name, field in numbers.items()},
     )
     curves = []
-    for facet in good[spec.facet].unique():
-        part = good[good[spec.facet] == facet]
+    for facet, part in good.groupby(spec.facet, sort=False):
         repeats = sorted(part["repeat"].unique())
         for variant in group.variants:
             mine = part[part["variant"] == variant.label]
             if mine.empty:
                 continue
             table = mine.pivot_table(index="repeat", columns="level", values="y", aggfunc="mean")
-            values = table.reindex(repeats).to_numpy(float)
-            known = Stratum(str(facet), np.nan_to_num(values), (~np.isnan(values)).astype(float))
-            draws, mean = resampled(known), np.nanmean(values, axis=0)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                spread = [
-                    _interval(math.log(m) if m > 0 else math.nan, np.log(column), len(table))
-                    for m, column in zip(mean, draws.T, strict=True)
-                ]
-            x = mine.groupby("level")["x"].mean().to_numpy(float)
-            low, high = (np.exp([getattr(e, end) for e in spread]) for end in ("low", "high"))
-            levels = table.columns.to_numpy(float)
-            curves.append(Curve(str(facet), variant, levels, x, mean, low, high, draws, len(table)))
+            mean = table.mean().where(lambda y: y > 0)
+            parts = ((table - mean) / mean / table.count()).reindex(repeats).fillna(0.0).to_numpy()
+            ends = [_interval(m, d, len(table)) for m, d in zip(np.log(mean), parts.T, strict=True)]
+            frame = mine.groupby("level", as_index=False)["x"].mean()
+            frame = frame.assign(facet=str(facet), label=variant.label, method=variant.method)
+            frame = frame.assign(mean=table.mean().to_numpy())
+            for end in ("low", "high"):
+                frame[end] = np.exp([getattr(one, end) for one in ends])
+            curves.append(Curve(str(facet), variant, frame, parts, len(table)))
     return curves
 
 
@@ -115,39 +104,28 @@ def slopes(group: Group, spec: figures.Curve) -> pd.DataFrame:
     base = {c.facet: c for c in curves if c.variant.method == spec.compare}
     rows = []
     for curve in curves:
-        least, most = spec.fit_least or 0.0, spec.fit_most or math.inf
-        levels = curve.levels[(curve.levels >= least) & (curve.levels <= most)]
-        if not len(levels):
+        level = curve.frame["level"]
+        levels = level[level.between(spec.fit_least or 0.0, spec.fit_most or math.inf)].tolist()
+        if not levels:
             continue
-        least, split, most = (float(levels[i]) for i in (0, len(levels) // 2, -1))
-        at = int(np.flatnonzero(curve.levels == most)[0])
-        other, slope = base.get(curve.facet), curve.slope(least, most)
-        named = [name for name in spec.expected if curve.variant.method.startswith(name)]
+        least, split, most = levels[0], levels[len(levels) // 2], levels[-1]
+        last = curve.frame[level == most].iloc[0]
+        slope, share = curve.slope(least, most)
+        method, label = curve.variant.method, curve.variant.label
+        named = [name for name in spec.expected if method.startswith(name)]
         expected = float(spec.expected[max(named, key=len)]) if named else math.nan
-        mine = group.good[group.good["variant"].eq(curve.variant.label)]
+        mine = group.good[group.good["variant"].eq(label)]
         mine = mine[mine[spec.facet].eq(curve.facet) & mine[spec.level].eq(most)]
-        rows.append(
-            {
-                "method": curve.variant.method,
-                "variant": curve.variant.label,
-                spec.facet: curve.facet,
-                "fitted_from": least,
-                "fitted_to": most,
-                "expected": expected,
-                "verdict": verdict_on(slope, expected),
-                **slope.named("slope"),
-                **curve.slope(least, split).named("slope_lower"),
-                **curve.slope(split, most).named("slope_upper"),
-                "r_squared": curve.r_squared(least, most),
-                **Estimate(*(float(x[at]) for x in (curve.mean, curve.low, curve.high))).named(
-                    "last"
-                ),
-                **(curve.over(other, most) if other is not None else NOTHING).named("last_ratio"),
-                "held_last": curve.x[at],
-                "bytes_ratio_last": float(pd.to_numeric(mine["ratio"]).mean()),
-                "repetitions": curve.units,
-            }
-        )
+        over = curve.over(base[curve.facet], most) if curve.facet in base else NOTHING
+        row = {"method": method, "variant": label, spec.facet: curve.facet}
+        row |= {"fitted_from": least, "fitted_to": most, "expected": expected}
+        row |= {"verdict": verdict_on(slope, expected), **slope.named("slope")}
+        row |= curve.slope(least, split)[0].named("slope_lower")
+        row |= curve.slope(split, most)[0].named("slope_upper") | {"r_squared": share}
+        row |= Estimate(last["mean"], last["low"], last["high"]).named("last")
+        row |= over.named("last_ratio") | {"held_last": last["x"]}
+        row |= {"bytes_ratio_last": float(pd.to_numeric(mine["ratio"]).mean())}
+        rows.append(row | {"repetitions": curve.units})
     return pd.DataFrame(rows)
 
 
@@ -163,13 +141,3 @@ def verdict_on(slope: Estimate, expected: float) -> str | None:
     return (
         "steeper" if slope.high < least else "shallower" if slope.low > most else "not determined"
     )
-
-
-def _interval(value: float, draws: Array, units: int) -> Estimate:
-    """Percentile bootstrap, widened for few units; one unit has no interval."""
-    draws = draws[np.isfinite(draws)]
-    if units < 2 or not len(draws):
-        return Estimate(value)
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(draws, [tail, 1 - tail])
-    return widened(Estimate(value, float(low), float(high)), units)

@@ -11,19 +11,25 @@ from typing import Any
 import pandas as pd
 
 MISSING = "–"
-MARKS = {"incomplete": "†", "tied": "≈", "beyond": "‡", "unpaired": "*"}
+MARKS = {"incomplete": "†", "tied": "≈", "beyond": "‡", "untold": "?"}
 """The sign of a mark behind a value; "best" and "shown" set it in bold, others are for files."""
 LEGEND = {
-    "best": "Bold: the best compressed method of the column at its rate.",
-    "tied": "≈: not shown to differ from the best, by the paired test over the examples of both.",
-    "worse": "Those without a mark are shown worse, by the paired test, adjusted (Westfall and Young)"
-    " for all pairs at that rate and column: of tables of equal methods, one in twenty shows any.",
+    "best": "Bold: the best mean of the compressed methods at its rate.",
+    "tied": "≈: not shown to differ from the best.",
+    "few": "Of fewer than ten prompts nothing is said about differences.",
     "incomplete": "† some examples failed or are missing: the mean is over the others, a difference over"
     " the examples that both scored.",
     "beyond": "‡ the published number is further from ours than honest runs differ.",
-    "unpaired": "* unpaired: fewer than half of the examples are the same in both.",
+    "untold": "? cannot be told: fewer than 50 examples, or nobody measured how many answers an honest"
+    " rerun changes (paper_table.rescored).",
 }
 INTERVAL = "[low, high] is a 95 % interval over examples as a sample of all such examples."
+TOGETHER = (
+    "Differences to the exact cache and between compressed methods of a rate are one family: in 95 of"
+    " 100 tables all their intervals hold. A difference is shown where its interval excludes 0, which"
+    " is where p, adjusted for the family, is below 0.05; methods without a mark are shown worse than"
+    " the best."
+)
 
 
 @dataclass(frozen=True)
@@ -162,9 +168,3 @@ def size(value: float) -> str:
 def p_text(p: float) -> str:
     """A p-value to two digits."""
     return "<0.001" if p < 0.001 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
-
-
-def signed_text(value: float) -> str:
-    """Two decimals with a proper minus sign, and none before zero."""
-    text = f"{value:.2f}"
-    return (text.lstrip("-") if float(text) == 0 else text).replace("-", "−")

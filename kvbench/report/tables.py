@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,20 +13,21 @@ import pandas as pd
 
 from kvbench.records.figures import Curve, Distances, Times
 from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
-from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of, totals
-from kvbench.report.scaling import slopes
-from kvbench.report.stats import (
-    NOTHING,
-    Scores,
-    common_means,
-    difference_intervals,
-    estimates,
-    median_of,
-    paired_tests,
+from kvbench.report.frame import (
+    AVERAGE,
+    comparisons,
+    failures_of,
+    failures_text,
+    scores,
+    strata_of,
+    totals,
 )
+from kvbench.report.scaling import slopes
+from kvbench.report.stats import FEWEST, Estimate, median_of
 from kvbench.report.table import (
     INTERVAL,
     MISSING,
+    TOGETHER,
     Column,
     Table,
     in_percent,
@@ -32,9 +35,9 @@ from kvbench.report.table import (
     number,
     p_text,
     score_format,
-    signed_text,
     size,
     unit_text,
+    value_text,
     whole,
     wide,
 )
@@ -43,97 +46,75 @@ _WIDE = 4
 """With more columns than this, intervals are shown for the average only."""
 _PAIRS = 15
 """Rows that readers see of more."""
+_RATES, _NAMES = 3, 4
+"""Rates that a verdict speaks of, the lowest ones, and methods that a list of it names."""
 METHOD = Column("variant", "method")
-_COSTS = (
-    Column("ratio", "ratio", number),
-    Column("entries_mean", "entries", whole),
-    Column("prefill_s", "prefill s", number),
-    Column("compress_s", "compress s", number),
-    Column("decode_ms_per_token", "decode ms/token", number),
-    Column("self_bleu", "self-BLEU", number),
-)
 
 
 def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
     """The tables of one model and task; the first is what it is about."""
-    field = [name for name in frame["by"].unique() if name not in ("dataset", "")]
-    split = [score_table(group, frame, name) for name in field]
+    fields = [name for name in frame["by"].unique() if name not in ("dataset", "")]
+    split = [split_table(group, frame, name) for name in fields]
     scored = score_table(group, frame)
     if group.meta.figure(Times):
-        return [timing_table(group), scored, *split, *_splits(group, field)]
+        return [timing_table(group), scored, *split, *_splits(group, fields)]
     curve = group.meta.figure(Curve)
     if curve and curve.y in group.records and slopes(group, curve).size:
         return [slope_table(group, curve), *split, scored]
-    rates, fidelity = rates_table(group, frame), group.meta.figure(Distances)
-    found = [rates] if rates else []
-    found += [scored]
-    if fidelity and "kl" in group.records:
+    found: list[Table | None] = [scored]
+    if group.meta.figure(Distances) and "kl" in group.records:
         found.append(fidelity_table(group))
-    found += [*_some(pairs_table(group)), *split]
-    return found + _splits(group, field)
+    found.append(pairs_table(group, frame))
+    return [table for table in found if table] + split + _splits(group, fields)
 
 
-def _some(table: Table | None) -> list[Table]:
-    return [table] if table else []
-
-
-def score_table(
-    group: Group, frame: pd.DataFrame, by: str = "dataset", *, narrow: bool = False
-) -> Table:
-    """Scores, paired differences, costs and failures of every variant.
-
-    Args:
-        narrow: of many datasets the average only, as a terminal has no room for more.
-    """
-    rows = frame[(frame["by"] == by) & (frame["measure"] == "score")]
-    names = list(rows["value"].unique())
-    many = len(names) > _WIDE
-    shown = [AVERAGE] if narrow and many and AVERAGE in names else names
-    table = wide(rows, ["method", "variant"], "value")
-    unit, once = group.meta.score_unit, by == "measure" or AVERAGE in names or len(names) == 1
-    text, count = score_format(unit), totals(frame) if once else rows.groupby("variant").sum()
-    table["scored"] = [f"{count['n'][v]:.0f}/{count['expected'][v]:.0f}" for v in table["variant"]]
-    failures = totals(frame)["failures"]
-    table["failures"] = [failures[v] for v in table["variant"]]
-    columns = [METHOD]
-    columns += [
-        Column(n, n if by == "dataset" else f"{by} {n}", text, not many or n == AVERAGE)
-        for n in shown
-    ]
-    data = frame[frame["by"] == by]
-    if by == "dataset":
-        data = frame[frame["by"].isin([by, ""])]
-        columns += _with_costs(group, frame, table)
-    columns += [Column("scored"), Column("failures", "failed")]
-    if narrow:  # what a narrow terminal leaves out goes last
-        first = {"variant", *shown, "difference", "ratio", "failures"}
-        columns.sort(key=lambda column: column.key not in first)
-        columns = [c for c in columns if c.key != "failures" or table["failures"].any()]
-    title = f"{group.task} on {group.model}: score{unit_text(unit)}"
-    title += f"; average of {len(names) - 1} datasets" * (shown != names)
+def score_table(group: Group, frame: pd.DataFrame) -> Table:
+    """The ranking: total score, paired difference, what is held and failures of every variant; the exact
+    cache first, then by score, a group of rows for each rate. Files hold every dataset, too."""
+    lower, total = group.meta.lower_is_better, totals(frame)
+    table = total.rename(columns={k: f"total_{k}" for k in ("low", "high", "mark")})
+    table["total"] = table.pop("mean")
+    change = totals(frame, "difference")
+    for end, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
+        table[f"difference{end}"] = table["variant"].map(change[key])
+    for key in ("ratio", "entries_mean", "self_bleu"):
+        table[key] = table["variant"].map(totals(frame, key)["mean"])
+    table["scored"] = [f"{row.n:.0f}/{row.expected:.0f}" for row in total.itertuples()]
+    order = table.assign(
+        rank=table["total"] if lower else -table["total"], last=-table["rate"].astype(float)
+    )
+    order["compared"] = ~table["variant"].map(lambda label: group.baseline[label] is None)
+    table = table.loc[order.sort_values(["compared", "last", "rank"], kind="stable").index]
+    if table["rate"].nunique() > 1:
+        rates = table["rate"].where(table["variant"].map(group.baseline).notna())
+        table["group"] = [f"rate {rate:g}" if rate == rate else "" for rate in rates]
+        names = {v.label: v.without_rate for v in group.variants}
+        table["variant"] = table["variant"].map(names)
+    unit, count = group.meta.score_unit, len(group.datasets)
+    name = group.datasets[0] if count == 1 else f"average of {count} datasets"
+    columns = [METHOD, Column("total", str(name), score_format(unit))]
+    if group.baseline_name:
+        text = score_format(unit, signed=True)
+        columns.append(Column("difference", f"Δ {group.baseline_name}", text))
+    columns += [Column("ratio", text=number), Column("entries_mean", "entries", whole)]
+    columns += [Column("self_bleu", "self-BLEU", number)] * int(table["self_bleu"].notna().any())
+    columns += [Column("failures", "failed")] * bool(table["failures"].any()) + [Column("scored")]
     return Table(
-        f"{group.task}-{group.model}" + ("" if by == "dataset" else f"-by-{by}"),
-        title if by == "dataset" else f"{title} by {by}",
+        f"{group.task}-{group.model}",
+        f"{group.task} on {group.model}: score{unit_text(unit)}",
         table,
         tuple(columns),
-        (INTERVAL, *legend(table), *_notes(group)),
-        in_percent(data),
+        (INTERVAL, TOGETHER, *legend(table), *_notes(group)),
+        in_percent(frame[frame["by"].isin(["dataset", ""])]),
     )
 
 
-def _with_costs(group: Group, frame: pd.DataFrame, table: pd.DataFrame) -> list[Column]:
-    """Add the total difference to the exact cache and every cost to a score table; their columns."""
-    columns = []
-    if group.baseline_name:
-        change = totals(frame, "difference").rename_axis(None)
-        for name, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
-            table[f"difference{name}"] = table["variant"].map(change[key])
-        text = score_format(group.meta.score_unit, signed=True)
-        columns.append(Column("difference", f"Δ {group.baseline_name}", text))
-    for column in _COSTS:
-        table[column.key] = table["variant"].map(totals(frame, column.key)["mean"])
-        columns += [column] * int(table[column.key].notna().any())
-    return columns
+def split_table(group: Group, frame: pd.DataFrame, by: str) -> Table:
+    """Scores of every variant by the values of a record field."""
+    rows = frame[frame["by"].eq(by) & frame["measure"].eq("score")]
+    title = f"{group.task} on {group.model}: score by {by.replace('_', ' ')}"
+    table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows, "value")
+    return replace(table, data=in_percent(frame[frame["by"] == by]))
 
 
 def _notes(group: Group) -> Iterator[str]:
@@ -183,25 +164,6 @@ def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -
     return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
 
 
-def rates_table(group: Group, frame: pd.DataFrame) -> Table | None:
-    """The total score of every method by rate; None for fewer than two rates. A method without a rate
-    stands in every column."""
-    rates = sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
-    if len(rates) < 2:
-        return None
-    total, ratio = totals(frame), totals(frame, "ratio")
-    each = []
-    for rate in rates:
-        mine = total[total["rate"].eq(rate) | total["rate"].isna()]
-        span = span_text(ratio["mean"][ratio["rate"].eq(rate)])
-        each.append(mine.assign(at=f"rate {rate:g} (ratio {span})"))
-    names = {v.label: v.without_rate for v in group.variants}
-    rows = pd.concat(each, ignore_index=True)
-    rows["variant"] = rows["variant"].map(names)
-    title = f"{group.task} on {group.model}: score by rate"
-    return _pivot(group, f"{group.task}-{group.model}-rates", title, rows, "at")
-
-
 def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     """One task as papers print it: datasets as columns, a block of rows for each model."""
     rows = pd.concat([f[(f["by"] == "dataset") & (f["measure"] == "score")] for _, f in groups])
@@ -213,12 +175,9 @@ def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     """Of one model with several tasks, every variant on all of them."""
     rows = pd.concat([totals(f) for _, f in groups], ignore_index=True)
     ratio = pd.concat([totals(f, "ratio") for _, f in groups], ignore_index=True)["mean"]
-    variants = {(v.label, v.rate or 0.0): v for group, _ in groups for v in group.variants}
-    twice = pd.Series([label for label, _ in variants]).value_counts().gt(1)
-    keys = list(zip(rows["variant"], rows["rate"].fillna(0.0), strict=True))
-    rows["variant"] = [f"{n}, rate {r:g}" if twice[n] and r else n for n, r in keys]
     rows["ratio"] = ratio.groupby(rows["variant"]).transform(span_text)
-    rows = rows.iloc[sorted(range(len(rows)), key=lambda i: variants[keys[i]].sort_key)]
+    order = {v.label: v.sort_key for group, _ in groups for v in group.variants}
+    rows = rows.iloc[sorted(range(len(rows)), key=lambda i: order[rows["variant"][i]])]
     table = wide(rows, ["method", "variant", "ratio"], "task")
     columns = [
         Column(g.task, f"{g.task}{unit_text(g.meta.score_unit)}", score_format(g.meta.score_unit))
@@ -263,17 +222,29 @@ def _splits(group: Group, fields: Sequence[str]) -> list[Table]:
     return found
 
 
-def pairs_table(group: Group) -> Table | None:
+def pairs_table(group: Group, frame: pd.DataFrame) -> Table | None:
     """Every pair of compressed variants of the same rate, the better one first: can their difference be
-    told from chance. Of many, readers see those with the best and those of neighbouring rank."""
-    strata = strata_of(group)
-    rows = [row for peers in group.peers for row in _pairs(group, strata, peers)]
+    told from chance. Of many, readers see those with the best."""
+    total, strata = totals(frame)["mean"], strata_of(group)
+    sign = -1.0 if group.meta.lower_is_better else 1.0
+    rows: list[dict[str, Any]] = []
+    for peers in group.peers:
+        scored = [i for i in peers if total[group.labels[i]] == total[group.labels[i]]]
+        ranked = sorted(scored, key=lambda i: -sign * total[group.labels[i]])
+        for i, j in itertools.combinations(ranked, 2):
+            found = comparisons(group)[min(i, j), max(i, j)]
+            if i > j:
+                found = Estimate(-found.value, -found.high, -found.low, found.p)
+            both = [~np.isnan(one.values[:, [i, j]]).any(axis=1) for one in strata]
+            row = {"first": group.labels[i], "second": group.labels[j], "to_best": i == ranked[0]}
+            row |= found.named("difference") | {"p": found.p, "datasets": len(strata)}
+            units = [len(set(one.units[of])) for one, of in zip(strata, both, strict=True)]
+            rows.append(row | {"examples": sum(units)})
     if not rows:
         return None
-    frame = pd.DataFrame(rows)
-    shown = frame if len(frame) <= _PAIRS else frame[frame["neighbours"] | frame["to_best"]]
-    unit, numbers = group.meta.score_unit, ["difference", "difference_low", "difference_high"]
-    data = frame.assign(model=group.model, task=group.task, unit=unit)
+    data = pd.DataFrame(rows).assign(model=group.model, task=group.task, unit=group.meta.score_unit)
+    shown = data if len(data) <= _PAIRS else data[data["to_best"]]
+    unit = group.meta.score_unit
     return Table(
         f"{group.task}-{group.model}-pairs",
         f"{group.task} on {group.model}: which compressed methods are shown to differ{unit_text(unit)}",
@@ -282,45 +253,11 @@ def pairs_table(group: Group) -> Table | None:
             Column("methods"),
             Column("difference", text=score_format(unit, signed=True)),
             Column("p", text=p_text),
-            Column("p_adjusted", "p, adjusted", p_text),
             Column("examples", text=whole),
         ),
-        (
-            "The difference is paired, over examples that both scored. p is of the exact paired test"
-            " (McNemar's for right and wrong, else over the signs of the differences), and adjusted"
-            " (Westfall and Young) for all pairs of compressed methods at the same rate.",
-        ),
-        in_percent(data, numbers),
+        (INTERVAL, TOGETHER),
+        in_percent(data, ["difference", "difference_low", "difference_high"]),
     )
-
-
-def _pairs(
-    group: Group, strata: Sequence[Scores], peers: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    """Pairs of variants that compete with each other."""
-    scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
-    if len(scored) < 2 or not strata:
-        return
-    means = common_means(strata, scored)
-    if np.isnan(means).any():  # no example that all of them scored: each by its own mean
-        means = np.mean([np.nanmean(one.values[:, scored], axis=0) for one in strata], axis=0)
-    order = np.argsort(means if group.meta.lower_is_better else -means, kind="stable")
-    ranked = [scored[k] for k in order]
-    tests = paired_tests(strata, ranked)
-    found = difference_intervals(tests.strata, fraction=group.percent)
-    counts = np.array([(stratum.counts > 0).sum(0) for stratum in tests.strata])
-    for k, (i, j) in enumerate(tests.pairs):
-        yield {
-            "first": group.labels[i],
-            "second": group.labels[j],
-            **found[k].named("difference"),
-            "p": tests.p[k],
-            "p_adjusted": tests.adjusted[k],
-            "datasets": len(strata),
-            "examples": int(counts[:, k].sum()),
-            "neighbours": ranked.index(j) == ranked.index(i) + 1,
-            "to_best": i == ranked[0],
-        }
 
 
 _MEDIANS = {
@@ -331,6 +268,7 @@ _MEDIANS = {
     "decode_tokens_per_s_over_exact": "decode_speedup",
 }
 """Of a throughput probe, medians by the record field that they are of."""
+_MEANS = ("peak_bytes", "cache_bytes", "ratio")
 
 
 def timings(group: Group) -> pd.DataFrame:
@@ -342,36 +280,28 @@ def timings(group: Group) -> pd.DataFrame:
     for key, at in records.groupby(["prompt_tokens", *asked], sort=True, dropna=False):
         for variant in group.variants:
             part = at[at["variant"] == variant.label]
-            if not len(part):
+            if part.empty:
                 continue
             good = part[part["status"] == "ok"]
-            numbers = {f: pd.to_numeric(good[f]) for f in _MEASURED if f in good}
-            none = pd.Series(dtype=float)
-            rate = numbers.get("tokens_per_s", none)
-            medians = {k: median_of(numbers.get(f, none)) for k, f in _MEDIANS.items()}
-            if not len(rate):
-                medians["tokens_per_s"] = median_of(good["score"])
-            if "decode_tokens_per_s" not in numbers:
-                medians["decode_tokens_per_s"] = median_of(good["new_tokens"] / good["decode_s"])
-            prefill = good["prefill_s"].add(good["compress_s"].fillna(0.0))
+            fields = [*_MEDIANS.values(), *_MEANS, "batch", "new_tokens", "decode_s", "score"]
+            measured = good.reindex(columns=fields).apply(pd.to_numeric)
+            rate = measured["new_tokens"] / measured["decode_s"]
+            measured["tokens_per_s"] = measured["tokens_per_s"].fillna(measured["score"])
+            measured["decode_tokens_per_s"] = measured["decode_tokens_per_s"].fillna(rate)
+            measured["prefill_compress_s"] = good["prefill_s"] + good["compress_s"].fillna(0.0)
+            named = dict(zip(["prompt_tokens", *asked], key, strict=True))
             row: dict[str, Any] = {"method": variant.method, "variant": variant.label}
-            row["prompt_and_new_tokens"] = _setting(
-                dict(zip(["prompt_tokens", *asked], key, strict=True)), good
-            )
-            row |= {"batch": float(numbers.get("batch", none).mean())}
-            for name, seconds in (("prefill_compress_s", prefill), ("decode_s", good["decode_s"])):
-                row |= {f"{name}_min": float(seconds.min()), name: median_of(seconds).value}
-            for name, found in medians.items():
-                row |= found.named(name)
             row |= {
-                f: float(numbers.get(f, none).mean())
-                for f in ("peak_bytes", "cache_bytes", "ratio")
+                "prompt_and_new_tokens": _setting(named, good),
+                "batch": measured["batch"].mean(),
             }
+            for name in ("prefill_compress_s", "decode_s"):
+                row |= {f"{name}_min": measured[name].min(), name: measured[name].median()}
+            for name, field in _MEDIANS.items():
+                row |= median_of(measured[field]).named(name)
+            row |= dict(measured[list(_MEANS)].mean())
             rows.append(row | {"runs": len(good), "failures": failures_text(failures_of(part))})
     return pd.DataFrame(rows)
-
-
-_MEASURED = (*_MEDIANS.values(), "batch", "peak_bytes", "cache_bytes", "ratio")
 
 
 def _setting(asked: Mapping[str, Any], records: pd.DataFrame) -> str:
@@ -418,38 +348,39 @@ def timing_table(group: Group) -> Table:
     )
 
 
-_DISTANCES = ("kl", "max_kl", "agreement", "difference", "perplexity_ratio")
+_DISTANCES = {
+    "kl": "",
+    "max_kl": "",
+    "agreement": "fraction",
+    "difference": "",
+    "perplexity_ratio": "",
+}
+"""Record fields of a fidelity probe and their units."""
 
 
 def fidelity_table(group: Group) -> Table:
-    """Mean over prompts of every distance from the exact model, with bootstrap intervals; the same
-    prompts are drawn for all methods."""
-    records = group.records
-    rates: list[Any] = [None]
-    if "rate" in records:
-        rates = sorted(records["rate"].dropna().unique(), reverse=True)
-    rows = []
-    for rate in rates:
-        part = records if rate is None else records[records["rate"] == rate]
-        found = {}
-        for name in _DISTANCES:
-            (one,) = strata_of(group, part.assign(score=part[name]))
-            found[name] = estimates([one.stratum(one.values)])
-        for i, variant in enumerate(group.variants):
-            mine = part[part["variant"] == variant.label]
-            good = mine[mine["status"] == "ok"]
-            row: dict[str, Any] = {
-                "group": "" if rate is None else f"rate {as_text(rate)}",
-                "method": variant.method,
-            }
-            row |= {"variant": variant.label, "ratio": float(good["ratio"].mean())}
-            row |= {"compressed": f"{int(good['compressed'].eq(True).sum())}/{len(mine)}"}
-            for name in _DISTANCES:
-                row |= (found[name][i] if len(good) else NOTHING).named(name)
-            rows.append(row)
-    frame = pd.DataFrame(rows)
-    shares = [str(key) for key in frame if str(key).startswith("agreement")]
+    """Mean over prompts of every distance from the exact model, by rate, with the intervals that these
+    numbers have in every other table."""
+    records, by = group.records, "rate" if "rate" in group.records else "dataset"
+    parts = []
+    for name, unit in {**_DISTANCES, "ratio": ""}.items():
+        meta = replace(group.meta, score_unit=unit)
+        rows = scores(replace(group, meta=meta, records=records.assign(score=records[name])), by)
+        rows = rows[rows["measure"].eq("score")].set_index(["value", "method", "variant"])
+        ends = rows[["mean", "low", "high"]].set_axis([name, f"{name}_low", f"{name}_high"], axis=1)
+        parts.append(ends)
+    whole_prompts = records.assign(value=records[by].map(as_text), all=1)
+    kept = whole_prompts.groupby(["value", "method", "variant"])[["compressed", "all"]].sum()
+    parts.append(
+        (kept["compressed"].map(int).map(str) + "/" + kept["all"].map(str)).rename("compressed")
+    )
+    frame = pd.concat(parts, axis=1).drop(columns=["ratio_low", "ratio_high"]).reset_index()
+    frame = frame.sort_values(
+        "value", key=lambda of: pd.to_numeric(of, errors="coerce"), ascending=False, kind="stable"
+    )
+    frame["group"] = [f"rate {value}" if by == "rate" else "" for value in frame.pop("value")]
     floor = pd.to_numeric(records.get("kl_floor", pd.Series(dtype=float)), errors="coerce").max()
+    shares = {key: 100 * frame[key] for key in frame if str(key).startswith("agreement")}
     return Table(
         f"{group.task}-{group.model}-fidelity",
         f"{group.task} on {group.model}: distance from the exact model, per token",
@@ -466,10 +397,10 @@ def fidelity_table(group: Group) -> Table:
         ),
         (
             "Every method reads the same continuation, token by token. KL is of the exact model's"
-            " next-token distribution from the method's. [low, high]: 95 % bootstrap over prompts.",
+            " next-token distribution from the method's.",
             *([f"Rounding alone comes to a KL of {floor:.1e} at most."] if floor == floor else []),
         ),
-        frame.assign(model=group.model, task=group.task, **{k: 100 * frame[k] for k in shares}),
+        frame.assign(model=group.model, task=group.task, **shares),
     )
 
 
@@ -480,9 +411,11 @@ def slope_table(group: Group, curve: Curve) -> Table:
     frame = wide(
         data.rename(columns=named).assign(mark=""), ["method", "variant", "expected"], curve.facet
     )
-    columns = [Column(name, text=signed_text) for name in data[curve.facet].unique()]
+    columns = [Column(name, text=score_format("")) for name in data[curve.facet].unique()]
     predicted = (
-        [Column("expected", "predicted", signed_text)] if data["expected"].notna().any() else []
+        [Column("expected", "predicted", score_format(""))]
+        if data["expected"].notna().any()
+        else []
     )
     least, most = data["fitted_from"].min(), data["fitted_to"].max()
     return Table(
@@ -492,50 +425,51 @@ def slope_table(group: Group, curve: Curve) -> Table:
         (METHOD, *predicted, *columns),
         (
             f"Least-squares slopes of log {curve.y} against log {curve.x}, from"
-            f" {least:.0f} to {most:.0f}, with 95 % bootstrap intervals over {curve.unit}s"
-            f" ({data['repetitions'].min():.0f} or more), widened by Student's t; one has no interval.",
+            f" {least:.0f} to {most:.0f}, with 95 % t intervals over {curve.unit}s"
+            f" ({data['repetitions'].min():.0f} or more); one has no interval.",
         ),
         data.assign(model=group.model, task=group.task),
     )
 
 
 def verdict(group: Group, frame: pd.DataFrame) -> str:
-    """One sentence for each rate about the total column, by its marks and intervals; empty where nothing
-    is compared."""
+    """One sentence for each of the lowest rates about the total column, by its marks and intervals;
+    empty where nothing is compared."""
     curve = group.meta.figure(Curve)
     if group.meta.figure(Times):
         return ""
     if curve is not None and curve.y in group.records:
         return slope_verdict(slopes(group, curve))
     total, change = totals(frame), totals(frame, "difference")
-    unit = group.meta.score_unit
-    percent = " %" if group.percent else ""
+    text, signed = (score_format(group.meta.score_unit, signed=s) for s in (False, True))
+    names = {v.label: v.without_rate for v in group.variants}
     said = []
-    for peers in group.peers:
-        mine = total.loc[[group.variants[i].label for i in peers]].dropna(subset=["mean"])
+    for peers in sorted(group.peers, key=lambda of: -(group.variants[of[0]].rate or 0))[-_RATES:]:
+        mine = total.loc[[group.labels[i] for i in peers]].dropna(subset=["mean"])
         mine = mine.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
         if mine.empty:
             continue
-        rate = group.variants[peers[0]].rate
-        names = {v.label: v.without_rate for v in group.variants}
-        parts = {
-            word: [names[str(k)] for k, marks in mine["mark"].items() if word in marks.split()]
-            for word in ("best", "tied", "worse")
-        }
-        label = next(
-            (str(k) for k, m in mine["mark"].items() if "best" in m.split()), str(mine.index[0])
-        )
-        text = f"{names[label]} has {score_format(unit)(mine['mean'][label])}{percent}"
-        if label in change.index and not math.isnan(change["low"][label]):
-            low, value, high = (
-                score_format(unit, signed=True)(change[key][label])
-                for key in ("low", "mean", "high")
-            )
-            text += f", {value} [{low}, {high}] to {group.baseline_name or BASELINE}"
-        leaders = [name for name in parts["best"] if name != names[label]] + parts["tied"]
-        text += f"; not shown to differ: {', '.join(leaders)}" if leaders else ""
-        text += f"; shown worse: {', '.join(parts['worse'])}" if parts["worse"] else ""
-        said.append(text + "." if rate is None else f"At rate {rate:g}, {text}.")
+        marked: dict[str, list[str]] = {"best": [], "tied": [], "worse": []}
+        for label, marks in mine["mark"].items():
+            for word in set(marks.split()) & set(marked):
+                marked[word].append(str(label))
+        first = (marked["best"] or [str(mine.index[0])])[0]
+        rate, units = group.variants[peers[0]].rate, int(mine["units"].max())
+        line = "" if rate is None else f"At rate {rate:g}: "
+        score = text(mine["mean"][first]) + " %" * group.percent
+        line += f"{names[first]} has {score} ({units} prompts)"
+        if units < FEWEST:
+            said.append(f"{line}: too few prompts to say more.")
+            continue
+        if first in change.index and not math.isnan(change["low"][first]):
+            low, value, high = (signed(change[key][first]) for key in ("low", "mean", "high"))
+            line += f", {value} [{low}, {high}] to {group.baseline_name or BASELINE}"
+        alike = [label for label in marked["best"] if label != first] + marked["tied"]
+        for word, labels in (("not shown to differ", alike), ("shown worse", marked["worse"])):
+            some = [names[label] for label in labels[:_NAMES]]
+            more = f" and {len(labels) - _NAMES} more" * (len(labels) > _NAMES)
+            line += f"; {word}: {', '.join(some)}{more}" * bool(some)
+        said.append(f"{line}.")
     return "\n".join(said)
 
 
@@ -543,7 +477,7 @@ def slope_verdict(data: pd.DataFrame) -> str:
     """How many slopes are as predicted, or steeper or shallower, by the whole interval."""
     known = data.dropna(subset=["verdict"])
     said = [
-        f"{label} (predicted {signed_text(float(part['expected'].iloc[0]))}): "
+        f"{label} (predicted {value_text(float(part['expected'].iloc[0]), '')}): "
         + ", ".join(
             f"{word} on {count} of {len(part)}"
             for word, count in part["verdict"].value_counts().items()

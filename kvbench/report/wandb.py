@@ -1,10 +1,10 @@
 """A copy of an experiment in Weights & Biases; local files never depend on it.
 
-One W&B run per run folder, and one of the whole experiment that sets the methods side by side. Their ids
-are made from what they are about, so that logging again replaces what was logged. Runs are written
-offline, into ``<results>/<experiment>/wandb``, and then sent by W&B's own client in a process of its own
-if that is wanted: a server that is down, slow or broken loses nothing, and ``wandb sync <that folder>``
-sends what is left at any time.
+One W&B run per job (a model on a task with its methods), and one of the whole experiment with its page
+and charts. Their ids are made from what they are about, so that logging again replaces what was logged.
+Runs are written offline, into ``<results>/<experiment>/wandb``, and then sent by W&B's own client in a
+process of its own if that is wanted: a server that is down, slow or broken loses nothing, and
+``wandb sync <that folder>`` sends what is left at any time.
 
 ``python -m kvbench.report.wandb <results>/<experiment>`` builds a W&B report of an experiment.
 """
@@ -32,8 +32,7 @@ from filelock import FileLock
 
 from kvbench.errors import complain, first_line, redact
 from kvbench.records.durable import make_folder, replace
-from kvbench.records.figures import Heatmap
-from kvbench.records.read import MANIFEST, Run, StoreError, load_run
+from kvbench.records.read import Run, StoreError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,18 +41,16 @@ if TYPE_CHECKING:
 
     from kvbench.report.build import ReportPaths
     from kvbench.report.experiment import Experiment, Group
-    from kvbench.report.figures import Drawn
 
 log = logging.getLogger(__name__)
 Mode = Literal["auto", "online", "offline", "disabled"]
 OVERVIEW = "overview"
-"""Job type and method of the W&B run of an experiment."""
+"""Job type of the W&B run of an experiment."""
 MAX_PREDICTIONS = 500
 """Rows of a table of predictions."""
 SEND_S = 600.0
 """Seconds that sending for a report may take."""
 _QUIET = {"WANDB_ERROR_REPORTING": "false"}
-_ABOUT = ("experiment", "model", "task", "method", "config_hash")
 _MADE = ("seed", "command", "code_revision", "versions", "hardware", "started")
 _FAILED: set[Path] = set()
 """Where this process could not send from: said once, and not tried again."""
@@ -82,32 +79,37 @@ def log_runs(
     entity: str | None = None,
     mode: Mode = "auto",
     timeout_s: float = 120.0,
+    predictions: bool = False,
 ) -> int:
-    """Log runs to W&B, one W&B run each.
+    """Log runs to W&B, one W&B run for each job: those of a model, task, seed and budget.
 
     All of it is written to disk before anything is sent. Whatever goes wrong is a warning of one
     line and nothing else; a server that fails is not asked again by this process.
 
     Args:
-        runs: as `kvbench.records.read.load_runs` gives them. The exact run beside one on disk (same
-            experiment, model, task and seed) serves for its differences.
+        runs: as `kvbench.records.read.load_runs` gives them.
         mode: "auto" is online when WANDB_API_KEY is set (and WANDB_MODE does not say otherwise),
             else offline.
         timeout_s: seconds that sending may take.
+        predictions: also the methods' answers, side by side.
 
     Returns:
-        How many runs were logged.
+        How many W&B runs were written.
 
     Raises:
         ValueError: an unknown mode, or a timeout that is not positive.
     """
     check_logger(mode, timeout_s)
-    mode = _resolved(mode)
-    written: list[Path] = []
+    mode, jobs = _resolved(mode), dict[str, list[Run]]()
     for run in runs if mode != "disabled" else ():
         if not run.records.empty:
-            with _writing(run.folder.parents[2], run.folder.name):
-                written.append(_log_run(run, {"project": project, "entity": entity}))
+            about = [run.manifest.get(key) for key in ("model", "task", "seed")]
+            budget = (run.manifest.get("config") or {}).get("budget")
+            jobs.setdefault(json.dumps([*about, budget]), []).append(run)
+    written: list[Path] = []
+    for job in jobs.values():
+        with _writing(job[0].folder.parents[2], job[0].folder.name):
+            written.append(_log_job(job, predictions, {"project": project, "entity": entity}))
     if mode == "online" and written:
         _send_written(written, timeout_s)
     return len(written)
@@ -136,119 +138,96 @@ def _writing(experiment: Path, what: str) -> Iterator[None]:
         logging.raiseExceptions = before
 
 
-def run_id(about: Mapping[str, Any]) -> str:
-    """A W&B run's id: the same for the same experiment, model, task, method and config hash."""
-    text = json.dumps([str(about.get(key)) for key in _ABOUT])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def run_id(*about: object) -> str:
+    """A W&B run's id: the same for the same experiment, and for the same config hashes."""
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
 def _write(
-    folder: Path,
-    name: str,
+    experiment: Path,
+    code: str,
+    title: str,
     manifest: Mapping[str, Any],
-    media: Callable[[], dict[str, Any]],
-    scalars: Mapping[str, Any],
-    where: Mapping[str, Any],
+    show: Callable[[wandb.Run], None],
+    **about: Any,
 ) -> Path:
-    """A W&B run in ``<folder>/wandb``, in the place of an earlier copy; returns its folder.
+    """A W&B run in ``<experiment>/wandb``, in the place of an earlier copy; returns its folder.
 
     Args:
-        manifest: what it is about, which its id is made from, and how that was made.
-        media: makes what it shows, while the run is open.
+        manifest: how it was made. show: logs what there is to see, while the run is open.
+        about: for ``wandb.init``.
     """
     import wandb  # not above: slow to import, and needed only here
 
-    about = {key: manifest[key] for key in _ABOUT if key in manifest}
-    made = {key: manifest.get(key) for key in _MADE}
-    identity = manifest.get("identity") or manifest.get("config") or {}
-    before = {key: os.environ.get(key) for key in (*_QUIET, "WANDB_SILENT", "WANDB_DATA_DIR")}
-    quiet: dict[str, Any] = {
-        "silent": True,
-        "console": "off",
-        "x_disable_stats": True,
-        "disable_git": True,
-    }
-    quiet |= {
-        "disable_code": True,
-        "x_disable_meta": True,
-    }  # the command is in the config, redacted
-    for old in (folder / "wandb").glob(f"*run-*-{run_id(about)}"):
+    made = {key: manifest.get(key) for key in ("experiment", *_MADE)}
+    quiet = ("silent", "x_disable_stats", "disable_git", "disable_code", "x_disable_meta")
+    for old in (experiment / "wandb").glob(f"*run-*-{code}"):
         shutil.rmtree(old)
-    os.environ.update({**_QUIET, **{k: v for k, v in before.items() if v}, "WANDB_SILENT": "true"})
+    for name, value in {**_QUIET, "WANDB_SILENT": "true"}.items():
+        os.environ.setdefault(name, value)
+    before = os.environ.get("WANDB_DATA_DIR")
+    run = wandb.init(
+        mode="offline",
+        dir=str(experiment.resolve()),  # its service may have another working directory
+        id=code,
+        name=title,
+        reinit="create_new",
+        notes=f"Made by: {made['command']}\nCode: {made['code_revision']}",
+        group=str(made["experiment"]),
+        settings=wandb.Settings(console="off", **dict.fromkeys(quiet, True)),
+        **{**about, "config": {**made, **about["config"]}},
+    )
+    place = Path(run.dir).parent
+    os.environ["WANDB_DATA_DIR"] = str(place)  # tables' files, and copies of artifacts
     try:
-        run = wandb.init(
-            mode="offline",
-            dir=str(folder.resolve()),  # its service may have another working directory
-            id=run_id(about),
-            name=name,
-            job_type=str(about.get("task", OVERVIEW)),
-            reinit="create_new",
-            notes=f"Made by: {made['command']}\nCode: {made['code_revision']}",
-            tags=list(dict.fromkeys(str(about[k])[:64] for k in _ABOUT[:4] if k in about)),
-            group=str(about["experiment"]),
-            config={**about, **made, "run": dict(identity)},
-            settings=wandb.Settings(**quiet),
-            **where,
-        )
-        place = Path(run.dir).parent
-        os.environ["WANDB_DATA_DIR"] = str(place)  # tables' files
-        try:
-            run.log(media())
-            run.summary.update({k: v for k, v in scalars.items() if v == v})
-        except BaseException:
-            run.finish(exit_code=1)
-            shutil.rmtree(place)
-            raise
+        show(run)
         run.finish()
-        return place
+    except BaseException:
+        run.finish(exit_code=1)
+        shutil.rmtree(place)
+        raise
     finally:
-        for key, value in before.items():
-            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+        os.environ.pop("WANDB_DATA_DIR")
+        os.environ.update({} if before is None else {"WANDB_DATA_DIR": before})
+    return place
 
 
-def _log_run(run: Run, where: Mapping[str, Any]) -> Path:
-    """One run beside its baseline of the same seed: its scores, answers and heatmap."""
-    from kvbench.report.experiment import BASELINE, group_runs
-    from kvbench.report.frame import tidy, totals
+def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -> Path:
+    """A job: every method's scores, and their answers where that is wanted."""
+    from kvbench.report.experiment import group_runs
+    from kvbench.report.frame import tidy
+    from kvbench.report.objective import scalars_of
 
-    manifest = run.manifest
-    peers = []
-    if manifest.get("method") != BASELINE:
-        found = (
-            load_run(path.parent) for path in run.folder.parent.glob(f"{BASELINE}-*/{MANIFEST}")
-        )
-        peers = [one for one in found if one.manifest.get("seed") == manifest.get("seed")][:1]
-    group = group_runs([*peers, run])[0]
-    variant = next(v for v in group.variants if not peers or v.method != BASELINE)
+    manifest, group = runs[0].manifest, group_runs(runs)[0]
     frame = tidy(group)
-    mine = frame[frame["variant"] == variant.label]
 
-    def media() -> dict[str, Any]:
-        found: dict[str, Any] = {"scores": _table(mine)}
-        found["predictions"] = _predictions(group, run)
-        spec = group.meta.figure(Heatmap)
-        if spec and mine["mean"].notna().any():
-            from kvbench.report.figures import heatmaps
+    def show(run: wandb.Run) -> None:
+        answers = _answers(group) if predictions else None
+        run.log({"scores": _table(frame)} | ({} if answers is None else {"predictions": answers}))
+        run.summary.update(scalars_of(frame) | {"failed": len(group.records) - len(group.good)})
 
-            heatmap = heatmaps(group, spec, [variant.label])
-            found |= {"heatmap": _image(heatmap)} if heatmap else {}
-        return found
-
-    total = totals(mine).iloc[0]
-    scalars = {"score_unit": group.meta.score_unit, "lower_is_better": group.meta.lower_is_better}
-    for row in mine[mine["by"].isin(["dataset", ""])].to_dict("records"):
-        key = f"{row['value']}/{row['measure']}" if row["by"] else row["measure"]
-        scalars |= {key: row["mean"], f"{key}_low": row["low"], f"{key}_high": row["high"]}
-    scalars |= {"score": total["mean"], "score_low": total["low"], "score_high": total["high"]}
-    scalars |= {"scored": total["n"], "failures": total["failures"]}
-    rate = "" if variant.rate is None else f" rate {variant.rate:g}"
-    name = f"{group.model}/{group.task}/{variant.label}{rate}/seed{manifest.get('seed')}"
-    return _write(run.folder.parents[2], name, manifest, media, scalars, where)
+    rates = dict.fromkeys(f"rate {v.rate:g}" for v in group.variants if v.rate is not None)
+    names = [group.model, group.task, *rates, f"seed{manifest.get('seed')}"]
+    hashes = sorted(str(run.manifest.get("config_hash")) for run in runs)
+    methods = [str(run.manifest.get("method")) for run in runs]
+    config = {"model": group.model, "task": group.task, "methods": methods, "config_hash": hashes}
+    config["run"] = dict(manifest.get("identity") or manifest.get("config") or {})
+    return _write(
+        runs[0].folder.parents[2],
+        run_id(str(manifest.get("experiment")), *hashes),
+        "/".join(names),
+        manifest,
+        show,
+        config=config,
+        job_type=group.task,
+        tags=list(dict.fromkeys(tag[:64] for tag in (group.model, group.task, *methods))),
+        **where,
+    )
 
 
 def log_overview(folder: Path, paths: ReportPaths) -> bool:
-    """Write the W&B run of a whole experiment, every method on every task, and send it where its jobs'
-    logger says so.
+    """Write the W&B run of a whole experiment: its page, every method on every task, and the charts of
+    scores against bytes and of needles; send it where its jobs' logger says so.
 
     Args:
         folder: the experiment's. paths: what `build_report` gave: its tidy frame of all that is ranked.
@@ -259,7 +238,8 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     import pandas as pd
 
     from kvbench.report.experiment import load_experiment
-    from kvbench.report.frame import totals
+    from kvbench.report.figures import figures_of
+    from kvbench.report.frame import tidy, totals
     from kvbench.report.objective import scalars_of
 
     manifest, scores = paths.manifest, paths.scores
@@ -268,42 +248,45 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     if mode == "disabled" or scores.empty:
         return False
 
-    def media() -> dict[str, Any]:
+    def show(run: wandb.Run) -> None:
+        import wandb
+        from PIL import Image
+
         total = pd.concat([totals(scores), totals(scores, "ratio")], ignore_index=True)
         total["column"] = total["task"] + ": " + total["measure"]
         keys = ["model", "variant"]
         spread = total.pivot_table(index=keys, columns="column", values="mean", sort=False)
-        found: dict[str, Any] = {
-            "task_by_method": _table(spread.reset_index()),
-            "scores": _table(scores),
-        }
+        found: dict[str, Any] = {"task_by_method": _table(spread.reset_index())}
         for group in load_experiment(folder).groups:
-            found |= _side_by_side(group)
-        return found
+            for drawn in figures_of(group, tidy(group)):
+                if drawn.name.endswith(("-ratio", "-heatmap")):
+                    picture = Image.open(io.BytesIO(drawn.encoded("png")))
+                    caption = f"{drawn.title}. {drawn.caption}"
+                    found[drawn.name] = wandb.Image(picture, caption=caption)
+        run.log(found)
+        page = wandb.Artifact(f"report-{run.id}", "report")
+        page.add_file(str(paths.page))
+        run.log_artifact(page)
+        for (model, task), part in scores.groupby(["model", "task"], sort=False):
+            run.summary.update({f"{model}/{task}/{k}": v for k, v in scalars_of(part).items()})
 
-    scalars = {
-        f"{model}/{task}/{key}": value
-        for (model, task), part in scores.groupby(["model", "task"], sort=False)
-        for key, value in scalars_of(part).items()
-    }
     written: list[Path] = []
     name = f"{manifest['experiment']}/{OVERVIEW}"
-    about = {key: manifest.get(key) for key in ("experiment", *_MADE)} | {"method": OVERVIEW}
-    where = {key: logger[key] for key in ("project", "entity")}
+    about = {"project": logger["project"], "entity": logger["entity"], "job_type": OVERVIEW}
     with _writing(folder, name):
-        written.append(_write(folder, name, about, media, scalars, where))
+        code = run_id(str(manifest["experiment"]), OVERVIEW)
+        config = {"kind": OVERVIEW}
+        written.append(_write(folder, code, name, manifest, show, config=config, **about))
     if written and mode == "online":
         _send_written(written, float(logger["timeout_s"]))
     return bool(written)
 
 
-def _side_by_side(group: Group) -> dict[str, Any]:
-    """The methods' answers to one example in a line, and every figure."""
+def _answers(group: Group) -> wandb.Table | None:
+    """The methods' answers to one example in a line; None where the task has no answers."""
     import pandas as pd
 
     from kvbench.report.answers import sample_of
-    from kvbench.report.figures import figures_of
-    from kvbench.report.frame import tidy
 
     lines = []
     for example in sample_of(group, MAX_PREDICTIONS)[0]:
@@ -312,38 +295,13 @@ def _side_by_side(group: Group) -> dict[str, Any]:
         for one in example.answers:
             line |= {f"{one.label}: prediction": one.text, f"{one.label}: score": one.score}
         lines.append(line)
-    found = {f"{group.task}-predictions": _table(pd.DataFrame(lines))} if lines else {}
-    return found | {drawn.name: _image(drawn) for drawn in figures_of(group, tidy(group))}
+    return _table(pd.DataFrame(lines)) if lines else None
 
 
 def _table(frame: pd.DataFrame) -> wandb.Table:
     import wandb
 
     return wandb.Table(dataframe=frame.astype(object).where(frame.notna(), None))
-
-
-def _predictions(group: Group, run: Run) -> wandb.Table:
-    """The first `MAX_PREDICTIONS` answers (or examples) of a run, and their scores."""
-    from kvbench.report.answers import clip
-
-    fields = [name for name in group.meta.breakdown if name in run.records]
-    shown = run.records.head(MAX_PREDICTIONS)
-    texts = {name: shown[name].map(clip) for name in ("prediction", "error")}
-    texts["prompt_tail"] = shown["prompt_tail"].map(lambda text: clip(text, from_end=True))
-    texts["answers"] = shown["answers"].map(
-        lambda a: " | ".join(map(str, a)) if isinstance(a, list) else ""
-    )
-    columns = ["example_id", "dataset", *fields, "prompt_tail", "answers", "prediction"]
-    return _table(shown.assign(**texts)[[*columns, "score", "ratio", "status", "error"]])
-
-
-def _image(drawn: Drawn) -> wandb.Image:
-    import wandb
-    from PIL import Image
-
-    return wandb.Image(
-        Image.open(io.BytesIO(drawn.encoded("png"))), caption=f"{drawn.title}. {drawn.caption}"
-    )
 
 
 def _send_written(folders: Sequence[Path], timeout_s: float) -> None:
@@ -403,8 +361,8 @@ def not_taken(folders: Sequence[Path]) -> list[Path]:
 
 
 def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -> wr.Report:
-    """The report, not yet published: published numbers beside ours; for each model and task its first
-    table and bars of its runs' scalars; all methods side by side; how to reproduce it."""
+    """The report, not yet published: published numbers beside ours, the first table of each model and
+    task, the charts and table of the experiment's own run, and how to reproduce it."""
     import wandb_workspaces.reports.v2 as wr
     from wandb_workspaces import expr
 
@@ -414,25 +372,15 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
     from kvbench.report.render import markdown
     from kvbench.report.tables import tables_of
 
-    blocks: list[Any] = [wr.TableOfContents()]
-    for table in published_tables(*beside(experiment)):
-        blocks.append(wr.MarkdownBlock(text=markdown(table)))
-    of = [expr.Config("experiment") == str(experiment.runs[0].manifest["experiment"])]
+    tables = published_tables(beside(experiment))
     for group in experiment.groups:
-        shown = [table for table in tables_of(group, tidy(group)) if table.columns]
-        blocks.append(wr.H1(f"{group.task} on {group.model}"))
-        blocks.append(wr.MarkdownBlock(text=markdown(shown[0])))
-        mine = [expr.Config(key) == str(group.manifests[0][key]) for key in ("model", "task")]
-        sets = [wr.Runset(name="runs", filters=expr.And(*of, *mine))]
-        bars = [
-            wr.BarPlot(title=key, metrics=[key])
-            for key in ("score", "ratio", "decode_ms_per_token")
-        ]
-        heat = [wr.MediaBrowser(media_keys=["heatmap"])] if group.meta.figure(Heatmap) else []
-        blocks.append(wr.PanelGrid(runsets=sets, panels=[*bars, *heat]))
-    sets = [wr.Runset(name=OVERVIEW, filters=expr.And(*of, expr.Config("method") == OVERVIEW))]
-    tables = [wr.WeavePanelSummaryTable(table_name=name) for name in ("task_by_method", "scores")]
-    blocks += [wr.H1("All methods side by side"), wr.PanelGrid(runsets=sets, panels=[*tables])]
+        tables += [table for table in tables_of(group, tidy(group)) if table.columns][:1]
+    blocks: list[Any] = [wr.TableOfContents(), wr.H1("Scores")]
+    blocks += [wr.MarkdownBlock(text=markdown(table)) for table in tables]
+    of = expr.Config("experiment") == str(experiment.runs[0].manifest["experiment"])
+    whole = wr.Runset(name=OVERVIEW, filters=expr.And(of, expr.Config("kind") == OVERVIEW))
+    panels = [wr.MediaBrowser(), wr.WeavePanelSummaryTable(table_name="task_by_method")]
+    blocks += [wr.H1("All methods side by side"), wr.PanelGrid(runsets=[whole], panels=[*panels])]
     blocks.append(wr.H1("How to reproduce"))
     for what, lines in how_to_reproduce(experiment):
         blocks += [wr.H3(what), wr.CodeBlock(code="\n".join(lines), language=None)]

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
@@ -150,15 +150,6 @@ class Plan(Protocol):
         ...
 
 
-@runtime_checkable
-class BringsRows(Protocol):
-    """A plan that has rows of its own beside the job's methods."""
-
-    def rows(self) -> Mapping[str, Method]:
-        """Rows by label."""
-        ...
-
-
 def status_of(error: BaseException) -> str:
     """The record status an exception stands for."""
     if isinstance(error, BudgetExceeded):
@@ -197,6 +188,7 @@ class TaskPlan:
             "data": dict(self.task.digests()),
             "score_unit": self.task.score_unit,
             "lower_is_better": False,
+            "long_answers": self.task.long_answers,
             "breakdown": list(self.task.breakdown),
             "figures": as_json([Heatmap(x=xy[0], y=xy[1])] if xy else []),
             "unit": self.task.unit,
@@ -296,7 +288,7 @@ class TaskPlan:
             "answers": list(example.answers),
             "prompt_tail": (example.context + example.question)[-200:],
             **unit.fields[record_id],
-            **measured(result),
+            **measured(result, long_answer=self.task.long_answers),
         }
         if result.kept is not None and record_id == unit.record_ids[0]:
             fields["kept"] = result.kept | pieces_of(
@@ -363,8 +355,12 @@ def _warm_up(prompt: Prompt, session: Session) -> None:
     free_memory(session.device)
 
 
-def measured(result: Generation) -> dict[str, Any]:
-    """The record fields that a generation measured; null where a failure left none."""
+def measured(result: Generation, *, long_answer: bool = False) -> dict[str, Any]:
+    """The record fields that a generation measured; null where a failure left none.
+
+    Args:
+        long_answer: see `Cost.record`.
+    """
     failure = result.failure
     return {
         "status": "ok" if failure is None else status_of(failure),
@@ -373,5 +369,5 @@ def measured(result: Generation) -> dict[str, Any]:
         "prefill_s": result.prefill_s,
         "decode_s": result.decode_s,
         "batch": result.batch,
-        **result.record(),
+        **result.record(long_answer=long_answer),
     }

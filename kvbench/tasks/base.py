@@ -251,7 +251,7 @@ class Example:
     complete: bool = False
     end_ids: frozenset[int] | None = None
     may_be_empty: bool = True
-    settled: Callable[[str], bool] | None = None
+    settled: Callable[[str], bool] | None = field(default=None, compare=False)
     context_id: str | None = None
     history: str = "none"
     golden: str | None = None
@@ -276,6 +276,9 @@ class Task(ABC):
     """Record field that names the independent unit, which intervals resample."""
     measures: ClassVar[tuple[str, ...]] = ()
     """Scores of `score` that a table shows side by side; none: the primary one alone."""
+    long_answers: ClassVar[bool] = False
+    """Whether answers are longer than prompts: then the ratio of bytes is that of their means over the
+    generation, not of the end of the prompt."""
     unhashed: ClassVar[tuple[str, ...]] = ()
     """Options on which no score depends (how many examples, where the files are)."""
 

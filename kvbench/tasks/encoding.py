@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kvbench.tasks.base import PromptEncoder
+from kvbench.tasks.base import PromptEncoder, TaskError
 
 SplitIds = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt's context, and of what follows."""
@@ -53,6 +53,19 @@ def parted(template: str, field: str) -> tuple[str, str, str]:
     before, _, after = template.partition(field)
     question = after.lstrip()
     return before, after[: len(after) - len(question)], question
+
+
+def check_template(template: str, context: str, question: str) -> None:
+    """Refuse a prompt's template that does not hold two fields once each, in this order.
+
+    Raises:
+        TaskError: it does not.
+    """
+    before, _, after = template.partition(context)
+    if context in before + after or after.count(question) != 1 or question in before:
+        raise TaskError(
+            f"task.template is {template!r}; allowed: {context} and, after it, {question}, each once"
+        )
 
 
 def largest_fitting(

@@ -46,20 +46,6 @@ HISTORIES = {None: "none", True: "golden", False: "own"}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One question of a row.
-
-    Attributes:
-        fields: of the row, those of the question's own object over them: what a template may print.
-    """
-
-    question: str
-    answers: tuple[str, ...]
-    choices: tuple[str, ...]
-    fields: Row
-
-
-@dataclass(frozen=True)
 class Reader:
     """What the fields of a row stand for.
 
@@ -128,9 +114,9 @@ class Reader:
             )
         return str(value)
 
-    def asked(self, row: Row, place: str) -> list[Asked]:
-        """The questions of a row: one, or one for each of a list of questions (its answers a list of
-        as many), or for each object of the field that stands for `questions`.
+    def asked(self, row: Row, place: str) -> list[Row]:
+        """A row with one question for each that a row has: one, or one for each of a list of questions
+        (its answers a list of as many), or for each object of the field that stands for `questions`.
 
         Raises:
             TaskError: fields that are missing or of the wrong kind.
@@ -143,37 +129,44 @@ class Reader:
                 raise TaskError(
                     f"jsonl: {place}: field {name!r} is {_shown(several)}; allowed: a list of objects"
                 )
-            return [
-                self._one({**row, **item}, f"{place}, question {number}")
-                for number, item in enumerate(items, start=1)
-            ]
+            return [{**row, **item} for item in items]
         question, answers = (
             None if self.fields.get(role) is None else self.value(role, row, place)
             for role in ("question", "answers")
         )
         if not isinstance(question, list):
-            return [self._one(row, place)]
+            return [row]
         if not isinstance(answers, list) or len(answers) != len(question):
             raise TaskError(
                 f"jsonl: {place}: field {self.fields['question']!r} has {len(question)} questions and "
                 f"{self.fields['answers']!r} is {_shown(answers)}; allowed: a list of as many answers"
             )
-        names = {role: str(self.fields[role]) for role in ("question", "answers")}
+        names = [str(self.fields[role]) for role in ("question", "answers")]
         return [
-            self._one({**row, names["question"]: q, names["answers"]: a}, place)
-            for q, a in zip(question, answers, strict=True)
+            {**row, **dict(zip(names, pair, strict=True))}
+            for pair in zip(question, answers, strict=True)
         ]
 
-    def _one(self, row: Row, place: str) -> Asked:
-        choices = self.value("choices", row, place)
-        return Asked(
-            self.text("question", row, place),
-            _texts(self.value("answers", row, place), f"{place}: field {self.fields['answers']!r}"),
-            ()
-            if choices is None
-            else _texts(choices, f"{place}: field {self.fields['choices']!r}"),
-            row,
-        )
+    def texts(self, role: str, row: Row, place: str) -> tuple[str, ...]:
+        """Texts of a role: one or a list of texts or numbers; an object as JSON. None where no field
+        stands for it.
+
+        Raises:
+            TaskError: there is none, or one is something else.
+        """
+        value = self.value(role, row, place)
+        if value is None and self.fields.get(role) is None:
+            return ()
+        if isinstance(value, Mapping):
+            return (json.dumps(value, ensure_ascii=False),)
+        one = isinstance(value, str) or not isinstance(value, Sequence)
+        several = [value] if one else list(value)
+        if not several or not all(isinstance(each, str | int | float) for each in several):
+            raise TaskError(
+                f"jsonl: {place}: field {self.fields[role]!r} is {_shown(value)}; allowed: a text, a "
+                "number, or a list of them"
+            )
+        return tuple(map(str, several))
 
 
 def _literal(text: str) -> Any:
@@ -184,22 +177,6 @@ def _literal(text: str) -> Any:
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
     return None
-
-
-def _texts(value: Any, place: str) -> tuple[str, ...]:
-    """Answers as texts: one or a list of texts or numbers; an object as JSON.
-
-    Raises:
-        TaskError: there is none, or one is something else.
-    """
-    if isinstance(value, Mapping):
-        return (json.dumps(value, ensure_ascii=False),)
-    several = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    if not several or not all(isinstance(one, str | int | float) for one in several):
-        raise TaskError(
-            f"jsonl: {place} is {_shown(value)}; allowed: a text, a number, or a list of them"
-        )
-    return tuple(str(one) for one in several)
 
 
 def _shown(value: Any) -> str:
@@ -236,7 +213,7 @@ class Jsonl(Task):
         answer_prefix: how the answer begins; with a chat template it follows the assistant's header.
         metric: one of `METRICS`. pattern: the regular expression of ``regex``.
         chat: whether the model's chat template goes around the prompt; None: if there is one.
-        max_new_tokens, stop: generation limits.
+        max_new_tokens, stop: generation limits. long_answers: see `Task.long_answers`.
         max_input: tokens of a prompt; longer contexts lose their middle. "model": as many as the model
             has positions for; None: nothing is cut.
         merge_answers: rows of one id are one question with several answers.
@@ -268,6 +245,7 @@ class Jsonl(Task):
     pattern: str | None = None
     chat: bool | None = None
     max_new_tokens: NewTokens = 64
+    long_answers: bool = False  # type: ignore[misc]
     stop: Sequence[str] = ()
     max_input: Annotated[int, Ge(2)] | Literal["model"] | None = None
     merge_answers: bool = False
@@ -382,21 +360,23 @@ class Jsonl(Task):
             asked = reader.asked(row, place)
             for j, one in enumerate(asked, start=1):
                 where = label if len(asked) == 1 else f"{label}-q{j}"
-                found.append(_Prompt(where, dataset, *self._rendered(context, one), one, kept))
+                choices = reader.texts("choices", one, place)
+                question = reader.text("question", one, place)
+                answers = reader.texts("answers", one, place)
+                texts = {"context": context + MARK, "question": question, "choices": choices}
+                head, tail = self._rendered({**one, **texts})
+                found.append(_Prompt(where, dataset, head, tail, answers, choices, kept))
         if not self.merge_answers:
             return found
         merged: dict[str, _Prompt] = {}
         for prompt in found:
-            before = merged[prompt.id].asked.answers if prompt.id in merged else ()
-            asked_once = replace(prompt.asked, answers=(*before, *prompt.asked.answers))
-            merged[prompt.id] = replace(prompt, asked=asked_once)
+            before = merged[prompt.id].answers if prompt.id in merged else ()
+            merged[prompt.id] = replace(prompt, answers=(*before, *prompt.answers))
         return list(merged.values())
 
-    def _rendered(self, context: str, asked: Asked) -> tuple[str, str]:
+    def _rendered(self, fields: Row) -> tuple[str, str]:
         """The prompt up to the end of the context and of the white space after it, and the rest."""
-        known = {str(name): value for name, value in asked.fields.items()}
-        known |= {"context": context + MARK, "question": asked.question, "choices": asked.choices}
-        text = self._template.render(known)
+        text = self._template.render({str(name): value for name, value in fields.items()})
         if self.fields.get("context") is None:
             return "", text.replace(MARK, "")
         if text.count(MARK) != 1:
@@ -427,7 +407,7 @@ class Jsonl(Task):
                 id=prompt.id,
                 context=prompt.head,
                 question=prompt.tail + self.answer_prefix,
-                answers=prompt.asked.answers,
+                answers=prompt.answers,
                 max_new_tokens=self.max_new_tokens,
                 dataset=prompt.dataset,
                 stop=tuple(self.stop),
@@ -436,13 +416,11 @@ class Jsonl(Task):
                 complete=True,
                 context_id=None if len(group) == 1 else group[0].id,
                 history=HISTORIES[self.golden_turns],
-                golden=", ".join(prompt.asked.answers) if self.metric == "contains_all" else None,
-                settled=partial(_found, prompt.asked.answers)
-                if self.metric == "contains"
-                else None,
+                golden=", ".join(prompt.answers) if self.metric == "contains_all" else None,
+                settled=partial(_found, prompt.answers) if self.metric == "contains" else None,
                 fields={**prompt.fields, "truncated_tokens": cut},
                 metric=self.metric,
-                key=Key(prompt.asked.answers, prompt.asked.choices, self.pattern),
+                key=Key(prompt.answers, prompt.choices, self.pattern),
             )
             for prompt, question in zip(group, questions, strict=True)
         ]
@@ -471,14 +449,15 @@ class Jsonl(Task):
 
 @dataclass(frozen=True)
 class _Prompt:
-    """One question's text: `head` up to the end of the context, `tail` the rest."""
+    """One question's text, `head` up to the end of the context and `tail` the rest, and its key."""
 
     id: str
     dataset: str
     head: str
     tail: str
-    asked: Asked
-    fields: Mapping[str, str]
+    answers: tuple[str, ...]
+    choices: tuple[str, ...]
+    fields: Row
 
 
 def _grouped(prompts: Iterable[_Prompt]) -> Iterable[list[_Prompt]]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, MinLen
@@ -38,13 +38,21 @@ from kvbench.tasks.base import (
     balanced_order,
 )
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
+from kvbench.tasks.encoding import check_template
 from kvbench.tasks.haystack import filler, place_needles
 from kvbench.tasks.longeval_lines import word_lists
-from kvbench.tasks.metrics import containment, released_recall, rouge1, word_recall
+from kvbench.tasks.metrics import Pairwise, containment, released_recall, rouge1, word_recall
 
 HAYSTACK, QUESTION = "{haystack}", "{question}"
 PARTS = {"needle": ("{key}", "{value}"), "question": ("{key}",), "answer": ("{value}",)}
 """What the texts of needles that are hidden together must hold."""
+SCORES: Mapping[str, Pairwise] = {
+    "containment": containment,
+    "word_recall": word_recall,
+    "released_recall": released_recall,
+    "rouge1": rouge1,
+}
+"""Of a prediction and the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +120,7 @@ class Needle(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        before, _, after = self.template.partition(HAYSTACK)
-        if (before + after).count(HAYSTACK) or after.count(QUESTION) != 1 or QUESTION in before:
-            raise TaskError(
-                f"task.template is {self.template!r}; allowed: {HAYSTACK} and, after it, {QUESTION}, "
-                "each once"
-            )
+        check_template(self.template, HAYSTACK, QUESTION)
         if self.haystack == "files" and not self.haystack_files:
             raise TaskError(
                 "task.haystack_files is empty; allowed with haystack=files: globs of text files"
@@ -164,14 +167,12 @@ class Needle(Task):
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """All four scores; the primary one again as ``score``."""
-        answer = example.answers[0]
-        scores = {
-            "containment": containment(prediction, answer),
-            "word_recall": word_recall(prediction, answer),
-            "released_recall": released_recall(prediction, answer),
-            "rouge1": rouge1(prediction, answer),
-        }
+        scores = {name: score(prediction, example.answers[0]) for name, score in SCORES.items()}
         return {"score": scores[self.primary], **scores}
+
+    def _settled(self, answer: str, text: str) -> bool:
+        """Whether the whole answer is there, so that what may follow takes nothing away."""
+        return self.primary != "rouge1" and SCORES[self.primary](text, answer) == 1.0
 
     def _texts(self) -> list[tuple[str, str]]:
         """Names and texts of the documents to fill prompts with; none for generated filler."""
@@ -249,6 +250,7 @@ class Needle(Task):
                 evidence=needles[fact][1].strip(),
                 question_ids=tuple(asked_ids),
                 end_ids=encoder.end_ids | ends if ends else None,
+                settled=partial(self._settled, answer),
                 context_id=f"len{length}-{number:04d}" if self.together else None,
                 fields={
                     "length": length,

@@ -24,7 +24,13 @@ from annotated_types import Ge, Le
 
 from kvbench.errors.options import Count, Distinct, Text
 from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Task, TaskError, Tokens
-from kvbench.tasks.encoding import encode_context, encode_question, largest_fitting, parted
+from kvbench.tasks.encoding import (
+    check_template,
+    encode_context,
+    encode_question,
+    largest_fitting,
+    parted,
+)
 from kvbench.tasks.haystack import QUALITIES, THINGS
 from kvbench.tasks.metrics import METRICS, Key, containment
 
@@ -48,14 +54,6 @@ class HiddenKeys(Task):
     queries: Count = 1
     seed: int = 0
     max_new_tokens: NewTokens = 100
-
-    def _check_template(self, context: str, question: str) -> None:
-        before, _, after = self.template.partition(context)
-        if context in after or after.count(question) != 1 or question in before:
-            raise TaskError(
-                f"task.template is {self.template!r}; allowed: {context} and, after it, {question}, "
-                "each once"
-            )
 
     def _example(self, label: str, query: int, **given: object) -> Example:
         """The example of one question of the context called `label`."""
@@ -85,7 +83,7 @@ class KeyValue(HiddenKeys):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_template(PAIRS, KEY)
+        check_template(self.template, PAIRS, KEY)
         if self.queries > min(self.num_pairs):
             raise TaskError(
                 f"task.queries is {self.queries}; allowed: at most {min(self.num_pairs)}, the fewest "
@@ -162,7 +160,7 @@ class Passkey(HiddenKeys):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_template(CONTEXT, QUESTION)
+        check_template(self.template, CONTEXT, QUESTION)
         if KEY not in self.needle:
             raise TaskError(f"task.needle is {self.needle!r}; allowed: text with {{key}}")
         for option in ("needle", "question"):

@@ -62,16 +62,15 @@ class Run(SimpleNamespace):
     @cached_property
     def session(self) -> Session:
         """The model and its tokenizer."""
-        spec, device = (
-            instantiate(self.config().model, _convert_="all"),
-            resolve_device(self.device),
-        )
+        spec = instantiate(self.config().model, _convert_="all")
+        device = resolve_device(self.device)
         return Session(spec, device, resolve_dtype(self.dtype, device, spec.dtype), self.seed)
 
     def prompts(self, *more: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Id and tokens of the task's first prompts."""
         task = instantiate(self.config(*more).task, _convert_="all")
-        return encoded_prompts(task, self.session, self.limit)
+        for each in encoded_prompts(task, self.session, self.limit):
+            yield each.example.id, (*each.context_ids, *each.question_ids)
 
     def captured(self, ids: Sequence[int], layers: Any) -> Iterator[tuple[int, LayerKV]]:
         """A prompt's layers: a list of numbers from 1, so many evenly, or (None) all of them."""

@@ -18,7 +18,6 @@ from kvbench.engine.generate import run_forks
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
-from kvbench.probes.base import budget_at
 
 
 def methods_of(config: Any) -> dict[str, Any]:
@@ -131,7 +130,7 @@ def test_twenty_per_cent_is_twenty_per_cent(
         for label, (method, budget) in job.methods.items():
             if not method.uses_budget:
                 continue
-            held = budget_at(budget, setting.rate).capacity(n)
+            held = budget.with_share(setting.rate).capacity(n)
             assert abs(held - 2 * int(released[n, new] * n)) <= 1, label
             assert held / (n + new) == pytest.approx(0.2, abs=0.013)
     assert job.methods["h2o"][0].evicts

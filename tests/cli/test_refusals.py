@@ -41,6 +41,7 @@ budget.rate=0.5,0.25 -> add --multirun
 list taks -> cannot list ['taks'] (did you mean 'tasks'?)
 show method=nope -> unknown method 'nope'
 show -m -> cannot read '-m'
+show experiment=balancekv_table6 paper_table.file=a/b -> file is 'a/b'; allowed:
 show experiment=balancekv_table6 differs=3 -> differs is 3; allowed:
 reproduce nosuch -> unknown experiment 'nosuch'
 --config-dir=/nosuch -> --config-dir is '/nosuch'; allowed: a folder

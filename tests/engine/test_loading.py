@@ -18,7 +18,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from support.tiny import prompt_ids, tiny_model
 from transformers import AutoTokenizer
 
-from kvbench.engine import loading, memory
+from kvbench.engine import loading
 from kvbench.engine.generate import run_forks
 from kvbench.engine.loading import (
     ModelError,
@@ -126,21 +126,6 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
 def test_a_dtype_of_auto_follows_the_device() -> None:
     assert resolve_dtype("auto", CPU) == torch.float32
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-
-
-def test_memory_of_a_model_on_several_gpus_is_counted_on_all(monkeypatch):
-    held = [5, 7, 0]
-    for name in ("max_memory_allocated", "memory_allocated", "memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda index: held[index])
-    began = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", began.append)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (100, 200))
-    device = torch.device("cuda", 0)
-    assert memory.reset_peak(device)
-    assert began == [0, 1, 2]
-    assert memory.peak_bytes(device) == memory.used_bytes(device) == 12
-    assert memory.total_bytes(device) == 212  # not of a GPU that nothing is on
 
 
 def test_a_base_model_gets_no_template_and_a_bos_where_its_tokenizer_puts_one():

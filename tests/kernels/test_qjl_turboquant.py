@@ -246,6 +246,33 @@ def test_a_cache_packs_as_it_grows(name, dtype):
         torch.testing.assert_close(first, second, **near)
 
 
+def test_a_token_that_completes_the_buffer_attends_to_packed_keys():
+    """As the released code, fed one by one or with others; the tokens before it to exact keys."""
+    torch.manual_seed(0)
+    scheme, d, n = SCHEMES["qjl"], 16, 40
+    keys, values, query = torch.randn(1, 2, n, d), torch.randn(1, 2, n, d), torch.randn(4, n, d)
+    at = torch.arange(n)
+    how = {"capacity": 20, "quantization": scheme, "layer": 2, "seed": 7}
+    start = [part[:, :, :20] for part in (keys, values)]
+    held = CompressedKV(*start, None, at[:20].expand(1, 2, -1))
+    alone, together = (LayerCache(held, 20, build_method("exact"), **how) for _ in range(2))
+    out = step(together, query[:, 20:], keys[0, :, 20:], values[0, :, 20:], at[20:], 0.25)
+    for t in range(20, n):
+        one = slice(t, t + 1)
+        found = step(alone, query[:, one], keys[0, :, one], values[0, :, one], at[one], 0.25)
+        packed, _ = scheme.codecs(keys[0, :, : t + 1], values[0], layer=2, seed=7)
+        assert packed.count == (t + 1) // 16 * 16
+        _, stored = scheme.codecs(keys[0], values[0, :, : max(20, t)], layer=2, seed=7)
+        grouped = query[:, one].view(2, 2, d)
+        exact = grouped @ keys[0, :, packed.count : t + 1].mT
+        weights = (torch.cat([packed.dot(grouped), exact], -1) * 0.25).softmax(-1)
+        wanted = weights[..., stored.count :] @ values[0, :, stored.count : t + 1]
+        wanted += stored.mix(weights[..., : stored.count])
+        torch.testing.assert_close(found, wanted.view(4, 1, d))
+        if packed.count == t + 1:
+            torch.testing.assert_close(out[:, t - 20 : t - 19], found)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -24,7 +24,6 @@ MORE = [
     ("snapkv", {"quantize": {"scheme": "turboquant", "bits": 2, "outlier_bits": 3}}),
 ]
 LEFT_OUT = [
-    ("rkv", {"window": 1}),  # compresses again to more than the prompt
     ("qjl", {}),  # groups of more tokens than there are
     ("wildcat", {"bins": "released", "bin_size": 3}),  # holds more than the budget
 ]

@@ -205,6 +205,13 @@ CANNOT = [
     ("snapkv", {}, BLIND, {}, "layer 3 holds 0 prompt queries"),
     ("h2o", {}, BLIND, {}, "layer 3 holds 0 prompt queries"),
     ("expected_attention", {}, make_layer(60), {}, "has no rotary table of the usual kind"),
+    (
+        "expected_attention",
+        {"sink": 14},
+        make_layer(60),
+        {},
+        "sink is 14; allowed: at most the cap",
+    ),
     ("spatten", {}, replace(BLIND, queries=make_layer(60).queries), {}, "sees layer 3 first"),
     ("balancekv_needle", {}, BLIND, {}, r"balancekv_needle\.layer is 1, a layer that was not seen"),
     ("kvzip", {}, BLIND, {}, "has not seen the prompt repeated"),
@@ -277,7 +284,7 @@ def test_snapkv_shares_the_window_attention_with_pyramidkv():
     layer, budget = make_layer(100), Budget(rate=0.25, sink=4, window=8)
     for name in ("snapkv", "pyramidkv"):
         run(build_method(name), layer, budget)
-        assert list(layer.shared) == ["attention_mass of 8 queries"]
+        assert list(layer.shared) == ["attention mass of 8 queries"]
 
 
 @pytest.mark.parametrize("name", ["pyramidkv", "spatten"])

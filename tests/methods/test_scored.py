@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.attention import step
 from support.golden import arrays_of, cases_of, checked
 from support.method_layers import attend, make_layer, rotary, run
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.prefill import capture_layers
-from kvbench.kv import Budget, LayerKV
+from kvbench.engine.fork import ExactBytes, Fork
+from kvbench.engine.prefill import capture_layers, prefill
+from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.adakv import best_of_all_heads
 from kvbench.methods.expected_attention import mean_rotation, plain_queries
@@ -157,3 +159,111 @@ def test_queries_before_encoding_are_what_the_model_projected(architecture: str)
     half = torch.cat([-query[len(query) // 2 :], query[: len(query) // 2]])
     turned = mean_rotation(layer, 7, 1) @ query
     torch.testing.assert_close(turned, query * cos[0] + half * sin[0], atol=1e-5, rtol=1e-5)
+
+
+SIZED = Budget(size=50, sink=0, window=8)
+HELD = [
+    ("h2o", {}, SIZED, lambda held, fed: min(held, 50)),
+    ("rkv", {}, SIZED, lambda held, fed: 44 if held > 50 else held),
+    ("rkv", {"every": 3}, SIZED, lambda held, fed: 47 if held > 50 else held),
+    ("rkv", {}, Budget(rate=0.25, sink=4, window=8), lambda n, fed: 74 if n > 84 else n),
+    ("rkv_released", {"every": 16}, SIZED, lambda n, fed: n if (299 + fed) % 16 else 50),
+    (
+        "rkv",
+        {"to": 0.2, "every": 4},
+        SIZED,
+        lambda n, fed: n if (299 + fed) % 4 else (300 + fed) / 5,
+    ),
+    ("recompress", {"to": None, "every": 5}, SIZED, lambda held, fed: held if fed % 5 else 50),
+    (
+        "recompress",
+        {"to": 0.2, "every": 5},
+        SIZED,
+        lambda n, fed: n if fed % 5 else (300 + fed) / 5,
+    ),
+]
+"""Of a prompt of 300 tokens: how many entries stay of those there would be after so many tokens more."""
+
+
+@pytest.mark.parametrize(("name", "options", "budget", "stays"), HELD)
+def test_what_is_held_while_decoding(name, options, budget, stays):
+    """Within the budget, and beside it the queries that the method says it keeps."""
+    torch.manual_seed(0)
+    method, layer = build_method(name, **options), make_layer(300, kv_heads=2, num_layers=1)
+    fork = Fork(name, method, budget, 0, "x", room=0)
+    fork.compressed = True
+    fork.hold(0, run(method, layer, budget), budget.capacity(300), prompt=layer)
+    cache, queries = fork.layers[0], method.recompression and method.recompression.queries
+    most = cache.length
+    for fed in range(1, 201):
+        wanted = min(cache.length + 1, round(stays(cache.length + 1, fed)))
+        query, key, value = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+        step(cache, query, key, value, torch.tensor([299 + fed]), layer.scaling)
+        assert cache.length == wanted
+        most = max(most, wanted)
+    if queries is not None:
+        assert cache.held_bytes()[0] == 4 * (2 * 2 * 8 * most + 4 * 8 * queries)
+    fork.end_prompt(300, ExactBytes())
+    fork.appended = 200
+    fork.audit()
+
+
+def test_a_number_that_no_budget_grants_is_refused_before_decoding():
+    method, layer = build_method("rkv", to=8), make_layer(300, kv_heads=2, num_layers=1)
+    fork = Fork("rkv", method, SIZED, 0, "x", room=0)
+    with pytest.raises(KVError, match=r"budget\.size is 8; allowed: more than"):
+        fork.hold(0, run(method, layer, SIZED), 50, prompt=layer)
+
+
+def test_importance_is_of_the_logits_that_the_model_bounds():
+    layer = make_layer(60, kv_heads=2, scale=4.0)
+    scores = build_method("rkv", mix=1.0, window=1, kernel_size=1).entry_scores
+    logits = (layer.queries[:, :, -1:] @ layer.keys.repeat_interleave(2, 1).mT)[:, :, 0, :-1]
+    capped = 2 * torch.tanh(logits * layer.scaling / 2)
+    wanted = capped.view(1, 2, 2, 59).amax(2).softmax(-1)
+    torch.testing.assert_close(scores(replace(layer, softcap=2.0)), wanted)
+
+
+@pytest.mark.parametrize(("name", "options"), [("adakv", {}), ("pages", {"size": 1})])
+def test_the_layer_budgets_of_the_other_method_are_kept(name, options):
+    method, budget = (
+        build_method(name, of="pyramidkv", **options),
+        Budget(rate=0.2, sink=0, window=8),
+    )
+    shares = [build_method("pyramidkv").layer_capacity(budget, 200, i, 4) for i in range(4)]
+    assert shares[0] > shares[-1]
+    assert [method.layer_capacity(budget, 200, i, 4) for i in range(4)] == shares
+    assert method.total_capacity(budget, 200, 4) == sum(shares) == 4 * budget.capacity(200)
+    for index, share in enumerate(shares):
+        assert run(method, make_layer(200, layer_index=index), budget).charged == share
+    tight = Budget(rate=0.1, sink=30, window=8)  # the last layers have less than sink and window
+    last = build_method("adakv", of="pyramidkv")
+    kept = run(last, make_layer(400, layer_index=3), tight)
+    assert kept.charged == last.layer_capacity(tight, 400, 3, 4) < 38
+    for head, length in zip(kept.positions[0], kept.lengths[0], strict=True):
+        assert head[:length].tolist()[-8:] == list(range(392, 400)), "the window stays"
+
+
+QJL = {"scheme": "qjl", "m": 64, "first_m": 32, "m_out": 8, "first_m_out": 8, "first_layers": 1}
+EXTRAS = [
+    ("pages", {}, {"page_bytes": 4 * 3 * 16 * 2 * 32 * 4, "blocks_freed": 4 * (7 - 3)}),
+    ("qjl", {"quantize": QJL}, {"scheme_bytes": 4 * 16 * (64 + 32)}),
+    ("turboquant", {}, {"scheme_bytes": 4 * (16 * 16 + 2**4)}),
+    ("exact", {"quantize": {"scheme": "turboquant", "per": "layer", "keys": "prod"}},
+     {"scheme_bytes": 4 * 4 * (16 * 16 + 2**4 + 2 * 16 * 16 + 2**3)}),
+    ("snapkv", {"quantize": {"bits": 4}}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "wanted"), EXTRAS)
+def test_records_count_pages_sketches_and_rotations(name, options, wanted):
+    """Of a model of 4 layers with 2 KV heads of 16 numbers, and a prompt of 100 tokens."""
+    model, budget = tiny_model("llama"), Budget(size=52, sink=2, window=8)
+    config = model.config
+    assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    fork = Fork(name, build_method(name, **options), budget, 0, "x", room=0)
+    with kvbench_attention_on(model):
+        prefill(model, prompt_ids(100), [fork])
+    found = fork.cost().record()
+    assert {key: found[key] for key in wanted} == wanted
+    assert {"page_bytes", "blocks_freed", "scheme_bytes"} & found.keys() == wanted.keys()

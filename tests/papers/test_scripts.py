@@ -55,7 +55,7 @@ def test_every_item_is_made_small(
     for line in command_lines(name, [*words, f"results_dir={tmp_path}"]):
         path = SCRIPTS / f"{line[0].removeprefix('script=')}.py"
         runpy.run_path(str(path))["main"](line[1:])
-    folder = tmp_path / name
+    folder = tmp_path / f"{name}_small"
     files = sorted(path.stem for path in folder.glob("*.csv"))
     assert files
     for stem in files:
@@ -109,12 +109,9 @@ def test_norms_are_those_of_plain_loops() -> None:
     for head in range(layer.keys.shape[1]):
         keys, values = layer.keys[0, head].double(), layer.values[0, head].double()
         queries = layer.queries[0, head * layer.group : (head + 1) * layer.group].double()
-        expected = {
-            "queries": [math.sqrt(float(q @ q)) for part in queries for q in part],
-            "keys": [math.sqrt(float(k @ k)) for k in keys],
-            "keys_shifted": [math.sqrt(float(k @ k)) for k in keys - keys.mean(0)],
-            "values": [math.sqrt(float(v @ v)) for v in values],
-        }
+        vectors = {"queries": queries.flatten(0, 1), "keys": keys, "values": values}
+        vectors["keys_shifted"] = keys - keys.mean(0)
+        expected = {kind: [math.sqrt(float(x @ x)) for x in each] for kind, each in vectors.items()}
         expected["bound"] = [max(*expected["queries"], *expected["keys_shifted"])]
         for kind, numbers in expected.items():
             assert norms.norms_of(layer, kind)[head].tolist() == pytest.approx(numbers, rel=1e-9)
@@ -216,13 +213,9 @@ def test_neurons_are_counted_and_dropped_by_hooks(kind: str, into: str, out: str
         for part in (into, out)
     ]
     seen: list[Any] = []
-    handles = [
-        m.register_forward_hook(lambda _, __, x: seen.append((x.flatten(0, -2) > 0).sum(0)))
-        for m in linears[0]
-    ]
+    for linear in linears[0]:
+        linear.register_forward_hook(lambda _, __, x: seen.append((x.flatten(0, -2) > 0).sum(0)))
     counts = _neurons.counts_of(model, [ids])
-    for handle in handles:
-        handle.remove()
     assert all(torch.equal(counts[i + 1], wanted) for i, wanted in enumerate(seen))
     dropped = {i + 1: torch.rand(m.in_features) < 0.4 for i, m in enumerate(linears[1])}
     whole, found = (neuron_dropping.mean_nll(model, ids, d) for d in ({}, dropped))

@@ -66,24 +66,17 @@ def test_the_bounds_scale_with_grouped_queries():
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 1, 2, 9, 4, generator=generator)
     queries = torch.randn(1, 6, 5, 4, generator=generator)
-    layer = LayerKV(keys, values, None, 0, 1, 0.5)
-    found = bound_scale(layer, queries)
+    found = bound_scale(LayerKV(keys, values, None, 0, 1, 0.5), queries)
     for head in range(6):
-        for i in range(5):
-            p = (queries[0, head, i].double() @ keys[0, head // 3].double().T * 0.5).softmax(-1)
-            want = p.norm() * values[0, head // 3].double().norm()
-            assert float(found[0, head, i]) == pytest.approx(float(want), rel=1e-12)
+        p = (queries[0, head].double() @ keys[0, head // 3].double().T * 0.5).softmax(-1)
+        want = p.norm(dim=-1) * values[0, head // 3].double().norm()
+        torch.testing.assert_close(found[0, head], want, rtol=1e-12, atol=0)
 
 
 def test_options_that_grow_and_failures_that_are_records():
-    probe = ErrorScaling(
-        n=64,
-        kept=(8, 16),
-        queries=2,
-        draws=1,
-        data={"d": BoundedData(head_dim=4)},
-        per_kept={"wide": {"block_size": 0.5}},
-    )
+    small = {"n": 64, "kept": (8, 16), "queries": 2, "draws": 1}
+    data = {"d": BoundedData(head_dim=4)}
+    probe = ErrorScaling(**small, data=data, per_kept={"wide": {"block_size": 0.5}})
     broken = build_method("balancekv", block_size=[16, 16])  # too short a list at rate 1/8
     methods = {"wide": (build_method("balancekv"), BUDGET), "broken": (broken, BUDGET)}
     assert probe._sized("wide", methods["wide"][0], 16) == build_method("balancekv", block_size=8)
@@ -102,21 +95,16 @@ def test_options_that_grow_and_failures_that_are_records():
     with pytest.raises(TaskError, match="exactly one of them"):
         ErrorScaling()
     with pytest.raises(TaskError, match=r"task.kept is \[65\]; allowed: at most task.n, 64"):
-        ErrorScaling(n=64, kept=(65,), data={"d": BoundedData()})
+        ErrorScaling(n=64, kept=(65,), data=data)
+
+
+PROMPTS = ["task.num_prompts=1", "task.prompts.num_lines=[25]"]
+SMALL = ["task.n=256", "task.kept=[64]", "task.queries=4"]
 
 
 @pytest.mark.parametrize(
     ("task", "small"),
-    [
-        ("error_scaling_streaming", ["task.n=512", "task.kept=[64,128]", "task.queries=4"]),
-        (
-            "error_scaling_streaming_model",
-            [
-                *("task.num_prompts=1", "task.prompts.num_lines=[25]"),
-                *("task.n=256", "task.kept=[64]", "task.queries=8"),
-            ],
-        ),
-    ],
+    [("error_scaling_streaming", SMALL), ("error_scaling_streaming_model", [*PROMPTS, *SMALL])],
 )
 def test_an_experiment_runs_small(task, small, tmp_path):
     overrides = ["experiment=error_scaling_streaming", f"task={task}", f"task_label={task}"]

@@ -1,8 +1,9 @@
-"""The throughput probe: what it measures and divides, batches, memory, baselines, experiments."""
+"""The throughput probe: what it measures and divides, batches, memory, experiments."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,10 +14,8 @@ from kvbench.cli.build import build_job
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
 from kvbench.engine import rows as engine_rows
-from kvbench.engine.baselines import BASELINES, baselines_of
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
-from kvbench.probes import throughput
 from kvbench.probes.throughput import Throughput, largest_batch
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
@@ -33,17 +32,16 @@ def _no_collection(monkeypatch):
 
 
 def job(tmp_path, probe, methods=METHODS):
-    rows = probe.rows()
-    return make_job(tmp_path, {**methods, **rows}, plan=probe)
+    return make_job(tmp_path, methods, plan=probe)
 
 
 def test_a_batch_is_measured_as_a_whole_and_prefilled_once_per_run(tmp_path):
-    probe = Throughput(settings=[(60, 4, 1), (60, 4, 3)], runs=2, rates=(0.5, 0.2))
+    settings = [(60, 4, batch, rate) for batch in (1, 3) for rate in (0.5, 0.2)]
+    probe = Throughput(settings=settings, runs=2)
     made = job(tmp_path, probe)
     prefills = []
     made.session.model.register_forward_pre_hook(
-        lambda module, args, kwargs: prefills.append(kwargs["input_ids"].shape[1] > 1),
-        with_kwargs=True,
+        lambda _, __, given: prefills.append(given["input_ids"].shape[1] > 1), with_kwargs=True
     )
     result = run_job(made)
     assert result.failed == 0
@@ -116,7 +114,6 @@ def test_the_largest_batch_is_within_a_sixteenth(room, most, want):
     assert largest_batch(trial, CPU, most) == want
     assert len(tried) == len(set(tried))
     assert max(tried) <= most
-    assert want <= min(room, most) <= want + max(1, want // 16)
 
 
 def test_no_batch_that_fits_other_failures_and_the_memory_of_a_cpu(monkeypatch):
@@ -124,67 +121,21 @@ def test_no_batch_that_fits_other_failures_and_the_memory_of_a_cpu(monkeypatch):
         (torch.OutOfMemoryError("CUDA out of memory"), "not even one prompt fits"),
         (ValueError("a bug"), "a bug"),
     ):
-
-        def failing(batch, error=error):
-            raise error
-
         with pytest.raises(type(error), match=said):
-            largest_batch(failing, CPU, 8)
-    last = [0]
+            largest_batch(Mock(side_effect=error), CPU, 8)
+    trial = Mock()
     monkeypatch.setattr(memory, "reset_peak", lambda device: True)
     monkeypatch.setattr(memory, "used_bytes", lambda device: 10)
-    monkeypatch.setattr(memory, "peak_bytes", lambda device: 10 + 10 * last[0])
+    monkeypatch.setattr(memory, "peak_bytes", lambda device: 10 + 10 * trial.call_args[0][0])
     monkeypatch.setattr(memory, "total_bytes", lambda device: 100)
-    found = largest_batch(lambda batch: last.__setitem__(0, batch), CPU, 1024)
-    assert found == 4, "eight would take 90 of 100"
-
-
-def test_baselines_run_beside_ours(tmp_path):
-    """Every run begins with another row; the model is left as it was found."""
-    names = ("hf_dynamic", "hf_static")
-    probe = Throughput(settings=[(60, 5, 2)], runs=3, baselines=names)
-    assert tuple(probe.rows()) == names
-    with pytest.raises(TaskError, match=r"task.baselines has 'vllm'; allowed: hf_dynamic"):
-        baselines_of(["vllm"])
-    made = job(tmp_path, probe, {"exact": METHODS["exact"]})
-    records = records_of(run_job(made), times=True)
-    for label in ("hf_dynamic", "hf_static"):
-        row, exact = records[label][0], records["exact"][0]
-        assert (row["status"], row["new_tokens"], row["batch"]) == ("ok", 5, 2), row["error"]
-        assert row["tokens_per_s"] == pytest.approx(10 / (row["prefill_s"] + row["decode_s"]))
-        assert row["cache_bytes_end"] >= exact["cache_bytes_end"]
-        assert sorted(row["turn"] for row in records[label]) == [0, 1, 2]
-    assert made.session.model.config._attn_implementation == "kvbench"
-
-
-def test_baselines_generate_what_the_exact_cache_generates(tmp_path):
-    """The same work is timed: token for token the same continuation."""
-    made = make_job(tmp_path, {"exact": METHODS["exact"]})
-    model, ids = made.session.model, throughput._random_ids(made.session, 50, 2)
-    seen = []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].tolist()), with_kwargs=True
-    )
-    BASELINES["hf_dynamic"].generate(model, ids, 6)
-    theirs, seen[:] = list(seen), []
-    prompts = [
-        engine.Prompt(row, [], {"exact": (METHODS["exact"], SMALL)}, engine.Stopping(6), "x")
-        for row in ids.tolist()
-    ]
-    engine.run_batch(model, prompts, seed=0)
-    assert theirs[1:] == seen[2:]  # before it is the prefill: of each prompt, or a batch
-    assert len(theirs) == 6
+    assert largest_batch(trial, CPU, 1024) == 4, "eight would take 90 of 100"
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path):
-    for options, message in (
-        ({"batch": [0]}, r"task.batch is \[0\]; allowed: a list of integers >= 1 or largest"),
-        ({"batch": ["most"]}, r"task.batch is \['most'\]"),
-        ({"settings": [(512, 32)]}, r"task.settings has \[512, 32\]; allowed: \[prompt tokens"),
-        ({"new_tokens": [4, 0]}, r"task.new_tokens is \[4, 0\]"),
-    ):
-        with pytest.raises(TaskError, match=message):
-            Throughput(**options)
+    with pytest.raises(TaskError, match=r"has \[512, 32\]; allowed: \[prompt tokens"):
+        Throughput(settings=[(512, 32)])
+    with pytest.raises(TaskError, match=r"\['most'\]; allowed: a list of integers >= 1 or larg"):
+        Throughput(batch=["most"])
     made = job(tmp_path, Throughput(settings=[(60, 5, 1)], runs=1))
     wide = {"h2o": (METHODS["h2o"], Budget(sink=40, window=40))}
     with pytest.raises(KVError, match=r"window is 80; the prompt has 60 tokens"):
@@ -202,5 +153,5 @@ def test_an_experiment_runs_small(tmp_path):
     result = run_job(build_job(composed(*words)))
     assert result.failed == 0
     records = records_of(result, times=True)
-    assert set(records) >= {"exact", "hf_dynamic", "hf_static", "h2o", "balancekv"}
+    assert set(records) >= {"exact", "h2o", "balancekv"}
     assert all(row["tokens_per_s"] > 0 for rows in records.values() for row in rows)

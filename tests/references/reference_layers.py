@@ -10,17 +10,17 @@ from functools import cache
 import pytest
 import torch
 from support.method_layers import make_layer, rotary
+from support.probing import shipped
 from torch import Tensor
 
-from kvbench.engine.loading import ASSET_PREFIX, ModelSpec, local_path
 from kvbench.engine.prefill import capture_layers
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods.base import Method
 from kvbench.run.encoding import encode_example
-from kvbench.run.session import Session
 from kvbench.tasks.longeval_lines import LongEvalLines
 
 LAYERS = 6
+SHIPPED = shipped()
 
 # batch, kv_heads, group, n, head_dim
 SHAPES = [
@@ -57,28 +57,19 @@ def random_layer(
     return replace(layer, scaling=scaling, output=mixing.clone, rotary=rotary(dim))
 
 
-def shipped_spec() -> ModelSpec:
-    """The model that ships with the package."""
-    return ModelSpec(name="recall_mini", path=f"{ASSET_PREFIX}recall_mini")
-
-
 @cache
 def shipped_prompts() -> tuple[tuple[int, ...], ...]:
     """Token ids of line-retrieval prompts, short to long."""
-    session = _session()
-    task = LongEvalLines(num_lines=(10, 30, 60), num_examples=1)
-    return tuple(
-        (*encoded.context_ids, *encoded.question_ids)
-        for encoded in (
-            encode_example(example, session.encoder) for example in task.examples(session.encoder)
-        )
-    )
+    encoder = SHIPPED.encoder
+    examples = LongEvalLines(num_lines=(10, 30, 60), num_examples=1).examples(encoder)
+    encoded = [encode_example(example, encoder) for example in examples]
+    return tuple((*each.context_ids, *each.question_ids) for each in encoded)
 
 
 @cache
 def shipped_layers(prompt: int) -> tuple[LayerKV, ...]:
     """Every layer of the shipped model on one of `shipped_prompts`."""
-    model = _session().model
+    model = SHIPPED.model
     count = model.config.num_hidden_layers
     captured = capture_layers(model, shipped_prompts()[prompt], range(count))
     return tuple(captured[index] for index in range(count))
@@ -87,12 +78,6 @@ def shipped_layers(prompt: int) -> tuple[LayerKV, ...]:
 def all_shipped_layers() -> list[LayerKV]:
     """Every layer of every prompt."""
     return [layer for prompt in range(len(shipped_prompts())) for layer in shipped_layers(prompt)]
-
-
-@cache
-def _session() -> Session:
-    local_path(shipped_spec().path)
-    return Session(spec=shipped_spec(), device=torch.device("cpu"), dtype=torch.float32)
 
 
 def random_layers(shape: tuple[int, int, int, int, int], **options: float) -> list[LayerKV]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,17 +21,16 @@ from reference_layers import (
     random_layers,
     shipped_layers,
     shipped_prompts,
-    shipped_spec,
     tally,  # noqa: F401 - a fixture
 )
 from scipy import stats
+from support.tiny import on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine.generate import run_forks
 from kvbench.engine.loading import local_path
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import Method, build_method
-from kvbench.methods._adapters import find_rows
 from kvbench.methods._select import group_mean
 from kvbench.methods.kvpress import REFUSED, available_presses, make_press, ratio_for
 from kvbench.methods.pyramidkv import PyramidKV
@@ -40,17 +39,13 @@ from kvbench.methods.snapkv import keep_best, window_scores
 kvpress = pytest.importorskip("kvpress", reason="needs the package kvpress: make test-references")
 
 SNAP = {"press": "SnapKVPress"}
-PLAIN = (
-    *(
-        "CURPress",
-        "KeyDiffPress",
-        "KnormPress",
-        "NonCausalAttnPress",
-        "ObservedAttentionPress",
-        "PyramidKVPress",
-    ),
-    *("RandomPress", "SnapKVPress", "StreamingLLMPress", "TOVAPress"),
-)
+PLAIN = [
+    f"{name}Press"
+    for name in (
+        *("CUR", "KeyDiff", "Knorm", "NonCausalAttn", "ObservedAttention", "PyramidKV", "Random"),
+        *("SnapKV", "StreamingLLM", "TOVA"),
+    )
+]
 RUNS: dict[str, dict[str, Any]] = {
     **{press: {} for press in PLAIN},
     **dict.fromkeys(("AdaKVPress", "CriticalAdaKVPress", "CriticalKVPress"), SNAP),
@@ -83,13 +78,10 @@ def all_layers(shape: tuple[int, int, int, int, int]) -> list[LayerKV]:
 def test_every_press_runs_or_is_refused_with_a_reason() -> None:
     assert set(available_presses()) == set(RUNS) | set(REFUSED)
     assert not set(RUNS) & set(REFUSED)
-
-
-@pytest.mark.parametrize("press", sorted(REFUSED))
-def test_refused_presses_say_why_in_one_line(press: Any) -> None:
-    with pytest.raises(KVError) as error:
-        press_method(press)
-    assert str(error.value) == f"press {press} cannot run as a method: {REFUSED[press]}"
+    for press, reason in REFUSED.items():
+        with pytest.raises(KVError) as error:
+            press_method(press)
+        assert str(error.value) == f"press {press} cannot run as a method: {reason}"
 
 
 @pytest.mark.parametrize("press", sorted(RUNS))
@@ -148,11 +140,7 @@ def test_a_prompt_is_compressed_by_itself_whatever_batch_it_travels_in(press: An
 
 
 def test_presses_run_in_the_engine_beside_other_methods() -> None:
-    from support.tiny import prompt_ids, tiny_model
-
-    model = tiny_model("llama")
-    model.set_attn_implementation("kvbench")
-    budget = Budget(rate=0.25, sink=4, window=4)
+    model, budget = on_kvbench(tiny_model("llama")), Budget(rate=0.25, sink=4, window=4)
     methods = {
         name: (press_method(name, **options), budget)
         for name, options in RUNS.items()
@@ -171,16 +159,11 @@ def test_presses_run_in_the_engine_beside_other_methods() -> None:
 def test_the_package_wraps_attention_functions_and_kvbench_generates_the_same() -> None:
     """Imported after kvbench registered its function, kvpress wraps it with the others."""
     from kvpress.attention_patch import patch_attention_functions
-    from support.tiny import prompt_ids, tiny_model
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
     for architecture in ("llama", "gemma3", "gpt_neox", "opt"):
-        model, ids = tiny_model(architecture), prompt_ids(60)
-        methods = {
-            "exact": (build_method("exact"), BUDGETS[0]),
-            "snapkv": (build_method("snapkv"), BUDGETS[0]),
-        }
-        model.set_attn_implementation("kvbench")
+        model, ids = on_kvbench(tiny_model(architecture)), prompt_ids(60)
+        methods = {name: (build_method(name), BUDGETS[0]) for name in ("exact", "snapkv")}
         before = dict(FUNCTIONS._local_mapping)
         tokens = []
         try:
@@ -222,7 +205,7 @@ def test_sink_and_window_come_from_the_budget_unless_given() -> None:
     assert_same_entries(kept(press_method("SnapKVPress", window_size=30), layer, budget), wider)
 
 
-# --- SnapKV -----------------------------------------------------------------------------------------
+# --- the same entries as ours -----------------------------------------------------------------------
 
 
 @each_shape
@@ -237,14 +220,12 @@ def test_snapkv(shape: Any, budget: Any, kernel_size: Any) -> None:
         assert_same_entries(kept(ours, layer, budget), kept(theirs, layer, budget), scores)
 
 
-def module_of(layer: LayerKV) -> Any:
-    """The least that a press which is handed attention weights asks of a module."""
-    kv_heads, heads = layer.keys.shape[1], queries_of(layer).shape[1]
-    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads)
-    return SimpleNamespace(config=config, head_dim=layer.keys.shape[-1])
-
-
-# --- PyramidKV --------------------------------------------------------------------------------------
+@each_shape
+@each_budget
+def test_streaming_llm(shape: Any, budget: Any) -> None:
+    ours, theirs = build_method("streaming_llm"), press_method("StreamingLLMPress")
+    for layer in all_layers(shape):
+        assert_same_entries(kept(ours, layer, budget), kept(theirs, layer, budget))
 
 
 @each_budget
@@ -272,22 +253,6 @@ def test_pyramidkv_selects_alike_given_the_same_count(budget: Any, num_layers: A
     assert sum(mine) == num_layers * capacity
 
 
-# --- StreamingLLM -----------------------------------------------------------------------------------
-
-
-@each_shape
-@each_budget
-def test_streaming_llm(shape: Any, budget: Any) -> None:
-    for layer in all_layers(shape):
-        assert_same_entries(
-            kept(build_method("streaming_llm"), layer, budget),
-            kept(press_method("StreamingLLMPress"), layer, budget),
-        )
-
-
-# --- observed attention, which is H2O's score -------------------------------------------------------
-
-
 @each_shape
 def test_observed_attention_is_our_attention_mass_divided_by_the_queries_that_see_a_key(
     shape: Any,
@@ -295,42 +260,22 @@ def test_observed_attention_is_our_attention_mass_divided_by_the_queries_that_se
     """Ours is the sum (H2O, Algorithm 1), the package's the mean over the queries that can see the
     key. On the package's side: its own class on eager attention weights, without the adapter."""
     for layer in all_layers(shape):
+        kv_heads, heads = layer.keys.shape[1], queries_of(layer).shape[1]
+        config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads)
+        module = SimpleNamespace(config=config, head_dim=layer.keys.shape[-1])
         press = kvpress.ObservedAttentionPress(compression_ratio=0.5)
-        weights = eager_weights(layer)
-        scores = press.score(module_of(layer), None, layer.keys, layer.values, weights, {})
-        ours = group_mean(layer.attention_mass(), layer.keys.shape[1])
+        scores = press.score(module, None, layer.keys, layer.values, eager_weights(layer), {})
+        ours = group_mean(layer.attention_mass(), kv_heads)
         seen = torch.arange(layer.n, 0, -1)
         torch.testing.assert_close(scores * seen, ours, rtol=2e-5, atol=1e-6)
-
-
-@each_shape
-@each_budget
-def test_observed_attention_through_the_adapter_is_the_press_on_eager_weights(
-    shape: Any, budget: Any
-) -> None:
-    """The adapter hands the press the column sums only: no n x n matrix."""
-    for layer in random_layers(shape):
-        held = kept(press_method("ObservedAttentionPress"), layer, budget)
-        press = kvpress.ObservedAttentionPress(ratio_for(layer.n, budget.capacity(layer.n)))
-        keys, values = press.compress(
-            module_of(layer), None, layer.keys, layer.values, eager_weights(layer), {}
-        )
-        assert_same_positions(find_rows((keys,), (layer.keys,)).sort(-1).values, held.positions)
-        assert values.shape == held.values.shape
-
-
-# --- random -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["uniform", "kvpress"])
 def test_random_eviction_is_uniform_in_both(name: Any) -> None:
     """Exactly `capacity` entries, every position equally often, heads drawn independently. With
     neither sink nor window and without weights, ours and RandomPress draw from one distribution."""
-    method = (
-        build_method("uniform", weighted=False)
-        if name == "uniform"
-        else press_method("RandomPress")
-    )
+    options = {"weighted": False} if name == "uniform" else {"press": "RandomPress"}
+    method = build_method(name, **options)
     budget, n, seeds, heads = Budget(rate=0.25, sink=0, window=0), 120, 600, 3
     layer = random_layer((1, heads, 1, n, 4), 0)
     count, both = torch.zeros(n), 0
@@ -344,11 +289,8 @@ def test_random_eviction_is_uniform_in_both(name: Any) -> None:
     # Drawing without replacement: the counts' variance is draws * share * (1 - share), their sum fixed.
     statistic = ((count - draws * share) ** 2).sum() / (draws * share * (1 - share)) * (n - 1) / n
     assert 1e-3 < stats.chi2.sf(float(statistic), n - 1) < 1 - 1e-3
-    expected, spread = (
-        seeds * capacity * share,
-        (seeds * capacity * share * (1 - share) ** 2) ** 0.5,
-    )
-    assert abs(both - expected) < 4 * spread
+    spread = (seeds * capacity * share * (1 - share) ** 2) ** 0.5
+    assert abs(both - seeds * capacity * share) < 4 * spread
 
 
 # --- the shipped model, the package run as its users run it -----------------------------------------
@@ -360,7 +302,7 @@ def native_prefill(press: Any, ids: tuple[int, ...], attention: str = "sdpa") ->
     press has masked: heads and positions, or None."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    path, cache = local_path(shipped_spec().path), DynamicCache()
+    path, cache = local_path("asset:recall_mini"), DynamicCache()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention).eval()
     with press(model):
         model.model(input_ids=torch.tensor([ids]), past_key_values=cache)
@@ -376,9 +318,7 @@ OURS = {
     EXPECTED: "expected_attention",
 }
 """Presses that keep the same entries as a method of ours."""
-NATIVE = sorted(
-    {*PLAIN, "CriticalKVPress", "ExpectedAttentionPress", "LagKVPress"} - {"RandomPress"}
-)
+NATIVE = sorted({*PLAIN, "CriticalKVPress", EXPECTED, "LagKVPress"} - {"RandomPress"})
 
 
 def package_press(press: str, options: dict[str, Any], budget: Budget, n: int) -> Any:
@@ -447,81 +387,50 @@ def test_entries_that_the_package_masks_are_really_evicted(
     assert differ <= 1e-3 * total, "ties and rounding only"
 
 
-# --- what is refused when it runs -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """A press on a layer it cannot take."""
-
-    press: str
-    message: str
-    options: dict[str, Any]
-    layer: dict[str, Any]
-
+# --- what is refused --------------------------------------------------------------------------------
 
 QUERIES = queries_of(random_layer((1, 2, 2, 300, 16), 0))
-CASES = [
-    Case("SnapKVPress", "has no queries", {}, {"queries": None}),
-    Case("SnapKVPress", "softcap 30.0", {}, {"softcap": 30.0}),
-    Case(
-        "NonCausalAttnPress",
-        "holds 20 of 300",
-        {},
-        {"queries": QUERIES[:, :, -20:]},
-    ),
-    Case("SnapKVPress", "holds 9 of 300", {}, {"queries": QUERIES[:, :, -9:]}),
-    Case(
-        "ObservedAttentionPress",
-        "holds 20 prompt queries; the method needs the last 300",
-        {},
-        {"queries": QUERIES[:, :, -20:]},
-    ),
-    Case("CriticalKVPress", "shows none", SNAP, {"output": None}),
-    Case("ChunkPress", "does not support attentions", {"press": "ObservedAttentionPress"}, {}),
-    Case("ChunkPress", "greater than the window", {"press": "SnapKVPress", "chunk_length": 4}, {}),
+# press, options, parts of the layer, what is said
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("SnapKVPress", {}, {"queries": None}, "has no queries"),
+    ("SnapKVPress", {}, {"softcap": 30.0}, "softcap 30.0"),
+    ("NonCausalAttnPress", {}, {"queries": QUERIES[:, :, -20:]}, "holds 20 of 300"),
+    ("SnapKVPress", {}, {"queries": QUERIES[:, :, -9:]}, "holds 9 of 300"),
+    ("ObservedAttentionPress", {}, {"queries": QUERIES[:, :, -20:]}, "needs the last 300"),
+    ("CriticalKVPress", SNAP, {"output": None}, "shows none"),
+    ("ChunkPress", {"press": "ObservedAttentionPress"}, {}, "does not support attentions"),
+    ("ChunkPress", {**SNAP, "chunk_length": 4}, {}, "greater than the window"),
+    ("SnapKVPres", {}, {}, "unknown press 'SnapKVPres' .did you mean 'SnapKVPress'"),
+    ("SnapKVPress", {"kernel": 3}, {}, "no option 'kernel' .did you mean 'kernel_size'"),
+    ("SnapKVPress", {"compression_ratio": 0.5}, {}, "from budget.rate"),
+    ("SnapKVPress", {"window_size": 0}, {}, "window_size is 0"),
+    ("ChunkKVPress", {}, {}, "wraps another"),
+    ("ChunkKVPress", {"press": "ThinKPress"}, {}, "ThinKPress cannot run"),
+    ("MergingPress", {**SNAP, "merge_fraction": 2.0}, {}, "rejects its options"),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.press}-{case.message}")
-def test_layers_a_press_cannot_take_are_refused_in_one_line(case: Any) -> None:
-    layer = replace(random_layer((1, 2, 2, 300, 16), 0), **case.layer, shared={})
-    with pytest.raises(KVError, match=case.message) as error:
-        press_method(case.press, **case.options).compress(layer, BUDGETS[0], torch.Generator())
-    assert "\n" not in str(error.value)
+def test_presses_options_and_layers_that_do_not_fit_are_refused_in_one_line() -> None:
+    for press, options, parts, message in CASES:
+        layer = replace(random_layer((1, 2, 2, 300, 16), 0), **parts, shared={})
+        with pytest.raises(KVError, match=message) as error:
+            press_method(press, **options).compress(layer, BUDGETS[0], torch.Generator())
+        assert "\n" not in str(error.value)
+    nested = press_method("ChunkKVPress", press={"press": "SnapKVPress", "kernel_size": 7})
+    assert nested != press_method("ChunkKVPress", press="SnapKVPress")
+    assert hash(nested)
 
 
 def test_a_press_that_asks_for_more_than_a_method_sees_is_refused_by_name(monkeypatch: Any) -> None:
     """Presses of later releases: the stand-in says what was asked for."""
     layer = random_layer((1, 2, 2, 300, 16), 0)
+    monkeypatch.setattr("kvbench.methods.kvpress.REFUSED", {})
     for press, asked in [("CapPress", "rotary_emb"), ("LeverageScorePress", "k_proj")]:
-        monkeypatch.setattr("kvbench.methods.kvpress.REFUSED", {})
-        method = press_method(press)
         with pytest.raises(KVError, match=asked):
-            method.compress(layer, BUDGETS[0], torch.Generator().manual_seed(0))
+            press_method(press).compress(layer, BUDGETS[0], torch.Generator().manual_seed(0))
 
 
 def test_presses_that_read_no_queries_need_none() -> None:
     layer = replace(random_layer((1, 2, 2, 300, 16), 0), queries=None, softcap=30.0, shared={})
     for press in ("KnormPress", "KeyDiffPress", "StreamingLLMPress", "RandomPress", "CURPress"):
         assert int(kept(press_method(press), layer, BUDGETS[0]).entries.max()) == 93
-
-
-def test_options_are_checked_before_anything_runs() -> None:
-    cases: list[tuple[str, dict[str, Any], str]] = [
-        ("SnapKVPres", {}, "unknown press 'SnapKVPres' .did you mean 'SnapKVPress'"),
-        ("SnapKVPress", {"kernel": 3}, "no option 'kernel' .did you mean 'kernel_size'"),
-        ("SnapKVPress", {"compression_ratio": 0.5}, "from budget.rate"),
-        ("SnapKVPress", {"window_size": 0}, "window_size is 0"),
-        ("ChunkKVPress", {}, "wraps another"),
-        ("ChunkKVPress", {"press": "ThinKPress"}, "ThinKPress cannot run"),
-        ("ChunkKVPress", {"press": "ChunkPress"}, "wraps another"),
-        ("MergingPress", {**SNAP, "merge_fraction": 2.0}, "rejects its options"),
-    ]
-    for press, options, message in cases:
-        with pytest.raises(KVError, match=message) as error:
-            press_method(press, **options)
-        assert "\n" not in str(error.value)
-    nested = press_method("ChunkKVPress", press={"press": "SnapKVPress", "kernel_size": 7})
-    assert nested != press_method("ChunkKVPress", press="SnapKVPress")
-    assert hash(nested)

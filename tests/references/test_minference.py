@@ -20,12 +20,12 @@ from reference_layers import (
     random_layers,
     tally,  # noqa: F401 - a fixture
 )
+from support.tiny import on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine.generate import run_forks
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
-from kvbench.methods.minference import _module
 from kvbench.methods.snapkv import window_scores
 
 if importlib.util.find_spec("minference") is None:
@@ -96,38 +96,16 @@ def test_streaming_llm(shape: Any, budget: Any) -> None:
 
 @each_budget
 def test_on_the_shipped_model(budget: Any) -> None:
+    pairs = (("snapkv", {"granularity": "query_head"}), ("pyramidkv", {"preset": "released"}))
     for layer in all_shipped_layers():
         scores = window_scores(layer, budget.window, 5, "avgpool")
-        assert_same_entries(
-            kept(build_method("snapkv", granularity="query_head"), layer, budget),
-            kept(build_method("minference", cluster="snapkv"), layer, budget),
-            scores,
-        )
-        assert_same_entries(
-            kept(build_method("pyramidkv", preset="released"), layer, budget),
-            kept(build_method("minference", cluster="pyramidkv"), layer, budget),
-            scores,
-        )
-
-
-def test_the_adapter_returns_what_the_package_returns() -> None:
-    """The class called by hand, on repeated keys: the same entries, in the package's own order."""
-    layer, budget = random_layer((2, 2, 3, 200, 16), 0), BUDGETS[0]
-    capacity = budget.capacity(layer.n)
-    keys, values = (x.repeat_interleave(3, 1) for x in (layer.keys, layer.values))
-    cluster = _module("snapkv").SnapKVCluster(budget.window, capacity, 5, "avgpool")
-    raw_keys, raw_values = cluster.update_kv(keys, layer.queries, values, None, 3)
-    held = kept(build_method("minference"), layer, budget)
-    for mine, raw in ((held.keys, raw_keys), (held.values, raw_values)):
-        first = raw[..., 0].sort(-1).values
-        assert torch.equal(mine[..., 0].sort(-1).values, first)
+        for name, options in pairs:
+            held = kept(build_method("minference", cluster=name), layer, budget)
+            assert_same_entries(kept(build_method(name, **options), layer, budget), held, scores)
 
 
 def test_clusters_run_in_the_engine_and_their_bytes_are_counted_as_stored() -> None:
-    from support.tiny import prompt_ids, tiny_model
-
-    model, ids = tiny_model("llama"), prompt_ids(160)
-    model.set_attn_implementation("kvbench")
+    model, ids = on_kvbench(tiny_model("llama")), prompt_ids(160)
     budget = Budget(rate=0.25, sink=4, window=4)
     methods = {
         cluster: (build_method("minference", cluster=cluster), budget)
@@ -199,11 +177,9 @@ def refusals() -> Iterator[tuple[LayerKV, Budget, dict[str, Any], str]]:
     yield replace(layer, num_layers=1), BUDGETS[0], {"cluster": "pyramidkv"}, "two or more"
 
 
-@pytest.mark.parametrize(("layer", "budget", "options", "message"), list(refusals()))
-def test_what_the_package_cannot_do_is_refused_in_one_line(
-    layer: Any, budget: Any, options: Any, message: Any
-) -> None:
-    method = build_method("minference", **options)
-    with pytest.raises(KVError, match=message) as error:
-        method.compress(layer, budget, torch.Generator())
-    assert "\n" not in str(error.value)
+def test_what_the_package_cannot_do_is_refused_in_one_line() -> None:
+    for layer, budget, options, message in refusals():
+        method = build_method("minference", **options)
+        with pytest.raises(KVError, match=message) as error:
+            method.compress(layer, budget, torch.Generator())
+        assert "\n" not in str(error.value)

@@ -31,10 +31,9 @@ from kvbench.report.figures import (
     figures_of,
     grid_of,
     heatmaps,
-    kept_figures,
+    kept_figure,
     memory_rows,
     pareto,
-    strip_of,
 )
 from kvbench.report.frame import tidy
 from kvbench.report.scaling import curves_of, slopes
@@ -63,8 +62,7 @@ def test_every_kind_of_task_has_its_figures_and_they_are_the_same_bytes(tmp_path
     for kind in ("png", "svg", "pdf"):
         assert once.encoded(kind) == again.encoded(kind)
     assert b"/Type3" not in once.encoded("pdf"), "many venues refuse Type 3 fonts"
-    several = drawn(group_of(write_longbench(tmp_path)))
-    assert {"by-dataset", "by-length_bucket"} <= set(several)
+    assert "by-length_bucket" in drawn(group_of(write_longbench(tmp_path)))
 
 
 def test_names_in_figures_stand_for_themselves(tmp_path: Path) -> None:
@@ -185,7 +183,7 @@ def test_fits_recover_the_slopes_they_were_made_with(tmp_path: Path) -> None:
     ratio = frame[frame["method"] == "balancekv"]["last_ratio"]
     assert list(ratio) == pytest.approx([1024**-0.5] * 2)
     table = slope_table(group, SPEC)
-    assert shown(table)[0] == ["uniform", "−0.50", *2 * ["−0.50 [−0.50, −0.50]"]]
+    assert shown(table)[0] == ["uniform", "−0.500", *2 * ["−0.500 [−0.500, −0.500]"]]
     assert len(data(table)) == 4
     assert list(drawn(group)) == ["scaling"]
     text = verdict(group, tidy(group))
@@ -212,7 +210,9 @@ def test_intervals_of_a_curve_are_those_of_its_repetitions(tmp_path: Path) -> No
         group.records[group.records["dataset"].eq("a") & group.records["kept"].eq(64)]["scaled"]
     )
     theirs = ttest_1samp(logs, 0.0).confidence_interval()
-    assert np.log([curve.low[0], curve.high[0]]) == pytest.approx(list(theirs), abs=0.03)
+    assert np.log(curve.frame.loc[0, ["low", "high"]].tolist()) == pytest.approx(
+        list(theirs), abs=0.03
+    )
 
 
 KEPT = {
@@ -230,33 +230,12 @@ def test_what_each_method_kept_is_drawn_with_the_answer_marked(tmp_path: Path) -
         records[1]["kept"] = KEPT
         meta = TASKS["longeval_lines"][1]
         write_run(tmp_path, method=method, records=records, task_meta=meta)
-    (one,) = kept_figures(group_of(tmp_path / "demo"))
+    one = kept_figure(group_of(tmp_path / "demo"))
+    assert one is not None
     assert one.caption.startswith("Example lines-20-001.")
     (ax,) = one.figure.axes  # exact keeps everything, and is not drawn
     assert ax.get_title(loc="left").startswith("snapkv")
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["layer 0", "layer 1"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tokens": 0},
-        {"tokens": "ten"},
-        {"tokens": 10**12},
-        {"width": 0},
-        {"width": 1},
-        {"layers": {}},
-        {"layers": [1]},
-        {"layers": {"0": [1, 2, 3, float("nan")]}},
-        {"layers": {"0": [1, 2, 3, -1]}},
-        {"layers": {"zero": [1, 2, 3, 4]}},
-        {"answer": ["x", "y"]},
-    ],
-)
-def test_what_no_kvbench_wrote_is_not_drawn(change: dict[str, Any]) -> None:
-    assert strip_of(KEPT) is not None
-    assert strip_of(KEPT | change) is None
-    assert strip_of(None) is None
 
 
 def test_kept_frames_are_drawn_and_others_refused() -> None:

@@ -10,12 +10,13 @@ import pandas as pd
 import pytest
 from scipy.stats import binomtest, bootstrap
 from support.report_runs import ERROR_META, lines_records, write_demo, write_run, write_sweep
-from support.tables import group_of, totals_of
+from support.tables import data, group_of, totals_of
 
 import kvbench
 from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
 from kvbench.report.experiment import COLUMNS, Group, group_runs, load_experiment
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
+from kvbench.report.tables import pairs_table, verdict
 
 
 def group_from(folder: Path, **values: list[float | None]) -> Group:
@@ -67,13 +68,13 @@ def test_failures_are_counted_and_never_dropped(tmp_path: Path) -> None:
 
 def test_only_proven_differences_are_marked(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
-    best = rng.random(60)
+    best = 0.3 + 0.3 * rng.random(60)
     group = group_from(
         tmp_path,
         exact=list(best + 0.2),
         balancekv=list(best),
         snapkv=list(best - 0.1 + 0.1 * rng.random(60)),
-        uniform=list(best + rng.normal(-0.03, 0.2, 60)),
+        uniform=list(best + rng.normal(-0.03, 0.1, 60)),
     )
     found = {"exact": set[str](), "balancekv": {"best"}, "snapkv": {"worse"}, "uniform": {"tied"}}
     assert marks(group) == found, "exact does not compete"
@@ -99,13 +100,54 @@ def test_only_means_over_the_same_examples_are_ranked(
 
 
 def test_an_incomplete_variant_that_beats_the_best_is_not_worse(tmp_path: Path) -> None:
-    base = list(np.random.default_rng(1).random(60) * 0.5)
+    base = list(np.random.default_rng(1).random(60) * 0.2 + 0.4)
     better: list[float | None] = [None] * 3 + [x + 0.3 for x in base[3:]]
     worse: list[float | None] = [None] * 3 + [x - 0.3 for x in base[3:]]
     found = marks(group_from(tmp_path, snapkv=base, h2o=better, uniform=worse))
     assert found == {
         "snapkv": {"best"}, "h2o": {"tied", "incomplete"}, "uniform": {"worse", "incomplete"}
     }  # fmt: skip
+
+
+def test_of_few_prompts_nothing_is_said(tmp_path: Path) -> None:
+    """Four prompts, and an interval that leaves no doubt: still too few."""
+    few = group_from(tmp_path, exact=[1] * 4, snapkv=[1] * 4, uniform=[0] * 4)
+    assert marks(few)["uniform"] == {"few"}
+    assert verdict(few, tidy(few)) == (
+        "At rate 0.25: snapkv has 100.0 % (4 prompts): too few prompts to say more."
+    )
+    more = group_from(tmp_path / "more", exact=[1] * 12, snapkv=[1] * 12, uniform=[0] * 12)
+    assert marks(more)["uniform"] == {"worse"}
+    assert "shown worse: uniform" in verdict(more, tidy(more))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_interval_p_mark_and_sentence_say_the_same(tmp_path: Path, seed: int) -> None:
+    """Of the total alone, and of one family for all differences of the table."""
+    rng = np.random.default_rng(seed)
+    scored = {
+        name: list((rng.random(30) < p).astype(float))
+        for name, p in (("exact", 0.9), ("snapkv", 0.8), ("h2o", 0.6), ("uniform", 0.3))
+    }
+    group = group_from(tmp_path, **scored)
+    change, text = totals_of(group, "difference"), verdict(group, tidy(group))
+    assert ((change["low"] > 0) | (change["high"] < 0)).tolist() == (change["p"] < 0.05).tolist()
+    (best,) = [name for name, mark in marks(group).items() if "best" in mark]
+    pairs = data(pairs_table(group, tidy(group)))
+    for row in pairs[pairs["first"] == best].to_dict("records"):
+        shown = row["difference_low"] > 0
+        assert shown is (row["p"] < 0.05)
+        assert marks(group)[row["second"]] == {"worse" if shown else "tied"}
+        assert (row["second"] in text.partition("shown worse")[2]) is shown
+
+
+def test_a_score_outside_its_range_is_refused_in_a_line(tmp_path: Path) -> None:
+    write_run(tmp_path, records=[{"example_id": "a", "score": -5.0}])
+    with pytest.raises(StoreError, match=r"example 'a' has score -5; allowed: 0 to 1"):
+        group_of(tmp_path / "demo")
+    write_run(tmp_path, records=[{"example_id": "a", "score": -5.0}], experiment="x",
+              task_meta=ERROR_META)  # fmt: skip
+    assert group_of(tmp_path / "x").records["score"].tolist() == [-5.0]
 
 
 def test_an_oracle_that_keeps_all_does_not_compete_and_lower_can_be_better(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def joined(folder: Path, table: str | None = None) -> pd.DataFrame:
     if table is not None:
         (folder / "paper").mkdir(exist_ok=True)
         (folder / "paper" / "mine.csv").write_text(table)
-    return beside(load_experiment(folder / "demo"))[0]
+    return beside(load_experiment(folder / "demo"))
 
 
 def write_qa(folder: Path, spec: Any, method: str = "exact", n: int = 3, **more: Any) -> None:
@@ -66,7 +67,7 @@ def test_ours_are_joined_by_method_and_value_and_compared_in_per_cent(tmp_path: 
     assert frame["margin"].isna().all(), "another model has none"
     (table,) = published_tables(frame)
     assert heads(table) == ["method", " ", "ours", "published", "difference", "±"]
-    assert shown(table)[0] == ["exact", "qasper", "50.0 [5.9, 94.1]", "42.87", "+7.1", ""]
+    assert shown(table)[0] == ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87", "+7.1", ""]
 
 
 def test_an_average_is_compared_over_the_same_datasets_only(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_rates_are_matched_and_of_several_names_the_best_is_taken(tmp_path: Path
     assert list(best["score"]) == [50.0, 50.0]
     assert list(best["printed"]) == ["86", "66"]
     (table,) = published_tables(frame)
-    assert [row[3] for row in shown(table) if row[0] == "exact"] == ["98", "100"]
+    assert [row[3] for row in shown(table) if row[0] == "exact"] == ["98 ?", "100 ?"]
     write_run(tmp_path, task="longeval_400", method="subgen", model="longchat_7b_v15_32k",
               records=[{"example_id": "0", "num_lines": 400, "score": 1.0}],
               options={"paper_table": "subgen_table1", "budget.rate": 0.9})  # fmt: skip
@@ -137,7 +138,7 @@ def test_fields_and_settings_stand_beside_what_records_have(tmp_path: Path) -> N
     ]
     write_run(tmp_path, experiment="other", method="h2o", model="opt_6_7b", records=records,
               task_meta=THROUGHPUT_META, options={"paper_table": "h2o_table5"})  # fmt: skip
-    frame = beside(load_experiment(tmp_path / "other"))[0]
+    frame = beside(load_experiment(tmp_path / "other"))
     latency = frame[frame["field"] == "latency_s"]
     assert (latency["score"].iloc[0], latency["printed"].iloc[0]) == (51.0, "53.5")
     assert latency["unit"].iloc[0] == "s"
@@ -157,25 +158,43 @@ def test_a_margin_is_for_our_own_model_and_narrows_with_the_share_answered_anew(
     assert margins == pytest.approx(
         [196 * (2 * f * p * (1 - p) / 40) ** 0.5 + 0.005 for f in (1, 0.05)], rel=1e-3
     )
-    assert shown(published_tables(frame)[0])[1][3:] == ["64.06 ‡", "−15.3", "4.9"]
+    assert shown(published_tables(frame)[0])[1][3:] == ["64.06 ?", "−15.3", "4.9"]
 
 
-def test_the_page_shows_both_and_the_known_differences(tmp_path: Path) -> None:
-    spec = {"file": "balancekv_table1", "differences": ["50 examples a dataset", "greedy"]}
-    folder = write_longbench(tmp_path, paper_table=spec)
-    paths = build_report(folder)
-    assert not paths.warnings
-    page = paths.page.read_text()
-    assert "ours beside balancekv_table1" in page
-    assert "Differs from the paper: 50 examples a dataset" in page
-    assert comments_on(spec) == [
-        "# differs from the paper: 50 examples a dataset (balancekv_table1)",
-        "# differs from the paper: greedy (balancekv_table1)",
-    ]
-    assert comments_on({"file": "x", "differences": []})[0].endswith(
-        "no setting that is known. (x)"
-    )
-    assert (folder / "tables" / "balancekv_table1-published.csv").is_file()
+def test_of_few_examples_or_reruns_nobody_made_it_cannot_be_told(tmp_path: Path) -> None:
+    """Our exact cache has .5; far from 99, near 52, and 20 examples say nothing."""
+    rows = HEAD + "exact,dataset,qasper,score,%,52\nexact,dataset,hotpotqa,score,%,99\n"
+    for n, rescored, marks in (
+        (60, 0.05, ["", "beyond"]), (60, None, ["untold", "beyond"]), (21, 0.05, ["untold"] * 2)
+    ):  # fmt: skip
+        folder = tmp_path / f"{n}{rescored}"
+        write_qa(folder, {"file": "mine", "rescored": rescored}, n=n)
+        frame = joined(folder, rows)
+        assert frame["mark"].tolist() == marks
+        assert frame["beyond_margin"].tolist() == [mark == "beyond" for mark in marks]
+        assert [row[3].endswith("?") for row in shown(published_tables(frame)[0])] == [
+            mark == "untold" for mark in marks
+        ]
+
+
+def test_known_differences_reach_the_page_with_and_without_a_published_table(
+    tmp_path: Path,
+) -> None:
+    for name, spec in (("with", "balancekv_table1"), ("without", None)):
+        options = {"paper_table": spec, "differs": ["50 examples a dataset", "greedy"]}
+        folder = write_longbench(tmp_path / name, paper_table=spec)
+        for run in folder.glob("*/*/*/manifest.json"):
+            made = json.loads(run.read_text())
+            run.write_text(json.dumps(made | {"config": made["config"] | options}))
+        paths = build_report(folder)
+        assert not paths.warnings
+        page = paths.page.read_text()
+        assert page.count("differs from the paper: 50 examples a dataset") == 1
+        assert ("ours beside balancekv_table1" in page) is (spec is not None)
+        assert (folder / "tables" / "balancekv_table1-published.csv").is_file() is bool(spec)
+    assert comments_on(None, ["a", "b"]) == [f"# differs from the paper: {x}" for x in "ab"]
+    assert comments_on("x", []) == ["# differs from the paper: in no setting that is known."]
+    assert comments_on("x") == []
 
 
 WRONG: list[tuple[Any, str]] = [
@@ -184,7 +203,6 @@ WRONG: list[tuple[Any, str]] = [
     ({"file": "../secret"}, "paper_table.file"),
     ({"file": "x", "scale": 100}, "paper_table.scale is unknown"),
     ({"file": "x", "where": "y"}, "paper_table.where is 'y'"),
-    ({"file": "x", "differences": "y"}, "paper_table.differences is 'y'"),
     ({"file": "x", "rescored": 7}, "paper_table.rescored is 7"),
 ]
 

@@ -43,45 +43,50 @@ def write(folder: Path, methods: tuple[str, ...] = ("exact", "snapkv")) -> Path:
     return folder / "demo"
 
 
-def test_a_run_has_its_scores_answers_heatmap_and_how_it_was_made(tmp_path: Path) -> None:
+def job_id(folder: Path) -> str:
+    """Of the only job in an experiment's folder."""
+    return run_id("demo", *sorted(str(run.manifest["config_hash"]) for run in load_runs(folder)))
+
+
+def test_a_job_is_one_run_with_its_scores_and_answers_on_demand(tmp_path: Path) -> None:
     folder = write(tmp_path / "results")
     runs = load_runs(folder)
-    snapkv = next(run for run in runs if run.manifest["method"] == "snapkv")
-    assert log_runs([snapkv]) == 1
-    assert log_runs([snapkv]) == 1, "the copy is replaced"
-    place, messages = offline_run(folder, run_id(snapkv.manifest))
+    assert log_runs(runs, predictions=True) == 1
+    assert table_of(offline_run(folder, job_id(folder))[0], "predictions")["snapkv: score"]
+    assert log_runs(runs) == 1, "the copy is replaced"
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
+    place, messages = offline_run(folder, job_id(folder))
     start = start_of(messages)
-    assert start.display_name == "recall_mini/needle/snapkv rate 0.25/seed0"
-    assert list(start.tags) == ["demo", "recall_mini", "needle", "snapkv"]
+    assert start.display_name == "recall_mini/needle/rate 0.25/seed0"
+    assert list(start.tags) == ["recall_mini", "needle", "exact", "snapkv"]
     config = updates(messages, "config")
-    assert config["config_hash"] == snapkv.manifest["config_hash"]
     assert config["run"]["budget"] == {"rate": 0.25, "sink": 32, "window": 32}
     summary = updates(messages, "summary")
-    assert summary["score"] == pytest.approx(snapkv.records["score"].mean())
-    assert summary["score_low"] < summary["score"] < summary["score_high"]
-    assert "needle/difference" in summary, "the exact run lies beside it"
-    assert summary["ratio"] == pytest.approx(snapkv.records["ratio"].mean())
+    snapkv = runs[1].records
+    assert summary["snapkv/score"] == pytest.approx(snapkv["score"].mean())
+    assert summary["snapkv/ratio"] == pytest.approx(snapkv["ratio"].mean())
+    assert "snapkv/difference" in summary
     (logged,) = history(messages)
-    assert {"scores", "predictions", "heatmap"} <= {key.split("/")[0] for key in logged}
-    table = table_of(place, "predictions")
-    assert len(table["score"]) == 40
-    assert table["prompt_tail"][0].startswith("What is the REGISTER")
-    assert list((place / "files" / "media" / "images").glob("heatmap_*.png"))
+    assert {key.split("/")[0] for key in logged if not key.startswith("_")} == {"scores"}
+    assert set(table_of(place, "scores")["variant"]) == {"exact", "snapkv"}
 
 
 @pytest.mark.slow
-def test_an_experiment_has_a_run_that_sets_the_methods_side_by_side(tmp_path: Path) -> None:
+def test_an_experiment_has_a_run_with_its_page_and_charts(tmp_path: Path) -> None:
     folder = write(tmp_path / "results")
     write_run(tmp_path / "results", task="lines", method="snapkv", records=lines_records("snapkv"),
               options={"logger": LOGGER})  # fmt: skip
     paths = build_report(folder)
     assert log_overview(folder, paths)
-    place, messages = offline_run(folder, run_id({"experiment": "demo", "method": "overview"}))
+    place, messages = offline_run(folder, run_id("demo", "overview"))
     table = table_of(place, "task_by_method")
     assert table["variant"] == ["snapkv", "exact"]
     assert {"needle: score", "lines: score", "needle: ratio"} <= set(table)
-    answers = table_of(place, "needle-predictions")
-    assert {"exact: prediction", "snapkv: prediction", "snapkv: score", "answer"} <= set(answers)
+    charts = {path.name.rsplit("_", 2)[0] for path in (place / "files/media/images").iterdir()}
+    assert {"needle-recall_mini-ratio", "needle-recall_mini-heatmap"} <= charts
+    logged = [a for m in messages for a in (m.request.log_artifact.artifact, m.artifact)]
+    (page,) = [artifact for artifact in logged if artifact.type == "report"]
+    assert [entry.path for entry in page.manifest.contents] == ["report.html"]
     summary = updates(messages, "summary")
     assert summary["recall_mini/needle/snapkv/score"] == pytest.approx(0.875)
     config = {**paths.manifest["config"], "logger": {**LOGGER, "mode": "disabled"}}
@@ -97,7 +102,7 @@ def test_a_failure_is_one_warning_and_leaves_nothing_behind(
     def broken(*_: Any) -> None:
         raise RuntimeError("no room\nat all")
 
-    monkeypatch.setattr(ours, "_predictions", broken)
+    monkeypatch.setattr(ours, "_table", broken)
     assert log_runs(load_runs(folder)) == 0
     (said,) = warnings_of(caplog)
     assert "was not logged: " in said
@@ -121,10 +126,10 @@ def test_the_real_client_sends_what_was_written(
         (run,) = load_runs(folder)
         assert log_runs([run], project="p", timeout_s=60) == 1
         assert server.unknown == []
-        name = run_id(run.manifest)
-        assert server.runs[name]["displayName"].startswith("recall_mini/needle/snapkv")
-        assert server.summary[name]["score"] == pytest.approx(run.records["score"].mean())
-        assert any("heatmap" in path for path in server.uploads)
+        name = job_id(folder)
+        assert server.runs[name]["displayName"].startswith("recall_mini/needle/rate")
+        assert server.summary[name]["snapkv/score"] == pytest.approx(run.records["score"].mean())
+        assert any("scores" in path for path in server.uploads)
         assert not ours.not_taken(list((folder / "wandb").glob("offline-run-*")))
 
 
@@ -156,8 +161,7 @@ def test_a_report_is_built_without_a_network(tmp_path: Path) -> None:
     for part in (
         "needle on recall_mini",
         "| snapkv |",
-        "decode_ms_per_token",
-        "heatmap",
+        "task_by_method",
         "0123abcd",
     ):
         assert part in text, part

@@ -126,8 +126,8 @@ def lines_records(method: str, rate: float = 0.25, seed: int = 0) -> list[dict[s
         } | costs(rng, method, rate, 24 * lines)
         if method == "h2o" and i in (7, 31):
             record |= {"status": "oom", "score": None, "prediction": None, "error": "out of memory"}
-        if method == "snapkv" and i == 4:
-            record |= {"prediction": HOSTILE, "score": 0.0}
+        if method == "snapkv" and i in (0, 4):
+            record |= {"prediction": HOSTILE} | ({"score": 0.0} if i else {})
         records.append(record)
     return records
 

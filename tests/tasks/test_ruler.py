@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
-import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -45,10 +45,9 @@ def files(tmp_path: Path) -> dict[str, str]:
         }
         for i in range(4)
     ]
-    articles = [{"title": f"A{i}", "paragraphs": paragraphs[i : i + 4]} for i in range(0, 24, 4)]
     contents = {
         "essays": {"text": "One thing\n\nis  said. Another is not! Why? " * 400},
-        "squad": {"data": articles},
+        "squad": {"data": [{"title": "A", "paragraphs": paragraphs}]},
         "hotpotqa": hotpot,
     }
     for name, content in contents.items():
@@ -94,17 +93,15 @@ def test_structure_is_the_official_generators(shared_file, tmp_path, task: str) 
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
     files = {name: str(tmp_path / f"{name}.json") for name in ("squad", "hotpotqa")}
     essays = str(shared_file("golden/tasks/ruler_essay.json"))
-    for length in (1536, 4096):
-        for example in made(files, tasks=[task], lengths=[length], essays=essays):
-            text = prompt(example)
-            assert checker.check(task, text, list(example.answers), length, templates) == []
-            used = len(shipped().encode_text(text)) + example.max_new_tokens
-            assert used <= length
-            if length == 4096 and task not in ("qa_1", "qa_2"):
-                assert used >= 0.85 * length
-            if task.startswith("niah"):
-                assert example.evidence in example.context
-                assert example.answers[0] in example.evidence
+    for example in made(files, tasks=[task], lengths=[1536, 4096], essays=essays):
+        text, length = prompt(example), example.fields["length"]
+        assert checker.check(task, text, list(example.answers), length, templates) == []
+        used = len(shipped().encode_text(text)) + example.max_new_tokens
+        assert used <= length
+        assert used >= 0.85 * length or length == 1536 or task in ("qa_1", "qa_2")
+        if task.startswith("niah"):
+            assert example.evidence in example.context
+            assert example.answers[0] in example.evidence
 
 
 # lengths
@@ -138,37 +135,21 @@ def test_a_length_that_is_too_short_is_one_line_with_the_least() -> None:
     assert example.context.count("One of the special magic uuids") >= 6
 
 
-@pytest.mark.parametrize("slope", [1, 45])
-@pytest.mark.parametrize("wobble", [0, 3])
+@pytest.mark.parametrize(("slope", "wobble"), [(1, 0), (1, 3), (45, 3)])
 def test_the_search_ends_at_the_largest_size_that_fits(slope: int, wobble: int) -> None:
     def tokens(size: int) -> int:
         asked.append(size)
         return 40 + slope * size + (size * 7919 % 5) * wobble // 4
 
     asked: list[int] = []
-    for room in (10, 120, 5000, 40_003):
+    for room, guess in itertools.product((10, 120, 5000, 40_003), (1, 9000)):
         fits = [size for size in range(3, 8001) if tokens(size) <= room]
-        for guess in (1, 9000):
-            asked.clear()
-            found = largest_fitting(tokens, room, least=3, most=8000, guess=guess)
-            assert len(asked) <= 32
-            if found is None:
-                assert not fits
-            else:
-                assert fits[-1] - (1 + wobble) <= found <= fits[-1]
-                assert tokens(found) <= room
-
-
-def test_a_search_without_order_ends() -> None:
-    for seed in range(50):
-        asked: dict[int, int] = {}
-
-        def tokens(size: int, seed: int = seed, asked: dict[int, int] = asked) -> int:
-            return asked.setdefault(size, random.Random(f"{seed} {size}").randrange(1000))
-
-        found = largest_fitting(tokens, 500, least=1, most=10_000, guess=77)
-        assert len(asked) < 80
-        assert found is None or tokens(found) <= 500
+        asked.clear()
+        found = largest_fitting(tokens, room, least=3, most=8000, guess=guess)
+        assert len(asked) <= 32
+        assert (found is None) == (not fits)
+        assert found is None or fits[-1] - (1 + wobble) <= found <= fits[-1]
+        assert found is None or tokens(found) <= room
 
 
 # draws
@@ -207,10 +188,9 @@ def test_common_words_of_a_short_list_are_made_of_two(monkeypatch) -> None:
 
 
 def test_no_document_stands_twice_and_questions_without_an_answer_are_left_out(files) -> None:
-    for task in ("qa_1", "qa_2"):
-        for example in made(files, tasks=[task], lengths=[1536, 8192]):
-            bodies = re.split(r"\n*Document \d+:\n", example.context)[1:]
-            assert len(set(bodies)) == len(bodies)
+    for example in made(files, tasks=["qa_1", "qa_2"], lengths=[1536, 8192]):
+        bodies = re.split(r"\n*Document \d+:\n", example.context)[1:]
+        assert len(set(bodies)) == len(bodies)
     asked = [e.question for e in made(files, tasks=["qa_1"], num_examples=6)]
     assert "How many mills {has} town 4?" in asked[3]
 
