@@ -29,7 +29,7 @@ from kvbench.engine.prefill import PrefillState, input_device, prefill
 from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.states import PassingCache, is_hybrid, row_of, state_bytes, states_in
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import is_integer
+from kvbench.errors.options import Count, fits
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
@@ -224,7 +224,7 @@ class Context:
         self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
     ) -> list[tuple[Any, DecodingRow]]:
         model, tokenizer = self.model, self.tokenizer
-        if not is_integer(max_new_tokens, 1):
+        if not fits(Count, max_new_tokens):
             raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
         if stop and tokenizer is None:
             raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
