@@ -201,9 +201,8 @@ def _fused_with_normalisers(
         return None  # on a CPU four digits of bfloat16
     chosen = torch._fused_sdp_choice(query, key, value, enable_gqa=True, **options)  # type: ignore[arg-type]
     if chosen == SDPBackend.FLASH_ATTENTION.value:
-        flash = aten._scaled_dot_product_flash_attention
-        flash = aten._scaled_dot_product_flash_attention_for_cpu if on_cpu else flash
-        return flash(query, key, value, **options)[:2]
+        flash = f"_scaled_dot_product_flash_attention{'_for_cpu' if on_cpu else ''}"
+        return getattr(aten, flash)(query, key, value, **options)[:2]
     if chosen == SDPBackend.EFFICIENT_ATTENTION.value and not on_cpu:
         efficient = aten._scaled_dot_product_efficient_attention
         out, logarithms, *_ = efficient(query, key, value, None, True, **options)
