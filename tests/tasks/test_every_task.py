@@ -119,6 +119,8 @@ def test_every_model_config_makes_a_model_that_can_be_run() -> None:
         config = composed(f"model={name}", "task_label=t")
         spec: ModelSpec = instantiate(config.model, _convert_="all")
         assert re.fullmatch(r"[0-9a-f]{40}", spec.revision or "0" * 40), name
+        if spec.path.startswith("package:"):
+            continue  # tests/engine/test_packaged.py reads it where it is installed
         architecture = load_config(spec)
         if spec.max_input is not None:
             assert spec.max_input + 512 <= architecture.max_position_embeddings, name
