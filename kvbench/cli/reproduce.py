@@ -28,7 +28,7 @@ Run = Callable[[Sequence[str]], int]
 ALL = "all"
 SMALL_MODELS = ("recall_mini", "tiny_random")
 """Models of conf/model that come with the package and read no English."""
-INVENTED = ("${FIXTURES}", "task.source=local")
+INVENTED = "${FIXTURES}"
 """In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
 OF_JOBS = (
     "batch_size",
@@ -101,7 +101,7 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         raise UserError(f"{name} has no experiment: {item.no_data}")
     given = dict(text.partition("=")[::2] for text in overrides)
     small = given.get("model") in SMALL_MODELS
-    less = item.small.replace("${FIXTURES}", str(fixtures())) if small else ""
+    less = item.small.replace(INVENTED, str(fixtures())) if small else ""
     if item.script:
         own = [
             text for text in overrides if re.split(r"[.=]", text)[0] not in (*OF_JOBS, "dry_run")
@@ -109,7 +109,8 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         first = [f"script={item.script}", f"name={item.name}{'_small' * small}"]
     else:
         config = _config_of(item.experiment)
-        if _needs_lm_eval(config) and find_spec("lm_eval") is None:
+        its = re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task))
+        if its and find_spec("lm_eval") is None:
             raise UserError(f"{name}: " + needs_extra("lm-eval", "lm-eval"))
         several = "per_dataset" in config.task
         own = [re.sub("^limit=", "task.per_dataset=", t) if several else t for t in overrides]
@@ -142,7 +143,7 @@ def fixtures() -> Path:
 
 def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]:
     """What keeps a small run apart from the paper's: folder, no published table, a line that says so."""
-    invented = any(word in item.small for word in INVENTED)
+    invented = INVENTED in item.small
     said = f"A small run: model {given['model']}, " + (
         "invented texts" if invented else "small sizes"
     )
@@ -154,11 +155,6 @@ def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]
 
 def _folder(config: Any, given: dict[str, str]) -> str:
     return str(config.experiment_name) + "_small" * (given.get("model") in SMALL_MODELS)
-
-
-def _needs_lm_eval(config: Any) -> bool:
-    """Whether the config's task, or the one of its prompts, takes templates or scores from lm-eval."""
-    return bool(re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task)))
 
 
 def _config_of(experiment: str) -> Any:
