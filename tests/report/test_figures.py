@@ -64,6 +64,17 @@ def test_every_kind_of_task_has_its_figures_and_they_are_the_same_bytes(tmp_path
     assert "by-length_bucket" in drawn(group_of(write_longbench(tmp_path)))
 
 
+def test_values_that_are_no_numbers_are_not_joined(tmp_path: Path) -> None:
+    for method in ("exact", "snapkv"):
+        records = [dict(r) | {"first": 1.0, "last": r["score"]} for r in lines_records(method)]
+        meta = TASKS["longeval_lines"][1] | {"measures": ["first", "last"]}
+        write_run(tmp_path, method=method, records=records, task_meta=meta)
+    found = drawn(group_of(tmp_path / "demo"))
+    for name, joined in (("by-num_lines", True), ("by-measure", False)):
+        styles = {line.get_linestyle() for line in found[name].figure.axes[0].lines}
+        assert ("-" in styles) is joined
+
+
 def test_a_sweep_is_drawn_against_the_measured_ratio_with_its_pareto_set(tmp_path: Path) -> None:
     group = group_of(write_sweep(tmp_path))
     rows = memory_rows(group, tidy(group))
