@@ -225,7 +225,12 @@ class ErrorScaling(LayerProbe):
             )
         layers = [f"layer {layer}" for layer in self.layers]
         return [
-            unit(each.example.id, layers, self._replicates(each.example.id), each)
+            unit(
+                name := each.example.id,
+                layers,
+                [f"{name}-draw{i}" for i in range(self.draws)],
+                each,
+            )
             for each in fitting
         ]
 
@@ -233,9 +238,6 @@ class ErrorScaling(LayerProbe):
     def record_id(dataset: str, kept: int, replicate: str) -> str:
         """The id of one repetition of a data set or layer at one number of entries."""
         return f"{dataset}/kept{kept}/{replicate}"
-
-    def _replicates(self, prompt: str) -> list[str]:
-        return [f"{prompt}-draw{draw}" for draw in range(self.draws)]
 
     def _layers(
         self, unit: Unit, session: Session
@@ -257,7 +259,8 @@ class ErrorScaling(LayerProbe):
             layer = replace(whole, keys=k, values=v, queries=q, shared={})
             check_finite(layer)
             after = whole.queries[:, :, self.n :]
-            for draw, replicate in enumerate(self._replicates(unit.id)):
+            for draw in range(self.draws):
+                replicate = f"{unit.id}-draw{draw}"
                 named = {"replicate": replicate, "prompt": unit.id}
                 yield f"layer {number}", replicate, draw, named, layer, after
 

@@ -19,6 +19,7 @@ from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
+    LogitsHook,
     feed_continuations,
     greedy_continuation,
     read,
@@ -89,18 +90,15 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     return torch.where((kl < 0) & (kl > -ROUNDING), 0.0, kl)
 
 
-class _CompareWithFirst:
-    """A `LogitsHook` that sets every row after the first against the first."""
+def compared_with_first(results: Sequence[Fidelity], continuation: Sequence[int]) -> LogitsHook:
+    """Sets every row of logits after the first against the first, and notes it in its result."""
+    every = torch.tensor(list(continuation))
 
-    def __init__(self, results: Sequence[Fidelity], continuation: Sequence[int]) -> None:
-        self.results = results
-        self.continuation = torch.tensor(list(continuation))
-
-    def __call__(self, begin: int, logits: Tensor) -> None:
-        target = self.continuation[begin : begin + logits.shape[1], None].to(logits.device)
+    def note(begin: int, logits: Tensor) -> None:
+        target = every[begin : begin + logits.shape[1], None].to(logits.device)
         exact = logits[0].float().log_softmax(-1)
         top, nll = exact.argmax(-1), -exact.gather(-1, target)[:, 0]
-        for result, row in zip(self.results, logits[1:], strict=True):
+        for result, row in zip(results, logits[1:], strict=True):
             other = row.float().log_softmax(-1)
             mine = other.argmax(-1)
             result.kl.extend(divergence(exact, other).tolist())
@@ -108,6 +106,8 @@ class _CompareWithFirst:
             result.nll.extend((-other.gather(-1, target)[:, 0]).tolist())
             result.nll_exact.extend(nll.tolist())
             result.top.extend(mine.tolist())
+
+    return note
 
 
 def teacher_forced(
@@ -144,7 +144,7 @@ def compare(
     costs = costs_of(model, reading, len(reading.prompt_ids) + len(continuation))
     results = {label: Fidelity(**vars(cost)) for label, cost in costs.items()}
     sound = [fork for fork in reading.forks if fork.failure is None]
-    on_logits = _CompareWithFirst([results[fork.label] for fork in sound[1:]], continuation)
+    on_logits = compared_with_first([results[fork.label] for fork in sound[1:]], continuation)
     feed_continuations(model, reading, [(fork, continuation) for fork in sound], on_logits)
     for fork in reading.forks:
         compressed = fork.cost().compressed  # a cache that evicts, only now perhaps
@@ -152,7 +152,7 @@ def compare(
             results[fork.label], failure=fork.failure, compressed=compressed
         )
     for label, pair in reading.whole.items():
-        on_logits = _CompareWithFirst([results[label]], continuation)
+        on_logits = compared_with_first([results[label]], continuation)
         run_masked_pass(model, reading.prompt_ids, continuation, [None, pair], on_logits)
     del results[REFERENCE]
     for (

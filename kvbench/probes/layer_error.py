@@ -62,11 +62,6 @@ class SyntheticLayers:
 
     def __post_init__(self) -> None:
         check_options(self, "task.synthetic.", TaskError)
-        if self.heads % self.kv_heads:
-            raise TaskError(
-                f"task.synthetic.kv_heads is {self.kv_heads}; allowed: a divisor of "
-                f"task.synthetic.heads, {self.heads}"
-            )
 
     def layer(self, index: int, num_layers: int, device: torch.device | str = "cpu") -> LayerKV:
         """Layer `index` of `num_layers`: the same tensors every time."""

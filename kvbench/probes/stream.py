@@ -100,9 +100,9 @@ class Stream(Probe):
             options = (self.dataset_config, self.dataset_split, self.dataset_column)
             texts = texts_of_dataset(self.dataset_name, *options, self.num_texts)
         else:
-            for i in range(self.num_texts):  # a sentence has more than one token
-                sentences = islice(generated_haystack(f"stream {i}"), self.tokens)
-                texts.append((f"generated {i}", " ".join(sentences)))
+            sentences = [generated_haystack(f"stream {i}") for i in range(self.num_texts)]
+            few = (islice(each, self.tokens) for each in sentences)  # of more than one token each
+            texts = [(f"generated {i}", " ".join(each)) for i, each in enumerate(few)]
         for name, text in texts:
             yield name, [*encoder.prefix_ids, *encoder.encode_text(text)][: self.tokens]
 
