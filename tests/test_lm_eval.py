@@ -33,27 +33,20 @@ INVENTED = ["copa", "mathqa", "openbookqa", "piqa", "rte", "winogrande"]
 
 
 def save_model(folder, *, bos):
-    """A tiny Llama of 256 positions and a byte-level tokenizer, which adds a BOS or does not."""
-    special = ["<s>", "</s>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=special,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.train_from_iterator([TEXT] * 20, trainer)
+    """A tiny Llama of 256 positions and the shipped tokenizer, which adds a BOS or does not."""
+    inner = t.AutoTokenizer.from_pretrained(ROOT / "kvbench/assets/recall_mini").backend_tokenizer
+    inner.add_special_tokens(["<s>", "</s>"])
+    begin, end = map(inner.token_to_id, ("<s>", "</s>"))
     if bos:
         inner.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 0)]
+            single="<s> $A", special_tokens=[("<s>", begin)]
         )
     names = {"bos_token": "<s>"} if bos else {}
     t.PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="</s>", pad_token="</s>", **names
     ).save_pretrained(folder)
     config = CONFIGS["llama"]()
-    changes = {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
+    changes = {"max_position_embeddings": 256, "bos_token_id": begin, "eos_token_id": end}
     config.update({"vocab_size": inner.get_vocab_size(), **changes})
     torch.manual_seed(0)
     t.LlamaForCausalLM(config).save_pretrained(folder)

@@ -35,14 +35,7 @@ from kvbench.errors import (
     presentable,
     text_of,
 )
-from kvbench.errors.options import (
-    Count,
-    NonNegative,
-    Positive,
-    Whole,
-    check_options,
-    hints_of,
-)
+from kvbench.errors.options import Count, NonNegative, Positive, Whole, check_options, hints_of
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
 

@@ -302,10 +302,9 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
         )
     if not count:
         return [""] * workers
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    gpus = [name for name in named if name] or [str(index) for index in range(count)]
-    if not gpus[0].startswith("MIG-"):  # of which a process sees one of several
-        gpus = gpus[:count]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    gpus = [name.strip() for name in visible.split(",")]
+    gpus = gpus if gpus[0].startswith("MIG-") else gpus[:count]  # of several MIG, torch counts one
     groups = [",".join(gpus[at : at + each]) for at in range(0, len(gpus) - each + 1, each)]
     return [groups[index % len(groups)] for index in range(workers or len(groups))]
 

@@ -30,12 +30,16 @@ from kvbench.errors.options import hints_of
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
 INTERRUPTED = 130
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+"""Threads that wait for another sleep: spinning takes the core from whoever else needs it."""
 INDENTED: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    "}
 GOES_ON = "what is done is on disk, the same command goes on from there"
 
 
 def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = None) -> None:
     """Entry point of ``kvbench`` and ``python -m kvbench``; `outcomes` gets what the jobs came to."""
+    for name in WAITING:  # before torch is loaded, which reads them
+        os.environ.setdefault(name, WAITING[name])
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments or [""])[0], arguments[1:]
     try:

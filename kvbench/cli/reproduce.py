@@ -109,7 +109,8 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         first = [f"script={item.script}", f"name={item.name}{'_small' * small}"]
     else:
         config = _config_of(item.experiment)
-        if _needs_lm_eval(config) and find_spec("lm_eval") is None:
+        its = re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task))
+        if its and find_spec("lm_eval") is None:
             raise UserError(f"{name}: " + needs_extra("lm-eval", "lm-eval"))
         several = "per_dataset" in config.task
         own = [re.sub("^limit=", "task.per_dataset=", t) if several else t for t in overrides]
@@ -154,11 +155,6 @@ def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]
 
 def _folder(config: Any, given: dict[str, str]) -> str:
     return str(config.experiment_name) + "_small" * (given.get("model") in SMALL_MODELS)
-
-
-def _needs_lm_eval(config: Any) -> bool:
-    """Whether the config's task, or the one of its prompts, takes templates or scores from lm-eval."""
-    return bool(re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task)))
 
 
 def _config_of(experiment: str) -> Any:

@@ -141,9 +141,9 @@ def states_of(arrays: Sequence[str]) -> dict[str, str] | None:
 
 @contextmanager
 def requeued_in_time() -> Iterator[None]:
-    """In a job of submitit's: what happens when Slurm announces the end of its time. submitit puts
-    the job back into the queue and exits, or raises an error if it cannot, which the log says: both
-    are `Terminated` here, as neither may pass for a failure of the example that runs."""
+    """In a job of submitit's: when Slurm announces the end of its time, submitit puts the job back into
+    the queue and exits, or raises an error if it cannot: both are `Terminated` here, as neither may
+    pass for a failure of the example that runs."""
     from submitit import JobEnvironment
 
     number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
@@ -153,8 +153,6 @@ def requeued_in_time() -> Iterator[None]:
         try:
             requeue(number, frame)
         except BaseException as done:
-            if not isinstance(done, SystemExit):
-                complain(f"out of time: {first_line(done)}")
             raise Terminated from done
 
     signal.signal(number, handle)

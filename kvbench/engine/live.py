@@ -155,6 +155,11 @@ class Context:
         self.exact_bytes, self.compress_s = cost.exact_bytes, cost.compress_s
         self.prefill_s = start.prefill_s
 
+    def __repr__(self) -> str:
+        return (
+            f"<kvbench context: {self._fork.label}, {self.tokens} tokens, ratio {self.ratio:.3g}>"
+        )
+
     @property
     def ratio(self) -> float:
         """`cache_bytes` over `exact_bytes`."""
@@ -453,13 +458,9 @@ class Compression:
 
     def _check_call(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments of the model's forward that a compressed cache cannot serve."""
-        mask, use_cache = kwargs.get("attention_mask"), kwargs.get("use_cache")
+        use_cache = kwargs.get("use_cache")
         if use_cache is None:
             use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
-        if mask is not None and mask.dim() != 2:
-            raise UnsupportedGeneration(
-                f"attention_mask has {mask.dim()} dimensions; allowed: 2 (batch, tokens)"
-            )
         if kwargs.get("output_attentions"):
             raise _refused("output_attentions", True)
         if torch.is_grad_enabled():

@@ -127,9 +127,9 @@ class WildCat(Method):
         return Bins(tuple(b * (middle // count) for b in range(count + 1)), (size,) * count)
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """The budget's; with bins=released sink, window, what joins it (which may be more than the
-        budget), and the bins' entries."""
-        if self.bins == "even":
+        """The budget's; with bins=released, of a longer prompt, sink, window, what joins it (which may
+        be more than the budget), and the bins' entries."""
+        if self.bins == "even" or n <= budget.capacity(n):
             return [budget.capacity(n)] * num_layers
         bins = self.cut(budget, n)
         rest = budget.middle(n) - bins.edges[-1]

@@ -19,7 +19,7 @@ from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
-    LogitsHook,
+    Logits,
     feed_continuations,
     greedy_continuation,
     read,
@@ -90,12 +90,13 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     return torch.where((kl < 0) & (kl > -ROUNDING), 0.0, kl)
 
 
-def compared_with_first(results: Sequence[Fidelity], continuation: Sequence[int]) -> LogitsHook:
-    """Sets every row of logits after the first against the first, and notes it in its result."""
-    every = torch.tensor(list(continuation))
-
-    def note(begin: int, logits: Tensor) -> None:
-        target = every[begin : begin + logits.shape[1], None].to(logits.device)
+def _compare_with_first(
+    results: Sequence[Fidelity], continuation: Sequence[int], fed: Logits
+) -> None:
+    """Set every row after the first against the first."""
+    tokens = torch.tensor(list(continuation))
+    for begin, logits in fed:
+        target = tokens[begin : begin + logits.shape[1], None].to(logits.device)
         exact = logits[0].float().log_softmax(-1)
         top, nll = exact.argmax(-1), -exact.gather(-1, target)[:, 0]
         for result, row in zip(results, logits[1:], strict=True):
@@ -106,8 +107,6 @@ def compared_with_first(results: Sequence[Fidelity], continuation: Sequence[int]
             result.nll.extend((-other.gather(-1, target)[:, 0]).tolist())
             result.nll_exact.extend(nll.tolist())
             result.top.extend(mine.tolist())
-
-    return note
 
 
 def teacher_forced(
@@ -144,16 +143,16 @@ def compare(
     costs = costs_of(model, reading, len(reading.prompt_ids) + len(continuation))
     results = {label: Fidelity(**vars(cost)) for label, cost in costs.items()}
     sound = [fork for fork in reading.forks if fork.failure is None]
-    on_logits = compared_with_first([results[fork.label] for fork in sound[1:]], continuation)
-    feed_continuations(model, reading, [(fork, continuation) for fork in sound], on_logits)
+    fed = feed_continuations(model, reading, [(fork, continuation) for fork in sound])
+    _compare_with_first([results[fork.label] for fork in sound[1:]], continuation, fed)
     for fork in reading.forks:
         compressed = fork.cost().compressed  # a cache that evicts, only now perhaps
         results[fork.label] = replace(
             results[fork.label], failure=fork.failure, compressed=compressed
         )
     for label, pair in reading.whole.items():
-        on_logits = compared_with_first([results[label]], continuation)
-        run_masked_pass(model, reading.prompt_ids, continuation, [None, pair], on_logits)
+        fed = run_masked_pass(model, reading.prompt_ids, continuation, [None, pair])
+        _compare_with_first([results[label]], continuation, fed)
     del results[REFERENCE]
     for (
         label,

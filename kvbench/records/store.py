@@ -29,7 +29,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from kvbench.errors import without_keys
+from kvbench.errors import presentable, without_keys
 from kvbench.records.durable import (
     append,
     check_plain,
@@ -251,17 +251,17 @@ class RecordStore:
         try:
             self._lock.acquire(timeout=self._timeout)
         except Timeout:
+            who = "another process"
+            with suppress(OSError):  # not written yet, or just removed
+                who = presentable(read_file(self._holder)[:200].decode(errors="replace")) or who
             raise StoreError(
-                f"{self.folder} is being written by {_who(self._holder)}; waited"
-                f" {self._timeout:g} s: wait for it to end, or choose another results_dir"
+                f"{self.folder} is being written by {who}; waited {self._timeout:g} s: wait for it "
+                "to end, or choose another results_dir"
             ) from None
-        me = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        me = f"process {os.getpid()} on {socket.gethostname()} since {since}"
         try:
-            replace(self._holder, json.dumps(me).encode(), sync=False)
+            replace(self._holder, me.encode(), sync=False)
         except OSError:
             self._lock.release()
             raise
@@ -274,15 +274,6 @@ class RecordStore:
         if self.path.stat().st_size > self._size:
             os.truncate(self.path, self._size)
         self._done = {row["example_id"]: row["status"] for row in read_records(self.folder)}
-
-
-def _who(holder: Path) -> str:
-    """Who holds the lock, as far as the holder said."""
-    try:
-        said = json.loads(read_file(holder))
-        return f"process {said['pid']} on {said['host']} since {said['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # not written yet, or just removed
-        return "another process"
 
 
 def jsonable(value: Any, where: str) -> Any:

@@ -101,8 +101,6 @@ def select_units(
         for some in (units, every)
     )
     left_out = tuple(name for name in of_all if name not in of_some)
-    if left_out:
-        log.warning("limit is %s: %s runs nothing of %s", limit, task, ", ".join(left_out))
     mine = every if shard is None else of_contexts(shard.select(contexts))
     return Selection(every, mine, left_out)
 

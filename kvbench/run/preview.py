@@ -14,7 +14,6 @@ from kvbench.engine.estimate import cache_shape
 from kvbench.errors import printable
 from kvbench.methods.base import Method
 from kvbench.records.read import recorded
-from kvbench.run.plan import beyond_positions
 from kvbench.run.runner import Job
 
 MIB = 2**20
@@ -46,7 +45,7 @@ def print_dry_run(job: Job, name: str = "") -> None:
     )
     tokens = tokens if asked else "tokens as the task says"
     place = next(iter(job.runs.values())).folder.parent
-    session, beyond = job.session, beyond_positions(units, job.session)
+    session = job.session
     lines = [
         f"{job.spec.label} x {job.task}: dry run, nothing written",
         f"  {examples}",
@@ -54,7 +53,7 @@ def print_dry_run(job: Job, name: str = "") -> None:
         f"  compressed after the {session.compress_after}, on {session.device}, "
         f"{str(session.dtype).removeprefix('torch.')}",
         f"  results in {place}",
-        *([] if beyond is None else [f"  warning: {beyond}"]),
+        *(f"  warning: {line}" for line in job.warnings),
     ]
     if name:
         lines = [f"{name}: {len(job.runs)} methods, {examples}; {tokens}; {place}"]

@@ -82,6 +82,14 @@ class Job:
         units = self.plan.units(self.session, self.methods)
         return select_units(self.task, units, self.limit, self.shard)
 
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each thing about the job's examples that its numbers do not show."""
+        beyond = beyond_positions(self.units.mine, self.session)
+        left_out = ", ".join(self.units.left_out)
+        said = f"limit is {self.limit}: nothing runs of {left_out}" if left_out else None
+        return [line for line in (said, beyond) if line is not None]
+
     @cached_property
     def runs(self) -> dict[str, RunIdentity]:
         """The run of each method: whatever changes its scores, its names and its folder."""
@@ -174,9 +182,8 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
     if not device_is_usable(job.session.device):  # of an earlier job in this process
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     units = job.units
-    beyond = beyond_positions(units.mine, job.session)
-    if beyond is not None:
-        log.warning("%s x %s: %s", job.spec.label, job.task, beyond)
+    for warning in job.warnings:
+        log.warning("%s x %s: %s", job.spec.label, job.task, warning)
     folders = {label: run.folder for label, run in job.runs.items()}
     wanted = units.mine_ids
     # before the clock of the first example starts, and before there is a folder for results that a

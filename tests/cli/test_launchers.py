@@ -85,7 +85,7 @@ def test_without_slurm_launcher_slurm_says_so(
 
 
 @pytest.mark.parametrize("fault", [SystemExit(-1), RuntimeError("too\nmany")])
-def test_the_end_of_a_jobs_time_is_no_failure_of_an_example(fault: Any, capsys: Any) -> None:
+def test_the_end_of_a_jobs_time_is_no_failure_of_an_example(fault: Any) -> None:
     def submitits(number: int, frame: Any) -> None:
         raise fault
 
@@ -96,8 +96,6 @@ def test_the_end_of_a_jobs_time_is_no_failure_of_an_example(fault: Any, capsys: 
         assert signal.getsignal(signal.SIGUSR2) is submitits
     finally:
         signal.signal(signal.SIGUSR2, before)
-    said = "kvbench: out of time: too\n" if isinstance(fault, RuntimeError) else ""
-    assert capsys.readouterr().err == said
 
 
 def test_verbose_logs_show_no_secrets(

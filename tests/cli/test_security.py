@@ -165,20 +165,16 @@ def test_what_is_hidden_and_what_is_not() -> None:
 
 # Results from elsewhere.
 
-HUGE = 10**400
 WRONG: list[tuple[str, str, Any]] = [
-    *[("records", name, value) for name in ("seed", "status") for value in ([], "x", 1.5, HUGE)],
-    *[("records", name, value) for name in ("score", "ratio") for value in ([], "x", True, 1e200)],
+    *[("records", name, value) for name in ("seed", "status") for value in ([], "x", 1.5)],
+    *[("records", name, value) for name in ("score", "ratio") for value in ([], "x", True)],
     *[("records", name, value) for name in ("dataset", "error") for value in ({}, 5, "\ud800")],
     *[("records", "example_id", value) for value in (None, ["a"], "\udfff")],
     *[("records", name, "x") for name in ("entries", "answers", "compressed")],
     *[("manifest", key, value) for key in ("identity", "task_meta", "config") for value in ([], 5)],
     *[("manifest", key, value) for key in ("model", "method") for value in ([], 5, "\ud800")],
-    *[("manifest", "seed", value) for value in ([], "x", 1.5, HUGE)],
+    *[("manifest", "seed", value) for value in ([], "x", 1.5)],
     *[("manifest", "earlier_starts", value) for value in (5, None, {}, [5])],
-    *[("manifest", "task_meta.breakdown", value) for value in (5, "x", [5], ["x" * 1000])],
-    *[("manifest", "task_meta.figures", value) for value in (5, [5], {}, "x")],
-    *[("manifest", "task_meta.score_unit", value) for value in (None, [], "x" * 10**6)],
 ]
 
 
