@@ -42,9 +42,6 @@ SUMMED = (
     *("cache_bytes_peak", "cache_bytes_mean", "exact_bytes", "exact_bytes_mean"),
 )
 """Record fields that are sums over the rows of a batch."""
-WARM_UP_TOKENS = 32
-SAFE = 0.85
-"""Share of a CPU's memory a trial may be expected to take: there, running out ends the process."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +208,7 @@ class Throughput(Probe):
                 batch = setting.batch
                 if batch == "largest":
                     batch = largest_batch(lambda size: run(size, 2), device, self.most_batch)
-                run(batch, WARM_UP_TOKENS)
+                run(batch, 32)
                 known = self._known[key] = batch
             if isinstance(known, int):
                 free_memory(device)
@@ -253,7 +250,8 @@ def largest_batch(trial: Callable[[int], object], device: torch.device, most: in
     """The largest batch, up to `most`, for which ``trial(batch)`` does not run out of memory; found
     to within a sixteenth.
 
-    On a CPU a trial is not begun when twice what the last one took would not fit.
+    On a CPU, where running out ends the process, a trial is not begun that is expected to take more than
+    85 % of the memory, from what the last one took.
 
     Raises:
         torch.OutOfMemoryError: not even one prompt fits.
@@ -282,7 +280,7 @@ def largest_batch(trial: Callable[[int], object], device: torch.device, most: in
             peak, total = memory.peak_bytes(device), memory.total_bytes(device)
             if before is None or peak is None or total is None:
                 break
-            if before + (peak - before) * size / fits > SAFE * total:
+            if before + (peak - before) * size / fits > 0.85 * total:
                 log.info("batch %d is not tried: it would take most of the memory", size)
                 break
     while too_many <= most and too_many - fits > max(1, fits // 16):
