@@ -156,7 +156,8 @@ def _write(
     import wandb  # not above: slow to import, and needed only here
 
     made = {key: manifest.get(key) for key in ("experiment", *_MADE)}
-    quiet = ("silent", "x_disable_stats", "disable_git", "disable_code", "x_disable_meta")
+    off = ("silent", "x_disable_stats", "disable_git", "disable_code", "x_disable_meta")
+    quiet: dict[str, Any] = dict.fromkeys(off, True)
     for old in (experiment / "wandb").glob(f"*run-*-{code}"):
         shutil.rmtree(old)
     for name, value in {**_QUIET, "WANDB_SILENT": "true"}.items():
@@ -170,7 +171,7 @@ def _write(
         reinit="create_new",
         notes=f"Made by: {made['command']}\nCode: {made['code_revision']}",
         group=str(made["experiment"]),
-        settings=wandb.Settings(console="off", **dict.fromkeys(quiet, True)),
+        settings=wandb.Settings(console="off", **quiet),
         **{**about, "config": {**made, **about["config"]}},
     )
     place = Path(run.dir).parent
@@ -206,7 +207,12 @@ def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -
     names = [group.model, group.task, *rates, f"seed{manifest.get('seed')}"]
     hashes = sorted(str(run.manifest.get("config_hash")) for run in runs)
     methods = [str(run.manifest.get("method")) for run in runs]
-    config = {"model": group.model, "task": group.task, "methods": methods, "config_hash": hashes}
+    config: dict[str, Any] = {
+        "model": group.model,
+        "task": group.task,
+        "methods": methods,
+        "config_hash": hashes,
+    }
     config["run"] = dict(manifest.get("identity") or manifest.get("config") or {})
     return _write(
         runs[0].folder.parents[2],
@@ -301,8 +307,8 @@ def _table(frame: pd.DataFrame) -> wandb.Table:
 
 
 def _send(folders: Sequence[Path], timeout_s: float) -> None:
-    """Send offline runs (``offline-run-*``) to the W&B server; one that is there already is replaced. What
-    was not taken is one warning, without the API key; the same place is not tried again."""
+    """Send offline runs (``offline-run-*``) to the W&B server; one that is there already is replaced.
+    What was not taken is one warning, without the API key; the same place is not tried again."""
     place = folders[0].parent
     if place in _FAILED:
         return
@@ -361,8 +367,8 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
     blocks += [wr.MarkdownBlock(text=markdown(table)) for table in tables]
     of = expr.Config("experiment") == str(experiment.runs[0].manifest["experiment"])
     whole = wr.Runset(name=OVERVIEW, filters=expr.And(of, expr.Config("kind") == OVERVIEW))
-    panels = [wr.MediaBrowser(), wr.WeavePanelSummaryTable(table_name="task_by_method")]
-    blocks += [wr.H1("All methods side by side"), wr.PanelGrid(runsets=[whole], panels=[*panels])]
+    panels: list[Any] = [wr.MediaBrowser(), wr.WeavePanelSummaryTable(table_name="task_by_method")]
+    blocks += [wr.H1("All methods side by side"), wr.PanelGrid(runsets=[whole], panels=panels)]
     blocks.append(wr.H1("How to reproduce"))
     for what, lines in how_to_reproduce(experiment):
         blocks += [wr.H3(what), wr.CodeBlock(code="\n".join(lines), language=None)]
