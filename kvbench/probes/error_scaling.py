@@ -35,7 +35,6 @@ from kvbench.probes.base import (
     LayerProbe,
     Layers,
     Repeats,
-    Tokens,
     encoded_prompts,
     failed,
 )
@@ -43,7 +42,7 @@ from kvbench.probes.layer_error import clustered, compress_measured, estimate, l
 from kvbench.records.figures import Curve, as_json
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import TaskError, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,6 @@ from kvbench.probes.base import (
     Probe,
     ReadCost,
     Repeats,
-    Tokens,
     costs_of,
     encoded_prompts,
     failed,
@@ -43,7 +42,7 @@ from kvbench.probes.base import (
 from kvbench.records.figures import Distances, Figure
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import PromptEncoder, Task, TaskError
+from kvbench.tasks.base import PromptEncoder, Task, TaskError, Tokens
 
 REFERENCE = "(reference)"
 """The label of the exact fork that all are compared with."""

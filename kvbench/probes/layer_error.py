@@ -23,14 +23,13 @@ from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import (
     LayerProbe,
     Repeats,
-    Tokens,
     encoded_prompts,
     failed,
 )
 from kvbench.records.figures import Bars, as_json
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import TaskError, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 from kvbench.engine.prefill import synchronize
 from kvbench.engine.streams import Read, check_reads, read_text
 from kvbench.kv import KVError
-from kvbench.probes.base import Probe, Repeats, Tokens, failed, places
+from kvbench.probes.base import Probe, Repeats, failed, places
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import TaskError, Tokens
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
 from kvbench.tasks.haystack import generated_haystack
 
