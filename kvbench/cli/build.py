@@ -132,7 +132,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         method.quantization()  # refuses a scheme that cannot be
         methods[label], method_configs[label] = (method, budget), node
     task: Any = constructed(settings.task, "task", Task, Plan)
-    plan: Plan = TaskPlan(task) if isinstance(task, Task) else task
+    plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
     session = Session(
         spec=spec,
