@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Lt
@@ -112,7 +111,6 @@ def compress(
         KVError: unknown method or option, rate outside (0, 1].
         UnsupportedModel, UnsupportedGeneration: what cannot be compressed, and what can.
     """
-    _checked(model)
     label, built = _method(method, options)
     if compression_ratio is not None:
         if not fits(Removed, compression_ratio):
@@ -157,7 +155,7 @@ def compare(
 
     Returns:
         One line per method (of several prompts or rates one per ``prompt``, ``rate`` and ``method``,
-        which the index then has; a method without a budget is run once for all rates): ``text``,
+        which the index then has): ``text``,
         ``score``, ``bytes`` (of the cache after compression),
         ``ratio`` (over the bytes of the exact cache) and ``seconds`` (the prefill, which every
         method would have to pay alone, its compression and its share of the decoding). A method
@@ -169,16 +167,10 @@ def compare(
     """
     import pandas as pd
 
-    if isinstance(getattr(tokenizer, "generate", None), Callable):  # type: ignore[arg-type]
-        raise KVError(
-            "model and tokenizer are swapped; allowed: compare(model, tokenizer, prompt, ...)"
-        )
-    model = _checked(model)
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
     named = _labelled(methods)
     rates = list(rate) if isinstance(rate, Sequence) else [rate]
     budgets = {r: Budget(r, sink, window, size, total_rate) for r in rates}
-    if not budgets:
-        raise KVError("rate is empty; allowed: one or more numbers in (0, 1]")
     prompts, several = _prompts(prompt)
     if isinstance(reference, Mapping):
         answers = dict(reference)
@@ -195,12 +187,10 @@ def compare(
 
     ends, decode = loading.end_token_ids(model, tokenizer), decoder(tokenizer)
     stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
-    once = {label for label, method in named.items() if not method.uses_budget}
     forks = {
         (r, label): (method, budget)
         for r, budget in budgets.items()
         for label, method in named.items()
-        if label not in once or r == rates[0]
     }
     marked = len(budgets) > 1
     labels = [f"{label}@{r}" if marked else label for r, label in forks]
@@ -217,10 +207,8 @@ def compare(
                 example_id=prompt_name(ids),
                 encoder=PromptEncoder(tokenizer),
             )
-            found = dict(zip(forks, results.values(), strict=True))
             wanted = answers.get(name)
-            for r, label in product(budgets, named):
-                result = found[rates[0] if label in once else r, label]
+            for (r, label), result in zip(forks, results.values(), strict=True):
                 if result.failure is not None:
                     lines[name, r, label] = {"error": str(result.failure)}
                     continue
@@ -240,26 +228,11 @@ def compare(
     return frame.drop(columns="error") if frame["error"].isna().all() else frame
 
 
-def _checked(model: Any) -> Any:
-    """The model (of a compiled one the original); what stands in its place is refused, most often the
-    method or the tokenizer."""
-    if isinstance(model, str | Method) or hasattr(model, "convert_tokens_to_ids"):
-        what = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
-        raise KVError(
-            f"model is {what:.80}; allowed: first the model, e.g. compress(model, 'snapkv')"
-        )
-    return getattr(model, "_orig_mod", model)
-
-
 def _prompts(
     prompt: Prompt | Sequence[str] | Mapping[str, Prompt],
 ) -> tuple[dict[Any, Prompt], bool]:
     """Prompts by name or number, and whether several were asked for."""
     if isinstance(prompt, Mapping):
-        if set(prompt) <= {"role", "content"}:
-            raise KVError(
-                "prompt is one message; allowed: a list of messages, text, or several prompts"
-            )
         return dict(prompt), True
     several = isinstance(prompt, list | tuple) and len(prompt) > 0
     if not several or not all(isinstance(one, str) for one in prompt):
@@ -299,7 +272,7 @@ def kept(
     """
     import pandas as pd
 
-    model = _checked(model)
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
     label, built = _method(method, options)
     ids = _token_ids(tokenizer, prompt)
     budget = Budget(rate, sink, window, size, total_rate)

@@ -336,17 +336,6 @@ class CompressedKV:
         return -int(-entries.sum(-1).max() // entries.shape[1])
 
     @property
-    def represented(self) -> Tensor:
-        """Tokens that the weights of the entries stand for, per head: [batch, kv_heads] float32. The
-        prompt's tokens, where a method's weights make up for what it dropped."""
-        each = torch.ones(self.keys.shape[:3], device=self.keys.device)
-        if self.log_weights is not None:
-            each = each * self.log_weights.exp()
-        if self.denominators is not None:
-            each = each * self.denominators
-        return each.sum(-1)
-
-    @property
     def entries(self) -> Tensor:
         """Entries held per head, padding left out: [batch, kv_heads] int64."""
         if self.lengths is not None:

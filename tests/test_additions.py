@@ -43,8 +43,8 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "table": {
         "kvbench/report/tables.py": [
-            ("return found + _splits(group, field)",
-             "return [*found, *_splits(group, field), extra_table(group)]"),
+            ("+ split + _splits(group, fields)",
+             "+ split + _splits(group, fields) + [extra_table(group)]"),
             ("", TABLE),
         ],
     },

@@ -13,13 +13,13 @@ import transformers as t
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from support.jobs import make_job, records_of
+from support.paths import ROOT
 from support.tiny import CONFIGS
 
 from kvbench.engine import scoring
 from kvbench.engine.loading import ModelSpec
 from kvbench.errors import UserError
 from kvbench.lm_eval import KVBenchLM
-from kvbench.lm_eval.local import OWN as MAKERS
 from kvbench.lm_eval.scoring import truncated
 from kvbench.lm_eval.task import HarnessTask
 from kvbench.methods import build_method
@@ -28,30 +28,25 @@ from kvbench.run.session import Session
 
 TEXT = "the cat sat on a mat and then they all went home because it was late in the day"
 WORDS = TEXT.split(" ")
+FOLDER = str(ROOT / "tests/data/lm_eval")
+INVENTED = ["copa", "mathqa", "openbookqa", "piqa", "rte", "winogrande"]
 
 
 def save_model(folder, *, bos):
-    """A tiny Llama of 256 positions and a byte-level tokenizer, which adds a BOS or does not."""
-    special = ["<s>", "</s>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=special,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.train_from_iterator([TEXT] * 20, trainer)
+    """A tiny Llama of 256 positions and the shipped tokenizer, which adds a BOS or does not."""
+    inner = t.AutoTokenizer.from_pretrained(ROOT / "kvbench/assets/recall_mini").backend_tokenizer
+    inner.add_special_tokens(["<s>", "</s>"])
+    begin, end = map(inner.token_to_id, ("<s>", "</s>"))
     if bos:
         inner.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 0)]
+            single="<s> $A", special_tokens=[("<s>", begin)]
         )
     names = {"bos_token": "<s>"} if bos else {}
     t.PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="</s>", pad_token="</s>", **names
     ).save_pretrained(folder)
     config = CONFIGS["llama"]()
-    changes = {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
+    changes = {"max_position_embeddings": 256, "bos_token_id": begin, "eos_token_id": end}
     config.update({"vocab_size": inner.get_vocab_size(), **changes})
     torch.manual_seed(0)
     t.LlamaForCausalLM(config).save_pretrained(folder)
@@ -229,11 +224,11 @@ def test_our_side_gives_the_numbers_of_its_side(saved, tmp_path):
 
 
 def test_h2os_tasks_run_offline(saved, tmp_path):
-    task = HarnessTask(tasks=list(MAKERS), source="local", num_fewshot=2, scoring="mean")
+    task = HarnessTask(tasks=INVENTED, include_path=FOLDER, num_fewshot=2, scoring="mean")
     job = harness_job(saved, tmp_path, task, {"h2o": build_method("h2o")}, limit=6)
     records = records_of(run_job(job))["h2o"]
-    assert {r["dataset"] for r in records} == set(MAKERS)
-    assert all(r["status"] == "ok" and r["source"] == "local" for r in records)
+    assert {r["dataset"] for r in records} == set(INVENTED)
+    assert all(r["status"] == "ok" for r in records)
     assert next(r["contexts"] for r in records if r["dataset"] == "winogrande") == 2
     assert next(r["num_fewshot"] for r in records) == 2
 
@@ -247,7 +242,7 @@ def test_h2os_tasks_run_offline(saved, tmp_path):
         ({"method": "snapkvv"}, "snapkv"),
         ({"rate": 2}, "budget.rate is 2"),
         ({"tasks": ["copa"], "include_path": "/no/such"}, "a folder"),
-        ({"tasks": ["copaa"]}, "'copaa' has no invented documents.*; allowed .*: copa"),
+        ({"tasks": ["copaa"]}, "'copaa' is unknown to lm-evaluation-harness.*; allowed: copa"),
         ({"tasks": ["copa"], "num_fewshot": 99}, "fewer examples"),
     ],
 )
@@ -255,7 +250,7 @@ def test_refusals(saved, tmp_path, options, words):
     def begin():
         if "tasks" not in options:
             return KVBenchLM(saved, **options)
-        task = HarnessTask(**{"source": "local", **options})
+        task = HarnessTask(**{"include_path": FOLDER, **options})
         return run_job(harness_job(saved, tmp_path, task, {"h2o": build_method("h2o")}))
 
     with pytest.raises(UserError, match=words):

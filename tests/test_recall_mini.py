@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from kvbench.methods import build_method
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import Task
-from kvbench.tasks.longeval_lines import INTRODUCTION, LINE, QUESTION, LongEvalLines, word_lists
+from kvbench.tasks.longeval_lines import INTRODUCTION, QUESTION, LongEvalLines
 from kvbench.tasks.needle import Needle
 
 ASSET = ROOT / "kvbench" / "assets" / "recall_mini"
@@ -56,7 +56,7 @@ def test_it_is_small_and_holds_no_pickles() -> None:
     assert {file.suffix for file in ASSET.iterdir()} <= {".safetensors", ".json", ".md"}
 
 
-def test_any_text_comes_back_as_it_was_and_a_line_is_10_to_16_tokens(tokenizer: Any) -> None:
+def test_any_text_comes_back_as_it_was_and_digits_are_read_in_pairs(tokenizer: Any) -> None:
     rng = random.Random(0)
     texts = ["".join(map(chr, range(128))), "a  b\t\n\n c , . ' s ", " , x n't", "日本 é 🙂", ""]
     texts += ["".join(chr(rng.randrange(128)) for _ in range(300)) for _ in range(20)]
@@ -66,13 +66,7 @@ def test_any_text_comes_back_as_it_was_and_a_line_is_10_to_16_tokens(tokenizer: 
         assert max(ids, default=0) < 2000
     for number in ("7", "42", "915", "2416", "50000", "00915"):
         pieces = [tokenizer.decode([token]) for token in tokenizer.encode(number)]
-        assert pieces == [number[at : at + 2] for at in range(0, len(number), 2)], "digits in pairs"
-    adjectives, nouns = word_lists()
-    keys = [f"{rng.choice(adjectives)}-{rng.choice(nouns)}" for _ in range(1000)]
-    lines = [LINE.format(key=key, number=rng.randint(1, 50000)) for key in keys]
-    sizes = [len(tokenizer.encode(line)) for line in lines]
-    assert sum(10 <= size <= 16 for size in sizes) >= 0.99 * len(sizes)
-    assert max(sizes) <= 20
+        assert pieces == [number[at : at + 2] for at in range(0, len(number), 2)]
 
 
 @pytest.mark.slow

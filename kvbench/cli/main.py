@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from kvbench import __version__
 from kvbench.cli.catalogue import KINDS, catalogue, config_dir, experiment_lines
-from kvbench.cli.config import GROUPS, Settings, composed, expanded, explaining, hydra_of_conf
+from kvbench.cli.config import GROUPS, Settings, composed, expanded, hydra_of_conf
 from kvbench.cli.jobs import JobOutcome, Jobs, report_error
 from kvbench.cli.reproduce import reproduce
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
@@ -30,12 +30,16 @@ from kvbench.errors.options import hints_of
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
 INTERRUPTED = 130
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+"""Threads that wait for another sleep: spinning takes the core from whoever else needs it."""
 INDENTED: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    "}
 GOES_ON = "what is done is on disk, the same command goes on from there"
 
 
 def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = None) -> None:
     """Entry point of ``kvbench`` and ``python -m kvbench``; `outcomes` gets what the jobs came to."""
+    for name in WAITING:  # before torch is loaded, which reads them
+        os.environ.setdefault(name, WAITING[name])
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments or [""])[0], arguments[1:]
     try:
@@ -119,10 +123,6 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
             )
         overrides.append(f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']")
     with hydra_of_conf() as hydra:
-        if options.shell_completion:
-            with explaining():
-                hydra.shell_completion("config", options.overrides)
-            return 0
         every = composed(hydra, overrides, RunMode.MULTIRUN)
         shards = OmegaConf.select(every, "shards") is not None
         if options.multirun or shards or every.hydra.mode == RunMode.MULTIRUN:
@@ -139,7 +139,7 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
 
         if len(jobs.outcomes) > 1:
             for folder in jobs.folders:
-                print_scores(folder, every=jobs.elsewhere)
+                print_scores(folder)
             jobs.print_summary()
         for folder in jobs.folders:
             finish(folder)
@@ -155,7 +155,6 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-dir")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("-sc", "--shell-completion", action="store_true")
 
     def refuse(message: str) -> NoReturn:
         known = [option for action in parser._actions for option in action.option_strings]

@@ -52,11 +52,6 @@ class LayerCall:
     sliding_window: int | None = None
     output: Tensor | None = field(default=None, compare=False, repr=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.key.nbytes + self.value.nbytes
-
     def exact(self) -> Tensor:
         """Causal attention of the queries over these keys alone, the first at position 0; see
         `exact_attention`."""

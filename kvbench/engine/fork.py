@@ -40,25 +40,17 @@ class ExactBytes:
     """Bytes of the exact cache of one prompt, of any length.
 
     Attributes:
-        token: of a token, in all layers that hold every one. windows: of the others, the number of the
-            last tokens that they hold and the bytes of one. states: of the layers that hold no keys.
+        layers: the bytes of a token and the window, None for all tokens, of each that holds keys.
+        states: of the layers that hold none.
     """
 
-    token: int = 0
-    windows: list[tuple[int, int]] = field(default_factory=list)
+    layers: list[tuple[int, int | None]] = field(default_factory=list)
     states: int = 0
-
-    def add(self, token: int, window: int | None) -> None:
-        """One more layer, which holds so many bytes of a token."""
-        if window is None:
-            self.token += token
-        else:
-            self.windows.append((window, token))
 
     def at(self, tokens: int) -> int:
         """Bytes once so many tokens have been read."""
-        sliding = sum(token * min(window, tokens) for window, token in self.windows)
-        return self.token * tokens + sliding + self.states
+        held = sum(token * min(tokens, window or tokens) for token, window in self.layers)
+        return held + self.states
 
 
 @dataclass(frozen=True, kw_only=True)

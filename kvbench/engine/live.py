@@ -29,7 +29,7 @@ from kvbench.engine.prefill import PrefillState, input_device, prefill
 from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.states import PassingCache, is_hybrid, row_of, state_bytes, states_in
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import is_integer
+from kvbench.errors.options import Count, fits
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
@@ -155,6 +155,11 @@ class Context:
         self.exact_bytes, self.compress_s = cost.exact_bytes, cost.compress_s
         self.prefill_s = start.prefill_s
 
+    def __repr__(self) -> str:
+        return (
+            f"<kvbench context: {self._fork.label}, {self.tokens} tokens, ratio {self.ratio:.3g}>"
+        )
+
     @property
     def ratio(self) -> float:
         """`cache_bytes` over `exact_bytes`."""
@@ -219,7 +224,7 @@ class Context:
         self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
     ) -> list[tuple[Any, DecodingRow]]:
         model, tokenizer = self.model, self.tokenizer
-        if not is_integer(max_new_tokens, 1):
+        if not fits(Count, max_new_tokens):
             raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
         if stop and tokenizer is None:
             raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
@@ -453,13 +458,9 @@ class Compression:
 
     def _check_call(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments of the model's forward that a compressed cache cannot serve."""
-        mask, use_cache = kwargs.get("attention_mask"), kwargs.get("use_cache")
+        use_cache = kwargs.get("use_cache")
         if use_cache is None:
             use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
-        if mask is not None and mask.dim() != 2:
-            raise UnsupportedGeneration(
-                f"attention_mask has {mask.dim()} dimensions; allowed: 2 (batch, tokens)"
-            )
         if kwargs.get("output_attentions"):
             raise _refused("output_attentions", True)
         if torch.is_grad_enabled():

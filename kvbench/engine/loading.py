@@ -138,7 +138,7 @@ class ModelSpec:
                 f"model.gguf_file is {self.gguf_file!r} and model.quantization {self.quantization!r}; "
                 "allowed: model.quantization=gguf"
             )
-        if self.chat_template not in ("auto", "always", "never") and not self.own_template:
+        if self.chat_template not in ("auto", "always", "never") and "{" not in self.chat_template:
             raise ModelError(
                 f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never, "
                 "or a Jinja template"
@@ -156,11 +156,6 @@ class ModelSpec:
             return f"{self.name}-{Path(self.path).stem.rpartition('.')[2]}"
         packed = self.quantization if self.gguf_file is None else Path(self.gguf_file).stem
         return self.name if packed is None else f"{self.name}-{packed}"
-
-    @property
-    def own_template(self) -> bool:
-        """Whether `chat_template` is a template itself."""
-        return "{" in self.chat_template
 
 
 def resolve_device(device: str) -> torch.device:
@@ -520,7 +515,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
             **_origin(path, None if spec.tokenizer else spec.revision),
             **({} if spec.tokenizer else _gguf_options(spec)),
         )
-    if spec.own_template:
+    if "{" in spec.chat_template:  # a template itself
         tokenizer.chat_template = spec.chat_template
     return tokenizer
 

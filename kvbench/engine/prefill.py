@@ -26,6 +26,7 @@ from kvbench.engine.states import (
     state_bytes,
     states_in,
 )
+from kvbench.engine.threads import threads_of
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import (
     NORMALISERS,
@@ -125,11 +126,12 @@ class PrefillState:
                 f"layer {layer} has a sliding window of {call.sliding_window} that the model's config "
                 "does not announce"
             )
+        token = (key.nbytes + value.nbytes) // key.shape[2]
+        self.exact.layers.append((token, call.sliding_window))
         if layer in self.order:
             index, count = self.order[layer], len(self.order)
             held = layer_kv(call, index, count, self.rotary, normalisers)
             check_finite(held, self.non_finite)
-            self.exact.add(call.nbytes // key.shape[2], None)
             if self.repeated is not None:
                 self.repeated.held[layer] = (key, value)
                 self.repeated.layers[layer] = replace(held, queries=None, shared={})
@@ -137,7 +139,6 @@ class PrefillState:
                 if fork.failure is None and not fork.rescores:
                     self._compress(fork, layer, held)
         else:
-            self.exact.add(call.nbytes // key.shape[2], call.sliding_window)
             self._keep_window(layer, key, value, call.sliding_window)
         self.clocks.append(clock.stop())
         return out
@@ -241,14 +242,15 @@ def forward_rows(
     config = model.config.get_text_config()
     makes = getattr(state, "past", None) if is_hybrid(config) else None
     past = None if makes is None else makes(config)
-    output = model(
-        input_ids=ids,
-        position_ids=positions.expand(ids.shape[0], -1),
-        past_key_values=past,
-        use_cache=past is not None,
-        logits_to_keep=ids.shape[1] if keep is None else keep,
-        kvbench=state,
-    )
+    with threads_of(config, ids.numel()):
+        output = model(
+            input_ids=ids,
+            position_ids=positions.expand(ids.shape[0], -1),
+            past_key_values=past,
+            use_cache=past is not None,
+            logits_to_keep=ids.shape[1] if keep is None else keep,
+            kvbench=state,
+        )
     return output.logits
 
 

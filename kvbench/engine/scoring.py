@@ -6,7 +6,7 @@ first token of a continuation, and with it every one-token answer, from the exac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +30,9 @@ from kvbench.tasks.base import PromptEncoder
 CHUNK_LOGITS = 2**24
 """Logits that exist at a time (64 MB in float32), whatever the length of a continuation."""
 
-LogitsHook = Callable[[int, Tensor], None]
-"""Called with the place in the continuation of the first row of logits, and logits
-[rows, tokens, vocab] that predict the tokens from there on, as the model returns them."""
+Logits = Iterator[tuple[int, Tensor]]
+"""A place in the continuation, and logits [rows, tokens, vocab] that predict the tokens from there on,
+as the model returns them; to be read to the end."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,8 @@ def feed_continuations(
     model: PreTrainedModel,
     reading: CompressedPrompt,
     rows: Sequence[tuple[Fork, Sequence[int]]],
-    on_logits: LogitsHook,
-) -> None:
-    """Feed every fork its continuation, all in one batch, and show the logits of every token.
+) -> Logits:
+    """Feed every fork its continuation, all in one batch; the logits of every token.
 
     What is fed joins the fork's cache, or pushes entries out of it, one token at a time. Continuations
     of several lengths are filled up with their last token: what follows a token changes nothing before
@@ -126,7 +125,7 @@ def feed_continuations(
     ids = torch.tensor(fed, device=device).view(len(rows), -1)
     position, first = reading.start.n, 0
     if not lead:
-        on_logits(0, reading.start.logits.expand(len(rows), 1, -1))
+        yield 0, reading.start.logits.expand(len(rows), 1, -1)
         first = 1
     elif len(lead) > 1:
         positions = torch.arange(position, position + len(lead) - 1, device=device)
@@ -135,10 +134,8 @@ def feed_continuations(
     for part in chunks(len(rows), ids.shape[1], vocabulary(model)):
         chunk = ids[:, part.start : part.stop]
         positions = torch.arange(position + part.start, position + part.stop, device=device)
-        on_logits(
-            first + part.start,
-            forward_rows(model, chunk, positions, ForkBatch(forks, positions)),
-        )
+        logits = forward_rows(model, chunk, positions, ForkBatch(forks, positions))
+        yield first + part.start, logits
     for fork in forks:
         fork.fed(len(fed[0]))
         if fork.failure is None:
@@ -195,8 +192,7 @@ def run_masked_pass(
     prompt_ids: Sequence[int],
     continuation: Sequence[int],
     rows: Sequence[tuple[Method, Budget] | None],
-    on_logits: LogitsHook,
-) -> None:
+) -> Logits:
     """The same for methods that mask one pass over prompt and continuation, the last token included.
 
     The pass is run again for every chunk of logits; the continuations of benchmarks need one.
@@ -207,7 +203,7 @@ def run_masked_pass(
     first = len(prompt_ids) - 1
     for part in chunks(len(rows), len(continuation), vocabulary(model)):
         wanted = torch.arange(first + part.start, first + part.stop, device=ids.device)
-        on_logits(part.start, forward_rows(model, ids, positions, state, keep=wanted))
+        yield part.start, forward_rows(model, ids, positions, state, keep=wanted)
 
 
 def masked_pass_cache(
@@ -263,10 +259,9 @@ def score(
             (fork if len(continuations) == 1 else fork.clone(), tokens)
             for fork, tokens in pairs[begin : begin + batch_rows]
         ]
-        found: list[Tensor] = []
-        hook = _log_probabilities([tokens for _, tokens in batch], found)
-        feed_continuations(model, reading, batch, hook)
-        for (fork, tokens), row in zip(batch, torch.cat(found, dim=1), strict=True):
+        fed = feed_continuations(model, reading, batch)
+        found = _log_probabilities([tokens for _, tokens in batch], fed)
+        for (fork, tokens), row in zip(batch, found, strict=True):
             results[fork.label].append(_scored(row[: len(tokens)], fork.failure))
     for fork in reading.forks:
         if not results[fork.label]:  # it failed while it compressed
@@ -274,26 +269,21 @@ def score(
     for label, pair in reading.whole.items():
         results[label] = []
         for tokens in continuations:
-            found = []
-            hook = _log_probabilities([tokens], found)
-            run_masked_pass(model, reading.prompt_ids, tokens, [pair], hook)
-            results[label].append(_scored(torch.cat(found, dim=1)[0], None))
+            passed = run_masked_pass(model, reading.prompt_ids, tokens, [pair])
+            results[label].append(_scored(_log_probabilities([tokens], passed)[0], None))
     return results
 
 
-def _log_probabilities(continuations: Sequence[Sequence[int]], found: list[Tensor]) -> LogitsHook:
-    """A hook that notes of each row its next token's log-probability, and whether that one is greedy:
-    [rows, tokens, 2]."""
-    longest = max(map(len, continuations))
+def _log_probabilities(continuations: Sequence[Sequence[int]], fed: Logits) -> Tensor:
+    """Of each row the tokens' log-probabilities, and which are greedy, [rows, tokens, 2]."""
+    longest, found = max(map(len, continuations)), []
     every = torch.tensor([repeat_last(tokens, longest) for tokens in continuations])
-
-    def note(begin: int, logits: Tensor) -> None:
+    for begin, logits in fed:
         targets = every[:, begin : begin + logits.shape[1]].to(logits.device)[..., None]
         mine = logits.float().log_softmax(-1).gather(-1, targets)[..., 0]
         greedy = logits.argmax(-1) == targets[..., 0]
         found.append(torch.stack([mine, greedy.to(mine.dtype)], dim=-1).cpu())
-
-    return note
+    return torch.cat(found, dim=1)
 
 
 def _scored(row: Tensor, failure: Exception | None) -> Scored:

@@ -95,7 +95,7 @@ def read_text(
         nll, entries = torch.cat(list(recomputed(model, ids, recent=way.last))), min(n, way.last)
         return Read(nll, entries, shape.bytes(n, entries), shape.bytes(n, n))
     rotation = rotation_of(model) if positions == "cache" else None
-    state: BandState | EvictingState
+    state: StreamState
     if way is None:
         state = EvictingState(method, budget, n, rotation)
     else:
@@ -221,9 +221,9 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     return rotation
 
 
-class StreamState:
-    """Attention state that reads a stream: each of a chunk's tokens attends to the entries held when it
-    is read, and to itself.
+class BandState:
+    """Attention state that reads a stream and holds the first `start` and the last `recent` tokens: each
+    of a chunk's tokens attends to those held when it is read, and to itself.
 
     Attributes:
         most: entries of any layer and head after a token, at most. seen: tokens read so far.
@@ -231,15 +231,8 @@ class StreamState:
             None: keys keep their positions, or learn them with the embedding.
     """
 
-    def __init__(self, most: int, rotation: Rotation | None = None) -> None:
-        self.most, self.rotation, self.seen = most, rotation, 0
-
-
-class BandState(StreamState):
-    """Holds the first `start` and the last `recent` tokens."""
-
     def __init__(self, start: int, recent: int, rotation: Rotation | None = None) -> None:
-        super().__init__(start + recent, rotation)
+        self.most, self.rotation, self.seen = start + recent, rotation, 0
         self.start, self.recent = start, recent
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -251,7 +244,7 @@ class BandState(StreamState):
         return torch.tensor([*range(first), *last], dtype=torch.int64)
 
     def attend(self, call: LayerCall) -> Tensor:
-        """See `StreamState`."""
+        """See `BandState`."""
         key, value, device = call.key[0], call.value[0], call.key.device
         if call.layer in self._layers:
             keys, values = self._layers[call.layer]
@@ -310,8 +303,8 @@ class _PlacedCache(LayerCache):
         return rotated(query, *last) @ rotated(self.keys[:, :n], cos, sin).mT
 
 
-class EvictingState(StreamState):
-    """Holds what a method that evicts leaves.
+class EvictingState:
+    """The same (`BandState`) with what a method that evicts leaves.
 
     Every token, from the first on, is added, attends, and evicts an entry once the cache is full, layer
     by layer, so that accumulated scores (H2O's) are those of Algorithm 1.
@@ -323,12 +316,12 @@ class EvictingState(StreamState):
     def __init__(
         self, method: Method, budget: Budget, tokens: int, rotation: Rotation | None
     ) -> None:
-        super().__init__(budget.capacity(tokens), rotation)
+        self.most, self.rotation, self.seen = budget.capacity(tokens), rotation, 0
         self.method, self.sink = method, budget.sink
         self._layers: dict[int, LayerCache] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
-        """See `StreamState`."""
+        """See `BandState`."""
         if call.layer not in self._layers:
             self._layers[call.layer] = self._begin(call)
         query = call.query
@@ -353,3 +346,6 @@ class EvictingState(StreamState):
     def held_bytes(self) -> int:
         """Bytes held, of scores too."""
         return sum(cache.entry_bytes() for cache in self._layers.values())
+
+
+StreamState = BandState | EvictingState

@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -41,11 +40,6 @@ def nearest(word: str, allowed: Sequence[str]) -> str:
     """`` (did you mean 'x'?)`` when something allowed is close to `word`, else an empty string."""
     close = difflib.get_close_matches(word, allowed, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def is_integer(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
-    """Whether `value` is an integer in [least, most]."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 LONGEST = 1000
@@ -106,21 +100,6 @@ class LogLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """As `logging.Formatter`."""
         return "\n".join(map(printable, redact(super().format(record)).split("\n")))
-
-
-class Once(logging.Filter):
-    """A line that was there already is not said again, whichever library keeps repeating it."""
-
-    def __init__(self, name: str = "") -> None:
-        super().__init__(name)
-        self.said: set[tuple[str, int, str]] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether nothing of this logger, level and text came before."""
-        line = (record.name, record.levelno, record.getMessage())
-        new = line not in self.said
-        self.said.add(line)
-        return new
 
 
 def complain(message: str, program: str = "kvbench") -> None:

@@ -3,15 +3,13 @@
 python -m kvbench.lm_eval --model kvbench --model_args pretrained=...,method=snapkv,rate=0.25 --tasks ...
 """
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, needs_extra
 
 try:
     from kvbench.lm_eval.model import KVBenchLM
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "lm_eval":
         raise
-    raise UserError(
-        "lm-evaluation-harness is not installed; allowed: pip install 'kvbench[lm-eval]'"
-    ) from error
+    raise UserError(needs_extra("lm-evaluation-harness", "lm-eval")) from error
 
 __all__ = ["KVBenchLM"]

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from inspect import signature
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from kvbench.engine.loading import (
     resolve_dtype,
 )
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import UserError, is_integer, nearest
+from kvbench.errors import UserError, nearest
 from kvbench.errors.options import fits, refusal
 from kvbench.kv import Budget
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, held
@@ -132,7 +133,7 @@ class KVBenchLM(Requests):
             load_tokenizer(spec),
             max_length=max_length,
             add_bos_token=add_bos_token,
-            batch_size=batch_size if is_integer(batch_size) else 8,
+            batch_size=batch_size if isinstance(batch_size, int) else 8,
             think_end_token=think_end_token,
             enable_thinking=enable_thinking,
         )
@@ -241,6 +242,7 @@ class KVBenchLM(Requests):
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval keeps beside its results: method, budget, protocol, and how much was kept."""
         kept = [record["ratio"] for record in self.records if record["ratio"] is not None]
+        compressed = [float(record["compressed"]) for record in self.records]
         return {
             "kvbench_method": self.method_name,
             "kvbench_options": dict(self.options),
@@ -249,14 +251,10 @@ class KVBenchLM(Requests):
             "kvbench_scoring": self.scoring,
             "kvbench_generation_protocol": self.protocol,
             "kvbench_requests": len(self.records),
-            "kvbench_compressed_share": _mean([float(r["compressed"]) for r in self.records]),
-            "kvbench_kept_ratio": _mean(kept),
+            "kvbench_compressed_share": fmean(compressed) if compressed else None,
+            "kvbench_kept_ratio": fmean(kept) if kept else None,
             "model_dtype": str(self.model.dtype),
         }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 _, *ARGUMENTS, _ = signature(KVBenchLM.__init__).parameters  # without self and **dotted

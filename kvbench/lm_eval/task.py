@@ -7,7 +7,7 @@ from contextlib import chdir
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 from lm_eval.api.instance import Instance
@@ -15,7 +15,6 @@ from lm_eval.tasks import TaskManager
 
 from kvbench.errors import UserError, first_line, nearest
 from kvbench.errors.options import Count, Distinct
-from kvbench.lm_eval.local import invented
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, held, quietly
 from kvbench.probes.base import Probe, failed
 from kvbench.run.plan import Methods, Outcome, Unit
@@ -39,8 +38,6 @@ class HarnessTask(Probe):
         tasks: names as that harness has them.
         num_fewshot: examples before each question; None: as the task says.
         include_path: a folder with YAML files of tasks; data files that they name are relative to it.
-        source: hub (the tasks' own data, from the Hub once) | local (the few documents of
-            `kvbench.lm_eval.local`, offline; their scores say nothing about a model).
         per_dataset: the first so many documents of each task; None: all.
         metric: which of a task's metrics is the score; where it has no such, its first one.
         scoring: sum | mean (per token, as H2O's released evaluation has it).
@@ -54,7 +51,6 @@ class HarnessTask(Probe):
     tasks: Distinct[str] = ()
     num_fewshot: Annotated[int, Ge(0), Le(1000)] | None = None
     include_path: str | None = None
-    source: Literal["hub", "local"] = "hub"
     per_dataset: Count | None = None
     metric: str = "acc"
     scoring: Scoring = "sum"
@@ -70,11 +66,8 @@ class HarnessTask(Probe):
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`; `data`: sha256 of each file in `include_path`."""
-        ends = ("yaml", "json*", "py")
-        files = (
-            [] if self.include_path is None else [f"{self.include_path}/*.{end}" for end in ends]
-        )
-        return super().meta() | {"data": dict(file_digests(files))}
+        files = [f"{self.include_path}/*.{end}" for end in ("yaml", "json*", "py")]
+        return super().meta() | {"data": dict(file_digests(files if self.include_path else []))}
 
     def _load(self) -> dict[str, Any]:
         """The tasks by name, their few-shot examples and data included.
@@ -87,23 +80,20 @@ class HarnessTask(Probe):
         folder = None if self.include_path is None else str(Path(self.include_path).resolve())
         try:
             with quietly(), chdir(folder or "."):
-                if self.source == "local":
-                    found = {name: invented(name) for name in self.tasks}
-                else:
-                    manager = TaskManager(include_path=folder, include_defaults=folder is None)
-                    known = list(manager.all_tasks)
-                    for name in set(self.tasks) - set(known):
-                        raise TaskError(
-                            f"task {name!r} is unknown to lm-evaluation-harness{nearest(name, known)}; "
-                            f"allowed: {'its list' if folder is None else ', '.join(known[:12])}"
-                        )
-                    found = manager.load(list(self.tasks))["tasks"]
+                manager = TaskManager(include_path=folder, include_defaults=folder is None)
+                known = list(manager.all_tasks)
+                for name in set(self.tasks) - set(known):
+                    raise TaskError(
+                        f"task {name!r} is unknown to lm-evaluation-harness{nearest(name, known)}; "
+                        f"allowed: {'its list' if folder is None else ', '.join(known[:12])}"
+                    )
+                found = manager.load(list(self.tasks))["tasks"]
         except (TaskError, MemoryError):
             raise
         except Exception as error:  # whatever a data set's loader raises
             raise TaskError(
                 f"tasks {', '.join(self.tasks)} cannot be loaded: {first_line(error)}; allowed: with "
-                "their data (a network, once), or task.source=local"
+                "their data (a network, once), or task.include_path=<a folder>"
             ) from error
         for task in found.values():
             if self.num_fewshot is not None:
@@ -139,7 +129,7 @@ class HarnessTask(Probe):
             units = []
             for doc_id, requests in sorted(documents.items())[: self.per_dataset]:
                 key = f"{name}-{doc_id:05d}"
-                where = {"dataset": name, "document": key, "source": self.source}
+                where = {"dataset": name, "document": key}
                 units.append(Unit(key, (key,), (task, requests), {key: where}))
             by_task.append(units)
         return [unit for turn in zip_longest(*by_task) for unit in turn if unit is not None]

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from kvbench.kv import CompressedKV, LayerKV, rows_at
-from kvbench.methods.base import Sample
+
+Sample = tuple[Tensor, Tensor]
+"""Tokens that stand for a stream: positions in it [heads, c] int64 and log-weights [heads, c]; where a
+head has fewer than another, -1 and -inf."""
 
 MIX = 2.0**-10
 """Share of the denominator that is estimated from the numerator's entries (see `combine`)."""
@@ -47,14 +50,11 @@ def combine(
     return CompressedKV(keys, values, log_weights, positions, keys_only=keys_only)
 
 
-def _trimmed(layer: LayerKV, start: int, *samples: Sample) -> list[tuple[Tensor, Tensor]]:
+def _trimmed(layer: LayerKV, start: int, *samples: Sample) -> list[Sample]:
     """Prompt positions and log-weights [batch, kv_heads, most] without the room that no head uses,
     which would be held all the same. A GPU is asked once for all."""
     device, shape = layer.keys.device, (*layer.keys.shape[:2], -1)
-    pairs = [
-        (torch.where(one.positions < 0, -1, one.positions + start), one.log_weights)
-        for one in samples
-    ]
+    pairs = [(torch.where(at < 0, -1, at + start), weights) for at, weights in samples]
     placed = [(p.to(device).view(shape), w.to(device).view(shape)) for p, w in pairs]
     empty = [log_weights == -math.inf for _, log_weights in placed]
     most = torch.stack([(~one).sum(-1).max() for one in empty]).tolist()

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.kv import Budget, LayerKV
 
@@ -40,6 +41,12 @@ def best_and_recent(layer: LayerKV, scores: Tensor, count: int, recent: int) -> 
     [batch, kv_heads, count + recent]; scores [batch, kv_heads, n - recent]."""
     last = positions_between(layer, layer.n - recent, layer.n)
     return torch.cat([top_positions(scores, count), last], dim=-1)
+
+
+def side_by_side(heads: Sequence[tuple[Tensor, Tensor]], fill: float) -> tuple[Tensor, Tensor]:
+    """Positions and weights [c] of each head as [heads, most], padded with -1 and `fill`."""
+    positions, weights = map(list, zip(*heads, strict=True))
+    return pad_sequence(positions, True, -1), pad_sequence(weights, True, fill)
 
 
 def by_largest_remainder(wanted: Sequence[Fraction], total: int) -> list[int]:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.errors.options import NonNegative, Several
 from kvbench.kernels.balanced_cut import halve
@@ -20,7 +19,7 @@ from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import _draws
-from kvbench.methods._select import positions_between, with_sink_and_window
+from kvbench.methods._select import positions_between, side_by_side, with_sink_and_window
 from kvbench.methods.base import Method
 
 PADDING = -1
@@ -173,7 +172,8 @@ class BalanceKV(Method):
             of_head = None if values is None else values[one]
             held = self._halvings(keys[one], of_head, [u[one] for u in draws], plan, order[one])
             parts.append((held[0][0, 0], held[1][0, 0]))
-        return side_by_side(parts, len(keys))
+        positions, weights = side_by_side(parts, 0.0)
+        return positions.unflatten(0, (len(keys), -1)), weights.unflatten(0, (len(keys), -1))
 
     def _halvings(
         self,
@@ -299,15 +299,6 @@ def blocked(x: Tensor, places: int) -> Tensor:
     padded = x.new_zeros(*x.shape[:2], places)
     padded[:, :, : x.shape[2]] = x
     return padded
-
-
-def side_by_side(heads: Sequence[tuple[Tensor, Tensor]], batch: int) -> tuple[Tensor, Tensor]:
-    """Positions and weights [c] of all heads of a batch as one, padded with -1 and 0."""
-    positions, weights = zip(*heads, strict=True)
-    return (
-        pad_sequence(list(positions), True, PADDING).unflatten(0, (batch, -1)),
-        pad_sequence(list(weights), True, 0.0).unflatten(0, (batch, -1)),
-    )
 
 
 def per_halving(method: BalanceKV, option: str, count: int) -> tuple[Any, ...]:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from kvbench.errors.options import Whole
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import _draws
-from kvbench.methods.balancekv import BalanceKV, per_halving, plan_halvings, side_by_side
+from kvbench.methods._select import side_by_side
+from kvbench.methods.balancekv import BalanceKV, per_halving, plan_halvings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,8 @@ class BalanceKVNeedle(BalanceKV):
             for row in range(batch)
             for head in range(heads)
         ]
-        positions, weights = side_by_side(chosen, batch)
+        positions, weights = side_by_side(chosen, 0.0)
+        positions, weights = (x.unflatten(0, (batch, heads)) for x in (positions, weights))
         plain = replace(self, normalise=False, order="position")
         return plain._weighted(layer, budget, positions, weights, [])
 

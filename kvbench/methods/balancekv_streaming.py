@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.errors.options import Positive, Share
 from kvbench.kernels.self_balancing import softmax_balance, walk_bound
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._estimator import combine
-from kvbench.methods.base import SEED_STRIDE, Method, Sample
+from kvbench.methods._select import side_by_side
+from kvbench.methods.base import SEED_STRIDE, Method
 
 RESTARTS = 100
 """Fresh attempts at a batch whose walk failed, with on_fail=restart, before giving up."""
@@ -33,189 +32,109 @@ class MergeAndReduce:
     while the number of batches so far, halved each time, is even, the next level goes on likewise.
 
     Attributes:
+        keys, values: [m, d], [m, e] of the prompt; without values they count 1 (the denominator).
         t: entries that fill a level.
-        value_radius: what no value's norm exceeds; None: values count 1 (the denominator).
-        levels: positions [c], keys and values of each level's entries, at most t of them.
-        seen: tokens so far.
-        batches: times that level 0 was full.
+        radii: what no key's and no value's norm exceeds.
+        levels: places [c] of each level's entries, at most t of them.
+        seen: tokens so far. batches: times that level 0 was full.
     """
 
     def __init__(
         self,
+        keys: Tensor,
+        values: Tensor | None,
         t: int,
-        *,
-        key_radius: float,
-        value_radius: float | None,
+        radii: tuple[float, float],
+        options: BalanceKVStreaming,
         bound: float,
-        on_fail: str,
         seed: int,
-        halve: str = "even",
     ) -> None:
-        self.t, self.seen, self.batches = t, 0, 0
-        self.levels: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.key_radius, self.value_radius = key_radius, value_radius
-        self._bound, self._on_fail, self._exact_half = bound, on_fail, halve == "even"
+        self.keys, self.values, self.t, self.radii = keys, values, t, radii
+        self.levels: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
+        self.seen, self.batches = 0, 0
+        self._options, self._bound = options, bound
         self._generator = torch.Generator().manual_seed(seed)
 
-    def extend(self, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Read tokens in order: positions [m], keys [m, d], values [m, e]. As m updates by one.
+    def read(self, places: Tensor) -> MergeAndReduce:
+        """Read the tokens at these places [m], in order; as m times one. Returns itself.
 
         Raises:
             BalanceFailure: a walk failed (on_fail=raise, or again and again).
         """
-        start, held = 0, len(self.levels[0][0]) if self.levels else 0
-        while start < len(positions):
-            part = slice(start, start + self.t - held)
-            self._append(0, positions[part], keys[part], values[part])
-            start, held = part.stop, len(self.levels[0][0])
-            if held == self.t:
-                self.batches += 1
-                level, batches, held = 0, self.batches, 0
+        self.seen += len(places)
+        while len(places):
+            room = self.t - len(self.levels[0])
+            self.levels[0], places = torch.cat([self.levels[0], places[:room]]), places[room:]
+            if len(self.levels[0]) < self.t:
+                break
+            self.batches += 1
+            level, batches = 0, self.batches
+            self._reduce(level)
+            while batches % 2 == 0:
+                level, batches = level + 1, batches // 2
                 self._reduce(level)
-                while batches % 2 == 0:
-                    level, batches = level + 1, batches // 2
-                    self._reduce(level)
-        self.seen += len(positions)
-
-    def _append(self, level: int, *tokens: Tensor) -> None:
-        if level == len(self.levels):
-            self.levels.append((tokens[0][:0], tokens[1][:0], tokens[2][:0]))
-        positions, keys, values = map(torch.cat, zip(self.levels[level], tokens, strict=True))
-        self.levels[level] = positions, keys, values
+        return self
 
     def _reduce(self, level: int) -> None:
         """Move what SoftmaxBalance keeps of a level into the next one."""
-        positions, keys, values = self.levels[level]
-        for _ in range(1 if self._on_fail == "raise" else RESTARTS):
+        places, options = self.levels[level], self._options
+        for _ in range(1 if options.on_fail == "raise" else RESTARTS):
             kept = softmax_balance(
-                keys,
-                None if self.value_radius is None else values,
-                torch.rand(len(positions), generator=self._generator),
-                key_radius=self.key_radius,
-                value_radius=self.value_radius or 1.0,
+                self.keys[places],
+                None if self.values is None else self.values[places],
+                torch.rand(len(places), generator=self._generator),
+                key_radius=self.radii[0],
+                value_radius=self.radii[1],
                 bound=self._bound,
-                exact_half=self._exact_half,
+                exact_half=options.halve == "even",
             )
             if kept is not None:
                 break
         else:
             raise BalanceFailure(
-                f"the walk over {len(positions)} entries of level {level} exceeded its bound "
+                f"the walk over {len(places)} entries of level {level} exceeded its bound "
                 f"{self._bound:g}; a larger constant or smaller t avoids it"
             )
-        self.levels[level] = positions[:0], keys[:0], values[:0]
-        self._append(level + 1, positions[kept], keys[kept], values[kept])
+        following = [] if level + 1 == len(self.levels) else [self.levels[level + 1]]
+        joined = torch.cat([*following, places[kept]])
+        self.levels[level : level + 2] = [places[:0], joined]
 
-    def sample(self) -> Sample:
-        """All levels, with log-weights level * log 2."""
-        positions, keys, values = map(torch.cat, zip(*self.levels, strict=True))
-        weights = [torch.full((len(p),), i * math.log(2)) for i, (p, *_) in enumerate(self.levels)]
-        return Sample(positions, torch.cat(weights), keys, values)
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Places of all levels' entries, and log-weights level * log 2."""
+        weights = [torch.full((len(at),), i * math.log(2)) for i, at in enumerate(self.levels)]
+        return torch.cat(self.levels), torch.cat(weights)
 
 
-class BalanceKVStream:
-    """Algorithm 1: of each head values in buckets by norm, a `MergeAndReduce` for each.
+def structures(
+    keys: Tensor, values: Tensor, options: BalanceKVStreaming, t: int, radius: float, seed: int
+) -> tuple[dict[int, MergeAndReduce], MergeAndReduce]:
+    """Algorithm 1 after all tokens of a head, keys [m, d] of norms up to `radius`, values [m, e]: its
+    buckets, and its structure for the denominator.
 
-    Bucket i holds the tokens with 2^i <= ||v|| < 2^(i+1) and serves the numerator; one more
-    structure holds every token with v = 1 for the denominator. A bucket is erased once its upper
-    end, 2^(i+1), is at most eps / (2 n) * exp(-r^2 / sqrt(d)) * v_max: then all that it holds, and
-    tokens as small that come later, weigh too little to matter. By the lower end it would be erased
-    with values of up to twice that norm in it.
+    Bucket i holds the tokens with 2^i <= ||v|| < 2^(i+1) and serves the numerator; one more structure
+    holds every token with v = 1 for the denominator. A bucket is erased once its upper end, 2^(i+1), is
+    at most eps / (2 n) * exp(-r^2 / sqrt(d)) * v_max: then all that it holds, and tokens as small that
+    come later, weigh too little to matter. By the lower end it would be erased with values of up to
+    twice that norm in it. The threshold only grows, so that those left at the end are read.
 
-    A walk is given the radius r of the longest key so far, since nobody knows that of the whole stream.
-
-    Attributes:
-        buckets: of each head, by i. denominators: of each head, of all tokens.
-        key_radius: r of each head. largest: v_max, the largest ||v|| of each head so far.
-        seen: tokens so far.
+    Raises:
+        BalanceFailure: a walk failed.
     """
+    n, norms = len(keys), values.double().norm(dim=-1)
+    bound = walk_bound(n, options.delta, options.constant)
+    least = options.eps / (2 * n) * float(norms.max())
+    least *= math.exp(-(radius**2) / keys.shape[1] ** 0.5)
 
-    def __init__(
-        self,
-        options: BalanceKVStreaming,
-        seeds: Sequence[int],
-        *,
-        n: int,
-        t: int,
-        key_radius: float = 0.0,
-    ) -> None:
-        """`seeds`: of each head. `n`: tokens the stream may have. `key_radius`: r at least."""
-        self.options, self.seeds, self.n, self.t, self.seen = options, seeds, n, t, 0
-        self.bound = walk_bound(n, options.delta, options.constant)
-        self.key_radius, self.largest = [key_radius] * len(seeds), [0.0] * len(seeds)
-        self.buckets: list[dict[int, MergeAndReduce]] = [{} for _ in seeds]
-        self.denominators = [self._structure(head, None, salt=0) for head in range(len(seeds))]
+    def structure(of: Tensor | None, value_radius: float, salt: int) -> MergeAndReduce:
+        drawn = (SEED_STRIDE * seed + salt) % 2**62
+        return MergeAndReduce(keys, of, t, (radius, value_radius), options, bound, drawn)
 
-    def _structure(self, head: int, value_radius: float | None, salt: int) -> MergeAndReduce:
-        return MergeAndReduce(
-            self.t,
-            key_radius=self.key_radius[head],
-            value_radius=value_radius,
-            bound=self.bound,
-            on_fail=self.options.on_fail,
-            halve=self.options.halve,
-            seed=(SEED_STRIDE * self.seeds[head] + salt) % 2**62,
-        )
-
-    def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Read tokens in order, as one at a time: keys [heads, m, d], values [heads, m, e].
-
-        Raises:
-            BalanceFailure: a walk failed.
-        """
-        keys, values = keys.float().cpu(), values.float().cpu()
-        self._nothing = (
-            torch.zeros(0, dtype=torch.int64),
-            torch.zeros(0),
-            keys[0, :0],
-            values[0, :0],
-        )
-        for head in range(len(keys)):
-            self._extend(head, keys[head], values[head])
-        self.seen += keys.shape[1]
-
-    def _extend(self, head: int, keys: Tensor, values: Tensor) -> None:
-        buckets, denominator = self.buckets[head], self.denominators[head]
-        radius = max(self.key_radius[head], float(keys.double().norm(dim=-1).max()))
-        self.key_radius[head] = radius
-        for one in (denominator, *buckets.values()):
-            one.key_radius = radius
-        positions = torch.arange(self.seen, self.seen + len(keys))
-        denominator.extend(positions, keys, values[:, :0])
-        norms = values.double().norm(dim=-1)
-        index = buckets_of(norms)
-        for i in index[norms > 0].unique().tolist():
+    index, buckets = buckets_of(norms), {}
+    for i in index[norms > 0].unique().tolist():
+        if (end := 2.0 ** (i + 1)) > least:
             mine = ((index == i) & (norms > 0)).nonzero().squeeze(-1)
-            if i not in buckets:
-                buckets[i] = self._structure(head, 2.0 ** (i + 1), salt=2 * (i + 5000) + 1)
-            buckets[i].extend(positions[mine], keys[mine], values[mine])
-        self.largest[head] = max(self.largest[head], float(norms.max()))
-        least = self.options.eps / (2 * self.n) * self.largest[head]
-        least *= math.exp(-(radius**2) / keys.shape[1] ** 0.5)
-        self.buckets[head] = {i: kept for i, kept in buckets.items() if 2.0 ** (i + 1) > least}
-
-    def _samples(self) -> tuple[list[Sample], list[Sample]]:
-        """Of each head the entries of all buckets, and those of the denominator."""
-        above = []
-        for buckets in self.buckets:
-            parts = [self._nothing, *(buckets[i].sample() for i in sorted(buckets))]
-            above.append(Sample(*map(torch.cat, zip(*parts, strict=True))))
-        return above, [one.sample() for one in self.denominators]
-
-    def numerator(self) -> Sample:
-        """Of the sum of exp(q.k) v."""
-        return side_by_side(self._samples()[0])
-
-    def denominator(self) -> Sample:
-        """Of the sum of exp(q.k); its values are not used."""
-        return side_by_side(self._samples()[1])
-
-
-def side_by_side(samples: Sequence[Sample]) -> Sample:
-    """Samples of several heads as one, padded."""
-    padding = (-1, -math.inf, 0.0, 0.0)
-    parts = zip(zip(*samples, strict=True), padding, strict=True)
-    return Sample(*(pad_sequence(list(p), True, padding_value=fill) for p, fill in parts))
+            buckets[i] = structure(values, end, 2 * (i + 5000) + 1).read(mine)
+    return buckets, structure(None, 1.0, 0).read(torch.arange(n))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +179,10 @@ class BalanceKVStreaming(Method):
         """
         batch, heads, n = layer.keys.shape[:3]
         start, stop, room = budget.sink, n - budget.window, budget.middle_kept(n)
-        keys, values = (x[:, :, start:stop].flatten(0, 1) for x in (layer.keys, layer.values))
-        t = self.t or largest_batch(values.float().cpu(), room)
+        keys, values = (
+            x[:, :, start:stop].flatten(0, 1).float().cpu() for x in (layer.keys, layer.values)
+        )
+        t = self.t or largest_batch(values, room)
         if not t:
             raise KVError(
                 "balancekv_streaming.t is null; allowed: a budget with room for its levels (the rate "
@@ -269,11 +190,17 @@ class BalanceKVStreaming(Method):
             )
         # The rows of a batch have the same draws.
         seeds = torch.randint(2**40, (heads,), generator=generator).tolist() * batch
-        radius = float(keys.float().double().norm(dim=-1).max())
-        stream = BalanceKVStream(self, seeds, n=stop - start, t=t, key_radius=radius)
-        stream.extend(keys, values)
+        radius, above, below = float(keys.double().norm(dim=-1).max()), [], []
+        none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)  # where every bucket is erased
+        for key, value, seed in zip(keys, values, seeds, strict=True):
+            buckets, denominator = structures(key, value, self, t, radius, seed)
+            samples = [none, *(bucket.sample() for bucket in buckets.values())]
+            positions, weights = zip(*samples, strict=True)
+            above.append((torch.cat(positions), torch.cat(weights)))
+            below.append(denominator.sample())
         exact = torch.cat([torch.arange(start), torch.arange(stop, n)])
-        return combine(layer, stream.numerator(), stream.denominator(), start, exact)
+        sampled, counted = side_by_side(above, -math.inf), side_by_side(below, -math.inf)
+        return combine(layer, sampled, counted, start, exact)
 
 
 def buckets_of(norms: Tensor) -> Tensor:

@@ -184,16 +184,6 @@ class Band:
     recomputed: bool = False
 
 
-class Sample(NamedTuple):
-    """Tokens that stand for a stream: positions in it [c] int64 and log-weights [c], keys [c, d], values
-    [c, e]; of several heads with one more dimension in front, padded with -1, -inf and 0."""
-
-    positions: Tensor
-    log_weights: Tensor
-    keys: Tensor
-    values: Tensor
-
-
 # --- the method -----------------------------------------------------------------------------------
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from kvbench.errors.options import Count, NonNegative, Whole
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kernels.online_clusters import BLOCK, OnlineClusters, count_clusters
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, rows_at
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._draws import uniforms
-from kvbench.methods._estimator import combine
-from kvbench.methods.base import Method, Sample
+from kvbench.methods._estimator import Sample, combine
+from kvbench.methods.base import Method
 
 BISECTIONS = 6
 """Halvings of the interval in which `delta: null` looks for a radius."""
@@ -28,22 +28,14 @@ class SubGenStream:
         found: the clusters and their representatives, each the first key of its cluster.
         counts: [h, m] keys that joined, the first included.
         slots: [h, m, t] int64, for each cluster t uniform samples of its keys, as stream positions.
-        slot_keys: [h, m, t, dim], their keys.
         mu: [h] float64, sum of ||v||^2 so far.
         sampled: [h, s] int64, positions of s samples in proportion to ||v||^2 (-1: none yet).
-        sampled_keys, sampled_values: [h, s, dim], theirs.
+        sampled_weights: [h, s] float64, their ||v||^2.
         seen: tokens so far.
     """
 
     def __init__(
-        self,
-        heads: int,
-        dim: int,
-        value_dim: int,
-        delta: Tensor,
-        t: int,
-        s: int,
-        most: int | None = None,
+        self, heads: int, dim: int, delta: Tensor, t: int, s: int, most: int | None = None
     ) -> None:
         """`delta` and `most`: see `OnlineClusters`. Everything is on the device of `delta`."""
         device = delta.device
@@ -51,11 +43,9 @@ class SubGenStream:
         self.found = OnlineClusters(heads, dim, delta, most)
         self.counts = torch.zeros(heads, 0, device=device)
         self.slots = torch.zeros(heads, 0, t, dtype=torch.int64, device=device)
-        self.slot_keys = torch.zeros(heads, 0, t, dim, device=device)
         self.mu = torch.zeros(heads, dtype=torch.float64, device=device)
         self.sampled = torch.full((heads, s), -1, device=device)
-        self.sampled_keys = torch.zeros(heads, s, dim, device=device)
-        self.sampled_values = torch.zeros(heads, s, value_dim, device=device)
+        self.sampled_weights = torch.zeros(heads, s, dtype=torch.float64, device=device)
 
     def read(self, keys: Tensor, values: Tensor, draws: Tensor) -> None:
         """Read at most `BLOCK` tokens, with the result of one after the other: keys [h, b, dim], values
@@ -64,7 +54,7 @@ class SubGenStream:
         order = torch.arange(1, keys.shape[1] + 1, dtype=torch.int16, device=keys.device)
         slot_draws, value_draws = draws.split([self.t, self.s], dim=-1)
         self._sample_clusters(keys, slot_draws.transpose(0, 1), order)
-        self._sample_values(keys, values, value_draws, order)
+        self._sample_values(values, value_draws, order)
         self.seen += keys.shape[1]
 
     def _sample_clusters(self, keys: Tensor, draws: Tensor, order: Tensor) -> None:
@@ -80,10 +70,8 @@ class SubGenStream:
         position = torch.where(replaced, (self.seen - 1 + order.long()).view(1, -1, 1), -1)
         index = where.unsqueeze(-1).expand_as(position)
         self.slots.scatter_reduce_(1, index, position, "amax")
-        mine = (self.slots - self.seen).flatten(1)
-        _take(self.slot_keys.flatten(1, 2), mine >= 0, keys, mine)
 
-    def _sample_values(self, keys: Tensor, values: Tensor, draws: Tensor, order: Tensor) -> None:
+    def _sample_values(self, values: Tensor, draws: Tensor, order: Tensor) -> None:
         weight = values.double().square().sum(-1)
         mu = torch.cat([self.mu.unsqueeze(1), weight], 1).cumsum(1)[:, 1:]
         self.mu = mu[:, -1].clone()
@@ -93,29 +81,26 @@ class SubGenStream:
         above = torch.where(above < chance, above.nextafter(torch.ones_like(above)), above)
         replaced = draws < above.T.unsqueeze(-1)
         last = (replaced * order.view(-1, 1, 1)).amax(0).long() - 1
-        _take(self.sampled_keys, last >= 0, keys, last)
-        _take(self.sampled_values, last >= 0, values, last)
+        taken = weight.gather(1, last.clamp(min=0))
+        self.sampled_weights = torch.where(last >= 0, taken, self.sampled_weights)
         self.sampled = torch.where(last >= 0, self.seen + last, self.sampled)
 
     def _widen(self, more: int) -> None:
-        for name, empty in (("counts", 0), ("slots", -1), ("slot_keys", 0)):
+        for name, empty in (("counts", 0), ("slots", -1)):
             old = getattr(self, name)
             room = old.new_full((old.shape[0], more, *old.shape[2:]), empty)
             setattr(self, name, torch.cat([old, room], dim=1))
 
     def numerator(self) -> Sample:
-        """Of weight mu / (s ||v||^2)."""
-        norms = self.sampled_values.double().square().sum(-1)
-        weights = torch.log(self.mu.unsqueeze(-1) / (self.s * norms))
-        weights = weights.masked_fill(self.sampled < 0, -math.inf).float()
-        return Sample(self.sampled, weights, self.sampled_keys, self.sampled_values)
+        """Of the sum of exp(q.k) v: weights mu / (s ||v||^2)."""
+        weights = torch.log(self.mu.unsqueeze(-1) / (self.s * self.sampled_weights))
+        return self.sampled, weights.masked_fill(self.sampled < 0, -math.inf).float()
 
     def denominator(self) -> Sample:
-        """Of weight count / t."""
+        """Of the sum of exp(q.k): weights count / t."""
         weights = torch.log(self.counts / self.t).unsqueeze(-1).expand_as(self.slots)
         empty = (self.counts == 0).unsqueeze(-1)
-        positions, keys = self.slots.masked_fill(empty, -1).flatten(1), self.slot_keys.flatten(1, 2)
-        return Sample(positions, weights.flatten(1), keys, keys[..., :0])
+        return self.slots.masked_fill(empty, -1).flatten(1), weights.flatten(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +156,7 @@ class SubGenStreaming(Method):
         if self.delta is None:
             most = min(clusters, older)
             delta = _radius(keys, most)
-        stream = SubGenStream(batch * heads, dim, values.shape[-1], delta, self.t, s, most)
+        stream = SubGenStream(batch * heads, dim, delta, self.t, s, most)
         for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
             draws = uniforms(generator, keys.device, key.shape[1], heads, self.t + s)[0]
             stream.read(key, value, draws.repeat(1, batch, 1))
@@ -213,13 +198,3 @@ def _radius(keys: Tensor, clusters: int) -> Tensor:
         enough = torch.where(fits, middle, enough)
         too_small = torch.where(fits, too_small, middle)
     return enough
-
-
-def _take(kept: Tensor, taken: Tensor, source: Tensor, index: Tensor) -> None:
-    """kept[h, c] = source[h, index[h, c]] where taken[h, c]; kept [h, c, d], source [h, b, d]."""
-    if kept.is_cuda:  # all of them, without asking the GPU how many are taken
-        rows = rows_at(source[None], index.clamp(min=0)[None])[0]
-        kept.copy_(torch.where(taken.unsqueeze(-1), rows, kept))
-    else:
-        head, slot = taken.nonzero(as_tuple=True)
-        kept[head, slot] = source[head, index[head, slot]]

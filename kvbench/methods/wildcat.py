@@ -69,8 +69,7 @@ class WildCat(Method):
     entries is N / D with clamping to the range of the prompt's values (`CompressedKV.denominators`).
 
     Known weakness: W interpolates, so on keys that the coreset does not span a bin's denominators sum to
-    less than its tokens, and the middle is under-counted against sink and window: records of the layer
-    probes say by how much (`CompressedKV.represented`, over the prompt's tokens). `normalise` rescales
+    less than its tokens, and the middle is under-counted against sink and window. `normalise` rescales
     both sides of a bin to its tokens (an ablation).
 
     Departures from the authors' code (github.com/microsoft/wildcat), which was read and whose choices
@@ -128,9 +127,9 @@ class WildCat(Method):
         return Bins(tuple(b * (middle // count) for b in range(count + 1)), (size,) * count)
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """The budget's; with bins=released sink, window, what joins it (which may be more than the
-        budget), and the bins' entries."""
-        if self.bins == "even":
+        """The budget's; with bins=released, of a longer prompt, sink, window, what joins it (which may
+        be more than the budget), and the bins' entries."""
+        if self.bins == "even" or n <= budget.capacity(n):
             return [budget.capacity(n)] * num_layers
         bins = self.cut(budget, n)
         rest = budget.middle(n) - bins.edges[-1]

@@ -36,15 +36,6 @@ def encoded_prompts(task: Task, session: Session, most: int | None = None) -> li
     return [encode_example(example, session.encoder) for example in examples]
 
 
-def captured_layers(
-    session: Session, prompt: EncodedExample, layers: Sequence[int], tokens: int | None = None
-) -> Iterator[tuple[int, LayerKV]]:
-    """The layers of a prompt, or of its first `tokens`, by number from 1, in the order asked for."""
-    ids = (*prompt.context_ids, *prompt.question_ids)[:tokens]
-    held = capture_layers(session.model, ids, [layer - 1 for layer in layers])
-    return ((layer, held[layer - 1]) for layer in layers)
-
-
 def failed(failure: Exception) -> dict[str, Any]:
     """Record fields of what could not be measured."""
     return {"status": status_of(failure), "error": one_line(failure)}
@@ -103,24 +94,6 @@ def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, 
     return found
 
 
-def origin(prompts: Task | None) -> dict[str, Any]:
-    """What `meta` says of layers that come from a task's prompts, or else are random tensors."""
-    if prompts is None:
-        return {"data": {}, "subject": "synthetic tensors"}
-    return {"data": dict(prompts.digests())}
-
-
-def check_either(names: str, one: Any, other: Any) -> None:
-    """Refuse a probe whose layers or texts come from two places, or from none.
-
-    Raises:
-        TaskError: naming both options.
-    """
-    if bool(one) == bool(other):
-        both = "both" if one else "neither"
-        raise TaskError(f"{names}: exactly one of them must be given (got {both})")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Probe(ABC):
     """A `kvbench.run.plan.Plan` that measures tensors or times: a frozen dataclass whose fields are its
@@ -168,3 +141,43 @@ class Probe(ABC):
     @abstractmethod
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """See `kvbench.run.plan.Plan.run`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProbe(Probe):
+    """A probe of single layers: of a task's prompts, or of tensors that it draws.
+
+    Attributes:
+        prompts: a task whose first `num_prompts` prompts are used; None: tensors are drawn.
+        layers: numbers from 1.
+    """
+
+    lower_is_better: ClassVar[bool] = True
+    drawn: ClassVar[str]
+    """The option that says which tensors are drawn."""
+
+    prompts: Task | None = None
+    num_prompts: Repeats = 8
+    layers: Layers = (1, 2, 4)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.prompts) == bool(getattr(self, self.drawn)):
+            both = "both" if self.prompts else "neither"
+            raise TaskError(
+                f"task.{self.drawn} and task.prompts: exactly one of them must be given (got {both})"
+            )
+
+    def meta(self) -> dict[str, Any]:
+        """See `Probe.meta`."""
+        if self.prompts is None:
+            return super().meta() | {"data": {}, "subject": "synthetic tensors"}
+        return super().meta() | {"data": dict(self.prompts.digests())}
+
+    def captured(
+        self, session: Session, prompt: EncodedExample, tokens: int | None = None
+    ) -> Iterator[tuple[int, LayerKV]]:
+        """The layers of a prompt, or of its first `tokens`, by number, in the order asked for."""
+        ids = (*prompt.context_ids, *prompt.question_ids)[:tokens]
+        held = capture_layers(session.model, ids, [layer - 1 for layer in self.layers])
+        return ((layer, held[layer - 1]) for layer in self.layers)

@@ -32,21 +32,18 @@ from kvbench.errors.options import Count, Distinct, Fraction, Positive, Whole, c
 from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import (
+    LayerProbe,
     Layers,
-    Probe,
     Repeats,
     Tokens,
-    captured_layers,
-    check_either,
     encoded_prompts,
     failed,
-    origin,
 )
 from kvbench.probes.layer_error import clustered, compress_measured, estimate, logits_of
 from kvbench.records.figures import Curve, as_json
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import Task, TaskError
+from kvbench.tasks.base import TaskError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +111,6 @@ def bound_scale(layer: LayerKV, queries: Tensor) -> Tensor:
     return norms.view(queries.shape[:3])
 
 
-def key_exponent(layer: LayerKV) -> float:
-    """Largest ||k - mean k||^2 * scaling over entries and heads: the walk's largest exponent."""
-    keys = layer.keys.double()
-    return float((keys - keys.mean(2, keepdim=True)).square().sum(-1).max()) * layer.scaling
-
-
 def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: int) -> None:
     """Refuse a method whose layers may together hold more than the budget of n tokens allows.
 
@@ -133,7 +124,7 @@ def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErrorScaling(Probe):
+class ErrorScaling(LayerProbe):
     """Relative error of equation (2) as more and more entries are kept.
 
     A layer of n entries is compressed without sink or window to each number in `kept`; `queries`
@@ -147,8 +138,7 @@ class ErrorScaling(Probe):
     Attributes:
         draws: repetitions of each data set, or draws of the methods on each prompt.
         data: named synthetic data sets; empty with `prompts`.
-        prompts: a task whose first `num_prompts` prompts that are long enough are used.
-        layers: 1-based, with `prompts`.
+        prompts: those that are long enough count.
         n: entries of the layer.
         kept: entries asked for, each at most n.
         queries: queries measured, m.
@@ -163,12 +153,11 @@ class ErrorScaling(Probe):
     name: ClassVar[str] = "error_scaling"
     version: ClassVar[int] = 2
     score_unit: ClassVar[str] = "scaled error"
-    lower_is_better: ClassVar[bool] = True
     breakdown: ClassVar[tuple[str, ...]] = ("kept",)
+    drawn: ClassVar[str] = "data"
 
     draws: Repeats = 4
     data: Mapping[str, BoundedData] = field(default_factory=dict)
-    prompts: Task | None = None
     num_prompts: Repeats = 2
     layers: Layers = (1, 2, 3, 4)
     n: Tokens = 16384
@@ -181,7 +170,6 @@ class ErrorScaling(Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_either("task.data and task.prompts", self.data, self.prompts)
         if max(self.kept) > self.n:
             raise TaskError(f"task.kept is {list(self.kept)}; allowed: at most task.n, {self.n}")
 
@@ -201,7 +189,7 @@ class ErrorScaling(Probe):
             compare=self.compare,
         )
         found = {"unit": unit, "figures": as_json([figure])}
-        return super().meta() | origin(self.prompts) | found
+        return super().meta() | found
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per draw of every data set, or per prompt.
@@ -263,7 +251,7 @@ class ErrorScaling(Probe):
             yield name, f"draw{draw}", draw, named, *made
             return
         need = self.n + self.queries
-        for number, whole in captured_layers(session, unit.payload, self.layers, need):
+        for number, whole in self.captured(session, unit.payload, need):
             assert whole.queries is not None
             k, v, q = (x[:, :, : self.n] for x in (whole.keys, whole.values, whole.queries))
             layer = replace(whole, keys=k, values=v, queries=q, shared={})
@@ -278,10 +266,10 @@ class ErrorScaling(Probe):
         for dataset, replicate, draw, named, layer, queries in self._layers(unit, session):
             seed = SEED_STRIDE * session.seed + draw
             truth = estimate(keep_all(layer), queries, layer.n, layer)
-            scale, exponent = bound_scale(layer, queries), key_exponent(layer)
+            scale = bound_scale(layer, queries)
             for kept, label in product(self.kept, methods):
                 record: dict[str, Any] = {"dataset": dataset, "kept": kept, **named}
-                record |= {"prompt_tokens": layer.n, "key_exponent": exponent}
+                record["prompt_tokens"] = layer.n
                 generator = layer_generator(seed, f"{dataset}/{replicate}/{kept}", 0)
                 budget = Budget(rate=kept / self.n, sink=0, window=0)
                 try:

@@ -19,6 +19,7 @@ from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
+    Logits,
     feed_continuations,
     greedy_continuation,
     read,
@@ -62,7 +63,7 @@ class Fidelity(ReadCost):
         agree: 1 where both have the same most likely token, else 0.
         nll_exact, nll: -log p and -log q of the continuation's token, in nats.
         difference: nll - nll_exact.
-        top: the method's most likely token. top_exact: the exact one.
+        top: the method's most likely token.
         failure: what stopped the method; the lists mean nothing then.
     """
 
@@ -71,7 +72,6 @@ class Fidelity(ReadCost):
     nll: list[float] = field(default_factory=list)
     nll_exact: list[float] = field(default_factory=list)
     top: list[int] = field(default_factory=list)
-    top_exact: list[int] = field(default_factory=list)
     failure: Exception | None = None
 
     @property
@@ -90,18 +90,16 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     return torch.where((kl < 0) & (kl > -ROUNDING), 0.0, kl)
 
 
-class _CompareWithFirst:
-    """A `LogitsHook` that sets every row after the first against the first."""
-
-    def __init__(self, results: Sequence[Fidelity], continuation: Sequence[int]) -> None:
-        self.results = results
-        self.continuation = torch.tensor(list(continuation))
-
-    def __call__(self, begin: int, logits: Tensor) -> None:
-        target = self.continuation[begin : begin + logits.shape[1], None].to(logits.device)
+def _compare_with_first(
+    results: Sequence[Fidelity], continuation: Sequence[int], fed: Logits
+) -> None:
+    """Set every row after the first against the first."""
+    tokens = torch.tensor(list(continuation))
+    for begin, logits in fed:
+        target = tokens[begin : begin + logits.shape[1], None].to(logits.device)
         exact = logits[0].float().log_softmax(-1)
         top, nll = exact.argmax(-1), -exact.gather(-1, target)[:, 0]
-        for result, row in zip(self.results, logits[1:], strict=True):
+        for result, row in zip(results, logits[1:], strict=True):
             other = row.float().log_softmax(-1)
             mine = other.argmax(-1)
             result.kl.extend(divergence(exact, other).tolist())
@@ -109,7 +107,6 @@ class _CompareWithFirst:
             result.nll.extend((-other.gather(-1, target)[:, 0]).tolist())
             result.nll_exact.extend(nll.tolist())
             result.top.extend(mine.tolist())
-            result.top_exact.extend(top.tolist())
 
 
 def teacher_forced(
@@ -146,16 +143,16 @@ def compare(
     costs = costs_of(model, reading, len(reading.prompt_ids) + len(continuation))
     results = {label: Fidelity(**vars(cost)) for label, cost in costs.items()}
     sound = [fork for fork in reading.forks if fork.failure is None]
-    on_logits = _CompareWithFirst([results[fork.label] for fork in sound[1:]], continuation)
-    feed_continuations(model, reading, [(fork, continuation) for fork in sound], on_logits)
+    fed = feed_continuations(model, reading, [(fork, continuation) for fork in sound])
+    _compare_with_first([results[fork.label] for fork in sound[1:]], continuation, fed)
     for fork in reading.forks:
         compressed = fork.cost().compressed  # a cache that evicts, only now perhaps
         results[fork.label] = replace(
             results[fork.label], failure=fork.failure, compressed=compressed
         )
     for label, pair in reading.whole.items():
-        on_logits = _CompareWithFirst([results[label]], continuation)
-        run_masked_pass(model, reading.prompt_ids, continuation, [None, pair], on_logits)
+        fed = run_masked_pass(model, reading.prompt_ids, continuation, [None, pair])
+        _compare_with_first([results[label]], continuation, fed)
     del results[REFERENCE]
     for (
         label,
@@ -166,20 +163,6 @@ def compare(
             said = f"infinite KL divergence at token {wrong} of the continuation"
             results[label] = replace(result, failure=ArithmeticError(said))
     return results
-
-
-@torch.inference_mode()
-def noise_floor(model: Model, reading: CompressedPrompt, continuation: Sequence[int]) -> float:
-    """The largest KL divergence of the exact fork from itself, fed a second time in a batch of another
-    size: what kernels alone make of rounding. To be called before `compare`, which uses the forks up."""
-
-    def distributions(rows: int) -> Tensor:
-        found: list[Tensor] = []
-        pairs = [(reading.forks[0].clone(), continuation) for _ in range(rows)]
-        feed_continuations(model, reading, pairs, lambda _, logits: found.append(logits[0]))
-        return torch.cat(found).float().log_softmax(-1)
-
-    return float(divergence(distributions(1), distributions(2)).max())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +184,6 @@ class FidelityProbe(Probe):
             first reference answer, of ``text`` how it goes on).
         tokens: of the continuation, at most; fewer where the model has no more positions.
         rates: shares to compress to, from one prefill; null: the job's budget alone.
-        floor: measure what rounding alone comes to (the exact cache fed twice, in another batch).
     """
 
     name: ClassVar[str] = "fidelity"
@@ -215,7 +197,6 @@ class FidelityProbe(Probe):
     continuation: Literal["greedy", "given"] = "greedy"
     tokens: Tokens = 64
     rates: Several[Share] | None = None
-    floor: bool = True
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
@@ -285,7 +266,6 @@ class FidelityProbe(Probe):
             tokens = greedy_continuation(session.model, reading, reference, stopping)
         else:
             tokens = encoder.encode_text(given)[:most]
-        floor = noise_floor(session.model, reading, tokens) if self.floor else None
         found = compare(session.model, reading, tokens)
         text = encoded.example.context + encoded.example.question
         shared = {
@@ -299,7 +279,6 @@ class FidelityProbe(Probe):
             "answers": [encoder.decode(tokens)],
             "prompt_tail": text[-200:],
             "cut": most < self.tokens and len(tokens) == most,
-            "kl_floor": floor,
         }
         for label, (method, _) in methods.items():
             for rate in rates:
@@ -307,23 +286,22 @@ class FidelityProbe(Probe):
                 fields = {
                     **shared,
                     **({} if rate is None else {"rate": rate}),
-                    **self._measured(found[key], tokens, text, encoder),
+                    **self._measured(found[key], tokens, encoder),
                 }
                 yield Outcome(label, _at_rate(unit.id, rate, "/rate"), fields)
 
     def _measured(
-        self, found: Fidelity, tokens: Sequence[int], text: str, encoder: PromptEncoder
+        self, found: Fidelity, tokens: Sequence[int], encoder: PromptEncoder
     ) -> dict[str, Any]:
-        """Record fields of one method on one prompt. `diverges`: where the method's most likely token
-        first is another than the exact model's, the text before it and both tokens; the prediction is
-        the continuation up to there and that token."""
+        """Record fields of one method on one prompt. It diverges where its most likely token first is
+        another than the exact model's: the prediction ends there, with that token."""
         if found.failure is not None:
             return found.record() | failed(found.failure)
         names = ("kl", "nll", "nll_exact", "difference")
         means = {name: math.fsum(getattr(found, name)) / len(tokens) for name in names}
         agreed = found.agree.index(0) if 0 in found.agree else None
         prediction = tokens if agreed is None else [*tokens[:agreed], found.top[agreed]]
-        fields = {
+        return {
             **found.record(),
             **means,
             "score": means["kl"],
@@ -342,14 +320,6 @@ class FidelityProbe(Probe):
             "diverges_at": None if agreed is None else agreed + 1,
             "prediction": encoder.decode(prediction),
         }
-        if agreed is not None:
-            fields["diverges"] = {
-                "before": (text + encoder.decode(tokens[:agreed]))[-80:],
-                "exact": encoder.tokenizer.decode([found.top_exact[agreed]]),
-                "method": encoder.tokenizer.decode([found.top[agreed]]),
-                "kl": found.kl[agreed],
-            }
-        return fields
 
 
 def _at_rate(name: str, rate: float | None, between: str) -> str:

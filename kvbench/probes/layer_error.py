@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -21,27 +21,16 @@ from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import (
-    Layers,
-    Probe,
+    LayerProbe,
     Repeats,
     Tokens,
-    captured_layers,
-    check_either,
     encoded_prompts,
     failed,
-    origin,
 )
 from kvbench.records.figures import Bars, as_json
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import Task, TaskError
-
-METRICS = {
-    "per_query": ("relative_error", "relative error"),
-    "pooled": ("pooled_error", "pooled relative error"),
-    "released": ("released_error", "relative error as in the released notebook"),
-}
-"""Record field and name of each metric (see `relative_errors`)."""
+from kvbench.tasks.base import TaskError
 
 CLAMP = 1e-8
 """Least element of the exact output in the denominator of BalanceKV's released notebook."""
@@ -147,8 +136,8 @@ def relative_errors(z: Tensor, exact: Tensor) -> dict[str, float]:
 
     Returns, as record fields:
         relative_error: ||z_j - a_j|| / ||a_j||, mean over queries and heads (the paper's B.1).
-        pooled_error: ||z - a||_F / ||a||_F over all queries and heads; error_sq and norm_sq are its
-            parts. Queries with small outputs count little in it.
+        pooled_error: ||z - a||_F / ||a||_F over all queries and heads; queries with small
+            outputs count little in it.
         released_error: the first, as BalanceKV's released notebook has it: elements of a_j below
             1e-8, the negative ones among them, count as 1e-8 in its norm. Where the signs are even
             that makes the denominator smaller, and the error larger, by about sqrt(2).
@@ -156,13 +145,11 @@ def relative_errors(z: Tensor, exact: Tensor) -> dict[str, float]:
     distance, norm = (x.norm(dim=-1) for x in (z - exact, exact))
     each = torch.where(distance == 0, 0.0, distance / norm)  # an output of zero may be met exactly
     clamped = distance / exact.clamp(min=CLAMP).norm(dim=-1)
-    error_sq, norm_sq = float(distance.square().sum()), float(norm.square().sum())
+    whole = distance.square().sum()
     return {
         "relative_error": float(each.mean()),
-        "pooled_error": (error_sq / norm_sq) ** 0.5 if error_sq else 0.0,
+        "pooled_error": float((whole / norm.square().sum()).sqrt()) if whole else 0.0,
         "released_error": float(clamped.mean()),
-        "error_sq": error_sq,
-        "norm_sq": norm_sq,
     }
 
 
@@ -188,7 +175,6 @@ def compress_measured(
     entries = {"mean": float(held.entries.float().mean()), "max": int(held.entries.max())}
     if held.charged > capacity + 1:
         raise BudgetExceeded(label, kv.layer_index, capacity, held.charged)
-    represented = float(held.represented.mean()) / kv.n
     cache_bytes, scheme = held.nbytes, method.quantization()
     if scheme is not None:
         held, cache_bytes = stored(held, scheme, kv.layer_index, generator)
@@ -204,7 +190,7 @@ def compress_measured(
     )
     later = ("cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean", "exact_bytes_mean")
     fields = {key: value for key, value in cost.record().items() if key not in later}
-    return held, {**fields, "represented": represented}
+    return held, fields
 
 
 def stored(
@@ -240,7 +226,7 @@ def stored(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerError(Probe):
+class LayerError(LayerProbe):
     """Error of the attention output when a layer holds a compressed cache.
 
     The cache of n tokens is compressed with the first `exact` and the last `exact` tokens kept and
@@ -258,49 +244,37 @@ class LayerError(Probe):
 
     Attributes:
         rates: fractions of the middle that are kept.
-        layers: 1-based, as in BalanceKV's paper (which shows 1, 2 and 5).
         seeds: how many draws of the methods per prompt.
         exact: tokens kept exactly at both ends.
-        prompts: a task whose first `num_prompts` prompts are used; None with `synthetic`.
+        synthetic: the tensors, without prompts.
         held_out: False shows the methods the measured queries too, and the tables say so.
-        metric: which of `METRICS` is the score; all three are recorded.
     """
 
     name: ClassVar[str] = "layer_error"
     version: ClassVar[int] = 3
-    lower_is_better: ClassVar[bool] = True
-    measures: ClassVar[tuple[str, ...]] = tuple(field for field, _ in METRICS.values())
-    score_unit: ClassVar[str] = METRICS["per_query"][1]
+    measures: ClassVar[tuple[str, ...]] = ("relative_error", "pooled_error", "released_error")
+    score_unit: ClassVar[str] = "relative error"
+    drawn: ClassVar[str] = "synthetic"
 
     rates: Several[Share] = (0.5, 0.25, 0.125, 0.0625)
-    layers: Layers = (1, 2, 4)
     seeds: Repeats = 2
     exact: Tokens = 256
-    num_prompts: Repeats = 8
-    prompts: Task | None = None
     synthetic: SyntheticLayers | None = None
     held_out: bool = True
-    metric: Literal["per_query", "pooled", "released"] = "per_query"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_either("task.prompts and task.synthetic", self.prompts, self.synthetic)
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`. The repetition is the prompt, whose draws say little about other prompts; of
         synthetic layers the layer, since each is a draw of its own."""
         drawn = self.prompts is None
-        measure = METRICS[self.metric][1]
         unseen = "" if self.held_out else ", measured on the queries that chose"
         unit = "layer" if drawn else "prompt"
-        ylabel = f"{measure} of the attention output"
+        ylabel = f"{self.score_unit} of the attention output"
         bars = Bars(x="rate", facet=None if drawn else "layer", repeat=unit, ylabel=ylabel)
         return super().meta() | {
-            "score_unit": measure + unseen,
+            "score_unit": self.score_unit + unseen,
             "breakdown": ["rate"] if drawn else ["rate", "layer"],
             "figures": as_json([bars]),
             "unit": unit,
-            **origin(self.prompts),
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -335,7 +309,7 @@ class LayerError(Probe):
     def _layers(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
         """The unit's layers in the order asked for, each with its 1-based number."""
         if self.synthetic is None:
-            return captured_layers(session, unit.payload, self.layers)
+            return self.captured(session, unit.payload)
         made = (self.synthetic.layer(i - 1, max(self.layers), session.device) for i in self.layers)
         return zip(self.layers, made, strict=True)
 
@@ -368,7 +342,7 @@ class LayerError(Probe):
                         budget = self.budget_of(method, rate, kv.n, kv.num_layers)
                         held, cost = compress_measured(label, method, budget, generator, mine)
                         errors = relative_errors(estimate(held, queries, first, kv), exact)
-                        found = {"score": errors[METRICS[self.metric][0]], **errors, **cost}
+                        found = {"score": errors["relative_error"], **errors, **cost}
                     except Exception as failure:  # noqa: BLE001 - a record with its status
                         found = failed(failure)
                 if torch.equal(state, generator.get_state()):

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 
 from kvbench.engine.prefill import synchronize
 from kvbench.engine.streams import Read, check_reads, read_text
-from kvbench.errors.options import Count
 from kvbench.kv import KVError
 from kvbench.probes.base import Probe, Repeats, Tokens, failed, places
 from kvbench.run.plan import Methods, Outcome, Unit
@@ -39,9 +38,8 @@ class Stream(Probe):
     Attributes:
         files: glob or list of globs of text files. dataset_name, dataset_config, dataset_split,
             dataset_column: a Hugging Face data set. Neither: sentences that are generated.
-        num_texts: of the files or rows, the first so many. joined: as one text.
+        num_texts: of the files or rows, the first so many.
         tokens: of each text, at most.
-        block: tokens per number of the curve that a record keeps.
     """
 
     name: ClassVar[str] = "stream"
@@ -55,10 +53,8 @@ class Stream(Probe):
     dataset_split: str = "test"
     dataset_column: str = "text"
     num_texts: Repeats = 4
-    joined: bool = False
     tokens: Tokens = 8192
     positions: Literal["cache", "absolute"] = "cache"
-    block: Count = 1000
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,8 +103,6 @@ class Stream(Probe):
             for i in range(self.num_texts):  # a sentence has more than one token
                 sentences = islice(generated_haystack(f"stream {i}"), self.tokens)
                 texts.append((f"generated {i}", " ".join(sentences)))
-        if self.joined:
-            texts = [("joined", "\n\n".join(text for _, text in texts))]
         for name, text in texts:
             yield name, [*encoder.prefix_ids, *encoder.encode_text(text)][: self.tokens]
 
@@ -145,6 +139,5 @@ class Stream(Probe):
             "compressed": entries < len(ids),
             "read_s": seconds,
             "tokens_per_s": len(ids) / seconds,
-            "nll_blocks": [round(float(part.mean()), 5) for part in nll.split(self.block)],
             **{k: float(nll[at].mean()) for k, at in places(len(nll), self.tokens).items()},
         }

@@ -12,10 +12,12 @@ import argparse
 import gc
 import os
 import sys
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kvbench.errors import complain, disk_line, first_line, printable
+from kvbench.errors import UserError, complain, disk_line, first_line, printable
 from kvbench.records.read import MANIFEST, StoreError
 
 USAGE, FAILED = 2, 1
@@ -51,21 +53,32 @@ def main(arguments: list[str] | None = None) -> int:
     index = options.index or len(folders) > 2
     if options.out is not None and (index or len(folders) != 2):
         parser.error("--out is for a comparison of two folders")
-    gc.disable()  # figures are millions of objects that live until the page is written
-    try:
+
+    def work() -> None:
         if index:
             _link(folders)
         elif len(folders) == 1:
             _rebuild(folders[0], every=options.list)
         else:
             _compare(folders[0], folders[1], options.out)
-    except Exception as error:  # records from elsewhere may hold anything
+
+    return in_a_line(work, options.folders, NAME)
+
+
+def in_a_line(work: Callable[[], None], folders: Sequence[str], program: str) -> int:
+    """Do what reads these folders; the exit status. Records and manifests of others may hold anything:
+    whatever goes wrong is one line, and what a library warns of is none."""
+    gc.disable()  # figures are millions of objects that live until the page is written
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            work()
+    except Exception as error:
         if os.environ.get("KVBENCH_TRACEBACK"):
             raise
         said = disk_line(error) if isinstance(error, OSError) else first_line(error)
-        if not isinstance(error, StoreError | OSError):
-            said = f"{', '.join(map(str, folders))} cannot be read: {type(error).__name__}: {said}"
-        complain(said, NAME)
+        if not isinstance(error, UserError | OSError | ImportError):
+            said = f"{', '.join(folders)} cannot be read: {type(error).__name__}: {said}"
+        complain(said, program)
         return FAILED
     finally:
         gc.enable()

@@ -88,9 +88,10 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
         row, base = by_variant[variant.label], by_variant.get(group.baseline[variant.label] or "")
         score, good = float(row["score"]), row["status"] == "ok"
         text = clip(row["prediction"] if good else row["error"])
-        verdict, parts = "none" if good else "failed", ((text, False),)
+        verdict = "none" if good else "failed"
         if good and group.percent and score == score:
             verdict = "right" if score >= 1 else "wrong" if score <= 0 else "part"
+        parts: Pieces = ((text, False),)
         if good and base is not None and base["status"] == "ok":
             parts = marked(text, clip(base["prediction"]))
         differs = base is not None and row["prediction"] != base["prediction"]

@@ -139,14 +139,14 @@ def _changes(first: Side, second: Side, family: Array) -> pd.DataFrame:
     for value, ones in datasets.items():
         changes = [one.values[:, [1]] - one.values[:, [0]] for one in ones]
         gains = sign * np.concatenate(changes)
-        parts = [one.stratum(change) for one, change in zip(ones, changes, strict=True)]
+        paired = [one.stratum(change) for one, change in zip(ones, changes, strict=True)]
         total = family if len(ones) == len(shared) else ALONE
-        (change,) = differences(parts, fraction=b.percent, family=total)
+        (found,) = differences(paired, fraction=b.percent, family=total)
         means = mean_intervals([one.stratum(one.values) for one in ones], fraction=b.percent)
         row: dict[str, Any] = {"model": model, "task": b.task, "dataset": value}
-        row |= {"unit": b.meta.score_unit} | change.named("difference") | {"p": change.p}
-        for side, mean in zip(SIDES, means, strict=True):
-            row |= mean.named(side)
+        row |= {"unit": b.meta.score_unit} | found.named("difference") | {"p": found.p}
+        for side, average in zip(SIDES, means, strict=True):
+            row |= average.named(side)
         row |= {"common_examples": int((gains == gains).sum())}
         row |= {"better": int((gains > 0).sum()), "worse": int((gains < 0).sum())}
         here = records if value == AVERAGE else records[records["dataset"].map(as_text) == value]

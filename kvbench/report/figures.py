@@ -335,8 +335,8 @@ def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
     mine = frame[(frame["by"] == "rate") & (frame["measure"] == "score")]
     if mine["value"].nunique() > 1:
         ratio = group.good.groupby(["variant", group.good["rate"].map(as_text)])["ratio"].mean()
-        x = [ratio.get(key, math.nan) for key in zip(mine["variant"], mine["value"], strict=True)]
-        rows = _scaled(group, mine, x=x, label=mine["variant"])
+        held = [ratio.get(key) for key in zip(mine["variant"], mine["value"], strict=True)]
+        rows = _scaled(group, mine, x=held, label=mine["variant"])
     else:
         total, names = totals(frame), {v.label: v.without_rate for v in group.variants}
         x = totals(frame, "ratio")["mean"]
@@ -573,9 +573,9 @@ def _strips(strips: Mapping[str, pd.DataFrame]) -> Figure:
     most = max(min(_MOST_LAYERS, held.shape[1]) for held in strips.values())
     figure, axes = new_panels(len(strips), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
     for ax, (label, whole) in zip(axes, strips.items(), strict=True):
-        about, held = whole.attrs, whole[sorted(whole)]
+        about, held = whole.attrs, whole.sort_index(axis=1)
         held = held.iloc[:, :: math.ceil(held.shape[1] / _MOST_LAYERS)]
-        top = max(1.0, float(held.max(axis=None)))
+        top = max(1.0, float(held.to_numpy().max()))
         color, edges = style_of(about["method"]).color, [*held.index, about["tokens"]]
         for row, layer in enumerate(held):
             heights = held[layer].to_numpy() / top * 0.86 - row

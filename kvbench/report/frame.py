@@ -31,7 +31,6 @@ from kvbench.report.stats import (
     compared,
     differences,
     mean_intervals,
-    ratio,
     standing,
 )
 
@@ -76,37 +75,30 @@ def scores(
     by: str = "dataset",
     *,
     fields: Sequence[str] = (),
-    sums: Mapping[str, Sequence[str]] | None = None,
+    also: Mapping[str, Sequence[str]] | None = None,
 ) -> pd.DataFrame:
     """Mean scores, and paired differences, of every variant for each value of the record field `by`.
 
     Args:
         fields: record fields that are scores, in turn, in place of the values of a field.
-        sums: by name, values whose means are summed, in place of single values; a sum that lacks one of
-            them is left out.
+        also: by name, values whose plain average is a row, too, where all of them are there.
     """
-    strata: dict[str, list[Scores]]
     if fields:
-        strata = {
-            f: strata_of(group, group.records.assign(score=group.records[f], measure=f), "measure")
-            for f in fields
-        }
+        parts = [group.records.assign(score=group.records[f], measure=f) for f in fields]
+        found = [one for part in parts for one in strata_of(group, part, "measure")]
     else:
         found = strata_of(group, group.records, by)
-        strata = {one.name.removeprefix(f"{by} "): [one] for one in found}
-        if sums:
-            strata = {
-                name: [one for part in parts for one in strata[part]]
-                for name, parts in sums.items()
-                if set(parts) <= set(strata)
-            }
-        elif by == "dataset" and len(found) > 1:
-            strata[AVERAGE] = found
+    strata = {one.name.removeprefix(f"{by} "): [one] for one in found}
+    single = dict(strata)
+    if by == "dataset" and len(found) > 1:
+        strata[AVERAGE] = found
+    for name, values in (also or {}).items():
+        if set(values) <= set(single):
+            strata[name] = [single[value][0] for value in values]
     rows: list[dict[str, Any]] = []
     for value, ones in strata.items():
-        total = by == "dataset" and not sums and (value == AVERAGE or len(strata) == 1)
-        factor = len(ones) if sums else 1
-        rows += [{**row, "by": by, "value": value} for row in _rows(group, ones, factor, total)]
+        total = by == "dataset" and len(ones) == len(found) and value not in (also or ())
+        rows += [{**row, "by": by, "value": value} for row in _rows(group, ones, total)]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -129,22 +121,21 @@ def _named(group: Group, label: str) -> dict[str, Any]:
     return about | {"variant": label, "rate": variant.rate, "mark": "", "failures": ""}
 
 
-def _rows(group: Group, strata: Sequence[Scores], factor: int, total: bool) -> list[dict[str, Any]]:
-    """Score and difference of every variant, over one dataset or on average (or the sum) of several; the
-    total alone has marks, and differences that hold together with what these say."""
-    labels = group.labels
+def _rows(group: Group, strata: Sequence[Scores], total: bool) -> list[dict[str, Any]]:
+    """Score and difference of every variant, over one dataset or on average of several; the total alone
+    has marks, and differences that hold together with what these say."""
+    labels, marks = group.labels, dict[int, str]()
     base = [labels.index(group.baseline[label] or label) for label in labels]
     own = [one.stratum(one.values) for one in strata]
     means = mean_intervals(own, fraction=group.percent)
     if total:
         tests = comparisons(group)
         changes = [tests.get(pair, NOTHING) for pair in enumerate(base)]
-        lower = group.meta.lower_is_better
-        stands = [standing(strata, peers, tests, lower=lower) for peers in group.peers]
+        for peers in group.peers:
+            marks |= standing(strata, peers, tests, lower=group.meta.lower_is_better)
     else:
         paired = [one.stratum(one.values - one.values[:, base]) for one in strata]
-        changes, stands = differences(paired, fraction=group.percent), []
-    marks = {i: mark for stand in stands for i, mark in stand.items()}
+        changes = differences(paired, fraction=group.percent)
     rows = []
     for i, label in enumerate(labels):
         failures: Counter[str] = Counter()
@@ -160,14 +151,14 @@ def _rows(group: Group, strata: Sequence[Scores], factor: int, total: bool) -> l
             "failures": failures_text(failures),
         }
         mark = f"{marks.get(i, '')} {'incomplete' * (n < expected)}".strip()
-        for measure, found in (("score", means[i]), ("difference", changes[i])):
-            if measure == "score" or group.baseline[label] is not None:
-                numbers = factor * np.array([found.value, found.low, found.high])
-                row = about | dict(zip(("mean", "low", "high"), numbers.tolist(), strict=True))
-                rows.append(
-                    row | {"p": found.p, "measure": measure, "mark": mark * (measure == "score")}
-                )
+        rows.append(about | _numbers(means[i]) | {"measure": "score", "mark": mark})
+        if group.baseline[label] is not None:
+            rows.append(about | _numbers(changes[i]) | {"measure": "difference"})
     return rows
+
+
+def _numbers(found: Estimate) -> dict[str, float]:
+    return dict(zip(("mean", "low", "high", "p"), found, strict=True))
 
 
 def failures_text(failures: Mapping[str, int]) -> str:
@@ -214,7 +205,9 @@ def _scores(group: Group, records: pd.DataFrame, unit: str, name: str) -> Scores
     of_pair[codes[::-1]] = records[unit].astype(str).to_numpy()[::-1]  # the first record's
     wrong = records[score.isna()]
     failed = {label: failures_of(part) for label, part in wrong.groupby("variant")}
-    given = _stand_in(values, present, codes, records)
+    given = np.ones(values.shape, dtype=bool)
+    if records["seed"].nunique() > 1:
+        values, given = _stand_in(values, present, codes, records)
     missing = (given & ~present).sum(0)
     statuses = tuple(
         failed.get(label, {}) | ({"missing": int(missing[i])} if missing[i] else {})
@@ -230,32 +223,22 @@ def failures_of(records: pd.DataFrame) -> dict[str, int]:
     return {str(name): int(counts[name]) for name in sorted(counts.index)}
 
 
-def _stand_in(values: Array, present: Flags, codes: Any, records: pd.DataFrame) -> Flags:
+def _stand_in(
+    values: Array, present: Flags, codes: Any, records: pd.DataFrame
+) -> tuple[Array, Flags]:
     """Fill in what a variant would score under seeds it was not run with, where it is known: its
     mean over its own seeds, where the example's prompt is the same under all. (A method without
     draws needs one seed; the runs of one with draws beside it may have three.)
 
     Returns:
-        [pairs, variants] the pairs that each variant was to score itself.
+        [pairs, variants] the scores, and the pairs that each variant was to score itself.
     """
     of_pair = records.iloc[np.unique(codes, return_index=True)[1]]
-    seeds = pd.factorize(of_pair["seed"].astype(str))[0]
-    ran = np.array([present[seeds == seed].any(0) for seed in range(seeds.max(initial=-1) + 1)])
-    lacking = ~ran & ran.any(0)
-    given = np.ones(values.shape, dtype=bool)
-    if not lacking.any():
-        return given
-    examples = pd.factorize(of_pair["example_id"].astype(str))[0]
-    prompts = pd.Series("", index=of_pair.index)
-    for field in PROMPT:
-        prompts = prompts + "\x00" + of_pair[field].map(str)
-    same = prompts.groupby(examples).transform("nunique").eq(1) & of_pair["prompt_tail"].notna()
-    for i in np.flatnonzero(lacking.any(0)):
-        known, count = ~np.isnan(values[:, i]), examples.max() + 1
-        scored = np.bincount(examples[known], minlength=count)
-        means = ratio(np.bincount(examples[known], values[known, i], minlength=count), scored)
-        tried = np.bincount(examples[present[:, i]], minlength=count) > 0
-        filled = lacking[seeds, i] & same.to_numpy() & tried[examples]
-        values[filled, i] = means[examples][filled]
-        given[filled, i] = False
-    return given
+    seed, example = (of_pair[key].astype(str).to_numpy() for key in ("seed", "example_id"))
+    scored, tried = pd.DataFrame(values), pd.DataFrame(present)
+    prompts = of_pair[list(PROMPT)].map(str).agg("\x00".join, axis=1)
+    same = prompts.groupby(example).transform("nunique").eq(1) & of_pair["prompt_tail"].notna()
+    stands = tried.groupby(example).transform("any") & ~tried.groupby(seed).transform("any")
+    stands = stands.mul(same.to_numpy(), axis=0)
+    filled = scored.where(~stands, scored.groupby(example).transform("mean"))
+    return filled.to_numpy(), ~stands.to_numpy(bool)

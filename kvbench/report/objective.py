@@ -28,7 +28,7 @@ def objective_of(folders: Sequence[str | Path]) -> dict[str, float]:
         frame = pd.concat([scores(group), costs(group)], ignore_index=True)
         prefix = f"{group.task}/" if len(groups) > 1 else ""
         found |= {prefix + name: value for name, value in scalars_of(frame).items()}
-        total = pd.DataFrame({name: totals(frame, name)["mean"] for name in means})
+        total = pd.DataFrame({name: totals(frame, str(name))["mean"] for name in means})
         chosen = total[total.index.isin(list(group.compressed))]
         means.loc[len(means)] = (chosen if len(chosen) else total).mean(skipna=False)
     return {**found, **{str(name): float(x) for name, x in means.mean(skipna=False).items()}}

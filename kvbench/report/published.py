@@ -146,28 +146,21 @@ def _ours(
     split = fields[0] if len(fields) == 1 else "setting"
     score = pd.to_numeric(records[field], errors="coerce")
     measured = replace(group, meta=meta, records=records.assign(score=score))
-    single = scores(measured, split)
-    single = single[single["measure"] == "score"]
-    added = [v for v in part["value"].unique() if split == "dataset" and "+" in v]
-    found = [single]
-    if added:
-        summed = scores(measured, split, sums={value: value.split("+") for value in added})
-        found.append(summed[summed["measure"] == "score"])
-    named = {
-        key: (row["mean"], row["units"])
-        for key, row in single.set_index(["variant", "value"]).iterrows()
-    }
-    values = [v for v in single["value"].unique() if v != AVERAGE]
-    theirs = set(part["value"]) - {AVERAGE}
-    if theirs != set(values):  # an average over other datasets is another number
-        found[0] = single[single["value"] != AVERAGE]
-    ours = pd.concat(found, ignore_index=True)
-    parts = []
-    for variant, value in zip(ours["variant"], ours["value"], strict=True):
-        of = values if value == AVERAGE else value.split("+") if value in added else [value]
-        parts.append([named[variant, one] for one in of])
-    ours["parts"] = pd.Series(parts, dtype=object)
-    ours["summed"] = ours["value"].isin(added)
+    sums = {v: v.split("+") for v in part["value"].unique() if split == "dataset" and "+" in v}
+    ours = scores(measured, split, also=sums)
+    ours = ours[ours["measure"] == "score"]
+    values = [v for v in ours["value"].unique() if v != AVERAGE and v not in sums]
+    if set(part["value"]) - {AVERAGE} != set(values):  # an average over others is another number
+        ours = ours[ours["value"] != AVERAGE]
+    ours["of"] = ours["value"].map({AVERAGE: values, **sums}.get)
+    ours["of"] = [of or [value] for of, value in zip(ours["of"], ours["value"], strict=True)]
+    known = ours.set_index(["variant", "value"])[["mean", "units"]].apply(tuple, axis=1)
+    ours["parts"] = [
+        [known[v, o] for o in of] for v, of in zip(ours["variant"], ours["of"], strict=True)
+    ]
+    ours["summed"] = ours["value"].isin(sums)
+    count = ours["of"].map(len).where(ours["summed"], 1)
+    ours = ours.assign(**{key: ours[key] * count for key in ("mean", "low", "high")})
     return ours.drop(columns=["by"]).rename(columns={"unit": "our_unit", "model": "our_model"})
 
 

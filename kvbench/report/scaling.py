@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -117,7 +118,7 @@ def slopes(group: Group, spec: figures.Curve) -> pd.DataFrame:
         mine = group.good[group.good["variant"].eq(label)]
         mine = mine[mine[spec.facet].eq(curve.facet) & mine[spec.level].eq(most)]
         over = curve.over(base[curve.facet], most) if curve.facet in base else NOTHING
-        row = {"method": method, "variant": label, spec.facet: curve.facet}
+        row: dict[str, Any] = {"method": method, "variant": label, spec.facet: curve.facet}
         row |= {"fitted_from": least, "fitted_to": most, "expected": expected}
         row |= {"verdict": verdict_on(slope, expected), **slope.named("slope")}
         row |= curve.slope(least, split)[0].named("slope_lower")

@@ -304,10 +304,14 @@ def standing(
     scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
     ranked = [i for i in scored if not any(np.isnan(one.values[:, i]).any() for one in strata)]
     ranked = ranked or scored
-    means = sign * common_means(strata, ranked)
-    if len(scored) < 2 or np.isnan(means).all() or not np.nan_to_num(means).any():
+    each = [one.values[:, ranked] for one in strata]
+    known = [values[~np.isnan(values).any(axis=1)] for values in each]
+    if len(scored) < 2 or not known or not all(map(len, known)):
         return {}
-    top = float(np.nanmax(means))
+    means = sign * np.mean([values.mean(0) for values in known], axis=0)
+    if not means.any():
+        return {}
+    top = float(means.max())
     best = {i for i, x in zip(ranked, means, strict=True) if math.isclose(x, top, rel_tol=1e-9)}
     marks = dict.fromkeys(best, "best")
     for (first, second), found in tests.items():
@@ -321,16 +325,6 @@ def standing(
             elif marks.get(other) != "worse":
                 marks[other] = "worse" if found.p < ALPHA and sign * gain > 0 else "tied"
     return marks
-
-
-def common_means(strata: Sequence[Scores], columns: Sequence[int]) -> Array:
-    """Mean over strata of the mean score, over the examples that all these variants scored."""
-    means = []
-    for one in strata:
-        values = one.values[:, columns]
-        kept = values[~np.isnan(values).any(axis=1)]
-        means.append(kept.mean(0) if len(kept) else np.full(len(columns), np.nan))
-    return np.asarray(np.mean(means, axis=0))
 
 
 def median_of(values: pd.Series) -> Estimate:

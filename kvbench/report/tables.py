@@ -362,7 +362,7 @@ def fidelity_table(group: Group) -> Table:
     """Mean over prompts of every distance from the exact model, by rate, with the intervals that these
     numbers have in every other table."""
     records, by = group.records, "rate" if "rate" in group.records else "dataset"
-    parts = []
+    parts: list[Any] = []
     for name, unit in {**_DISTANCES, "ratio": ""}.items():
         meta = replace(group.meta, score_unit=unit)
         rows = scores(replace(group, meta=meta, records=records.assign(score=records[name])), by)
@@ -380,7 +380,7 @@ def fidelity_table(group: Group) -> Table:
     )
     frame["group"] = [f"rate {value}" if by == "rate" else "" for value in frame.pop("value")]
     floor = pd.to_numeric(records.get("kl_floor", pd.Series(dtype=float)), errors="coerce").max()
-    shares = {key: 100 * frame[key] for key in frame if str(key).startswith("agreement")}
+    shares = {str(k): 100 * frame[k] for k in frame if str(k).startswith("agreement")}
     return Table(
         f"{group.task}-{group.model}-fidelity",
         f"{group.task} on {group.model}: distance from the exact model, per token",

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from filelock import FileLock
 
-from kvbench.errors import complain, first_line, redact
+from kvbench.errors import first_line, presentable, redact
 from kvbench.records.durable import make_folder, replace
-from kvbench.records.read import Run, StoreError
+from kvbench.records.read import Run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,10 +54,6 @@ _QUIET = {"WANDB_ERROR_REPORTING": "false"}
 _MADE = ("seed", "command", "code_revision", "versions", "hardware", "started")
 _FAILED: set[Path] = set()
 """Where this process could not send from: said once, and not tried again."""
-
-
-class NotSent(RuntimeError):
-    """Why the server did not take everything: one line, without the API key."""
 
 
 def check_logger(mode: str, timeout_s: float) -> None:
@@ -111,7 +107,7 @@ def log_runs(
         with _writing(job[0].folder.parents[2], job[0].folder.name):
             written.append(_log_job(job, predictions, {"project": project, "entity": entity}))
     if mode == "online" and written:
-        _send_written(written, timeout_s)
+        _send(written, timeout_s)
     return len(written)
 
 
@@ -160,7 +156,8 @@ def _write(
     import wandb  # not above: slow to import, and needed only here
 
     made = {key: manifest.get(key) for key in ("experiment", *_MADE)}
-    quiet = ("silent", "x_disable_stats", "disable_git", "disable_code", "x_disable_meta")
+    off = ("silent", "x_disable_stats", "disable_git", "disable_code", "x_disable_meta")
+    quiet: dict[str, Any] = dict.fromkeys(off, True)
     for old in (experiment / "wandb").glob(f"*run-*-{code}"):
         shutil.rmtree(old)
     for name, value in {**_QUIET, "WANDB_SILENT": "true"}.items():
@@ -174,7 +171,7 @@ def _write(
         reinit="create_new",
         notes=f"Made by: {made['command']}\nCode: {made['code_revision']}",
         group=str(made["experiment"]),
-        settings=wandb.Settings(console="off", **dict.fromkeys(quiet, True)),
+        settings=wandb.Settings(console="off", **quiet),
         **{**about, "config": {**made, **about["config"]}},
     )
     place = Path(run.dir).parent
@@ -210,7 +207,12 @@ def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -
     names = [group.model, group.task, *rates, f"seed{manifest.get('seed')}"]
     hashes = sorted(str(run.manifest.get("config_hash")) for run in runs)
     methods = [str(run.manifest.get("method")) for run in runs]
-    config = {"model": group.model, "task": group.task, "methods": methods, "config_hash": hashes}
+    config: dict[str, Any] = {
+        "model": group.model,
+        "task": group.task,
+        "methods": methods,
+        "config_hash": hashes,
+    }
     config["run"] = dict(manifest.get("identity") or manifest.get("config") or {})
     return _write(
         runs[0].folder.parents[2],
@@ -278,7 +280,7 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
         config = {"kind": OVERVIEW}
         written.append(_write(folder, code, name, manifest, show, config=config, **about))
     if written and mode == "online":
-        _send_written(written, float(logger["timeout_s"]))
+        _send(written, float(logger["timeout_s"]))
     return bool(written)
 
 
@@ -304,32 +306,13 @@ def _table(frame: pd.DataFrame) -> wandb.Table:
     return wandb.Table(dataframe=frame.astype(object).where(frame.notna(), None))
 
 
-def _send_written(folders: Sequence[Path], timeout_s: float) -> None:
-    """Send what was written; say in one line where it is, or why it is not there."""
+def _send(folders: Sequence[Path], timeout_s: float) -> None:
+    """Send offline runs (``offline-run-*``) to the W&B server; one that is there already is replaced.
+    What was not taken is one warning, without the API key; the same place is not tried again."""
     place = folders[0].parent
     if place in _FAILED:
         return
-    try:
-        send(folders, timeout_s)
-        log.info("W&B: %d runs sent", len(folders))
-    except (NotSent, OSError) as error:
-        _FAILED.add(place)
-        left = f"{len(not_taken(folders))} of {len(folders)} runs were not sent"
-        later = f"wandb sync {shlex.quote(str(place))}"
-        log.warning(
-            "W&B: %s. %s; they, and what this process logs from now on, are on disk. Send them later"
-            " with: %s",
-            *(first_line(error), left, later),
-        )
-
-
-def send(folders: Sequence[Path], timeout_s: float) -> None:
-    """Send offline runs (``offline-run-*``) to the W&B server; one that is there already is replaced.
-
-    Raises:
-        NotSent: some were not taken within `timeout_s` seconds.
-    """
-    environment = {**_QUIET, **os.environ, "WANDB_DIR": str(folders[0].parents[1])}  # its own logs
+    environment = {**_QUIET, **os.environ, "WANDB_DIR": str(place.parent)}  # its own logs
     environment.pop("WANDB_MODE", None)
     process = subprocess.Popen(
         [sys.executable, "-m", "wandb", "sync", *map(str, folders)],
@@ -342,16 +325,21 @@ def send(folders: Sequence[Path], timeout_s: float) -> None:
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)
+        said = [line for line in output.splitlines() if "error" in line.lower()]
+        why = (said or [f"`wandb sync` ended with status {process.returncode}"])[-1]
     except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise NotSent(f"not done after {timeout_s:g} s") from None
-        raise
-    if not_taken(folders):
-        said = [line for line in output.splitlines() if "error" in line.lower()]
-        raise NotSent(
-            redact((said or [f"`wandb sync` ended with status {process.returncode}"])[-1])
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        why = f"not done after {timeout_s:g} s"
+    left = not_taken(folders)
+    if left:
+        _FAILED.add(place)
+        log.warning(
+            "W&B: %s. %d of %d runs were not sent; they, and what this process logs from now on, are on"
+            " disk. Send them later with: wandb sync %s",
+            *(presentable(redact(why)), len(left), len(folders), shlex.quote(str(place))),
         )
 
 
@@ -379,8 +367,8 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
     blocks += [wr.MarkdownBlock(text=markdown(table)) for table in tables]
     of = expr.Config("experiment") == str(experiment.runs[0].manifest["experiment"])
     whole = wr.Runset(name=OVERVIEW, filters=expr.And(of, expr.Config("kind") == OVERVIEW))
-    panels = [wr.MediaBrowser(), wr.WeavePanelSummaryTable(table_name="task_by_method")]
-    blocks += [wr.H1("All methods side by side"), wr.PanelGrid(runsets=[whole], panels=[*panels])]
+    panels: list[Any] = [wr.MediaBrowser(), wr.WeavePanelSummaryTable(table_name="task_by_method")]
+    blocks += [wr.H1("All methods side by side"), wr.PanelGrid(runsets=[whole], panels=panels)]
     blocks.append(wr.H1("How to reproduce"))
     for what, lines in how_to_reproduce(experiment):
         blocks += [wr.H3(what), wr.CodeBlock(code="\n".join(lines), language=None)]
@@ -390,6 +378,7 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all well, 1 records that cannot be read, or a server that took nothing."""
+    from kvbench.report.__main__ import in_a_line
     from kvbench.report.experiment import load_experiment
 
     parser = argparse.ArgumentParser(prog="python -m kvbench.report.wandb", description=__doc__)
@@ -400,7 +389,8 @@ def main(arguments: list[str] | None = None) -> int:
     send_it: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": known}
     parser.add_argument("--send", **send_it, help="publish (default: if WANDB_API_KEY is set)")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         for folder in map(Path, options.folders):
             experiment = load_experiment(folder)
             report = build_wandb_report(experiment, options.project, options.entity)
@@ -413,10 +403,8 @@ def main(arguments: list[str] | None = None) -> int:
                 log_runs(experiment.runs, **where, mode="online", timeout_s=SEND_S)
                 report.save()
                 print(f"report: {report.url}")
-    except (StoreError, OSError, ValueError, ImportError) as error:
-        complain(first_line(error), "wandb")
-        return 1
-    return 0
+
+    return in_a_line(work, options.folders, "wandb")
 
 
 if __name__ == "__main__":

@@ -29,17 +29,20 @@ def sorted_mass(layer: LayerKV, per: str) -> Tensor:
 
 def main(given: Sequence[str]) -> None:
     """A row for each prompt, layer, way to accumulate and rank. Own keys: per, ranks, layers, fit_most
-    (the last rank that is fitted: keys that come late are seen by few queries)."""
+    (the last rank that is fitted: keys that come late are seen by few queries), top (in place of ranks:
+    the attention that this share of the keys accumulates together)."""
     task = "task=text task.dataset_name=Salesforce/wikitext task.dataset_config=wikitext-103-raw-v1"
     ranks = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    own = {"per": ["head", "group"], "ranks": ranks, "layers": 4, "fit_most": 512}
+    own = {"per": ["head", "group"], "ranks": ranks, "layers": 4, "fit_most": 512, "top": None}
     run = Run(__file__, given, "model=opt_6_7b", task, **own)
     rows = []
     for prompt, ids in run.prompts():
         for layer, kv in run.captured(ids, run.layers):
             for per in run.per:
                 shares = sorted_mass(kv, per)
-                for rank in run.ranks:
+                if run.top is not None:
+                    ranks, shares = [round(run.top * kv.n)], shares.cumsum(0)
+                for rank in ranks if run.top is not None else run.ranks:
                     where = {"prompt": prompt, "layer": layer, "per": per, "rank": rank}
                     rows.append(where | {"attention": float(shares[rank - 1])})
     run.save(rows, y="attention", x="rank", by="layer", panel="per", fit=(1, run.fit_most))

@@ -51,6 +51,7 @@ def main(given: Sequence[str]) -> None:
                     most = float(norms.max())
                     row = {"prompt": prompt, "layer": layer, "head": head, "kind": kind}
                     row |= {"norm_mean": float(norms.mean()), "norm_max": most, "of": "all heads"}
+                    row["variation"] = float(norms.std(correction=0) / norms.mean())
                     if kind == "bound":
                         row["log10_factor"] = 2 * most**2 * kv.scaling / math.log(10)
                     rows.append(row)

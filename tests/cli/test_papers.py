@@ -140,7 +140,7 @@ def test_every_command_composes_as_on_the_shipped_model(every: bool) -> None:
             assert config.paper_table is None
             assert config.experiment_name.endswith("_small")
             assert config.small.startswith("A small run: model recall_mini, ")
-            invented = any("fixtures" in w or "tests/data" in w or "source=local" in w for w in one)
+            invented = any("fixtures" in w or "tests/data" in w for w in one)
             assert config.task_label.startswith("fixture_") is invented, one
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
 from support.golden import arrays_of, cases_of, checked
-from support.method_layers import attend, exact_capacity, run
+from support.method_layers import attend, exact_capacity, run, walk_by_definition
 
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kv import Budget, LayerKV
@@ -81,11 +82,22 @@ def test_balancekv_signs_survivors_order_and_weights(balance):
 
 
 def test_balancekv_overflow_is_where_we_differ(balance):
-    """Keys too long for float32: the plain formula drops blindly (the golden values), ours does not."""
+    """Keys too long for float32: in the plain formula, over whole rows, a sum is no number and its sign
+    -1 (the golden values); ours are those of the definition."""
     case = balance_case(balance, "overflow")
     _, method, keys, values, uniforms = case
-    signs = signs_of(*case[:4], uniforms[0])
-    assert not np.array_equal(signs.numpy(), balance["overflow_sign0"] > 0)
+    signs, released = signs_of(*case[:4], uniforms[0]), balance["overflow_sign0"] > 0
+    for head, block in itertools.product(*map(range, uniforms[0].shape[1:3])):
+        rows, draws = slice(64 * block, 64 * block + 64), uniforms[0][0, head, block]
+        k, v = keys[0, head, rows], values[0, head, rows]
+        how = {"gamma": 4.0, "offset": 0.025, "centre": "released"}
+        wanted = walk_by_definition(k, v, draws, **how)
+        np.testing.assert_array_equal(signs[0, head, rows].numpy(), wanted)
+        plain, centred = torch.eye(1, 64)[0], k - k.mean(0)
+        kernel = (centred @ centred.T / 8).exp() * (v @ v.T + 0.025)
+        for i in range(1, 64):
+            plain[i] = 1.0 if draws[i] < 0.5 - 4.0 * (kernel[i] @ plain) else -1.0
+        np.testing.assert_array_equal(plain.numpy() > 0, released[0, head, rows])
     positions, weights = method.select(keys, values, uniforms)
     in_double, _ = method.select(keys.double(), values.double(), uniforms)
     assert torch.equal(positions, in_double), "float64 holds these exponentials"

@@ -22,9 +22,9 @@ from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.methods.balancekv_streaming import (
     BalanceFailure,
-    BalanceKVStream,
     BalanceKVStreaming,
     MergeAndReduce,
+    structures,
 )
 from kvbench.methods.subgen_streaming import SubGenStream
 
@@ -35,7 +35,7 @@ def read(keys, values, delta, t, s, seed=0, blocks=(BLOCK,), most=None):
     """A stream after all of keys, values [heads, n, dim], read in blocks of these sizes in turn, and the
     draws it was given, [n, heads, t + s]."""
     heads, n, dim = keys.shape
-    stream = SubGenStream(heads, dim, values.shape[2], torch.full((heads,), delta), t, s, most)
+    stream = SubGenStream(heads, dim, torch.full((heads,), delta), t, s, most)
     draws = torch.rand(n, heads, t + s, generator=torch.Generator().manual_seed(seed))
     start = 0
     for size in itertools.cycle(blocks):
@@ -105,10 +105,6 @@ def test_subgen_stream_is_the_algorithm(heads, n, dim, delta, t, s, seed, blocks
         assert stream.slots[head, :m].tolist() == [c["slots"] for c in clusters]
         assert stream.sampled[head].tolist() == sampled
         assert float(stream.mu[head]) == pytest.approx(mu)
-        for index, position in enumerate(sampled):
-            assert torch.equal(stream.sampled_keys[head, index], keys[head, position])
-            assert torch.equal(stream.sampled_values[head, index], values[head, position])
-        assert torch.equal(stream.slot_keys[head, :m], keys[head][stream.slots[head, :m]])
         representatives = stream.found.points[head, :m]
         assert torch.equal(representatives, torch.stack([c["key"] for c in clusters]))
         apart = torch.cdist(representatives.double(), representatives.double())
@@ -132,8 +128,8 @@ def test_subgen_stream_is_unbiased():
     exponentials = (keys[0] @ torch.tensor([0.7, -1.0, 0.4])).exp().double()
 
     def sums(sample, values):
-        positions = sample.positions.clamp(min=0)
-        terms = sample.log_weights.exp().double() * exponentials[positions]
+        positions = sample[0].clamp(min=0)
+        terms = sample[1].exp().double() * exponentials[positions]
         return (terms.unsqueeze(-1) * values[positions]).sum(1)
 
     ones, exact_values = torch.ones(n, 1).double(), values[0].double()
@@ -144,7 +140,7 @@ def test_subgen_stream_is_unbiased():
     exact = exponentials @ exact_values / exponentials.sum()
     assert ((above / below).mean(0) - exact).norm() < 0.1 * exact.norm()
     stream, _ = read(keys[:1], torch.zeros(1, n, 2), 0.5, 1, 3)
-    assert stream.numerator().log_weights.eq(-math.inf).all(), "of values that are all zero"
+    assert stream.numerator()[1].eq(-math.inf).all(), "of values that are all zero"
 
 
 def test_subgen_compressed_attends_as_its_stream():
@@ -161,9 +157,12 @@ def test_subgen_compressed_attends_as_its_stream():
     values = layer.values[0].double()
     above = torch.einsum("hn,hnd->hd", logits[:, 380:].exp(), values[:, 380:])
     below = logits[:, 380:].exp().sum(-1, keepdim=True)
-    for sample, weighs_values in ((stream.numerator(), True), (stream.denominator(), False)):
-        at = sample.positions.clamp(min=0)
-        terms = (logits.gather(1, at) + sample.log_weights).exp()
+    for (places, weights), weighs_values in (
+        (stream.numerator(), True),
+        (stream.denominator(), False),
+    ):
+        at = places.clamp(min=0)
+        terms = (logits.gather(1, at) + weights).exp()
         if weighs_values:
             rows = values.gather(1, at.unsqueeze(-1).expand(-1, -1, 8))
             above = above + torch.einsum("hn,hnd->hd", terms, rows)
@@ -218,16 +217,14 @@ def test_softmax_balance_is_the_walk_on_its_kernel(n, with_values, exact_half, s
     assert added == larger[len(larger) - len(added) :]
 
 
-def structure(t, n, seed=0, **options):
+def structure(t, n, seed=0, bound=50.0, with_values=True, **options):
     keys, values = (part[0] for part in data(1, n, 3, seed, scale=0.4))
-    defaults = {
-        "key_radius": float(keys.norm(dim=1).max()) * 1.001,
-        "value_radius": float(values.norm(dim=1).max()),
-        "bound": 50.0,
-        "on_fail": "raise",
-        "seed": seed,
-    }
-    return MergeAndReduce(t, **{**defaults, **options}), keys, values
+    radii = float(keys.norm(dim=1).max()) * 1.001, float(values.norm(dim=1).max())
+    options = BalanceKVStreaming(**options)
+    of = values if with_values else None
+    return MergeAndReduce(
+        keys, of, t, radii if with_values else (radii[0], 1.0), options, bound, seed
+    )
 
 
 @given(
@@ -239,12 +236,11 @@ def structure(t, n, seed=0, **options):
 @settings(max_examples=30, deadline=None)
 def test_merge_and_reduce_invariants(half, n, halve, seed):
     t = 2 * half
-    tree, keys, values = structure(t, n, seed, halve=halve)
+    tree = structure(t, n, seed, halve=halve)
     for token in range(n):
-        one = slice(token, token + 1)
-        tree.extend(torch.arange(n)[one], keys[one], values[one])
+        tree.read(torch.tensor([token]))
         assert tree.seen == token + 1
-        sizes = [len(level[0]) for level in tree.levels]
+        sizes = [len(level) for level in tree.levels]
         assert sizes[0] == tree.seen % t
         assert all(size <= half for size in sizes[1:]), "a level after 0 rests at t / 2 at most"
         assert len(sizes) <= 1 + max(1, tree.seen // t).bit_length()
@@ -252,60 +248,41 @@ def test_merge_and_reduce_invariants(half, n, halve, seed):
         for level, size in enumerate(sizes[1:], 1):
             if size:
                 assert tree.batches >> (level - 1) & 1
-        positions, weights, found_keys, found_values = tree.sample()
-        assert len(set(positions.tolist())) == len(positions)
+        places, weights = tree.sample()
+        assert len(set(places.tolist())) == len(places)
         total = float(weights.exp().sum())
         if halve == "even":
             assert total == pytest.approx(tree.seen, rel=1e-4)
             assert all(size in (0, half) for size in sizes[1:])
         else:
             assert total <= tree.seen * 1.0001
-        assert torch.equal(found_keys, keys[positions])
-        assert torch.equal(found_values, values[positions])
-    whole, _, _ = structure(t, n, seed, halve=halve)
-    whole.extend(torch.arange(n), keys, values)
-    assert torch.equal(whole.sample().positions, tree.sample().positions), (
-        "in one call as one by one"
-    )
+    whole = structure(t, n, seed, halve=halve).read(torch.arange(n))
+    assert torch.equal(whole.sample()[0], tree.sample()[0]), "in one call as one by one"
 
 
 def test_failed_walks_raise_or_restart():
-    for options in ({"bound": 0.05}, {"bound": 0.9, "value_radius": None}):
-        tree, keys, values = structure(16, 64, **options)
+    for options in ({"bound": 0.05}, {"bound": 0.9, "with_values": False}):
+        tree = structure(16, 64, **options)
         with pytest.raises(BalanceFailure, match=rf"exceeded its bound {options['bound']}"):
-            tree.extend(torch.arange(64), keys, values)
-    tree, keys, values = structure(16, 64, **options, on_fail="restart")
-    tree.extend(torch.arange(64), keys, values)
-    assert tree.batches == 4
+            tree.read(torch.arange(64))
+    assert structure(16, 64, **options, on_fail="restart").read(torch.arange(64)).batches == 4
 
 
-def stream_of(n, t, key_radius=0.0, **options):
-    return BalanceKVStream(BalanceKVStreaming(**options), [0], n=n, t=t, key_radius=key_radius)
-
-
-def test_buckets_by_norm():
-    stream, values = stream_of(100, 8, 1.0), torch.zeros(1, 6, 2)
-    values[0, :, 0] = torch.tensor([1.0, 1.9, 2.0, 0.25, 0.0, 1e-9])
-    stream.extend(torch.zeros(1, 6, 4), values)
-    assert {i: bucket.seen for i, bucket in stream.buckets[0].items()} == {0: 2, 1: 1, -2: 1}
-    assert stream.denominators[0].seen == stream.seen == 6
-
-
-def test_a_bucket_is_erased_by_its_upper_end():
-    """With keys of zero the threshold is eps / (2 n) v_max = v_max / 100."""
-    keys = torch.zeros(1, 3, 4)
+def test_buckets_by_norm_are_erased_by_their_upper_end():
+    """With keys of zero the threshold is eps / (2 n) v_max, here v_max / 100."""
+    values = torch.zeros(50, 2)
     for largest, kept in [
-        (99.0, {6, 0, -1}),  # the threshold is just below 1, the upper end of [1/2, 1)
-        (100.0, {6, 0}),
-        (101.0, {6, 0}),  # between the ends of [1, 2): what it holds may still matter
-        (199.0, {7, 0}),
-        (200.0, {7}),
+        (99.0, {6: 1, 0: 2, -1: 1}),  # the threshold is just below 1, the upper end of [1/2, 1)
+        (100.0, {6: 1, 0: 2}),
+        (101.0, {6: 1, 0: 2}),  # between the ends of [1, 2): what it holds may still matter
+        (199.0, {7: 1, 0: 2}),
+        (200.0, {7: 1}),
     ]:
-        stream = stream_of(50, 8, eps=1.0)
-        stream.extend(keys, torch.tensor([[[1.75, 0.0], [0.75, 0.0], [0.0, largest]]]))
-        assert set(stream.buckets[0]) == kept
-        stream.extend(keys[:, :1], torch.tensor([[[1.5, 0.0]]]))
-        assert set(stream.buckets[0]) == kept, "what comes late and is as small is not kept either"
+        values[:5, 0] = torch.tensor([1.75, 0.75, 1.0, 0.0, largest])
+        options = BalanceKVStreaming(eps=1.0)
+        buckets, whole = structures(torch.zeros(50, 4), values, options, 64, 0.0, 0)
+        assert {i: bucket.seen for i, bucket in buckets.items()} == kept
+        assert whole.seen == 50
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -345,19 +322,19 @@ def test_denominator_samples_hold_keys_only(name, bits):
         torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
 
 
-def test_balancekv_stream_answers_at_every_step():
+def test_balancekv_streams_answers():
     """Exact while nothing has been halved, and of bounded error after."""
-    keys, values = data(1, 300, 4, seed=2, scale=0.3)
-    stream = stream_of(300, 128, float(keys.norm(dim=-1).max()) * 1.001, eps=1e-3)
-    query = torch.tensor([0.5, -0.2, 0.9, 0.1])
-    for token in range(300):
-        stream.extend(keys[:, token : token + 1], values[:, token : token + 1])
-        weights = (keys[0, : token + 1] @ query).softmax(0)
-        above, below = stream.numerator(), stream.denominator()
-        terms = (above.keys @ query + above.log_weights).exp()
-        total = (below.keys @ query + below.log_weights).exp().sum()
-        error = terms[0] @ above.values[0] / total - weights @ values[0, : token + 1]
-        if token < 127:
+    keys, values = (part[0] for part in data(1, 300, 4, seed=2, scale=0.3))
+    radius, query = float(keys.norm(dim=-1).max()), torch.tensor([0.5, -0.2, 0.9, 0.1])
+    for n in (1, 60, 127, 128, 200, 255, 256, 300):
+        options = BalanceKVStreaming(eps=1e-3)
+        buckets, whole = structures(keys[:n], values[:n], options, 128, radius, 0)
+        weights, (below, level) = (keys[:n] @ query).softmax(0), whole.sample()
+        total = (keys[below] @ query + level).exp().sum()
+        error = -weights @ values[:n]
+        for places, level in (bucket.sample() for bucket in buckets.values()):
+            error += (keys[places] @ query + level).exp() @ values[places] / total
+        if n < 128:
             torch.testing.assert_close(error, torch.zeros(5), atol=1e-5, rtol=0)
         else:  # equation (2)
-            assert error.norm() < 2.0 * weights.norm() * values[0, : token + 1].norm()
+            assert error.norm() < 2.0 * weights.norm() * values[:n].norm()

@@ -215,3 +215,35 @@ def test_large_and_equal_keys_stay_finite(kind):
     if kind == "equal":
         exact = run(build_method("exact"), layer, BUDGET)
         torch.testing.assert_close(out, attend(layer.queries, exact, 0.25))
+
+
+def test_what_large_exponents_leave_stands_in_log_weights():
+    """In float16 more has to than in float32: weight and log-weight together are the same."""
+    layer, random = make_layer(200, kv_heads=2, dim=16), torch.Generator().manual_seed(1)
+    keys = torch.nn.functional.normalize(layer.keys, dim=-1)
+    keys = (30 * torch.rand(1, 2, 200, 1, generator=random) * keys).half()
+    half, full = (
+        run(
+            build_method("wildcat", bin_size=0),
+            replace(layer, keys=keys.to(dtype), values=layer.values.half().to(dtype)),
+            BUDGET,
+        )
+        for dtype in (torch.float16, torch.float32)
+    )
+    assert torch.equal(half.positions, full.positions)
+    assert full.log_weights is None
+    moved = half.log_weights.exp()
+    assert (moved > 10).sum() > 10
+    torch.testing.assert_close(half.denominators * moved, full.denominators)
+    values = half.values.float() * moved[..., None]
+    torch.testing.assert_close(values, full.values, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize(("n", "bin_size", "cut"), [(5, 3, 4), (40, 12, 37)])
+def test_a_prompt_within_its_budget_is_granted_whole(n, bin_size, cut):
+    """Bins as released leave some tokens out, but such a prompt is not cut into bins."""
+    method = build_method("wildcat", "released", bin_size=bin_size)
+    budget = Budget(rate=1.0, sink=0, window=1)
+    assert 1 + sum(method.cut(budget, n).entries) == cut
+    assert method.layer_capacity(budget, n, 0, 4) == n
+    assert method.total_capacity(budget, n, 4) == 4 * n

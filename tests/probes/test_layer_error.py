@@ -114,25 +114,20 @@ def test_layer_error_by_definition(tmp_path, held_out):
     exact, n = 32, SYNTHETIC.n
     names = {"h2o": {}, "snapkv": {"kernel_size": 1}, "streaming_llm": {}}
     methods = {name: build_method(name, **options) for name, options in names.items()}
-    rows = {}
-    for metric in ("per_query", "pooled", "released"):
-        probe = LayerError(
-            rates=(0.25,), layers=(2,), seeds=1, exact=exact, synthetic=SYNTHETIC,
-            held_out=held_out, metric=metric,
-        )  # fmt: skip
-        rows[metric] = records_of(run_job(probe_job(tmp_path / metric, probe, methods)))
+    given = {"rates": (0.25,), "layers": (2,), "seeds": 1, "exact": exact, "held_out": held_out}
+    probe = LayerError(synthetic=SYNTHETIC, **given)
+    rows = records_of(run_job(probe_job(tmp_path, probe, methods)))
     layer = SYNTHETIC.layer(1, 2)
     capacity = 2 * exact + round(0.25 * (n - 2 * exact))
     shown = n - exact if held_out else n
     for name in names:
         kept = choice_by_definition(name, layer, shown, exact, capacity)
         want = errors_by_definition(layer, kept, exact)
-        row = rows["per_query"][name][0]
+        row = rows[name][0]
+        assert row["score"] == row["relative_error"]
         assert row["relative_error"] == pytest.approx(want["per_query"], rel=1e-6)
         assert row["pooled_error"] == pytest.approx(want["pooled"], rel=1e-6)
         assert row["released_error"] == pytest.approx(want["released"], rel=1e-6)
-        for metric, expected in want.items():
-            assert rows[metric][name][0]["score"] == pytest.approx(expected, rel=1e-6)
         assert 1.3 < want["released"] / want["per_query"] < 2, "the clamp's factor"
         if name != "streaming_llm":
             other = choice_by_definition(name, layer, n if held_out else n - exact, exact, capacity)

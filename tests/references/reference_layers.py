@@ -88,23 +88,18 @@ def random_layers(shape: tuple[int, int, int, int, int], **options: float) -> li
 def kept(method: Method, layer: LayerKV, budget: Budget, seed: int = 0) -> CompressedKV:
     """What the method keeps, its entries checked: each the prompt's own at its position."""
     held = method.compress(layer, budget, torch.Generator().manual_seed(seed))
-    positions = held.positions
-    if held.lengths is not None:  # heads of different lengths: what follows them is padding
-        real = torch.arange(positions.shape[-1]) < held.lengths[..., None]
-        assert torch.equal(positions >= 0, real)
-        positions = torch.where(real, positions, layer.n + torch.arange(positions.shape[-1]))
-        assert (positions.diff(dim=-1) > 0).all(), "ascending, so without repeats"
-        at = held.positions.clamp(min=0).unsqueeze(-1).expand_as(held.keys)
-        for mine, original in ((held.keys, layer.keys), (held.values, layer.values)):
-            assert torch.equal(mine[real], original.gather(2, at)[real])
-        return held
-    assert (positions.diff(dim=-1) > 0).all(), "ascending, so without repeats"
-    assert int(positions.min()) >= 0
+    positions, places = held.positions, torch.arange(held.positions.shape[-1])
+    real = positions >= 0
+    # where heads have different lengths, what follows them is padding
+    wanted = True if held.lengths is None else places < held.lengths[..., None]
+    assert (real == wanted).all()
+    order = torch.where(real, positions, layer.n + places)
+    assert (order.diff(dim=-1) > 0).all(), "ascending, so without repeats"
     assert int(positions.max()) < layer.n
+    at = positions.clamp(min=0).unsqueeze(-1).expand_as(held.keys)
     copies = held.keys.shape[1] // layer.keys.shape[1]
     for mine, original in ((held.keys, layer.keys), (held.values, layer.values)):
-        index = positions.unsqueeze(-1).expand_as(mine)
-        assert torch.equal(mine, original.repeat_interleave(copies, 1).gather(2, index))
+        assert torch.equal(mine[real], original.repeat_interleave(copies, 1).gather(2, at)[real])
     return held
 
 

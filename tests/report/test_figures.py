@@ -37,7 +37,6 @@ from kvbench.report.figures import (
 )
 from kvbench.report.frame import tidy
 from kvbench.report.scaling import curves_of, slopes
-from kvbench.report.style import style_of
 from kvbench.report.tables import slope_table, verdict
 
 
@@ -118,12 +117,6 @@ def test_a_column_without_one_scored_example_still_draws(tmp_path: Path) -> None
     assert drawn(group_of(tmp_path / "demo")) == {}
     write_run(tmp_path, method="h2o", records=lines_records("h2o"))
     assert all(one.svg for one in drawn(group_of(tmp_path / "demo")).values())
-
-
-def test_methods_that_ship_look_different() -> None:
-    shipped = ("exact", "uniform", "snapkv", "h2o", "balancekv", "subgen", "streaming_llm")
-    assert len({style_of(name) for name in shipped}) == len(shipped)
-    assert style_of("somebody's") == style_of("somebody's")
 
 
 def test_figures_travel_as_json() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from kvbench.report.__main__ import main
 from kvbench.report.answers import marked, sample_of
 from kvbench.report.build import ReportPaths, build_report
 from kvbench.report.page import write_index
+from kvbench.report.wandb import main as wandb_main
 
 
 class Parsed(HTMLParser):
@@ -157,23 +160,44 @@ def test_the_command_rebuilds_links_and_says_errors_in_a_line(
         assert capsys.readouterr().err.count("\n") == 1
 
 
-BROKEN: list[dict[str, Any]] = [
-    {"figures": [{"kind": "heatmap", "x": "length"}]},
-    {"figures": [{"kind": "heatmap", "x": "answers", "y": "depth"}]},
-    {"figures": [{"kind": "bars", "x": "answers"}]},
-    {"figures": [{"kind": "scaling", "x": "prediction", "y": "score", "level": "length"}]},
-    {"breakdown": ["answers"]},
-    {"unit": "answers"},
-    {"measures": ["answers"]},
+FORGED: list[tuple[str, Any]] = [
+    ("task_meta.figures", [{"kind": "heatmap", "x": "length"}]),
+    ("task_meta.figures", [{"kind": "heatmap", "x": "answers", "y": "depth"}]),
+    ("task_meta.figures", [{"kind": "bars", "x": "answers"}]),
+    (
+        "task_meta.figures",
+        [{"kind": "scaling", "x": "prediction", "y": "score", "level": "length"}],
+    ),
+    ("task_meta.breakdown", ["answers"]),
+    ("task_meta.unit", "answers"),
+    ("task_meta.measures", ["answers"]),
+    ("config.paper_table", {"file": ["x"]}),
+    ("config.differs", 5),
+    ("config.budget", 5),
+    ("config.logger", {"name": "wandb"}),
+    ("record.context_id", 1e300),
+    ("record.kept", {"tokens": "ten", "width": 0, "layers": [1]}),
+    ("record.kept", {"tokens": 10**12, "width": 3, "layers": {"0": [float("nan"), -1]}}),
+    ("record.length", {"a": [1]}),
 ]
 
 
-@pytest.mark.parametrize("change", BROKEN, ids=range(len(BROKEN)))
-def test_records_that_cannot_be_reported_are_one_line(
-    tmp_path: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("place", "odd"), FORGED, ids=range(len(FORGED)))
+def test_forged_records_and_manifests_are_a_page_or_one_line(
+    tmp_path: Path, place: str, odd: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    part, _, key = place.partition(".")
     records = needle_records("snapkv")
-    write_run(tmp_path, method="snapkv", records=records, task_meta=NEEDLE_META | change)
-    status = main([str(tmp_path / "demo")])
-    assert status in (0, 1)
-    assert capsys.readouterr().err.count("\n") == status
+    records[0] |= {key: odd} if part == "record" else {}
+    meta = NEEDLE_META | ({key: odd} if part == "task_meta" else {})
+    run = write_run(tmp_path, method="snapkv", records=records, task_meta=meta)
+    if part == "config":
+        made = json.loads((run / "manifest.json").read_text())
+        made["config"][key] = odd
+        (run / "manifest.json").write_text(json.dumps(made))
+    for command in (main, wandb_main):
+        with warnings.catch_warnings(action="error"):
+            status = command([str(tmp_path / "demo")])
+        assert status in (0, 1)
+        said = capsys.readouterr().err
+        assert said.count("\n") == (1 if ": warning: " in said else status)

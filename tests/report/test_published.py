@@ -132,16 +132,6 @@ def test_fields_and_settings_stand_beside_what_records_have(tmp_path: Path) -> N
     found = {(m, f): (p, s) for m, f, p, s in frame[["method", "field", "printed", "score"]].values}
     assert found == {("exact", "score"): ("OOM", 900.0), ("h2o", "score"): ("1161.0", 900.0)}
     assert set(frame["published_model"]) == {"OPT-6.7B"}, "models.csv knows its name"
-    where["asked_batch"] = "24"
-    records = [
-        {**where, "example_id": f"{i}", "latency_s": 50.0 + i, "score": 9.0} for i in range(3)
-    ]
-    write_run(tmp_path, experiment="other", method="h2o", model="opt_6_7b", records=records,
-              task_meta=THROUGHPUT_META, options={"paper_table": "h2o_table5"})  # fmt: skip
-    frame = beside(load_experiment(tmp_path / "other"))
-    latency = frame[frame["field"] == "latency_s"]
-    assert (latency["score"].iloc[0], latency["printed"].iloc[0]) == (51.0, "53.5")
-    assert latency["unit"].iloc[0] == "s"
 
 
 def test_a_margin_is_for_our_own_model_and_narrows_with_the_share_answered_anew(

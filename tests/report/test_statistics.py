@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -188,21 +187,13 @@ def test_self_bleu_is_nltks_of_each_text_against_all_others(seed):
     draw = random.Random(seed)
     words = ["dog", "cat", "the", "ran", "sat", ".", "a"][: 3 + seed]
     texts = [" ".join(draw.choices(words, k=draw.randint(1, 30))) for _ in range(12)]
-    texts += [texts[0], "unlike anything"]
+    texts += [texts[0], "unlike anything", ""]
     worded = [words_of(text) for text in texts]
     smooth = SmoothingFunction().method1
     for i, found in enumerate(self_bleu(texts)):
         others = worded[:i] + worded[i + 1 :]
         theirs = sentence_bleu(others, worded[i], smoothing_function=smooth)
         assert found == pytest.approx(float(theirs), rel=1e-12)
-
-
-def test_texts_that_repeat_each_other_are_least_diverse():
-    same = "It was cold, and the wind blew all day."
-    assert self_bleu([same] * 3) == pytest.approx([1.0] * 3)
-    assert self_bleu(["one two three four five", "six seven eight nine ten"]) == [0.0, 0.0]
-    assert math.isnan(self_bleu([same])[0])
-    assert self_bleu(["", same, same])[0] == 0.0
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 10, 33])

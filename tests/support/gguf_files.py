@@ -9,19 +9,6 @@ import gguf
 import numpy as np
 import transformers as t
 
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
 
 def write_gguf(model: t.PreTrainedModel, path: Path, quant: str = "F32") -> Path:
     """The model as one file; its matrices in `quant` (a name of gguf's quantisation types)."""
@@ -40,8 +27,9 @@ def write_gguf(model: t.PreTrainedModel, path: Path, quant: str = "F32") -> Path
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer, config.vocab_size)
     kind = gguf.GGMLQuantizationType[quant]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
-        found = _name_of(name)
+        found = names.get_name(name, try_suffixes=(".weight",))
         if found is None or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         data = weight.float().numpy()
@@ -62,14 +50,6 @@ def write_gguf(model: t.PreTrainedModel, path: Path, quant: str = "F32") -> Path
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _name_of(name: str) -> str | None:
-    stem = name.removesuffix(".weight")
-    if stem in ENDS:
-        return f"{ENDS[stem]}.weight"
-    layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{NAMES[part]}.weight" if part in NAMES else None
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:

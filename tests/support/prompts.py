@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from kvbench.engine.generate import Prompt
 from kvbench.engine.stopping import Stopping
@@ -62,20 +63,12 @@ def unlike_prompts(budget: Budget = SMALL) -> list[Prompt]:
     ]
 
 
+FACTS = attrgetter(
+    *("tokens", "new_tokens", "entries", "compressed", "failure", "cache_bytes", "cache_bytes_end"),
+    *("cache_bytes_peak", "cache_bytes_mean", "exact_bytes_mean", "exact_bytes"),
+)
+
+
 def facts(answer):
-    return {
-        label: (
-            r.tokens,
-            r.new_tokens,
-            r.entries,
-            r.cache_bytes,
-            r.cache_bytes_end,
-            r.cache_bytes_peak,
-            r.cache_bytes_mean,
-            r.exact_bytes_mean,
-            r.exact_bytes,
-            r.compressed,
-            r.failure,
-        )
-        for label, r in answer.items()
-    }
+    """Of every method all that a generation is, but its times."""
+    return {label: FACTS(generation) for label, generation in answer.items()}

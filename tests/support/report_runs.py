@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,9 @@ def write_run(
     options: Mapping[str, Any] | None = None,
 ) -> Path:
     """One run folder; `records` need only the fields that differ from the defaults."""
-    config = {
-        "model": {"name": model},
-        "task": {"name": task},
-        "method": {"name": method},
-        "budget": {"rate": 0.25, "sink": 32, "window": 32},
-        "seed": seed,
+    config: dict[str, Any] = {
+        **{"model": {"name": model}, "task": {"name": task}, "method": {"name": method}},
+        **{"budget": {"rate": 0.25, "sink": 32, "window": 32}, "seed": seed},
     }
     for key, value in (options or {}).items():
         *path, last = key.split(".")
@@ -53,31 +51,18 @@ def write_run(
         inner[last] = value
     code = config_hash(config)
     folder = run_folder(results, experiment, model, task, method, code)
-    common = dict.fromkeys(COMMON_FIELDS) | {
-        "experiment": experiment,
-        "model": model,
-        "task": task,
-        "dataset": task,
-        "method": method,
-        "config_hash": code,
-        "seed": seed,
-        "status": "ok",
-        "saves_memory": method != "exact",
-        "compressed": method != "exact",
+    about = {"experiment": experiment, "model": model, "task": task, "method": method}
+    about |= {"config_hash": code, "seed": seed}
+    common = dict.fromkeys(COMMON_FIELDS) | about | {
+        **{"dataset": task, "status": "ok", "answers": ["41077"]},
+        **{"saves_memory": method != "exact", "compressed": method != "exact"},
         "prompt_tail": "What is the REGISTER_CONTENT in line brave-otter? ",
-        "answers": ["41077"],
-    }
+    }  # fmt: skip
     with RecordStore(folder) as store:
         for record in records:
             store.append({**common, **record})
-    manifest = {
-        "experiment": experiment,
-        "model": model,
-        "task": task,
-        "method": method,
+    made = {
         "config": config,
-        "config_hash": code,
-        "seed": seed,
         "command": f"python -m kvbench experiment={experiment} method=[{','.join(SKILL)}]"
         " task=longeval_lines,needle budget.rate=0.5,0.25,0.125 results_dir=somewhere/else",
         "versions": {"kvbench": "0.1.0", "torch": "2.13.0", "transformers": "5.3.0"},
@@ -86,23 +71,17 @@ def write_run(
         "started": "2026-11-20T12:00:00+00:00",
         "task_meta": LINES_META if task_meta is None else task_meta,
     }
-    write_manifest(folder, manifest)
+    write_manifest(folder, about | made)
     return folder
 
 
 def costs(rng: np.random.Generator, method: str, rate: float, tokens: int) -> dict[str, Any]:
     """Memory and time of one example."""
-    ratio = 1.0 if method == "exact" else min(1.0, rate + 64 / tokens)
-    held = int(tokens * ratio)
+    held = int(tokens * (1.0 if method == "exact" else min(1.0, rate + 64 / tokens)))
     return {
-        "prompt_tokens": tokens,
-        "new_tokens": 8,
-        "capacity": held,
-        "entries": {"mean": held, "max": held},
-        "cache_bytes": held * 2048,
-        "exact_bytes": tokens * 2048,
-        "ratio": held / tokens,
-        "prefill_s": float(rng.normal(0.8, 0.02)),
+        **{"prompt_tokens": tokens, "new_tokens": 8, "capacity": held, "ratio": held / tokens},
+        **{"entries": {"mean": held, "max": held}, "prefill_s": float(rng.normal(0.8, 0.02))},
+        **{"cache_bytes": held * 2048, "exact_bytes": tokens * 2048},
         "compress_s": 0.0 if method == "exact" else float(rng.normal(0.05, 0.004)),
         "decode_s": float(rng.normal(0.1, 0.005)),
     }
@@ -117,13 +96,9 @@ def lines_records(method: str, rate: float = 0.25, seed: int = 0) -> list[dict[s
         lines = 10 * (1 + i % 5)
         skill = SKILL[method] - 0.004 * lines - (0.0 if method == "exact" else 0.1 * (1 - rate))
         right = hard.random() * 0.8 + rng.random() * 0.2 < skill
-        prediction = "<41077>" if right else f"<{rng.integers(1, 50000)}>"
-        record = {
-            "example_id": f"lines-{lines}-{i:03d}",
-            "num_lines": lines,
-            "prediction": prediction,
-            "score": float(right),
-        } | costs(rng, method, rate, 24 * lines)
+        said = "<41077>" if right else f"<{rng.integers(1, 50000)}>"
+        record = {"example_id": f"lines-{lines}-{i:03d}", "num_lines": lines, "prediction": said}
+        record |= {"score": float(right)} | costs(rng, method, rate, 24 * lines)
         if method == "h2o" and i in (7, 31):
             record |= {"status": "oom", "score": None, "prediction": None, "error": "out of memory"}
         if method == "snapkv" and i in (0, 4):
@@ -136,22 +111,15 @@ def needle_records(method: str) -> list[dict[str, Any]]:
     """A grid of lengths and depths, two needles each."""
     rng = np.random.default_rng([5, *method.encode()])
     records = []
-    for length in (256, 512, 1024, 2048):
-        for depth in (0, 25, 50, 75, 100):
-            for i in range(2):
-                skill = SKILL[method] if depth not in (0, 100) else 0.97
-                right = rng.random() < skill - (length > 1000) * 0.1
-                records.append(
-                    {
-                        "example_id": f"{length}-{depth}-{i}",
-                        "length": length,
-                        "depth": depth,
-                        "prediction": "a sandwich in the park" if right else "I do not know.",
-                        "answers": ["eat a sandwich in the park"],
-                        "score": float(right),
-                    }
-                    | costs(rng, method, 0.25, length)
-                )
+    for length, depth, i in itertools.product(
+        (256, 512, 1024, 2048), (0, 25, 50, 75, 100), range(2)
+    ):
+        skill = SKILL[method] if depth not in (0, 100) else 0.97
+        right = rng.random() < skill - (length > 1000) * 0.1
+        record = {"example_id": f"{length}-{depth}-{i}", "length": length, "depth": depth}
+        record |= {"answers": ["eat a sandwich in the park"], "score": float(right)}
+        record["prediction"] = "a sandwich in the park" if right else "I do not know."
+        records.append(record | costs(rng, method, 0.25, length))
     return records
 
 
@@ -159,23 +127,14 @@ def error_records(method: str) -> list[dict[str, Any]]:
     """Relative errors: 3 prompts x 4 seeds x 4 rates x 3 layers."""
     rng = np.random.default_rng([9, *method.encode()])
     factor = {"uniform": 1.0, "balancekv": 0.7}.get(method, 1.3)
-    return [
-        {
-            "example_id": f"p{prompt}-s{seed}-r{rate}-l{layer}",
-            "prompt": f"p{prompt}",
-            "seed": seed,
-            "rate": rate,
-            "layer": layer,
-            "relative_error": (value := float(factor * 0.1 / rate**0.7 * rng.uniform(0.9, 1.1))),
-            "score": value,
-            "prompt_tokens": 1024,
-            "ratio": rate,
-        }
-        for prompt in range(3)
-        for seed in range(4)
-        for rate in (0.5, 0.25, 0.125, 0.0625)
-        for layer in (1, 2, 5)
-    ]
+    records = []
+    rates, layers = (0.5, 0.25, 0.125, 0.0625), (1, 2, 5)
+    for prompt, seed, rate, layer in itertools.product(range(3), range(4), rates, layers):
+        error = float(factor * 0.1 / rate**0.7 * rng.uniform(0.9, 1.1))
+        record = {"example_id": f"p{prompt}-s{seed}-r{rate}-l{layer}", "prompt": f"p{prompt}"}
+        record |= {"seed": seed, "rate": rate, "layer": layer, "relative_error": error}
+        records.append(record | {"score": error, "prompt_tokens": 1024, "ratio": rate})
+    return records
 
 
 def throughput_records(method: str) -> list[dict[str, Any]]:
@@ -191,42 +150,21 @@ def throughput_records(method: str) -> list[dict[str, Any]]:
     return records
 
 
-LINES_META = {
-    "version": 1,
-    "score_unit": "fraction",
-    "lower_is_better": False,
-    "breakdown": ["num_lines"],
-    "figures": [],
-}
+LINES_META: dict[str, Any] = {"version": 1, "score_unit": "fraction", "lower_is_better": False}
+LONGBENCH_META = LINES_META | {"breakdown": ["length_bucket"], "figures": []}
+LINES_META |= {"breakdown": ["num_lines"], "figures": []}
 NEEDLE_META = LINES_META | {
     "breakdown": ["length"],
     "figures": [{"kind": "heatmap", "x": "length", "y": "depth", "value": "score"}],
 }
+_BARS = {"kind": "bars", "x": "rate", "facet": "layer", "value": "relative_error"}
 ERROR_META = {
-    "version": 1,
-    "score_unit": "relative_error",
-    "lower_is_better": True,
-    "breakdown": ["rate"],
-    "unit": "prompt",
-    "figures": [
-        {
-            "kind": "bars",
-            "x": "rate",
-            "facet": "layer",
-            "value": "relative_error",
-            "ylabel": "relative error",
-        }
-    ],
+    **{"version": 1, "score_unit": "relative_error", "lower_is_better": True, "unit": "prompt"},
+    **{"breakdown": ["rate"], "figures": [_BARS | {"ylabel": "relative error"}]},
 }
-THROUGHPUT_META = {
-    "version": 1,
-    "score_unit": "tokens/s",
-    "lower_is_better": False,
-    "breakdown": [],
-    "figures": [{"kind": "throughput"}],
+THROUGHPUT_META = LINES_META | {
+    **{"score_unit": "tokens/s", "breakdown": [], "figures": [{"kind": "throughput"}]}
 }
-
-
 TASKS = {
     "longeval_lines": (lines_records, LINES_META),
     "needle": (needle_records, NEEDLE_META),
@@ -251,45 +189,21 @@ def write_sweep(
     results: Path, methods: Sequence[str] = ("exact", "snapkv", "balancekv", "uniform")
 ) -> Path:
     """Three rates of some methods on one task; returns the experiment's folder."""
-    for method in methods:
-        for rate in (0.5, 0.25, 0.125):
-            write_run(
-                results,
-                experiment="sweep",
-                task="longeval_lines",
-                method=method,
-                records=lines_records(method, rate if method != "exact" else 1.0),
-                options={"budget.rate": rate},
-            )
+    for method, rate in itertools.product(methods, (0.5, 0.25, 0.125)):
+        records = lines_records(method, rate if method != "exact" else 1.0)
+        about: Any = {"experiment": "sweep", "task": "longeval_lines", "method": method}
+        write_run(results, records=records, options={"budget.rate": rate}, **about)
     return results / "sweep"
 
 
 DATASETS = {  # how well an exact cache does, and the width of scores: right or wrong, or in between
-    "qasper": (0.43, 0.35),
-    "multifieldqa_en": (0.49, 0.35),
-    "hotpotqa": (0.52, 0.48),
-    "2wikimqa": (0.39, 0.48),
-    "gov_report": (0.31, 0.05),
-    "multi_news": (0.22, 0.05),
-    "trec": (0.72, 0.0),
-    "triviaqa": (0.91, 0.2),
-    "samsum": (0.42, 0.15),
-    "passage_count": (0.20, 0.0),
-    "passage_retrieval_en": (0.98, 0.0),
-    "lcc": (0.50, 0.3),
-    "repobench-p": (0.43, 0.3),
-}
-LONGBENCH_META = {
-    "version": 1,
-    "score_unit": "fraction",
-    "lower_is_better": False,
-    "breakdown": ["length_bucket"],
-    "figures": [],
+    **{"qasper": (0.43, 0.35), "hotpotqa": (0.52, 0.48), "gov_report": (0.31, 0.05)},
+    **{"trec": (0.72, 0.0), "triviaqa": (0.91, 0.2), "passage_count": (0.20, 0.0)},
 }
 
 
 def longbench_records(method: str, count: int, model: str) -> list[dict[str, Any]]:
-    """`count` examples of each of LongBench-E's datasets, in three buckets of length."""
+    """`count` examples of some of LongBench-E's datasets, in three buckets of length."""
     records: list[dict[str, Any]] = []
     loss = {"exact": 0.0, "streaming_llm": 0.11}.get(method, 0.1 * (0.9 - SKILL[method]))
     for name, (mean, width) in DATASETS.items():
@@ -297,49 +211,29 @@ def longbench_records(method: str, count: int, model: str) -> list[dict[str, Any
         rng = np.random.default_rng([len(model), *name.encode(), *method.encode()])
         for i in range(count):
             difficulty, noise = hard.normal(), rng.normal()
-            if width:
-                score = mean - loss + width * (0.8 * difficulty + 0.3 * noise)
-            else:
+            score = mean - loss + width * (0.8 * difficulty + 0.3 * noise)
+            if not width:
                 score = float(0.9 * difficulty + 0.4 * noise < norm.ppf(max(0.02, mean - loss)))
             tokens = (2000, 6000, 11000)[i % 3] + int(hard.integers(1500))
-            records.append(
-                {
-                    "example_id": f"{name}-{i:04d}",
-                    "dataset": name,
-                    "length_bucket": ("0-4k", "4-8k", "8k+")[i % 3],
-                    "prediction": f"The answer to {name} {i} is {round(score, 1)}.",
-                    "score": float(np.clip(score, 0, 1)),
-                }
-                | costs(rng, method, 0.25, tokens)
-            )
+            record = {"example_id": f"{name}-{i:04d}", "dataset": name}
+            record |= {"length_bucket": ("0-4k", "4-8k", "8k+")[i % 3]}
+            record["prediction"] = f"The answer to {name} {i} is {round(score, 1)}."
+            record["score"] = float(np.clip(score, 0, 1))
+            records.append(record | costs(rng, method, 0.25, tokens))
     return records
 
 
 def write_longbench(
     results: Path,
     count: int = 12,
-    methods: Sequence[str] = (
-        "exact",
-        "streaming_llm",
-        "pyramidkv",
-        "snapkv",
-        "uniform",
-        "balancekv",
-    ),
-    models: Sequence[str] = ("Llama-3.1-8B-Instruct",),
+    methods: Sequence[str] = ("exact", "streaming_llm", "snapkv", "uniform", "balancekv"),
     paper_table: Any = "balancekv_table1",
 ) -> Path:
     """An experiment in the shape of BalanceKV's Table 1; returns its folder."""
-    for model in models:
-        for method in methods:
-            write_run(
-                results,
-                experiment="table1",
-                task="longbench",
-                model=model,
-                method=method,
-                records=longbench_records(method, count, model),
-                task_meta=LONGBENCH_META,
-                options={"paper_table": paper_table},
-            )
+    model = "Llama-3.1-8B-Instruct"
+    for method in methods:
+        about: Any = {"experiment": "table1", "task": "longbench", "model": model}
+        about |= {"method": method, "task_meta": LONGBENCH_META}
+        records = longbench_records(method, count, model)
+        write_run(results, records=records, options={"paper_table": paper_table}, **about)
     return results / "table1"
