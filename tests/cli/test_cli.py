@@ -75,12 +75,6 @@ def test_everything_listed_has_a_line_about_it(capsys: Any, kind: Any) -> None:
     assert main(capsys, "list", kind.removesuffix("s"))[1] == out
 
 
-def test_the_shell_completes(capsys: Any, monkeypatch: Any) -> None:
-    for typed, offered in (("task=nee", "task=needle"), ("budget.ra", "budget.rate=")):
-        monkeypatch.setenv("COMP_LINE", f"kvbench {typed}")
-        assert offered in main(capsys, "-sc", "query=bash")[1].split()
-
-
 def test_overrides_that_are_right_are_let_through() -> None:
     fine: list[list[str]] = [
         ["method=snapkv", "methods.snapkv.kernel_size=7"],
