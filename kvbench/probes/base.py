@@ -24,8 +24,6 @@ from kvbench.tasks.base import Task, TaskError
 
 Repeats = Annotated[int, Ge(1), Le(100_000)]
 """Repetitions, each of which is a record of its own."""
-Tokens = Annotated[int, Ge(1), Le(10_000_000)]
-"""Tokens or vectors of one layer."""
 Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
 """Numbers of layers, counted from 1."""
 
@@ -42,11 +40,8 @@ def failed(failure: Exception) -> dict[str, Any]:
 
 
 def places(tokens: int, most: int) -> dict[str, slice]:
-    """Places 0 .. tokens - 1 in runs that double, by name: 1, 2, 3-4, 5-8 ... as counted from 1.
-
-    Args:
-        most: tokens of the longest text; all name a run alike, however short they are.
-    """
+    """Places 0 .. tokens - 1 in runs that double, by name: 1, 2, 3-4, 5-8 ... as counted from 1. Those
+    of all texts of at most `most` tokens are alike."""
     found, begin, end = {}, 0, 1
     while begin < tokens:
         last = min(most, end)

@@ -35,7 +35,6 @@ from kvbench.probes.base import (
     LayerProbe,
     Layers,
     Repeats,
-    Tokens,
     encoded_prompts,
     failed,
 )
@@ -43,7 +42,7 @@ from kvbench.probes.layer_error import clustered, compress_measured, estimate, l
 from kvbench.records.figures import Curve, as_json
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import TaskError, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +224,12 @@ class ErrorScaling(LayerProbe):
             )
         layers = [f"layer {layer}" for layer in self.layers]
         return [
-            unit(each.example.id, layers, self._replicates(each.example.id), each)
+            unit(
+                name := each.example.id,
+                layers,
+                [f"{name}-draw{i}" for i in range(self.draws)],
+                each,
+            )
             for each in fitting
         ]
 
@@ -233,9 +237,6 @@ class ErrorScaling(LayerProbe):
     def record_id(dataset: str, kept: int, replicate: str) -> str:
         """The id of one repetition of a data set or layer at one number of entries."""
         return f"{dataset}/kept{kept}/{replicate}"
-
-    def _replicates(self, prompt: str) -> list[str]:
-        return [f"{prompt}-draw{draw}" for draw in range(self.draws)]
 
     def _layers(
         self, unit: Unit, session: Session
@@ -257,7 +258,8 @@ class ErrorScaling(LayerProbe):
             layer = replace(whole, keys=k, values=v, queries=q, shared={})
             check_finite(layer)
             after = whole.queries[:, :, self.n :]
-            for draw, replicate in enumerate(self._replicates(unit.id)):
+            for draw in range(self.draws):
+                replicate = f"{unit.id}-draw{draw}"
                 named = {"replicate": replicate, "prompt": unit.id}
                 yield f"layer {number}", replicate, draw, named, layer, after
 
