@@ -190,21 +190,21 @@ def _task_table(total: pd.DataFrame) -> Table:
 
 def _settings_table(matched: Sequence[tuple[Side, Side]]) -> Table:
     """What changed between matched runs of the same seed, else in order."""
-    changed: dict[tuple[str, str, str], dict[str, None]] = {}
+    changed = [pd.DataFrame(columns=["key", *SIDES, "run"])]
     for sides in matched:
         facts = []
         for group, variant in sides:
             codes = set(group.records["config_hash"][group.records["variant"] == variant.label])
             found = [m for m in group.manifests if m.get("config_hash") in codes]
             facts.append([_facts(m) for m in sorted(found, key=lambda m: str(m.get("seed")))])
-        for one, two in zip(*facts, strict=False):
-            for key in dict.fromkeys([*one, *two]):
-                if one.get(key) != two.get(key):
-                    row = key, one.get(key, MISSING), two.get(key, MISSING)
-                    changed.setdefault(row, {})[sides[1][1].label] = None
-    frame = pd.DataFrame(list(changed), columns=["key", *SIDES])
-    frame["run"] = [", ".join(labels) for labels in changed.values()]
-    columns = (*map(Column, ("key", *SIDES)), Column("run", "of"))
+        for both in zip(*facts, strict=False):
+            one = pd.DataFrame(dict(zip(SIDES, map(pd.Series, both), strict=True))).fillna(MISSING)
+            one = one[one["first"] != one["second"]].rename_axis("key").reset_index()
+            changed.append(one.assign(run=sides[1][1].label))
+    keys = ["key", *SIDES]
+    runs = pd.concat(changed).groupby(keys, sort=False)["run"]
+    frame = runs.agg(lambda labels: ", ".join(labels.unique())).reset_index()
+    columns = (*map(Column, keys), Column("run", "of"))
     return Table("settings", "What changed in the runs that both have", frame, columns)
 
 

@@ -171,10 +171,8 @@ def write_index(folders: Sequence[Path]) -> Path:
             f"no reports in {', '.join(map(str, folders)):.200}; expected {PAGE} in each"
         )
     place = Path(os.path.commonpath([folder.parent for folder in found]))
-    links = [
-        (quote(f"{folder.relative_to(place).as_posix()}/{PAGE}"), printable(folder.name))
-        for folder in found
-    ]
+    names = [folder.relative_to(place).as_posix() for folder in found]
+    links = [(quote(f"{name}/{PAGE}"), printable(name.rsplit("/", 1)[-1])) for name in names]
     text = html("index.html.j2", title=printable(place.name), links=links)
     try:
         return write_text(place / "index.html", text)

@@ -96,8 +96,12 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     if group.baseline_name:
         text = score_format(unit, signed=True)
         columns.append(Column("difference", f"Δ {group.baseline_name}", text))
-    columns += [Column("ratio", text=number), Column("entries_mean", "entries", whole)]
-    columns += [Column("self_bleu", "self-BLEU", number)] * int(table["self_bleu"].notna().any())
+    held = (
+        Column("ratio", text=number),
+        Column("entries_mean", "entries", whole),
+        Column("self_bleu", "self-BLEU", number),
+    )
+    columns += [column for column in held if table[column.key].notna().any()]
     columns += [Column("failures", "failed")] * bool(table["failures"].any()) + [Column("scored")]
     return Table(
         f"{group.task}-{group.model}",
@@ -137,7 +141,7 @@ def _notes(group: Group) -> Iterator[str]:
             )
     unit = group.meta.unit
     if unit != "example_id" and unit in group.records:
-        yield f"Intervals resample the {unit.removesuffix('_id')}: {group.records[unit].nunique()}."
+        yield f"Independent is each {unit.removesuffix('_id')}: {group.records[unit].nunique()}."
     if "beyond_positions" in group.records:
         over = group.records[group.records["beyond_positions"].eq(True)]["example_id"].nunique()
         if over:
@@ -456,7 +460,8 @@ def verdict(group: Group, frame: pd.DataFrame) -> str:
         first = (marked["best"] or [str(mine.index[0])])[0]
         rate, units = group.variants[peers[0]].rate, int(mine["units"].max())
         line = "" if rate is None else f"At rate {rate:g}: "
-        score = text(mine["mean"][first]) + " %" * group.percent
+        unit = "%" if group.percent else group.meta.score_unit.replace("_", " ")
+        score = f"{text(mine['mean'][first])} {unit}"
         line += f"{names[first]} has {score} ({units} prompts)"
         if units < FEWEST:
             said.append(f"{line}: too few prompts to say more.")

@@ -64,14 +64,15 @@ def test_every_kind_of_task_has_its_figures_and_they_are_the_same_bytes(tmp_path
     assert "by-length_bucket" in drawn(group_of(write_longbench(tmp_path)))
 
 
-def test_names_in_figures_stand_for_themselves(tmp_path: Path) -> None:
-    """Mathematics of TeX, markup, what no font has, long ones."""
-    for method in ("$x^2_{", "<b>&", "\x07\u202e日本", "m" * 300):
-        write_run(tmp_path, method=method, records=lines_records("exact"))
-    for one in figures_of(group := group_of(tmp_path / "demo"), tidy(group)):
-        assert one.encoded("png")
-        assert b"<b>" not in one.svg
-        assert "\u202e".encode() not in one.svg
+def test_values_that_are_no_numbers_are_not_joined(tmp_path: Path) -> None:
+    for method in ("exact", "snapkv"):
+        records = [dict(r) | {"first": 1.0, "last": r["score"]} for r in lines_records(method)]
+        meta = TASKS["longeval_lines"][1] | {"measures": ["first", "last"]}
+        write_run(tmp_path, method=method, records=records, task_meta=meta)
+    found = drawn(group_of(tmp_path / "demo"))
+    for name, joined in (("by-num_lines", True), ("by-measure", False)):
+        styles = {line.get_linestyle() for line in found[name].figure.axes[0].lines}
+        assert ("-" in styles) is joined
 
 
 def test_a_sweep_is_drawn_against_the_measured_ratio_with_its_pareto_set(tmp_path: Path) -> None:

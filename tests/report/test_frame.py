@@ -85,16 +85,6 @@ def test_only_means_over_the_same_examples_are_ranked(
     assert {label for label, mark in found.items() if "best" in mark} == best
 
 
-def test_an_incomplete_variant_that_beats_the_best_is_not_worse(tmp_path: Path) -> None:
-    base = list(np.random.default_rng(1).random(60) * 0.2 + 0.4)
-    better: list[float | None] = [None] * 3 + [x + 0.3 for x in base[3:]]
-    worse: list[float | None] = [None] * 3 + [x - 0.3 for x in base[3:]]
-    found = marks(group_from(tmp_path, snapkv=base, h2o=better, uniform=worse))
-    assert found == {
-        "snapkv": {"best"}, "h2o": {"tied", "incomplete"}, "uniform": {"worse", "incomplete"}
-    }  # fmt: skip
-
-
 def test_of_few_prompts_nothing_is_said(tmp_path: Path) -> None:
     """Four prompts, and an interval that leaves no doubt: still too few."""
     few = group_from(tmp_path, exact=[1] * 4, snapkv=[1] * 4, uniform=[0] * 4)
@@ -229,13 +219,6 @@ def test_variants_are_named_by_what_differs(tmp_path: Path) -> None:
         write_run(tmp_path, experiment="v", method="h2o", records=record, options=options)
     found = group_of(tmp_path / "v")
     assert set(found.labels) == {f"h2o, {m['config_hash']}" for m in found.manifests}
-
-
-def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no runs in"):
-        load_experiment(tmp_path)
-    with pytest.raises(StoreError, match="does not exist"):
-        kvbench.load(tmp_path / "nowhere")
 
 
 def test_records_are_a_frame_with_documented_columns_and_parquet(tmp_path: Path) -> None:

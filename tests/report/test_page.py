@@ -55,6 +55,12 @@ def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
     assert parsed.handlers == []
     assert all(address.startswith("data:image/svg+xml") for address in parsed.fetched)
     assert len(text.encode()) < 2_000_000
+    assert text.count("[low, high] is a 95 % interval") == 1, "footnotes stand once"
+    needle = text.partition('<h2 id="section-2">')[2]
+    folded = needle.index("<details")
+    for open_ in ("needle: score against memory", "needle: score by length and depth", "<table"):
+        assert needle.index(open_) < folded, "the ranking and the heatmap are not folded"
+    assert max(map(len, re.findall('<p class="verdict">(.*?)</p>', text))) < 400
     for part in (
         '<h2 id="section-1">longeval_lines',
         "At rate 0.25: snapkv has 72.0 %",

@@ -82,16 +82,6 @@ def test_other_scores_have_students_interval() -> None:
     assert (found.low, found.high) == pytest.approx((low, high))
 
 
-def test_units_count_not_records() -> None:
-    """Three seeds of a method without draws are one run."""
-    scores = (np.random.default_rng(1).random((30, 1)) < 0.7).astype(float)
-    once = Stratum("d", scores, np.ones((30, 1)))
-    thrice = Stratum("d", scores * 3, np.full((30, 1), 3.0))
-    for find in (mean_intervals, differences):
-        (a,), (b,) = find([once], fraction=True), find([thrice], fraction=True)
-        assert (a.low, a.high) == pytest.approx((b.low, b.high))
-
-
 def test_an_average_of_datasets_by_welch_and_satterthwaite() -> None:
     """Each dataset has its own variance: of errors as it is seen, of answers from (x + 1) / (n + 2)."""
     rng = np.random.default_rng(3)
