@@ -30,8 +30,7 @@ Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
 
 def encoded_prompts(task: Task, session: Session, most: int | None = None) -> list[EncodedExample]:
     """A task's prompts, or its first `most`, as tokens."""
-    examples = task.examples(session.encoder)[:most]
-    return [encode_example(example, session.encoder) for example in examples]
+    return [encode_example(e, session.encoder) for e in task.examples(session.encoder)[:most]]
 
 
 def failed(failure: Exception) -> dict[str, Any]:

@@ -187,8 +187,7 @@ class ErrorScaling(LayerProbe):
             expected=dict(self.expected),
             compare=self.compare,
         )
-        found = {"unit": unit, "figures": as_json([figure])}
-        return super().meta() | found
+        return super().meta() | {"unit": unit, "figures": as_json([figure])}
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per draw of every data set, or per prompt.
@@ -207,7 +206,7 @@ class ErrorScaling(LayerProbe):
 
         def unit(name: str, datasets: Sequence[str], replicates: Sequence[str], of: Any) -> Unit:
             every = product(replicates, datasets, self.kept)
-            ids = tuple(self.record_id(dataset, kept, each) for each, dataset, kept in every)
+            ids = tuple(f"{dataset}/kept{kept}/{each}" for each, dataset, kept in every)
             return Unit(name, ids, of)
 
         if self.prompts is None:
@@ -232,11 +231,6 @@ class ErrorScaling(LayerProbe):
             )
             for each in fitting
         ]
-
-    @staticmethod
-    def record_id(dataset: str, kept: int, replicate: str) -> str:
-        """The id of one repetition of a data set or layer at one number of entries."""
-        return f"{dataset}/kept{kept}/{replicate}"
 
     def _layers(
         self, unit: Unit, session: Session
@@ -284,7 +278,7 @@ class ErrorScaling(LayerProbe):
                     record |= {"scaled_error": error, "score": error}
                 except Exception as failure:  # noqa: BLE001 - a record with its status
                     record |= failed(failure)
-                yield Outcome(label, self.record_id(dataset, kept, replicate), record)
+                yield Outcome(label, f"{dataset}/kept{kept}/{replicate}", record)
 
     def _sized(self, label: str, method: Method, kept: int) -> Method:
         """The method with the options that grow with the memory."""

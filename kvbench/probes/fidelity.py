@@ -45,9 +45,8 @@ from kvbench.run.session import Session
 from kvbench.tasks.base import PromptEncoder, Task, TaskError, Tokens
 
 REFERENCE = "(reference)"
-"""The label of the exact fork that all are compared with."""
 EXACT: Mapping[str, tuple[Method, Budget]] = {REFERENCE: (Exact(), Budget())}
-"""Comes before the methods that a prompt is read with."""
+"""The fork that all are compared with; it comes before the methods that a prompt is read with."""
 
 
 @dataclass(frozen=True, kw_only=True)

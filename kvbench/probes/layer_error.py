@@ -31,6 +31,9 @@ from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 
+ID = "{}/layer{}/rate{:g}/seed{}"
+"""Of the record of a prompt's draw at a layer and rate."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticLayers:
@@ -288,14 +291,9 @@ class LayerError(LayerProbe):
                     "less than half of the prompt (sink + window may not be longer than the prompt)"
                 )
         return [
-            Unit(name, tuple(self.record_id(name, *draw) for draw in draws), prompt)
+            Unit(name, tuple(ID.format(name, *draw) for draw in draws), prompt)
             for name, _, prompt in found
         ]
-
-    @staticmethod
-    def record_id(prompt: str, layer: int, rate: float, seed: int) -> str:
-        """The id of one draw at one layer and rate."""
-        return f"{prompt}/layer{layer}/rate{rate:g}/seed{seed}"
 
     def _layers(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
         """The unit's layers in the order asked for, each with its 1-based number."""
@@ -341,7 +339,7 @@ class LayerError(LayerProbe):
                     carried[label, rate, seed] = carried[label, rate, 0]
                 where = {"prompt": unit.id, "layer": layer, "rate": rate, "draw": seed}
                 fields = {**where, "prompt_tokens": kv.n, **found}
-                yield Outcome(label, self.record_id(unit.id, layer, rate, seed), fields)
+                yield Outcome(label, ID.format(unit.id, layer, rate, seed), fields)
 
     def budget_of(self, method: Method, rate: float, n: int, num_layers: int) -> Budget:
         """The budget with which `method` holds, on average over the layers probed, what the rate

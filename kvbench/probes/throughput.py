@@ -116,9 +116,8 @@ class Throughput(Probe):
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
-        several = len(self._settings()) > 1
         return super().meta() | {
-            "breakdown": ["prompt_tokens"] if several else [],
+            "breakdown": ["prompt_tokens"] if len(self._settings()) > 1 else [],
             "reference": REFERENCE,
         }
 
