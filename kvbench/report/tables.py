@@ -15,6 +15,7 @@ from kvbench.records.figures import Curve, Distances, Times
 from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
 from kvbench.report.frame import (
     AVERAGE,
+    COSTS,
     comparisons,
     failures_of,
     failures_text,
@@ -77,7 +78,8 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     change = totals(frame, "difference")
     for end, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
         table[f"difference{end}"] = table["variant"].map(change[key])
-    for key in ("ratio", "entries_mean", "self_bleu"):
+    held = [key for key in COSTS if key != "entries_max"]
+    for key in held:
         table[key] = table["variant"].map(totals(frame, key)["mean"])
     table["scored"] = [f"{row.n:.0f}/{row.expected:.0f}" for row in total.itertuples()]
     order = table.assign(
@@ -96,12 +98,10 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     if group.baseline_name:
         text = score_format(unit, signed=True)
         columns.append(Column("difference", f"Δ {group.baseline_name}", text))
-    held = (
-        Column("ratio", text=number),
-        Column("entries_mean", "entries", whole),
-        Column("self_bleu", "self-BLEU", number),
-    )
-    columns += [column for column in held if table[column.key].notna().any()]
+    for key in held:
+        if table[key].notna().any():
+            name = key.removesuffix("_mean").replace("_", " ")
+            columns.append(Column(key, name, whole if name == "entries" else number))
     columns += [Column("failures", "failed")] * bool(table["failures"].any()) + [Column("scored")]
     return Table(
         f"{group.task}-{group.model}",

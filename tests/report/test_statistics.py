@@ -232,5 +232,5 @@ def test_equal_methods_are_seldom_shown_to_differ_and_a_worse_one_is() -> None:
 
 @pytest.mark.slow
 def test_every_figure_of_the_benchmark_keeps_its_bound() -> None:
-    missed = [str(figure) for figure in bench.figures(4000) if not figure.kept]
+    missed = [str(figure) for figure in bench.figures(2000) if not figure.kept]
     assert not missed
