@@ -31,16 +31,10 @@ BUDGETS = {
 """Lines of Python for the parts of kvbench/ named together; then for the package and the tests."""
 
 STILL_OVER = {
-    "api kv errors": 1_151,
-    "methods": 4_344,
-    "engine": 6_194,
-    "probes": 1_857,
-    "run records": 2_641,
-    "report": 5_107,
-    "cli": 1_562,
-    "lm_eval": 776,
-    "kvbench": 32_263,
-    "tests": 19_850,
+    "run records": 2_495,
+    "cli": 1_469,
+    "kvbench": 30_073,
+    "tests": 18_950,
 }
 """Rooms more than a tenth over their budget, and the lines that they have: they may shrink only."""
 
