@@ -171,7 +171,11 @@ def compare(
     named = _labelled(methods)
     rates = list(rate) if isinstance(rate, Sequence) else [rate]
     budgets = {r: Budget(r, sink, window, size, total_rate) for r in rates}
-    prompts, several = _prompts(prompt)
+    texts = isinstance(prompt, list | tuple) and all(isinstance(one, str) for one in prompt)
+    several = isinstance(prompt, Mapping) or (texts and len(prompt) > 0)
+    prompts: dict[Any, Any] = {0: prompt}
+    if several:
+        prompts = dict(prompt if isinstance(prompt, Mapping) else enumerate(prompt))
     if isinstance(reference, Mapping):
         answers = dict(reference)
     else:
@@ -226,18 +230,6 @@ def compare(
     unused: list[Any] = [key for key, used in (("prompt", several), ("rate", marked)) if not used]
     frame = frame.droplevel(unused) if unused else frame
     return frame.drop(columns="error") if frame["error"].isna().all() else frame
-
-
-def _prompts(
-    prompt: Prompt | Sequence[str] | Mapping[str, Prompt],
-) -> tuple[dict[Any, Prompt], bool]:
-    """Prompts by name or number, and whether several were asked for."""
-    if isinstance(prompt, Mapping):
-        return dict(prompt), True
-    several = isinstance(prompt, list | tuple) and len(prompt) > 0
-    if not several or not all(isinstance(one, str) for one in prompt):
-        return {0: prompt}, False  # type: ignore[dict-item]
-    return dict(enumerate(prompt)), True  # type: ignore[arg-type]
 
 
 def kept(

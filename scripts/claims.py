@@ -84,8 +84,10 @@ def differences(values: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
             means = values[names].mean()
             names = [means.idxmin() if asked["best"] == "lowest" else means.idxmax()]
         others = {name: asked.get("factor", 1) * values[name] for name in names}
-    whole = pd.DataFrame({name: first - other for name, other in others.items()})
-    return whole.unstack(list(range(1, whole.index.nlevels))) if whole.index.nlevels > 1 else whole
+    whole: Any = pd.DataFrame({name: first - other for name, other in others.items()})
+    cells = list(range(1, whole.index.nlevels))
+    found: pd.DataFrame = whole.unstack(cells) if cells else whole
+    return found
 
 
 def intervals(values: Any) -> list[Estimate]:

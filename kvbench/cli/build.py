@@ -132,7 +132,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         method.quantization()  # refuses a scheme that cannot be
         methods[label], method_configs[label] = (method, budget), node
     task: Any = constructed(settings.task, "task", Task, Plan)
-    plan: Plan = TaskPlan(task) if isinstance(task, Task) else task
+    plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
     session = Session(
         spec=spec,
@@ -185,17 +185,15 @@ def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
     return result
 
 
-def print_scores(folder: Path, runs: Sequence[Run] = (), *, every: bool = True) -> None:
-    """Print the tables of these runs, or of an experiment; not every: of a model with several tasks
-    task x method alone."""
+def print_scores(folder: Path, runs: Sequence[Run] = ()) -> None:
+    """Print the tables of these runs, or of an experiment; of one with several tasks task x method."""
     from kvbench.report.build import tables_to_print
     from kvbench.report.experiment import Experiment, group_runs, load_experiment
     from kvbench.report.render import terminal
 
     some = Experiment(folder.name, folder, tuple(runs), tuple(group_runs(runs)))
     tables = tables_to_print(some if runs else load_experiment(folder))
-    overviews = [table for table in tables if table.name.startswith("overview-")]
-    terminal(tables if every or not overviews else overviews)
+    terminal([table for table in tables if table.name.startswith("overview-")] or tables)
 
 
 def finish(folder: Path) -> None:

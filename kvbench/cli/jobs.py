@@ -95,14 +95,10 @@ class Jobs:
 
     Args:
         argv: what the user typed, which manifests hold.
-
-    Attributes:
-        elsewhere: whether a launcher ran them in other processes.
     """
 
     def __init__(self, argv: Sequence[str], outcomes: list[JobOutcome] | None = None) -> None:
         self.argv = list(argv)
-        self.elsewhere = False
         self.outcomes = [] if outcomes is None else outcomes
         self._shared: dict[str, Any] = {}  # model, tokenizer, examples
 
@@ -262,7 +258,6 @@ class Launcher(launcher.Launcher):
         self.run([(f"{self.folder}/{n}.json", json.dumps(o)) for n, o in enumerate(orders)])
         found = [self.outcomes[number] for number in sorted(self.outcomes)]
         self.jobs.outcomes.extend(found)
-        self.jobs.elsewhere = True
         return [JobReturn(o.overrides, status=JobStatus.COMPLETED, _return_value=o) for o in found]
 
     def run(self, orders: Sequence[tuple[str, str]]) -> None:

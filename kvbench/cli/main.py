@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from kvbench import __version__
 from kvbench.cli.catalogue import KINDS, catalogue, config_dir, experiment_lines
-from kvbench.cli.config import GROUPS, Settings, composed, expanded, explaining, hydra_of_conf
+from kvbench.cli.config import GROUPS, Settings, composed, expanded, hydra_of_conf
 from kvbench.cli.jobs import JobOutcome, Jobs, report_error
 from kvbench.cli.reproduce import reproduce
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
@@ -123,10 +123,6 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
             )
         overrides.append(f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']")
     with hydra_of_conf() as hydra:
-        if options.shell_completion:
-            with explaining():
-                hydra.shell_completion("config", options.overrides)
-            return 0
         every = composed(hydra, overrides, RunMode.MULTIRUN)
         shards = OmegaConf.select(every, "shards") is not None
         if options.multirun or shards or every.hydra.mode == RunMode.MULTIRUN:
@@ -143,7 +139,7 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
 
         if len(jobs.outcomes) > 1:
             for folder in jobs.folders:
-                print_scores(folder, every=jobs.elsewhere)
+                print_scores(folder)
             jobs.print_summary()
         for folder in jobs.folders:
             finish(folder)
@@ -159,7 +155,6 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-dir")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("-sc", "--shell-completion", action="store_true")
 
     def refuse(message: str) -> NoReturn:
         known = [option for action in parser._actions for option in action.option_strings]

@@ -60,19 +60,17 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
         )
     from kvbench.report.page import write_index
 
-    statuses, folders = [0], {}
-    given = dict(text.partition("=")[::2] for text in overrides)
+    statuses = [0]
     for name, item in paper_items().items():
         print(f"\n{name}" + (f": {item.no_data}" if item.no_data else ""), flush=True)
         try:
             statuses += [] if item.no_data else [reproduce([name, *overrides], run)]
-            if not (item.no_data or item.alias or item.script):
-                folders[_folder(_config_of(item.experiment), given)] = name
         except Exception as error:  # noqa: BLE001 - the others are tried all the same
             statuses.append(report_error(error)[1])
     if not dry:
-        place = results_folder(given.get("results_dir", "runs"))
-        print(f"page: {write_index([place / folder for folder in folders])}")
+        given = dict(text.partition("=")[::2] for text in overrides)
+        pages = results_folder(given.get("results_dir", "runs")).glob("*/report.html")
+        print(f"page: {write_index([page.parent for page in sorted(pages)])}")
     return max(statuses)
 
 
@@ -148,13 +146,13 @@ def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]
         "invented texts" if invented else "small sizes"
     )
     said += f", {given['limit']} examples of each dataset" if "limit" in given else ""
-    words = [f"experiment_name={_folder(config, given)}", "paper_table=null", f"small='{said}'"]
+    words = [
+        f"experiment_name={config.experiment_name}_small",
+        "paper_table=null",
+        f"small='{said}'",
+    ]
     label = OmegaConf.to_container(config, resolve=False)["task_label"]  # type: ignore[call-overload, index]
     return [*words, f"task_label='fixture_{label}'"] if invented else words
-
-
-def _folder(config: Any, given: dict[str, str]) -> str:
-    return str(config.experiment_name) + "_small" * (given.get("model") in SMALL_MODELS)
 
 
 def _config_of(experiment: str) -> Any:

@@ -27,8 +27,6 @@ ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY P
 ENDED += "TIMEOUT gone"
 """States of Slurm's after which a job writes no result any more; gone: Slurm has forgotten it. One
 that was preempted and goes back into the queue is PENDING."""
-ARRAY = 1000
-"""Jobs of one array that Slurm takes by default."""
 LATE = 60.0
 """Seconds by which a network file system may show a result late."""
 
@@ -58,29 +56,23 @@ class SlurmLauncher(Launcher):
         jobs = dict(enumerate(self._submitted(orders)))
         arrays = sorted({job.job_id.partition("_")[0] for job in jobs.values()})
         count = f"{len(jobs)} job{'s' * (len(jobs) > 1)}"
-        complain(f"{count} in Slurm: {' '.join(arrays)}; logs: {self.folder}")
+        complain(
+            f"{count} in Slurm: {' '.join(arrays)}; logs: {self.folder}; they go on without this command"
+        )
         ended: dict[int, float] = {}
-        try:
-            while jobs:
-                time.sleep(float(self.config.launcher.poll_s))
-                list(self.folder.iterdir())  # refreshes a network file system's view
-                states = states_of(arrays)
-                for number, job in list(jobs.items()):
-                    state = (states or {}).get(job.job_id, "gone")
-                    if Path(orders[number][0]).exists():
-                        ended[number] = -LATE
-                    elif states is None or state not in ENDED:
-                        ended.pop(number, None)
-                    if time.monotonic() - ended.setdefault(number, time.monotonic()) >= LATE:
-                        how = f"{job.job_id} ended without a result ({state})"
-                        self.ended(number, how, jobs.pop(number).paths.stderr)
-        except BaseException:
-            results = Path(self.config.results_dir) / self.config.experiment_name
-            complain(
-                f"Slurm goes on with {count}; to end that: scancel {' '.join(arrays)}; to see what "
-                f"came of it: kvbench-report {results}"
-            )
-            raise
+        while jobs:
+            time.sleep(float(self.config.launcher.poll_s))
+            list(self.folder.iterdir())  # refreshes a network file system's view
+            states = states_of(arrays)
+            for number, job in list(jobs.items()):
+                state = (states or {}).get(job.job_id, "gone")
+                if Path(orders[number][0]).exists():
+                    ended[number] = -LATE
+                elif states is None or state not in ENDED:
+                    ended.pop(number, None)
+                if time.monotonic() - ended.setdefault(number, time.monotonic()) >= LATE:
+                    how = f"{job.job_id} ended without a result ({state})"
+                    self.ended(number, how, jobs.pop(number).paths.stderr)
 
     def _submitted(self, orders: Sequence[tuple[str, str]]) -> list[Any]:
         try:
@@ -104,7 +96,7 @@ class SlurmLauncher(Launcher):
         options = {
             k if k in everywhere else f"slurm_{k}": v for k, v in options.items() if v is not None
         }
-        jobs, said = [], io.StringIO()
+        said = io.StringIO()
         # within a job, sbatch would take the variables that describe that job for wishes
         kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k[:7] == "SBATCH_"}
         try:
@@ -112,8 +104,7 @@ class SlurmLauncher(Launcher):
             executor.update_parameters(**options)
             with redirect_stderr(said), submitit.helpers.clean_env():
                 os.environ.update(kept)
-                for at in range(0, len(orders), ARRAY):
-                    jobs += executor.map_array(Work(), *zip(*orders[at : at + ARRAY], strict=True))
+                jobs = executor.map_array(Work(), *zip(*orders, strict=True))
         except FailedJobError as error:  # what sbatch said is in it
             why = re.findall(r"^sbatch: error: (.*)", str(error), re.MULTILINE)
             line = why[0] if why else first_line(error)

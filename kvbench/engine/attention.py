@@ -194,27 +194,20 @@ def _fused_with_normalisers(
     """Causal attention by the very kernel that `scaled_dot_product_attention` would run, which drops the
     second result; None where that kernel tells none, or too few digits."""
     aten, options = torch.ops.aten, {"is_causal": True, "scale": scaling}
-    on_cpu = query.device.type == "cpu"
-    if not (on_cpu and query.dtype == torch.float32) and not _fuses_on_cuda(query, key):
+    on_cpu, float32 = query.device.type == "cpu", query.dtype == torch.float32
+    grouped_float32 = float32 and query.shape[1] != key.shape[1]
+    on_cuda = query.is_cuda and not grouped_float32 and query.shape[-1] % 8 == 0  # else torch pads
+    if not (on_cpu and float32) and not on_cuda:
         return None  # on a CPU four digits of bfloat16
     chosen = torch._fused_sdp_choice(query, key, value, enable_gqa=True, **options)  # type: ignore[arg-type]
     if chosen == SDPBackend.FLASH_ATTENTION.value:
-        if on_cpu:
-            return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **options)[
-                :2
-            ]
-        return aten._scaled_dot_product_flash_attention(query, key, value, **options)[:2]
+        flash = f"_scaled_dot_product_flash_attention{'_for_cpu' if on_cpu else ''}"
+        return getattr(aten, flash)(query, key, value, **options)[:2]
     if chosen == SDPBackend.EFFICIENT_ATTENTION.value and not on_cpu:
         efficient = aten._scaled_dot_product_efficient_attention
         out, logarithms, *_ = efficient(query, key, value, None, True, **options)
         return out, logarithms[:, :, : query.shape[2]]  # padded to whole blocks
     return None
-
-
-def _fuses_on_cuda(query: Tensor, key: Tensor) -> bool:
-    """Whether `exact_attention` asks for a fused kernel on CUDA, and torch pads no heads for it."""
-    grouped_float32 = query.dtype == torch.float32 and query.shape[1] != key.shape[1]
-    return query.is_cuda and not grouped_float32 and query.shape[-1] % 8 == 0
 
 
 Range = tuple[Tensor, Tensor]

@@ -237,9 +237,9 @@ class Context:
             rows = [DecodingRow(self._fork.clone(), stopping, self.tokens) for _ in asked]
             feed_questions(model, rows, [[*unread, *ids] for ids in asked])
             decode_rows(model, [row for row in rows if row.chosen], StepGraphs())
-            answers = [row.finish() for row in rows]
         found: list[tuple[Any, DecodingRow]] = []
-        for row, answer in zip(rows, answers, strict=True):
+        for row in rows:
+            answer = row.finish()
             if answer.failure is not None:
                 raise answer.failure
             said = answer.tokens if decode is None else stopping.cut(decode(answer.tokens))

@@ -224,7 +224,11 @@ def local_path(path: str) -> str:
 def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
     """Turn failures of the Hub and of loading into one line that says what to do; transformers' bars
     ("Loading weights") are for a terminal."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        StrictDataclassFieldValidationError,
+    )
 
     name = f"{what} {spec.path!r}"
     hides_bars = library_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
@@ -254,6 +258,8 @@ def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
                 "does not fit into memory; allowed: a smaller model, dtype=bfloat16, or "
                 "model.device_map=auto over several devices"
             )
+        elif isinstance(error, StrictDataclassFieldValidationError):  # a wrong type in its config
+            line = f"cannot be loaded: {one_line(error.__cause__ or error)}"
         else:
             log.debug("%s", traceback_of(error))
             known = isinstance(error, OSError | ValueError)

@@ -16,7 +16,6 @@ from kvbench.engine.architecture import compressible_layers, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import ExactBytes, Fork, layer_generator
-from kvbench.engine.guard import check_finite, refuse_non_finite
 from kvbench.engine.rescore import Feed, RepeatedPrompt
 from kvbench.engine.states import (
     PassingCache,
@@ -131,7 +130,7 @@ class PrefillState:
         if layer in self.order:
             index, count = self.order[layer], len(self.order)
             held = layer_kv(call, index, count, self.rotary, normalisers)
-            check_finite(held, self.non_finite)
+            guard.check_finite(held, self.non_finite)
             if self.repeated is not None:
                 self.repeated.held[layer] = (key, value)
                 self.repeated.layers[layer] = replace(held, queries=None, shared={})
@@ -148,9 +147,9 @@ class PrefillState:
         audited, and seconds; returns those of all compression.
 
         Raises:
-            KVError: see `refuse_non_finite`.
+            KVError: see `guard.refuse_non_finite`.
         """
-        refuse_non_finite(self.non_finite)
+        guard.refuse_non_finite(self.non_finite)
         for fork in self.forks:
             try:
                 fork.audit_prompt()

@@ -95,7 +95,7 @@ def read_text(
         nll, entries = torch.cat(list(recomputed(model, ids, recent=way.last))), min(n, way.last)
         return Read(nll, entries, shape.bytes(n, entries), shape.bytes(n, n))
     rotation = rotation_of(model) if positions == "cache" else None
-    state: StreamState
+    state: BandState | EvictingState
     if way is None:
         state = EvictingState(method, budget, n, rotation)
     else:
@@ -106,7 +106,10 @@ def read_text(
 
 @torch.inference_mode()
 def stream(
-    model: PreTrainedModel, ids: Sequence[int], state: StreamState, positions: str = "cache"
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    state: BandState | EvictingState,
+    positions: str = "cache",
 ) -> Iterator[Tensor]:
     """-log p of every token but the first, in chunks, each [tokens] float32 on the CPU.
 
@@ -304,7 +307,7 @@ class _PlacedCache(LayerCache):
 
 
 class EvictingState:
-    """The same (`BandState`) with what a method that evicts leaves.
+    """Attention state that reads a stream and holds what a method that evicts leaves.
 
     Every token, from the first on, is added, attends, and evicts an entry once the cache is full, layer
     by layer, so that accumulated scores (H2O's) are those of Algorithm 1.
@@ -346,6 +349,3 @@ class EvictingState:
     def held_bytes(self) -> int:
         """Bytes held, of scores too."""
         return sum(cache.entry_bytes() for cache in self._layers.values())
-
-
-StreamState = BandState | EvictingState

@@ -22,10 +22,9 @@ SMALL = 1 << 24
 @contextmanager
 def threads_of(config: PreTrainedConfig, tokens: int) -> Iterator[None]:
     """The threads for a pass over so many tokens, of all rows, of a model with this text config."""
-    hidden = getattr(config, "hidden_size", 0)
-    widest = max(hidden, getattr(config, "intermediate_size", None) or 4 * hidden)
-    before = torch.get_num_threads()
-    if "OMP_NUM_THREADS" in os.environ or before == 1 or tokens * hidden * widest > SMALL:
+    hidden, before = getattr(config, "hidden_size", 0), torch.get_num_threads()
+    wide = getattr(config, "intermediate_size", None) or 4 * hidden
+    if "OMP_NUM_THREADS" in os.environ or before == 1 or tokens * hidden * wide > SMALL:
         yield
         return
     torch.set_num_threads(1)

@@ -42,15 +42,11 @@ def nearest(word: str, allowed: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-LONGEST = 1000
-"""Characters of a message that a reader gets to see."""
-
-
 def presentable(text: str) -> str:
     """One line: no line ends, no control characters, no secrets, and of a very long one both ends."""
     text = redact(text)
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST - 300]} [...] {text[-300:]}"
+    if len(text) > 1000:
+        text = f"{text[:700]} [...] {text[-300:]}"
     return printable(text)
 
 
@@ -59,10 +55,8 @@ def printable(text: str) -> str:
     that turn the direction of writing and halves of characters stand as their codes."""
     if text.isprintable():
         return text
-    return "".join(ascii(c)[1:-1] if unicodedata.category(c) in _UNSEEN else c for c in text)
-
-
-_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    unseen = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return "".join(ascii(c)[1:-1] if unicodedata.category(c) in unseen else c for c in text)
 
 
 def text_of(error: BaseException) -> str:
@@ -127,8 +121,6 @@ _SHAPES = re.compile(
     r"|(?<=://)[^/\s@:]+:[^/\s@]+(?=@)"  # user:password@host
 )
 _BARE_KEY = re.compile(rf"((?:{_NAMES})['\"]?\s*[=:]\s*['\"]?)([^\s,'\"}}\]]+)", re.IGNORECASE)
-_SHORTEST = 8
-"""Characters below which a variable's value is no secret: hiding every "1" would garble the text."""
 
 
 def names_a_secret(key: str) -> bool:
@@ -175,7 +167,7 @@ def environment_secrets() -> list[str]:
     found = {
         value
         for name, value in os.environ.items()
-        if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST
+        if _SECRET_VARIABLE.search(name) and len(value) >= 8  # hiding every "1" would garble
     }
     forms = (quote(value, safe="") for value in found)
     written = (json.dumps(value, ensure_ascii=False)[1:-1] for value in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -228,17 +229,23 @@ def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor) -> None:
 
 
 def _walk(kernel: list[Tensor], excess: Tensor, opposite: Tensor) -> None:
-    """Fill `opposite` [blocks, b] with minus the signs, using `excess` [blocks, b] up."""
-    one = excess.new_tensor(1.0)
-    for g in kernel:
-        end = g.shape[2]
+    """Fill `opposite` [blocks, b] with minus the signs, using `excess` [blocks, b] up.
+
+    Steps are taken on the host by numpy: they are of so few numbers that their price is that of a call,
+    of which torch's is twice numpy's."""
+    left, minus = excess.cpu(), opposite.cpu()  # themselves on a CPU
+    for strip in kernel:
+        g, end = strip.cpu(), strip.shape[2]
         top = end - g.shape[1]
         if top:
-            excess[:, top:end] -= torch.bmm(g[:, :, :top], opposite[:, :top, None]).squeeze(-1)
-        tile = g[:, :, top:]  # row i: what place i does to later ones
+            left[:, top:end] -= torch.bmm(g[:, :, :top], minus[:, :top, None]).squeeze(-1)
+        tile = g[:, :, top:].numpy()  # row i: what place i does to later ones
+        moved, after = np.empty_like(tile[:, 0]), left[:, top:end].numpy()
+        signs = minus[:, top:end].numpy()
         for i in range(end - top):
-            here = top + i
             # Of +0 it is +1. A difference of equal numbers is +0.
-            step = torch.copysign(one, excess[:, here : here + 1], out=opposite[:, here : here + 1])
-            if here + 1 < end:
-                excess[:, here + 1 : end].addcmul_(tile[:, i, i + 1 :], step, value=-1)
+            step = np.copysign(1.0, after[:, i, None], out=signs[:, i, None])
+            if i + 1 < end - top:
+                np.multiply(tile[:, i, i + 1 :], step, out=moved[:, i + 1 :])
+                after[:, i + 1 :] -= moved[:, i + 1 :]
+    opposite.copy_(minus)

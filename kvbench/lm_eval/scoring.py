@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,16 +18,14 @@ from kvbench.engine.fork import prompt_name
 from kvbench.engine.loading import Model, Tokenizer
 from kvbench.engine.scoring import read, score
 from kvbench.errors import UserError
-from kvbench.kv import Budget
-from kvbench.methods.base import Method
 from kvbench.probes.base import ReadCost, costs_of
+from kvbench.run.plan import Methods
 from kvbench.tasks.base import PromptEncoder
 
 log = logging.getLogger(__name__)
 
 Scoring = Literal["sum", "mean"]
 """Of a continuation: its log-probability, or that per token (H2O's released evaluation)."""
-Methods = Mapping[str, tuple[Method, Budget]]
 Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of a context and of what goes on from it."""
 

@@ -22,9 +22,6 @@ from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 from kvbench.tasks.data import file_digests
 
-FEWSHOT_SEED = 1234
-"""Of the draws of few-shot examples, lm-evaluation-harness's default."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTask(Probe):
@@ -98,7 +95,7 @@ class HarnessTask(Probe):
         for task in found.values():
             if self.num_fewshot is not None:
                 task.set_config(key="num_fewshot", value=self.num_fewshot)
-            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+            task.set_fewshot_seed(seed=1234)  # lm-evaluation-harness's default
         self._loaded.update(found)
         return self._loaded
 
@@ -129,8 +126,8 @@ class HarnessTask(Probe):
             units = []
             for doc_id, requests in sorted(documents.items())[: self.per_dataset]:
                 key = f"{name}-{doc_id:05d}"
-                where = {"dataset": name, "document": key}
-                units.append(Unit(key, (key,), (task, requests), {key: where}))
+                fields = {key: {"dataset": name, "document": key}}
+                units.append(Unit(key, (key,), (task, requests), fields))
             by_task.append(units)
         return [unit for turn in zip_longest(*by_task) for unit in turn if unit is not None]
 

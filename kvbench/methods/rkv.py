@@ -16,7 +16,7 @@ from kvbench.methods._select import best_and_recent
 from kvbench.methods.base import Method, Recompression
 
 ROWS = 512
-"""Keys whose similarities are held at once: bounds memory to ROWS x n."""
+"""Keys whose similarities are held at once: bounds memory to 2 x ROWS x n of a head."""
 
 SIMILAR = 0.5
 """Cosine above which two keys count as near-duplicates."""
@@ -30,20 +30,24 @@ def redundancy(keys: Tensor, retain: str) -> Tensor:
     released code's minimum has it.
     """
     n = keys.shape[2]
-    unit = keys.float()
+    unit = keys.float().flatten(0, 1)
     unit = unit / (unit.norm(dim=-1, keepdim=True) + 1e-8)
-    total = torch.zeros(keys.shape[:3], device=keys.device)
-    place = torch.arange(n, device=keys.device)
-    for start in range(0, n, ROWS):
-        rows = unit[:, :, start : start + ROWS] @ unit.mT
-        count = rows.shape[2]
-        rows[:, :, torch.arange(count), place[start : start + count]] = 0
-        if retain == "last":
-            dropped = torch.where(rows > SIMILAR, place, 0).amax(-1, keepdim=True)
-        else:
-            dropped = torch.zeros_like(rows[..., :1], dtype=torch.int64)
-        total += rows.scatter_(-1, dropped, 0.0).sum(2)
-    return (total / n).softmax(-1)
+    total = unit.new_zeros(unit.shape[:2])
+    place = torch.arange(n, device=keys.device, dtype=torch.float32)  # exact below 2^24
+    together = len(unit) if keys.is_cuda else 1  # on a processor a head's rows stay near
+    space = unit.new_empty(2, together, min(ROWS, n), n)
+    for head in range(0, len(unit), together):
+        some = unit[head : head + together]
+        for start in range(0, n, ROWS):
+            rows, similar = space[:, :, : n - start]
+            torch.bmm(some[:, start : start + ROWS], some.mT, out=rows)
+            rows.diagonal(start, 1, 2).zero_()
+            dropped = torch.zeros_like(rows[..., :1])
+            if retain == "last":
+                torch.gt(rows, SIMILAR, out=similar)
+                dropped = similar.mul_(place).amax(-1, keepdim=True)
+            total[head : head + together] += rows.scatter_(-1, dropped.long(), 0.0).sum(1)
+    return (total / n).softmax(-1).view(keys.shape[:3])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,16 +24,13 @@ from kvbench.tasks.base import Task, TaskError
 
 Repeats = Annotated[int, Ge(1), Le(100_000)]
 """Repetitions, each of which is a record of its own."""
-Tokens = Annotated[int, Ge(1), Le(10_000_000)]
-"""Tokens or vectors of one layer."""
 Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
 """Numbers of layers, counted from 1."""
 
 
 def encoded_prompts(task: Task, session: Session, most: int | None = None) -> list[EncodedExample]:
     """A task's prompts, or its first `most`, as tokens."""
-    examples = task.examples(session.encoder)[:most]
-    return [encode_example(example, session.encoder) for example in examples]
+    return [encode_example(e, session.encoder) for e in task.examples(session.encoder)[:most]]
 
 
 def failed(failure: Exception) -> dict[str, Any]:
@@ -42,11 +39,8 @@ def failed(failure: Exception) -> dict[str, Any]:
 
 
 def places(tokens: int, most: int) -> dict[str, slice]:
-    """Places 0 .. tokens - 1 in runs that double, by name: 1, 2, 3-4, 5-8 ... as counted from 1.
-
-    Args:
-        most: tokens of the longest text; all name a run alike, however short they are.
-    """
+    """Places 0 .. tokens - 1 in runs that double, by name: 1, 2, 3-4, 5-8 ... as counted from 1. Those
+    of all texts of at most `most` tokens are alike."""
     found, begin, end = {}, 0, 1
     while begin < tokens:
         last = min(most, end)

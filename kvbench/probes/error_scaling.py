@@ -35,7 +35,6 @@ from kvbench.probes.base import (
     LayerProbe,
     Layers,
     Repeats,
-    Tokens,
     encoded_prompts,
     failed,
 )
@@ -43,7 +42,7 @@ from kvbench.probes.layer_error import clustered, compress_measured, estimate, l
 from kvbench.records.figures import Curve, as_json
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import TaskError, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +187,7 @@ class ErrorScaling(LayerProbe):
             expected=dict(self.expected),
             compare=self.compare,
         )
-        found = {"unit": unit, "figures": as_json([figure])}
-        return super().meta() | found
+        return super().meta() | {"unit": unit, "figures": as_json([figure])}
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per draw of every data set, or per prompt.
@@ -208,7 +206,7 @@ class ErrorScaling(LayerProbe):
 
         def unit(name: str, datasets: Sequence[str], replicates: Sequence[str], of: Any) -> Unit:
             every = product(replicates, datasets, self.kept)
-            ids = tuple(self.record_id(dataset, kept, each) for each, dataset, kept in every)
+            ids = tuple(f"{dataset}/kept{kept}/{each}" for each, dataset, kept in every)
             return Unit(name, ids, of)
 
         if self.prompts is None:
@@ -225,17 +223,14 @@ class ErrorScaling(LayerProbe):
             )
         layers = [f"layer {layer}" for layer in self.layers]
         return [
-            unit(each.example.id, layers, self._replicates(each.example.id), each)
+            unit(
+                name := each.example.id,
+                layers,
+                [f"{name}-draw{i}" for i in range(self.draws)],
+                each,
+            )
             for each in fitting
         ]
-
-    @staticmethod
-    def record_id(dataset: str, kept: int, replicate: str) -> str:
-        """The id of one repetition of a data set or layer at one number of entries."""
-        return f"{dataset}/kept{kept}/{replicate}"
-
-    def _replicates(self, prompt: str) -> list[str]:
-        return [f"{prompt}-draw{draw}" for draw in range(self.draws)]
 
     def _layers(
         self, unit: Unit, session: Session
@@ -257,7 +252,8 @@ class ErrorScaling(LayerProbe):
             layer = replace(whole, keys=k, values=v, queries=q, shared={})
             check_finite(layer)
             after = whole.queries[:, :, self.n :]
-            for draw, replicate in enumerate(self._replicates(unit.id)):
+            for draw in range(self.draws):
+                replicate = f"{unit.id}-draw{draw}"
                 named = {"replicate": replicate, "prompt": unit.id}
                 yield f"layer {number}", replicate, draw, named, layer, after
 
@@ -282,7 +278,7 @@ class ErrorScaling(LayerProbe):
                     record |= {"scaled_error": error, "score": error}
                 except Exception as failure:  # noqa: BLE001 - a record with its status
                     record |= failed(failure)
-                yield Outcome(label, self.record_id(dataset, kept, replicate), record)
+                yield Outcome(label, f"{dataset}/kept{kept}/{replicate}", record)
 
     def _sized(self, label: str, method: Method, kept: int) -> Method:
         """The method with the options that grow with the memory."""

@@ -34,7 +34,6 @@ from kvbench.probes.base import (
     Probe,
     ReadCost,
     Repeats,
-    Tokens,
     costs_of,
     encoded_prompts,
     failed,
@@ -43,14 +42,11 @@ from kvbench.probes.base import (
 from kvbench.records.figures import Distances, Figure
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import PromptEncoder, Task, TaskError
+from kvbench.tasks.base import PromptEncoder, Task, TaskError, Tokens
 
 REFERENCE = "(reference)"
-"""The label of the exact fork that all are compared with."""
 EXACT: Mapping[str, tuple[Method, Budget]] = {REFERENCE: (Exact(), Budget())}
-"""Comes before the methods that a prompt is read with."""
-ROUNDING = 1e-6
-"""A KL divergence is not negative; in float32 it comes out as little as this below zero."""
+"""The fork that all are compared with; it comes before the methods that a prompt is read with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +79,11 @@ class Fidelity(ReadCost):
 def divergence(exact: Tensor, other: Tensor) -> Tensor:
     """KL(exact || other) of log-probabilities [tokens, vocab] float32: [tokens] float64.
 
-    Where p is 0 the term is 0; what rounding leaves below zero is zero.
+    Where p is 0 the term is 0; what rounding leaves below zero, in float32 some 1e-7, is zero.
     """
     terms = exact.exp().double() * (exact.double() - other.double())
     kl = torch.where(exact == -torch.inf, 0.0, terms).sum(-1)
-    return torch.where((kl < 0) & (kl > -ROUNDING), 0.0, kl)
+    return torch.where((kl < 0) & (kl > -1e-6), 0.0, kl)
 
 
 def _compare_with_first(

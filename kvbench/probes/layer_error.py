@@ -23,17 +23,16 @@ from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import (
     LayerProbe,
     Repeats,
-    Tokens,
     encoded_prompts,
     failed,
 )
 from kvbench.records.figures import Bars, as_json
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import TaskError, Tokens
 
-CLAMP = 1e-8
-"""Least element of the exact output in the denominator of BalanceKV's released notebook."""
+ID = "{}/layer{}/rate{:g}/seed{}"
+"""Of the record of a prompt's draw at a layer and rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +61,6 @@ class SyntheticLayers:
 
     def __post_init__(self) -> None:
         check_options(self, "task.synthetic.", TaskError)
-        if self.heads % self.kv_heads:
-            raise TaskError(
-                f"task.synthetic.kv_heads is {self.kv_heads}; allowed: a divisor of "
-                f"task.synthetic.heads, {self.heads}"
-            )
 
     def layer(self, index: int, num_layers: int, device: torch.device | str = "cpu") -> LayerKV:
         """Layer `index` of `num_layers`: the same tensors every time."""
@@ -144,7 +138,7 @@ def relative_errors(z: Tensor, exact: Tensor) -> dict[str, float]:
     """
     distance, norm = (x.norm(dim=-1) for x in (z - exact, exact))
     each = torch.where(distance == 0, 0.0, distance / norm)  # an output of zero may be met exactly
-    clamped = distance / exact.clamp(min=CLAMP).norm(dim=-1)
+    clamped = distance / exact.clamp(min=1e-8).norm(dim=-1)
     whole = distance.square().sum()
     return {
         "relative_error": float(each.mean()),
@@ -297,14 +291,9 @@ class LayerError(LayerProbe):
                     "less than half of the prompt (sink + window may not be longer than the prompt)"
                 )
         return [
-            Unit(name, tuple(self.record_id(name, *draw) for draw in draws), prompt)
+            Unit(name, tuple(ID.format(name, *draw) for draw in draws), prompt)
             for name, _, prompt in found
         ]
-
-    @staticmethod
-    def record_id(prompt: str, layer: int, rate: float, seed: int) -> str:
-        """The id of one draw at one layer and rate."""
-        return f"{prompt}/layer{layer}/rate{rate:g}/seed{seed}"
 
     def _layers(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
         """The unit's layers in the order asked for, each with its 1-based number."""
@@ -350,7 +339,7 @@ class LayerError(LayerProbe):
                     carried[label, rate, seed] = carried[label, rate, 0]
                 where = {"prompt": unit.id, "layer": layer, "rate": rate, "draw": seed}
                 fields = {**where, "prompt_tokens": kv.n, **found}
-                yield Outcome(label, self.record_id(unit.id, layer, rate, seed), fields)
+                yield Outcome(label, ID.format(unit.id, layer, rate, seed), fields)
 
     def budget_of(self, method: Method, rate: float, n: int, num_layers: int) -> Budget:
         """The budget with which `method` holds, on average over the layers probed, what the rate

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 from kvbench.engine.prefill import synchronize
 from kvbench.engine.streams import Read, check_reads, read_text
 from kvbench.kv import KVError
-from kvbench.probes.base import Probe, Repeats, Tokens, failed, places
+from kvbench.probes.base import Probe, Repeats, failed, places
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import TaskError, Tokens
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
 from kvbench.tasks.haystack import generated_haystack
 
@@ -100,9 +100,9 @@ class Stream(Probe):
             options = (self.dataset_config, self.dataset_split, self.dataset_column)
             texts = texts_of_dataset(self.dataset_name, *options, self.num_texts)
         else:
-            for i in range(self.num_texts):  # a sentence has more than one token
-                sentences = islice(generated_haystack(f"stream {i}"), self.tokens)
-                texts.append((f"generated {i}", " ".join(sentences)))
+            sentences = [generated_haystack(f"stream {i}") for i in range(self.num_texts)]
+            few = (islice(each, self.tokens) for each in sentences)  # of more than one token each
+            texts = [(f"generated {i}", " ".join(each)) for i, each in enumerate(few)]
         for name, text in texts:
             yield name, [*encoder.prefix_ids, *encoder.encode_text(text)][: self.tokens]
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from kvbench.engine import memory
 from kvbench.engine.faults import free_memory, is_out_of_memory
@@ -38,9 +37,11 @@ RATIOS = {
     "prefill_ratio": "prefill_compress_s",
 }
 """Record fields that divide another by the reference's of the same unit; null where there is none."""
-WARM_UP_TOKENS = 32
-SAFE = 0.85
-"""Share of a CPU's memory a trial may be expected to take: there, running out ends the process."""
+SUMMED = (
+    *("prefill_s", "compress_s", "decode_s", "cache_bytes", "cache_bytes_end"),
+    *("cache_bytes_peak", "cache_bytes_mean", "exact_bytes", "exact_bytes_mean"),
+)
+"""Record fields that are sums over the rows of a batch."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,8 @@ class Throughput(Probe):
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
-        several = len(self._settings()) > 1
         return super().meta() | {
-            "breakdown": ["prompt_tokens"] if several else [],
+            "breakdown": ["prompt_tokens"] if len(self._settings()) > 1 else [],
             "reference": REFERENCE,
         }
 
@@ -185,15 +185,29 @@ class Throughput(Probe):
         device, key = session.device, (setting, label)
         known: Any = self._known.get(key)
 
-        def run(batch: int, most: int | None = None) -> dict[str, Any]:
-            return generated(session, replace(setting, batch=batch), label, pair, most)
+        def run(batch: int, most: int = setting.new_tokens) -> dict[str, Any]:
+            """Record fields of the generation of a whole batch, its bytes summed over the rows."""
+            new, made = setting.new_tokens, {label: pair}
+            encoder = None if pair[0].rescoring is None else session.encoder
+            stopping = Stopping(min(most, new))
+            prompts = [
+                Prompt(row, [], made, stopping, f"throughput{i}", new, encoder=encoder)
+                for i, row in enumerate(_random_ids(session, setting.prompt_tokens, batch))
+            ]
+            answers = run_batch(session.model, prompts, seed=session.seed, graphs=session.graphs)
+            results = [answer[label] for answer in answers]
+            for result in results:
+                if result.failure is not None:
+                    raise result.failure
+            whole = {name: sum(getattr(result, name) for result in results) for name in SUMMED}
+            return measured(results[0]) | whole
 
         try:
             if known is None:
                 batch = setting.batch
                 if batch == "largest":
                     batch = largest_batch(lambda size: run(size, 2), device, self.most_batch)
-                run(batch, WARM_UP_TOKENS)
+                run(batch, 32)
                 known = self._known[key] = batch
             if isinstance(known, int):
                 free_memory(device)
@@ -220,46 +234,11 @@ class Throughput(Probe):
         }
 
 
-def generated(
-    session: Session,
-    setting: Setting,
-    label: str,
-    pair: tuple[Method, Budget],
-    most: int | None = None,
-) -> dict[str, Any]:
-    """Record fields of one method's generation of a whole batch, its bytes summed over the rows.
-
-    Args:
-        most: so many new tokens, where fewer will do.
-
-    Raises:
-        Exception: whatever stopped any of the rows.
-    """
-    new = setting.new_tokens
-    ids = _random_ids(session, setting.prompt_tokens, int(setting.batch))
-    stopping = Stopping(new if most is None else min(new, most))
-    encoder = None if pair[0].rescoring is None else session.encoder
-    prompts = [
-        Prompt(row, [], {label: pair}, stopping, f"throughput{i}", new, encoder=encoder)
-        for i, row in enumerate(ids.tolist())
-    ]
-    answers = run_batch(session.model, prompts, seed=session.seed, graphs=session.graphs)
-    results = [answer[label] for answer in answers]
-    for result in results:
-        if result.failure is not None:
-            raise result.failure
-    seconds = ("prefill_s", "compress_s", "decode_s")
-    held = ("cache_bytes", "cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean")
-    summed = (*seconds, *held, "exact_bytes", "exact_bytes_mean")
-    whole = {name: sum(getattr(result, name) for result in results) for name in summed}
-    return measured(results[0]) | whole
-
-
-def _random_ids(session: Session, n: int, batch: int) -> Tensor:
-    """Prompts [batch, n] of random tokens; a prompt is the same whatever the batch."""
+def _random_ids(session: Session, n: int, batch: int) -> list[list[int]]:
+    """So many prompts of n random tokens; a prompt is the same whatever the batch."""
     vocabulary = session.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(session.seed)
-    return torch.randint(vocabulary, (batch, n), generator=generator)
+    return torch.randint(vocabulary, (batch, n), generator=generator).tolist()
 
 
 def _over(a: float | None, b: float | None) -> float | None:
@@ -270,7 +249,8 @@ def largest_batch(trial: Callable[[int], object], device: torch.device, most: in
     """The largest batch, up to `most`, for which ``trial(batch)`` does not run out of memory; found
     to within a sixteenth.
 
-    On a CPU a trial is not begun when twice what the last one took would not fit.
+    On a CPU, where running out ends the process, a trial is not begun that is expected to take more than
+    85 % of the memory, from what the last one took.
 
     Raises:
         torch.OutOfMemoryError: not even one prompt fits.
@@ -299,7 +279,7 @@ def largest_batch(trial: Callable[[int], object], device: torch.device, most: in
             peak, total = memory.peak_bytes(device), memory.total_bytes(device)
             if before is None or peak is None or total is None:
                 break
-            if before + (peak - before) * size / fits > SAFE * total:
+            if before + (peak - before) * size / fits > 0.85 * total:
                 log.info("batch %d is not tried: it would take most of the memory", size)
                 break
     while too_many <= most and too_many - fits > max(1, fits // 16):

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
 
 from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
@@ -81,9 +82,16 @@ class Selection:
 
 
 def select_units(
-    task: str, units: Sequence[Unit], limit: int | None = None, shard: Shard | None = None
+    task: str,
+    units: Sequence[Unit],
+    limit: int | None = None,
+    shard: Shard | None = None,
+    datasets: Sequence[str] = (),
 ) -> Selection:
     """The units of the first `limit` contexts, and a shard's part of them.
+
+    Args:
+        datasets: of the whole task.
 
     Raises:
         KVError: a record of one unit would be taken for another's.
@@ -96,11 +104,8 @@ def select_units(
 
     contexts = list(dict.fromkeys(unit.context or unit.id for unit in units))[:limit]
     every = of_contexts(contexts)
-    of_all, of_some = (
-        dict.fromkeys(e.example.dataset for unit in some for e in unit.examples)
-        for some in (units, every)
-    )
-    left_out = tuple(name for name in of_all if name not in of_some)
+    there = {e.example.dataset for unit in every for e in unit.examples}
+    left_out = tuple(name for name in datasets if name not in there)
     mine = every if shard is None else of_contexts(shard.select(contexts))
     return Selection(every, mine, left_out)
 
@@ -176,9 +181,14 @@ def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
 @dataclass(frozen=True)
 class TaskPlan:
     """A benchmark task as a plan: one prefill per example, or per context where the question comes after
-    compression, serves every method."""
+    compression, serves every method.
+
+    Attributes:
+        limit: contexts that are wanted at most: no others are turned into tokens.
+    """
 
     task: Task
+    limit: int | None = None
 
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`."""
@@ -203,11 +213,7 @@ class TaskPlan:
                 less than sink and window; context compression of a prompt whose question is empty;
                 turns after the method's own answers where each turn is a prompt of its own.
         """
-        encoded: list[EncodedExample] = session.once(
-            "examples",
-            self.task,
-            lambda: encode_examples(self.task.examples(session.encoder), session.encoder),
-        )
+        encoded, _ = self._examples(session)
         for label, (method, budget) in methods.items():
             Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
         after = session.compress_after == "context"
@@ -251,6 +257,24 @@ class TaskPlan:
             noted = place < NOTED
             units.append(Unit(name, ids, by_record, fields, context, len(ids), noted, tuple(each)))
         return units
+
+    def datasets(self, session: Session) -> list[str]:
+        """Every data set of the task, whatever the limit."""
+        return self._examples(session)[1]
+
+    def _examples(self, session: Session) -> tuple[list[EncodedExample], list[str]]:
+        def make() -> tuple[list[EncodedExample], list[str]]:
+            every = self.task.examples(session.encoder)
+            names = dict.fromkeys(e.context_id or e.id for e in every)
+            wanted = set(islice(names, self.limit))
+            some = [e for e in every if (e.context_id or e.id) in wanted]
+            return encode_examples(some, session.encoder), list(
+                dict.fromkeys(e.dataset for e in every)
+            )
+
+        found: tuple[list[EncodedExample], list[str]]
+        found = session.once("examples", (self.task, self.limit), make)
+        return found
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Generate with every method from one prefill, and score."""

@@ -21,7 +21,15 @@ from kvbench.records.shards import Shard
 from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
 from kvbench.run.batching import GOES_ON, DeviceLost, Runner
 from kvbench.run.identity import RunIdentity, without_defaults
-from kvbench.run.plan import Methods, Outcome, Plan, Selection, beyond_positions, select_units
+from kvbench.run.plan import (
+    Methods,
+    Outcome,
+    Plan,
+    Selection,
+    TaskPlan,
+    beyond_positions,
+    select_units,
+)
 from kvbench.run.progress import Progress
 from kvbench.run.session import Session
 
@@ -80,7 +88,8 @@ class Job:
             KVError, TaskError: what the plan refuses to run.
         """
         units = self.plan.units(self.session, self.methods)
-        return select_units(self.task, units, self.limit, self.shard)
+        datasets = self.plan.datasets(self.session) if isinstance(self.plan, TaskPlan) else ()
+        return select_units(self.task, units, self.limit, self.shard, datasets)
 
     @property
     def warnings(self) -> list[str]:

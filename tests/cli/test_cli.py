@@ -35,7 +35,7 @@ def test_help_list_and_show_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for word in ("Choose one", "snapkv", "longeval_lines", "dry_run=true", "tab completion"):
+    for word in ("Choose one", "snapkv", "longeval_lines", "dry_run=true"):
         assert word in done.stdout
     helped = done.stdout.partition("exact ")[0]
     assert not re.search(r"\b_\w+", helped), "what other YAML files are made of"
@@ -73,12 +73,6 @@ def test_everything_listed_has_a_line_about_it(capsys: Any, kind: Any) -> None:
         name, _, text = line.partition(" ")
         assert len(text.strip()) > 10, name
     assert main(capsys, "list", kind.removesuffix("s"))[1] == out
-
-
-def test_the_shell_completes(capsys: Any, monkeypatch: Any) -> None:
-    for typed, offered in (("task=nee", "task=needle"), ("budget.ra", "budget.rate=")):
-        monkeypatch.setenv("COMP_LINE", f"kvbench {typed}")
-        assert offered in main(capsys, "-sc", "query=bash")[1].split()
 
 
 def test_overrides_that_are_right_are_let_through() -> None:

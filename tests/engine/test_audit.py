@@ -70,23 +70,6 @@ def test_more_than_the_budget_needs_a_presets_name_and_is_shown(tmp_path: Path) 
     assert "budget_preset" not in found["snapkv"]
 
 
-@pytest.mark.parametrize("n", [300, 1000, 4096])
-def test_the_released_pyramid_says_by_how_much_it_exceeds(n: int) -> None:
-    """From the released formula alone: first - layer * ((first - last) // steps), summed."""
-    from kvbench.methods.base import allowed_entries, preset_of
-
-    method, plain = build_method("pyramidkv", preset="released"), build_method("pyramidkv")
-    budget, layers = Budget(rate=0.25, sink=0, window=8), 6
-    mean = budget.capacity(n) - 8
-    first = min(2 * mean - mean // 20, n - 8)
-    fall = (first - (2 * mean - first)) // (layers - 1)
-    total = sum(first - layer * fall + 8 for layer in range(layers))
-    over = total > layers * budget.capacity(n)
-    assert allowed_entries(method, budget, n, layers) == (total, "released" if over else None)
-    assert allowed_entries(plain, budget, n, layers) == (layers * budget.capacity(n), None)
-    assert preset_of(replace(method, kernel_size=7)) == "released"
-
-
 def test_probes_do_not_take_a_methods_word_either() -> None:
     budget = Budget(rate=0.5, sink=32, window=32)
     line = f"'m' holds 640 entries in all layers; its budget allows {2 * budget.capacity(320)}"

@@ -10,25 +10,16 @@ import pytest
 import torch
 from support.attention import step
 from support.method_layers import attend, make_layer, run
-from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork
-from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
-from kvbench.engine.stopping import Stopping
 from kvbench.kernels.quantize import Quantization, pack, unpack
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, keep_all
 from kvbench.methods import build_method
 
 EXACT = build_method("exact")
-
-
-def ready(architecture="llama"):
-    model = tiny_model(architecture)
-    model.set_attn_implementation("kvbench")
-    return model
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -292,22 +283,3 @@ def test_weights_multiply():
     assert ((weights[..., None] - allowed).abs().amin(-1) < 1e-4).all()
     assert weights.amax() == pytest.approx(first * again, rel=1e-4)
     assert fork.cache_bytes() == 20 * 2 * (2 * 8 + 1) * 4 + 4 * 32 * 8 * 4, "the queries count"
-
-
-@pytest.mark.parametrize("name", ["rkv", "recompress", "adakv"])
-def test_answers_do_not_depend_on_the_batch(name):
-    model, ids = ready(), prompt_ids(120)
-    method = build_method(name, **({} if name == "adakv" else {"every": 4, "to": 24}))
-    budget = Budget(size=24, sink=2, window=6)
-
-    def answers(methods):
-        how = {"seed": 0, "example_id": "x", "compress_after": "context"}
-        return run_forks(model, ids[:-5], ids[-5:], methods, Stopping(14), **how)
-
-    alone = answers({"m": (method, budget)})["m"]
-    assert alone.failure is None
-    together = answers({"a": (build_method("exact"), budget), "m": (method, budget)})["m"]
-    assert together.tokens == alone.tokens
-    assert together.cache_bytes_end == alone.cache_bytes_end
-    if name != "adakv":
-        assert alone.cache_bytes_end < alone.exact_bytes

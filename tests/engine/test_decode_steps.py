@@ -19,7 +19,7 @@ from support.prompts import facts, methods, unlike_prompts
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
-from kvbench.engine import graphs, rows
+from kvbench.engine import graphs
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.decoding import _Counters
 from kvbench.engine.fork import Fork
@@ -293,27 +293,6 @@ def test_what_evicts_is_captured_and_what_goes_row_by_row_is_not(pretended: list
     assert graph == eager
     assert pretended == [6]
     assert set(ALONE) < set(methods())
-
-
-def test_a_row_that_times_out_stands_still_like_one_that_ended(
-    pretended: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = model_on("cpu", "opt")  # its positions are a table: beyond its end is an error
-    prompts, count, real = capturable_prompts()[:1], [0], rows._time_out
-
-    def slow(those: Any, elapsed: float) -> None:
-        count[0] += 1
-        if count[0] == 8:
-            those[0].fork.fail(TimeoutError("slow"))
-        real(those, elapsed)
-
-    monkeypatch.setattr(rows, "_time_out", slow)
-    answer = run_batch(model, prompts, seed=1, graphs=StepGraphs("auto"))[0]
-    assert isinstance(answer.pop("exact").failure, TimeoutError)
-    monkeypatch.setattr(rows, "_time_out", real)
-    eager = run_batch(model, prompts, seed=1)[0]
-    del eager["exact"]
-    assert facts(answer) == facts(eager)
 
 
 def test_the_cpu_captures_nothing_and_graph_is_refused_there() -> None:

@@ -11,7 +11,6 @@ from support.forward import SMALL, generate, reference
 from support.tiny import GROUPED, Everything, on_kvbench, prompt_ids, tiny_model
 
 from kvbench import compress
-from kvbench.engine import states
 from kvbench.engine.architecture import check_serves_interface, compressible_layers
 from kvbench.engine.attention import UnsupportedModel, register
 from kvbench.engine.prefill import capture_layers
@@ -151,15 +150,6 @@ def test_inside_compress(name):
     with compress(model, "exact") as session:
         beams = model.generate(**batch, num_beams=2)
     assert torch.equal(beams, model.generate(**batch, num_beams=2))
-
-
-def test_a_transformers_without_states_refuses_hybrids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.2 has no cache layer for them; everything else goes on there."""
-    monkeypatch.setattr(states, "State", None)
-    with pytest.raises(UnsupportedModel, match="has no cache for it; allowed: a later one"):
-        states.check_hybrid(t.Qwen3NextConfig())
-    states.check_hybrid(t.LlamaConfig())
-    assert states.states_in(t.DynamicCache()) == {}
 
 
 def test_what_is_refused():

@@ -91,9 +91,12 @@ def test_strips_are_the_weight_per_token_of_each_piece() -> None:
 def test_records_of_the_first_examples_say_what_was_kept_and_of_no_others(tmp_path: Any) -> None:
     class Told(Echo):
         def examples(self, encoder: Any) -> Any:
-            for each in super().examples(encoder):
-                context = f"{each.context}THE ANSWER{each.context}"
-                yield replace(each, context=context, evidence="THE ANSWER")
+            return [
+                replace(
+                    each, context=f"{each.context}THE ANSWER{each.context}", evidence="THE ANSWER"
+                )
+                for each in super().examples(encoder)
+            ]
 
     records = records_of(run_job(make_job(tmp_path, echo=Told())))
     for method, found in records.items():

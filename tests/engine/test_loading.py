@@ -123,6 +123,17 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
         assert "\n" not in str(error.value)
 
 
+def test_a_wrong_type_in_a_config_is_one_line_at_any_verbosity(caplog: Any) -> None:
+    """What the user wrote is no fault of the program, whose traceback -v would show."""
+    tiny = {"model_type": "llama", "num_attention_heads": -0.0}
+    wrong = ModelSpec(name="m", path="p", random_weights=True, architecture=tiny)
+    with caplog.at_level("DEBUG"), pytest.raises(ModelError, match=r"expected int.*-0\.0") as error:
+        loading.load_config(wrong)
+    assert "num_attention_heads" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "Traceback" not in caplog.text
+
+
 def test_a_dtype_of_auto_follows_the_device() -> None:
     assert resolve_dtype("auto", CPU) == torch.float32
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvbench.engine.sampling import GREEDY, Sampling
-from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
 
 
@@ -79,20 +78,3 @@ def test_the_edges() -> None:
 def test_what_is_not_allowed(options: dict[str, float], said: str) -> None:
     with pytest.raises(KVError, match=said):
         Sampling(**options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("new", [256, 2048, 32768])
-def test_a_long_answer_is_not_read_again_at_every_token(new: int) -> None:
-    """The tokens decoded to ask whether an answer is settled, or at a stop string: some hundred times
-    its length, not its length squared."""
-    read = []
-
-    def decode(tokens: object) -> str:
-        read.append(len(tokens))  # type: ignore[arg-type]
-        return ""
-
-    stopping = Stopping(new, strings=("stop",), decode=decode, settled=lambda text: False)
-    for length in range(1, new):
-        assert not stopping.reached(range(length))  # type: ignore[arg-type]
-    assert sum(read) <= 400 * new
-    assert stopping.reached(range(new))  # type: ignore[arg-type]

@@ -131,33 +131,6 @@ def test_codebooks(shared_file):
     assert len(lloyd_max(48, 3, "beta")) == 8
 
 
-DISTORTION = {0: 1.0, 1: 0.36089, 2: 0.11600, 3: 0.03397, 4: 0.00931}
-"""Of unit vectors on the sphere of R^128, by bits."""
-
-
-@pytest.mark.parametrize(
-    ("rotation", "bits"), [("qr", 1), ("qr", 3), ("hadamard", 2), ("hadamard", 4)]
-)
-def test_turboquant_distortion_is_the_theorys(bits, rotation):
-    generator = torch.Generator().manual_seed(bits)
-    x = torch.nn.functional.normalize(torch.randn(1, 2000, 128, generator=generator), dim=-1)
-    y = torch.nn.functional.normalize(torch.randn(1, 64, 128, generator=generator), dim=-1)
-    mse = tq.coder(128, bits, "mse", rotation, "beta", 3)
-    block = tq.pack_vectors(x, coders=(mse,), order=None)
-    restored = block.mix(torch.eye(2000)[None])
-    assert float((restored - x).square().sum(-1).mean()) == pytest.approx(
-        DISTORTION[bits], rel=0.02
-    )
-    shrunk = (restored * x).sum(-1).mean()
-    assert float(shrunk) == pytest.approx(1 - DISTORTION[bits], rel=0.01)
-    assert 4.0**-bits < DISTORTION[bits] < math.sqrt(3) * math.pi / 2 * 4.0**-bits
-    prod = tq.coder(128, bits, "prod", rotation, "beta", 3)
-    errors = tq.pack_vectors(x, coders=(prod,), order=None).dot(y) - y @ x.mT
-    variance = math.pi / 2 * DISTORTION[bits - 1] / 128
-    assert abs(float(errors.mean())) < 0.05 * math.sqrt(variance), "unbiased"
-    assert float(errors.square().mean()) == pytest.approx(variance, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("orthogonal", "unbias", "bias"),
     [(False, False, 1.0), (True, False, 1.00391), (True, True, 1.0)],

@@ -202,17 +202,15 @@ def test_the_words_the_last_tokens_and_the_template_come_before_a_chunk():
 class Looks(Method):
     """Any method may ask for the pass: it notes what it is shown, and keeps everything."""
 
-    fails: str = ""
+    fails: bool = False
 
     @property
     def rescoring(self):
         return Rescoring(50)
 
     def rescore(self, layer, repeated, budget):
-        if self.fails == "raises" and layer.layer_index == 2:
+        if self.fails and layer.layer_index == 2:
             raise RuntimeError("not this layer")
-        if self.fails == "writes":
-            layer.keys[:, :, 0] = 0
         assert layer.queries is None
         layer.carried[f"{layer.layer_index} {repeated.start}"] = repeated.queries
 
@@ -226,12 +224,12 @@ class Looks(Method):
         return n
 
 
-@pytest.mark.parametrize("fails", ["raises", "writes", ""])
-def test_a_method_that_fails_or_writes_while_it_looks_does_so_alone(fails):
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_method_that_fails_while_it_looks_does_so_alone(fails):
     ids, kvzip = prompt_ids(120), build_method("kvzip", chunk=50)
     _, want, _, _ = read(kvzip, ids)
     _, fork, _, (bad,) = read(kvzip, ids, others=[Looks(fails=fails)])
-    assert str(bad.failure) == ("not this layer" if fails == "raises" else "None")
+    assert str(bad.failure) == ("not this layer" if fails else "None")
     assert fork.failure is None
     for layer, cache in want.layers.items():
         assert torch.equal(cache.entries(), fork.layers[layer].entries())

@@ -21,7 +21,7 @@ from support.method_layers import (
 )
 from support.variants import OTHERS, VARIANTS, label
 
-from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.kv import Budget, KVError
 from kvbench.methods import available_methods, build_method
 from kvbench.methods.balancekv_needle import needle_means
 
@@ -236,31 +236,6 @@ def test_methods_that_cannot_work_say_so(name, options, layer, budget, message):
 # -- each method ---------------------------------------------------------------------------------
 
 
-def clustered(n: int) -> LayerKV:
-    generator, layer = torch.Generator().manual_seed(2), make_layer(n, group=1, dim=16, seed=3)
-    centres = 2 * torch.randn(2, 20, 16, generator=generator)
-    which = torch.randint(20, (n,), generator=generator)
-    return replace(layer, keys=centres[None][:, :, which] + layer.keys / 10)
-
-
-BETTER = [
-    ("balancekv", {}, "uniform", {}, make_layer(4096, group=1, dim=16, seed=9), 0.25, 0.9),
-    ("wildcat", {"bin_size": 0}, "uniform", {}, clustered(1000), 0.125, 0.5),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "other", "others", "layer", "rate", "factor"), BETTER)
-def test_attention_errs_less_than_by_chance(name, options, other, others, layer, rate, factor):
-    query, budget = layer.queries[:, :, -32:], Budget(rate=rate, sink=0, window=0)
-    exact = attend(query, run(build_method("exact"), layer, budget), layer.scaling)
-
-    def error(method):
-        outs = [attend(query, run(method, layer, budget, s), layer.scaling) for s in range(4)]
-        return sum(float((out - exact).norm()) for out in outs)
-
-    assert error(build_method(name, **options)) < factor * error(build_method(other, **others))
-
-
 def test_uniform_is_unbiased_by_its_weights():
     """Mean over 2,000 seeds of the weighted sum of exp(q.k) against the exact sum."""
     layer = make_layer(60, kv_heads=2, group=1, seed=3)
@@ -278,13 +253,6 @@ def test_uniform_is_unbiased_by_its_weights():
     torch.testing.assert_close(weights[2:-3].exp(), torch.full((kept_middle,), 55 / kept_middle))
     assert not torch.equal(kept.positions[0, 0], kept.positions[0, 1]), "independent heads"
     assert run(build_method("uniform", weighted=False), layer, budget).log_weights is None
-
-
-def test_snapkv_shares_the_window_attention_with_pyramidkv():
-    layer, budget = make_layer(100), Budget(rate=0.25, sink=4, window=8)
-    for name in ("snapkv", "pyramidkv"):
-        run(build_method(name), layer, budget)
-        assert list(layer.shared) == ["attention mass of 8 queries"]
 
 
 @pytest.mark.parametrize("name", ["pyramidkv", "spatten"])
@@ -425,26 +393,20 @@ def test_balancekv_select_is_the_definition(selection, n, b, halvings, gamma, se
 
 
 @given(n=st.integers(1, 400), rate=st.floats(0.01, 1.0), seed=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_balancekv_count_at_any_rate(n, rate, seed):
     layer, budget = make_layer(n, kv_heads=1, dim=2, seed=seed), Budget(rate=rate, sink=2, window=3)
     if n <= budget.capacity(n):
         return
-    middle, wanted = budget.middle(n), budget.middle_kept(n)
     mantissa, exponent = math.frexp(rate)
     halvings = 1 - exponent if mantissa == 0.5 else -exponent
+    floor = budget.middle(n) >> halvings
+    expected = floor if mantissa == 0.5 else min(budget.middle_kept(n), floor)
     kept = run(build_method("balancekv", block_size=16), layer, budget)
-    floor = middle >> halvings
-    expected = floor if mantissa == 0.5 else min(wanted, floor)
     assert kept.positions.shape[2] == 5 + expected
-    assert kept.log_weights is not None
-    weights = kept.log_weights.exp()[0, 0]
-    assert weights.sum() <= n + 1e-3
-    exponents = kept.log_weights[0, 0] / math.log(2)
-    torch.testing.assert_close(exponents, exponents.round())
-    assert exponents.max() <= halvings + (mantissa != 0.5)
-    if rate > 0.5 and wanted > floor / 2:  # half a halving: the most recent are not touched
-        recent = 2 * expected - middle - 1
+    assert kept.log_weights.exp()[0, 0].sum() <= n + 1e-3
+    if rate > 0.5 and expected > floor / 2:  # half a halving: the most recent are not touched
+        recent = 2 * expected - budget.middle(n) - 1
         assert recent <= 0 or kept.log_weights[0, 0, -3 - recent :].eq(0).all()
 
 
@@ -466,16 +428,6 @@ def test_balancekv_weights_of_each_kind():
     torch.testing.assert_close(released.values[:, :, inside], scaled)
     sums = counted.log_weights.exp()[:, :, inside].sum(-1)
     torch.testing.assert_close(sums, torch.full_like(sums, 288.0))
-
-
-def test_balancekv_refuses_draws_of_another_shape():
-    layer, method = make_layer(100), build_method("balancekv", block_size=32)
-    for blocks, options, message in (
-        (3, {}, r"uniforms\[0\] has shape \(1, 2, 3, 32\); allowed: \(1, 2, 4"),
-        (4, {"kept": 40}, "kept is 40; allowed: from half of 100"),
-    ):
-        with pytest.raises(KVError, match=message):
-            method.select(layer.keys, layer.values, [torch.rand(1, 2, blocks, 32)], **options)
 
 
 # -- BalanceKV with protected tokens -------------------------------------------------------------

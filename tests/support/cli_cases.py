@@ -50,7 +50,7 @@ FLAGS = re.findall(
     r"\S+",
     """
     -m --multirun -v -vv --help -h --version --nosuch -x -- - list show --config-dir=/nosuch
-    -sc install=x --config-dir=. reproduce all
+    --config-dir=. reproduce all
 """,
 )
 

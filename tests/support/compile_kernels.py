@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs that need not be there, exactly as they would be launched.
 
-    python tests/support/compile_kernels.py 90 quick|full   # sm_90; a line of JSON per kernel compiled
+    python tests/support/compile_kernels.py 90   # sm_90; a line of JSON per kernel compiled
 
 The launchers run on tensors without storage under a driver that only names the target, so every
 constant, type, alignment and option is the one a launch on that GPU would have. Nothing is launched.
@@ -195,46 +195,6 @@ def philox(dtype: torch.dtype, n: int = 16384, key: int = 2**61) -> None:
     _triton_philox.fill(empty(8, n, dtype=dtype), key)
 
 
-def single() -> None:
-    """Everything once: the compiler makes a constant of an argument that is 1."""
-    one = empty(1, 1, 1, 16)
-    _triton_mass.attention_mass(one, one, scaling=1, softcap=30)
-    _triton_kcentre.greedy_k_centre(one[0], empty(1, 1), 1, empty(1, dtype=torch.int64))
-    _triton_kcentre.greedy_k_centre(empty(1, 2, 16), empty(1, 2), 2, empty(1, dtype=torch.int64))
-    table, lengths = empty(1, 10, dtype=torch.int64), empty(1, dtype=torch.int32)
-    _triton_decode.append(table, lengths, one[0], one[0])
-    for longest in (1, 300):
-        _triton_decode.attention(
-            empty(1, 1, 16),
-            table,
-            lengths,
-            kv_heads=1,
-            value_dim=16,
-            longest=longest,
-            entries=longest,
-            aligned=False,
-            weighted=False,
-            scaling=1,
-            softcap=30,
-            return_mass=True,
-        )
-    _triton_walk.walk(
-        one,
-        None,
-        empty(1, 1, 1, 1, dtype=torch.int64),
-        one[..., :1],
-        scale=1,
-        offset=0,
-        reach=1,
-        counts=None,
-        weights=None,
-        centre="none",
-    )
-    positive = empty(1, 2, dtype=torch.bool)
-    _triton_walk.cut(positive, empty(1, 2, dtype=torch.int64), empty(1, 2))
-    first_come(1, 1)
-
-
 def variants() -> Iterator[tuple[str, int]]:
     """How many kernels each operation compiles for lengths that differ in what Triton makes constants
     of (1, multiples of 16) and in nothing else."""
@@ -253,7 +213,7 @@ def variants() -> Iterator[tuple[str, int]]:
         yield name, len({kernel.hash for each in lengths for kernel in compiled(each)})
 
 
-def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     half, brain, full = torch.float16, torch.bfloat16, torch.float32
     yield "decode bf16 d=128", lambda: decode(32, 8, 128, brain, return_mass=True)
     yield "append bf16 d=128", lambda: append(128, brain)
@@ -266,47 +226,21 @@ def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "mass bf16 d=128", lambda: mass(16384, 32, 8, 128, brain)
     yield "first come", lambda: first_come(256)
     yield "kcentre bf16 d=128", lambda: kcentre(16384, 128, brain)
-    if size == "quick":
-        return
-    yield "ones", single
-    for dtype, dim in ((half, 64), (full, 256)):
-        yield f"evict {dtype} d={dim}", lambda dtype=dtype, dim=dim: evict(dim, dtype, True)
-    for dtype in (half, full):
-        for group, dim in ((71, 64), (128, 128)):  # one KV head for all
-            yield (
-                f"decode {dtype} group={group}",
-                lambda dtype=dtype, group=group, dim=dim: decode(group, 1, dim, dtype),
-            )
-    for dtype in (half, brain, full):
-        for dim in (32, 64, 128, 256):
-            yield (
-                f"kcentre {dtype} d={dim}",
-                lambda dtype=dtype, dim=dim: kcentre(131072, dim, dtype),
-            )
-            yield (
-                f"mass {dtype} d={dim}",
-                lambda dtype=dtype, dim=dim: mass(16384, 8, 8, dim, dtype, softcap=50.0),
-            )
-            for b in (64, 128, 256):
-                yield (
-                    f"walk {dtype} b={b} d={dim}",
-                    lambda dtype=dtype, dim=dim, b=b: walk(b, dim, dtype),
-                )
-    for dtype in (half, full):
-        for dim in (32, 64, 128, 256):
-            yield (
-                f"decode {dtype} d={dim}",
-                lambda dtype=dtype, dim=dim: decode(16, 16, dim, dtype, softcap=30.0),
-            )
+    # The widest: a group of 128 query heads, and float32 rows of 256 numbers.
+    yield f"decode {half} group=128", lambda: decode(128, 1, 128, half)
+    yield f"decode {full} d=256", lambda: decode(16, 16, 256, full, softcap=30.0)
+    yield f"kcentre {full} d=256", lambda: kcentre(131072, 256, full)
+    yield f"mass {full} d=256", lambda: mass(16384, 8, 8, 256, full, softcap=50.0)
+    yield f"walk {full} b=64 d=256", lambda: walk(64, 256, full)
 
 
 def main() -> None:
-    capability, size = int(sys.argv[1]), sys.argv[2]
+    capability = int(sys.argv[1])
     driver.set_active(NamedTarget(GPUTarget("cuda", capability, 32)))
-    for name, launch in launches(size):
+    for name, launch in launches():
         for kernel in compiled(launch):
             print(json.dumps({"launch": name, **resources(kernel)}), flush=True)
-    if size == "quick":
+    if capability == 90:
         for name, count in variants():
             print(json.dumps({"launch": name, "variants": count}), flush=True)
 
