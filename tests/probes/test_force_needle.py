@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "recall_mini"
 
 
-def test_one_layer_copies_the_needle(monkeypatch, capsys):
+def test_one_layer_copies_the_needle(monkeypatch, tmp_path):
     """The span at that layer alone is enough, and everywhere else it is not."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from force_needle import main
 
-    main(["--lengths", "400", "--depths", "50"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("needle in 1 prompts of 400 to 400 tokens")
-    contained = {line[:44].strip(): float(line[44:].split()[0]) for line in lines[1:]}
+    main(["--lengths", "400", "--depths", "50", "--out", str(tmp_path / "found.csv")])
+    rows = list(csv.DictReader((tmp_path / "found.csv").open()))
+    assert {row["n"] for row in rows} == {"1"}
+    contained = {row["variant"]: float(row["containment"]) for row in rows}
     assert contained["exact"] == 1.0
     assert contained["snapkv, kernel_size 5"] == 0.0
     assert contained["snapkv, needle kept at layer 1 alone"] == 1.0
