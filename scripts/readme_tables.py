@@ -1,12 +1,12 @@
-"""Writes the tables of results/README.md and of the model card from the committed results, and
-the list of the papers' tables and figures in conf/README.md from results/paper/experiments.yaml.
+"""Writes the tables of the READMEs from the committed results, and the list of the papers' tables and
+figures in conf/README.md from results/paper/experiments.yaml.
 
     python scripts/readme_tables.py            write them
     python scripts/readme_tables.py --check    exit with 1 where one is not what results/ says
 
 A table stands between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`; NAME is a key of
-TABLES below. Numbers come from the CSV files that a report writes, so that no number in a text is
-typed by hand. `experiments` is the list.
+SCORES (columns of several CSV files side by side), of FILES (a CSV file as it is), `statistics` or
+`experiments`.
 """
 
 from __future__ import annotations
@@ -24,120 +24,134 @@ from kvbench.cli.catalogue import paper_items
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
-DEMO = "demo/tables"
+MODEL = "smollm2_135m-Q4_1"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of such a table: a score of every method from one CSV file.
+    """One column of such a table: a number of every method from one tidy CSV file.
 
     Attributes:
         heading: what the table calls it.
-        file: the CSV file below results/.
-        where: the row of the file to take, by column, beside the method.
-        value: the file's column with the number; `<value>_low` and `<value>_high` bound it.
+        file: the CSV file, <experiment>/<name of the table>.
+        where: the rows of the file to take, by column; `rate` also takes methods that have none.
+        measure: which number.
         digits: after the decimal point.
     """
 
     heading: str
     file: str
     where: dict[str, object] = field(default_factory=dict)
-    value: str = "score"
+    measure: str = "score"
     digits: int = 0
 
     def cells(self) -> pd.Series:
-        """The column's text by method (by the run's label where a method has several)."""
-        frame = pd.read_csv(RESULTS / self.file)
-        where = self.where
-        if "measure" in frame and "mean" in frame:  # tidy, as reports write since 0.2
-            frame = frame[frame["measure"] == "score"]
-            frame = frame.rename(
-                columns={"mean": "score", "low": "score_low", "high": "score_high"}
-            )
-            where = {"value": str(*where.values())}
-        for key, value in where.items():
-            frame = frame[frame[key] == value]
-        return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["variant"])
+        """The column's text by method."""
+        experiment, _, name = self.file.partition("/")
+        frame = pd.read_csv(RESULTS / experiment / "tables" / f"{name}.csv")
+        frame = frame[frame["measure"] == self.measure]
+        for key, value in self.where.items():
+            same = frame[key].astype(str) == str(value)
+            frame = frame[same | frame[key].isna()] if key == "rate" else frame[same]
+        return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["method"])
 
     def _text(self, row: pd.Series) -> str:
-        value, low, high = (row.get(f"{self.value}{end}") for end in ("", "_low", "_high"))
-        text = f"{value:.{self.digits}f}"
-        if pd.isna(low) or pd.isna(high):
+        if pd.isna(row["mean"]):
+            return ""
+        text = f"{row['mean']:.{self.digits}f}"
+        if pd.isna(row["low"]) or pd.isna(row["high"]):
             return text
-        return f"{text} [{low:.{self.digits}f}, {high:.{self.digits}f}]"
+        return f"{text} [{row['low']:.{self.digits}f}, {row['high']:.{self.digits}f}]"
 
 
-def _lines(heading: str, task: str, dataset: str = "average") -> Column:
-    return Column(heading, f"{DEMO}/{task}-recall_mini.csv", {"dataset": dataset})
+def _needle(rate: float) -> Column:
+    return Column(
+        f"needle, {rate:g}", f"leaderboard/needle-{MODEL}", {"rate": rate, "by": "dataset"}
+    )
 
 
-def _needle(heading: str, task: str, measure: str) -> Column:
-    return Column(heading, f"{DEMO}/{task}-recall_mini-by-measure.csv", {"measure": measure})
-
-
-LAYER_ERROR = Column(
-    "layer error", f"{DEMO}/layer_error-recall_mini-by-rate.csv", {"rate": 0.25}, digits=3
-)
-LINES = (
-    _lines("lines", "longeval_lines"),
-    _lines("lines, asked later", "longeval_lines_context"),
-    _lines("official 200 lines", "longeval_official_prompt", "200_lines"),
-    _lines("official, asked later", "longeval_official_context", "200_lines"),
-    _lines("every line four times", "longeval_redundant", "30 lines"),
-)
-TABLES: dict[str, Sequence[Column]] = {
-    "demo": (
-        LAYER_ERROR,
-        *LINES,
-        _needle("short needle", "needle_short", "word_recall"),
-        _needle("long needle", "needle", "word_recall"),
+SCORES: dict[str, Sequence[Column]] = {
+    "leaderboard": (
+        Column("ratio, 0.25", f"leaderboard/needle-{MODEL}", {"rate": 0.25}, "ratio", 3),
+        *map(_needle, (0.5, 0.25, 0.125)),
+        Column("KL, 0.25", f"leaderboard/fidelity-{MODEL}-by-rate", {"value": 0.25}, digits=3),
+        Column(
+            "layer error, 0.25", f"leaderboard/layer_error-{MODEL}-by-rate", {"value": 0.25}, digits=3
+        ),
     ),
-    "card": (
-        *LINES,
-        _needle("short needle, contained", "needle_short", "containment"),
-        _needle("words", "needle_short", "word_recall"),
-        _needle("long needle, contained", "needle", "containment"),
-        _needle("words ", "needle", "word_recall"),
+    "lines": (
+        Column("lines", "lines/longeval_lines-recall_mini", {"value": "average"}),
+        Column("asked later", "lines/longeval_lines_context-recall_mini", {"value": "average"}),
+        Column("official 200 lines", "lines/longeval_official_prompt-recall_mini", {"by": "dataset"}),
+        Column("asked later ", "lines/longeval_official_context-recall_mini", {"by": "dataset"}),
     ),
+}  # fmt: skip
+FILES = {
+    "training": "recall_mini/training.csv",
+    "accuracy": "recall_mini/accuracy.csv",
+    "force_needle": "recall_mini/force_needle.csv",
 }
 
 
-def table(columns: Sequence[Column]) -> str:
-    """The columns side by side as Markdown, methods in the order of the first one; an empty cell where
-    a method was not run."""
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts, its first row the heading."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def scores(columns: Sequence[Column]) -> str:
+    """The columns side by side, methods in the order of the first one; an empty cell where a method
+    was not run."""
     found = [column.cells() for column in columns]
     methods = list(dict.fromkeys(method for cells in found for method in cells.index))
-    rows = [["method", *(column.heading for column in columns)], ["---"] * (len(columns) + 1)]
+    rows = [["method", *(column.heading for column in columns)]]
     rows += [[method, *(cells.get(method, "") for cells in found)] for method in methods]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return markdown(rows)
+
+
+def whole(file: str) -> str:
+    """A CSV file as it is."""
+    frame = pd.read_csv(RESULTS / file, dtype=str, keep_default_na=False)
+    return markdown([list(frame.columns), *frame.to_numpy().tolist()])
+
+
+def statistics() -> str:
+    """The cells of bench_statistics.py by kind: the least and the largest share."""
+    frame = pd.read_csv(RESULTS / "bench" / "statistics.csv")
+    kinds = frame.groupby(frame["what"].str.partition(",")[0], sort=True)["share"]
+    rows = [["simulated", "cells", "least, %", "most, %"]]
+    for kind, shares in kinds:
+        bounds = [f"{100 * value:.1f}" for value in (shares.min(), shares.max())]
+        rows.append([str(kind), str(len(shares)), *bounds])
+    return markdown(rows)
 
 
 def experiments() -> str:
-    """Every numbered table and figure of the papers as Markdown, with what it needs."""
-    lines = ["| name | shows | the paper's own run needs |\n| --- | --- | --- |\n"]
+    """Every numbered table and figure of the papers, with what it needs."""
+    rows = [["name", "shows", "the paper's own run needs"]]
     title = ""
     for name, item in paper_items().items():
         if item.title != title:
             title = item.title
-            lines.append(f"| **{title}** | | |\n")
+            rows.append([f"**{title}**", "", ""])
         needs = f"no data: {item.no_data}" if item.no_data is not None else item.needs
-        shows = f"`{item.alias}` under another name" if item.alias else item.shows
-        lines.append(f"| `{name}` | {shows} | {needs.replace('<', '&lt;')} |\n")
-    return "".join(lines)
+        rows.append([f"`{name}`", item.shows, needs.replace("<", "&lt;")])
+    return markdown(rows)
 
 
 def written(text: str) -> str:
     """`text` with every table between its comments made again.
 
     Raises:
-        KeyError: a comment names a table that is not in TABLES.
+        KeyError: a comment names a table that is nowhere above.
     """
 
     def made(found: re.Match[str]) -> str:
         name = found[2]
-        return (
-            found[1] + (experiments() if name == "experiments" else table(TABLES[name])) + found[3]
-        )
+        if name in FILES:
+            return found[1] + whole(FILES[name]) + found[3]
+        makers = {"experiments": experiments, "statistics": statistics}
+        return found[1] + (makers[name]() if name in makers else scores(SCORES[name])) + found[3]
 
     return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end \2 -->)", made, text, flags=re.S)
 

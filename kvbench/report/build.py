@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvbench.records.figures import Curve, Times
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import Experiment, Group, load_experiment
 from kvbench.report.files import file_stem, part_of, remove_stale, write_text
-from kvbench.report.frame import AVERAGE, tidy
+from kvbench.report.frame import AVERAGE, tidy, totals
 from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
 from kvbench.report.render import csv, latex, markdown
@@ -28,6 +29,7 @@ from kvbench.report.tables import (
 )
 
 Part = tuple[Group, pd.DataFrame]
+SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class ReportPaths:
 
 
 def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> ReportPaths:
-    """Write report.html and tables/ into the experiment's folder, from records alone.
+    """Write report.html, summary.json and tables/ into the experiment's folder, from records alone.
 
     The same records give the same files.
 
@@ -85,6 +87,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     every = [*shared, *compared, *(t for section in sections for t in section.tables), *hidden]
     try:
         place = write_text(experiment.folder / PAGE, page)
+        write_text(experiment.folder / SUMMARY, summary([frame for _, frame in ranked]))
         files = write_tables(every, part_of(experiment.folder, "tables"))
         drawings: list[Path] = []
         if for_print:
@@ -102,6 +105,21 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     frames = [frame for _, frame in ranked]
     scores = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
     return ReportPaths(place, tuple(files), tuple(drawings), tuple(warnings), scores, last)
+
+
+def summary(frames: Sequence[pd.DataFrame]) -> str:
+    """JSON of the scores: model, task, variant; score, its interval, of how many examples, ratio."""
+    found: dict[str, Any] = {}
+    for frame in frames:
+        ratios = totals(frame, "ratio")["mean"]
+        for label, row in totals(frame).iterrows():
+            numbers = {"score": row["mean"], "low": row["low"], "high": row["high"], "n": row["n"]}
+            known = {**numbers, "ratio": ratios.get(label)}
+            of_task = found.setdefault(row["model"], {}).setdefault(row["task"], {})
+            of_task[label] = {
+                k: None if pd.isna(v) else round(float(v), 6) for k, v in known.items()
+            }
+    return json.dumps(found, indent=1) + "\n"
 
 
 def is_ranked(group: Group) -> bool:

@@ -383,7 +383,6 @@ def fidelity_table(group: Group) -> Table:
         "value", key=lambda of: pd.to_numeric(of, errors="coerce"), ascending=False, kind="stable"
     )
     frame["group"] = [f"rate {value}" if by == "rate" else "" for value in frame.pop("value")]
-    floor = pd.to_numeric(records.get("kl_floor", pd.Series(dtype=float)), errors="coerce").max()
     shares = {str(k): 100 * frame[k] for k in frame if str(k).startswith("agreement")}
     return Table(
         f"{group.task}-{group.model}-fidelity",
@@ -402,7 +401,6 @@ def fidelity_table(group: Group) -> Table:
         (
             "Every method reads the same continuation, token by token. KL is of the exact model's"
             " next-token distribution from the method's.",
-            *([f"Rounding alone comes to a KL of {floor:.1e} at most."] if floor == floor else []),
         ),
         frame.assign(model=group.model, task=group.task, **shares),
     )

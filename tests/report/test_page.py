@@ -56,6 +56,9 @@ def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
     assert all(address.startswith("data:image/svg+xml") for address in parsed.fetched)
     assert len(text.encode()) < 2_000_000
     assert text.count("[low, high] is a 95 % interval") == 1, "footnotes stand once"
+    told = json.loads((demo.page.parent / "summary.json").read_text())["recall_mini"]
+    assert told["longeval_lines"]["snapkv"]["score"] == pytest.approx(0.72)
+    assert set(told["longeval_lines"]["snapkv"]) == {"score", "low", "high", "n", "ratio"}
     needle = text.partition('<h2 id="section-2">')[2]
     folded = needle.index("<details")
     for open_ in ("needle: score against memory", "needle: score by length and depth", "<table"):

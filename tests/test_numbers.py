@@ -1,0 +1,100 @@
+"""Every number in the READMEs that show results stands in a committed table, which the text names.
+
+A paragraph (or item of a list) with numbers has a comment that says where they stand, for example
+``<!-- from lines/tables/x.csv variant=snapkv; y.csv -->``: each number is then the rounded value of a
+cell of these rows, as it is or in per cent. Tables between ``<!-- table ... -->`` are made by
+scripts/readme_tables.py, which is run here. What is no measurement (versions, sizes of an experiment)
+is in SETUP, as the phrase in which it stands.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from support.paths import ROOT
+
+RESULTS = ROOT / "results"
+READMES = ("README.md", "results/README.md", "kvbench/assets/recall_mini/README.md")
+COUNTED = "bits?|tokens|GB|MB|layers?|heads?|draws?|prompts|examples|cases|essays|questions|minutes"
+SETUP = re.compile(
+    r"SmolLM2-135M|Python 3\.\d+|95 %|Apache-2\.0|Table \d+|\d/\d+|layers? \d+(, \d+)*( and \d+)?"
+    r"|seeds? \d|\(x \+ 1\) / \(n \+ 2\)|Westfall 2008|64 given tokens|1,024 of an essay"
+    r"|50 official cases|\d+ to [\d,]+ tokens|records of 400 lines"
+    rf"|[\d,]+ ({COUNTED})\b"
+)
+NUMBER = re.compile(r"(?<![\w.,/])[-−+]?\d[\d,]*(?:\.\d+)?(?![\w/])")
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Paragraphs and items of lists outside code blocks and generated tables."""
+    text = re.sub(r"<!-- (table|figure) (\w+) -->.*?<!-- end \2 -->", "", text, flags=re.S)
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    for block in re.split(r"\n\s*\n", text):
+        yield from re.split(r"\n(?=- )", block)
+
+
+def said(paragraph: str) -> list[str]:
+    """The numbers of a paragraph that are measurements."""
+    text = re.sub(r"<!--.*?-->", "", paragraph, flags=re.S)
+    text = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", "", text)
+    return NUMBER.findall(SETUP.sub("", " ".join(text.split())))
+
+
+def cells(source: str) -> Iterator[float]:
+    """The numbers in the rows that ``<file> key=value ...`` names."""
+    file, *where = source.split()
+    wanted = dict(one.split("=", 1) for one in where)
+    with (RESULTS / file).open(encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            if all(row[key] == value for key, value in wanted.items()):
+                for cell in row.values():
+                    try:
+                        yield float(cell)
+                    except ValueError:
+                        continue
+
+
+def stands(number: str, among: list[float]) -> bool:
+    """Whether some value, or a hundred times it, is `number` when rounded to its digits."""
+    plain = number.replace(",", "").replace("−", "-")
+    digits = len(plain.partition(".")[2])
+    return any(
+        f"{sign * scale * value:.{digits}f}" == plain.lstrip("+-")
+        for value in among
+        for scale in (1, 100)
+        for sign in (1, -1)
+    )
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_every_number_stands_in_a_committed_table(name: str) -> None:
+    missing = []
+    for paragraph in paragraphs((ROOT / name).read_text(encoding="utf-8")):
+        sources = re.findall(r"<!-- from (.*?) -->", paragraph, re.S)
+        found = [value for one in sources for part in one.split(";") for value in cells(part)]
+        missing += [
+            (number, paragraph[:60]) for number in said(paragraph) if not stands(number, found)
+        ]
+    assert not missing
+
+
+def test_the_tables_are_what_results_say() -> None:
+    script = [sys.executable, str(ROOT / "scripts/readme_tables.py"), "--check"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_number_that_no_table_holds_is_found() -> None:
+    assert said("SnapKV answers 98 % of 50 prompts [96.5, 100], `rate 0.25`, at 1/4.") == [
+        "98",
+        "96.5",
+        "100",
+    ]
+    assert stands("98", [0.9761])
+    assert stands("−2.5", [2.46])
+    assert not stands("97", [0.9761])
