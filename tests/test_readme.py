@@ -32,7 +32,7 @@ def commands(path: Path) -> list[str]:
     found = [
         line
         for block in re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)
-        for line in block.splitlines()
+        for line in re.sub(r"^cat > .*?^END$\n", "", block, flags=re.M | re.S).splitlines()
     ]
     text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     spans = re.findall(r"`([^`]+)`", text)

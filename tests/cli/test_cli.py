@@ -54,7 +54,8 @@ def test_the_first_line_comes_before_torch() -> None:
     told += "def spy(name, *rest):\n    if name == 'torch' and 'torch' not in sys.modules:\n"
     told += "        print('IMPORTED', flush=True); sys.exit(9)\n    return real(name, *rest)\n"
     told += "builtins.__import__ = spy\nfrom kvbench.cli.main import main\nmain(sys.argv[1:])\n"
-    command = [sys.executable, "-c", told, "-m", "task=needle,longeval_lines", "limit=1"]
+    sweep = ["-m", "model=recall_mini", "task=needle,longeval_lines", "limit=1"]
+    command = [sys.executable, "-c", told, *sweep]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     first, second = done.stdout.splitlines()
     assert first.endswith(
