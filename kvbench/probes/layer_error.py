@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -242,6 +242,7 @@ class LayerError(LayerProbe):
         exact: tokens kept exactly at both ends.
         synthetic: the tensors, without prompts.
         held_out: False shows the methods the measured queries too, and the tables say so.
+        metric: which error is the score.
     """
 
     name: ClassVar[str] = "layer_error"
@@ -255,6 +256,7 @@ class LayerError(LayerProbe):
     exact: Tokens = 256
     synthetic: SyntheticLayers | None = None
     held_out: bool = True
+    metric: Literal["per_query", "pooled", "released"] = "per_query"
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`. The repetition is the prompt, whose draws say little about other prompts; of
@@ -305,21 +307,19 @@ class LayerError(LayerProbe):
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method at every layer, rate and seed, on one prompt's tensors.
 
-        A method that draws nothing is run once for all seeds. What methods note at one layer for the
-        next (`LayerKV.carried`) stays with the method, its rate and its draw. A failure stops no other
-        method.
+        A method that draws nothing is run once for all seeds; what one notes for the next layer
+        (`LayerKV.carried`) stays with its rate and its draw. A failure stops no other method.
         """
         carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
         for layer, kv in self._layers(unit, session):
             guard.check_finite(kv)
             first = kv.n - self.exact
             assert kv.queries is not None
-            queries = kv.queries[:, :, first:]
+            before, queries = kv.queries[:, :, :first], kv.queries[:, :, first:]
             exact = estimate(keep_all(kv), queries, first, kv)
-            seen = kv
-            if self.held_out:
-                seen = replace(kv, queries=kv.queries[:, :, :first], withheld=self.exact)
+            seen = replace(kv, queries=before, withheld=self.exact) if self.held_out else kv
             same: dict[tuple[str, float], Mapping[str, Any]] = {}  # for every seed
+            which = f"{self.metric}_error".replace("per_query", "relative")
             for rate, seed, label in product(self.rates, range(self.seeds), methods):
                 method = methods[label][0]
                 generator = layer_generator(SEED_STRIDE * session.seed + seed, unit.id, layer)
@@ -331,7 +331,7 @@ class LayerError(LayerProbe):
                         budget = self.budget_of(method, rate, kv.n, kv.num_layers)
                         held, cost = compress_measured(label, method, budget, generator, mine)
                         errors = relative_errors(estimate(held, queries, first, kv), exact)
-                        found = {"score": errors["relative_error"], **errors, **cost}
+                        found = {"score": errors[which], **errors, **cost}
                     except Exception as failure:  # noqa: BLE001 - a record with its status
                         found = failed(failure)
                 if torch.equal(state, generator.get_state()):

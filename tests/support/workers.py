@@ -14,11 +14,12 @@ from typing import Any
 
 from support.stores import rows_below
 
-SMALL = ["logger=none", "device=cpu", "task=longeval_lines", "task.num_lines=[20]"]
+SMALL = ["model=recall_mini", "logger=none", "device=cpu", "task=longeval_lines"]
+SMALL += ["task.num_lines=[20]"]
 SMALL += ["method=[exact,h2o]", "task.num_examples=8"]
 
 
-TINY = ["model=tiny_random", "method=[exact]", "task.max_new_tokens=2", *SMALL[:4]]
+TINY = ["model=tiny_random", "method=[exact]", "task.max_new_tokens=2", *SMALL[1:5]]
 TINY += ["task.num_examples=5"]
 
 
