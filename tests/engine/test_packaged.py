@@ -74,7 +74,7 @@ def test_a_package_that_is_missing_is_one_line(package: Path, caplog: Any) -> No
 @pytest.mark.real
 def test_smollm2_is_gguf_unpacked() -> None:
     """Every matrix of three layers, as the gguf package itself dequantises it."""
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason="needs the gguf package: kvbench[quantized]")
     file = packaged_file(SMOLLM2)
     assert file is not None
     state = AutoModelForCausalLM.from_pretrained(unpacked(SMOLLM2), dtype=torch.float32)

@@ -153,7 +153,7 @@ def test_a_server_that_fails_loses_nothing_and_is_asked_once(
 
 
 def test_a_report_is_built_without_a_network(tmp_path: Path) -> None:
-    pytest.importorskip("wandb_workspaces")
+    pytest.importorskip("wandb_workspaces", reason="needs kvbench[wandb-report]")
     folder = write(tmp_path / "results")
     assert ours.main([str(folder), "--no-send"]) == 0
     blocks = json.loads((folder / "wandb" / "report.json").read_text())["blocks"]
