@@ -17,7 +17,7 @@ from typing import Any, get_args
 from filelock import FileLock
 from omegaconf import DictConfig
 
-from kvbench.cli.config import Settings, results_folder
+from kvbench.cli.config import Settings
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, first_line, nearest, presentable, printable
@@ -59,33 +59,22 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
         target: Any = locate(named)
     except ErrorDuringImport as error:
         raise KVError(f"{key}._target_ is {named!r}: {first_line(error)}") from error
-    if not isinstance(target, type) or not any(_is_kind(target, kind) for kind in kinds):
+    if not isinstance(target, type) or not issubclass(target, kinds):
         raise KVError(f"{key}._target_ is {named!r}; allowed: a {words}")
     hints, options = hints_of(target), {}
-    for name, value in node.items():
-        if name == "_target_":
-            continue
+    for name, value in ((name, node[name]) for name in node if name != "_target_"):
         if hints and name not in hints:
-            allowed = ", ".join(hints)
-            meant = nearest(name, list(hints))
-            raise KVError(f"unknown key {name!r} of {key}{meant}; allowed: {allowed}")
+            meant = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
+            raise KVError(f"unknown key {name!r} of {key}{meant}")
         options[name] = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
         if name in hints and not fits(hints[name], options[name]):
-            each = value if isinstance(value, list) else []
-            several = (
-                f"; for a job each: -m {key}.{name}={','.join(map(str, each))}" if each else ""
-            )
+            several = ",".join(map(str, value)) if isinstance(value, list) else ""
+            several = several and f"; for a job each: -m {key}.{name}={several}"
             raise KVError(refusal(f"{key}.{name}", value, hints[name]) + several)
     try:
         return target(**options)
     except TypeError as error:
         raise KVError(f"{key} cannot be made: {first_line(error)}") from error
-
-
-def _is_kind(target: type, kind: type) -> bool:
-    if kind is Plan:
-        return all(callable(getattr(target, name, None)) for name in ("meta", "units", "run"))
-    return issubclass(target, kind)
 
 
 def _with_inner(value: Any, key: str, *kinds: type) -> Any:
@@ -148,7 +137,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     return Job(
         experiment=settings.experiment_name,
         task=settings.task_label,
-        results_dir=results_folder(settings.results_dir),
+        results_dir=Path(settings.results_dir).expanduser(),
         session=session,
         plan=plan,
         methods=methods,

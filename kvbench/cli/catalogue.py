@@ -4,7 +4,6 @@ figures of the papers with what makes them (results/paper/experiments.yaml).
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,18 +31,11 @@ def catalogue(kind: str) -> dict[str, str]:
 
 
 def describe(path: Path) -> str:
-    """The first sentence of a YAML's first comment, or of its class's docstring (not imported)."""
-    text = path.read_text(encoding="utf-8")
-    comments = re.match(r"(#.*\n)*", text)
-    lines = [line.lstrip("# ") for line in comments[0].splitlines()] if comments else []
-    lines = [line for line in lines if not line.startswith(("@package", "python -m", "kvbench "))]
-    target = re.search(r"^_target_: *([\w.]+)\.(\w+)", text, re.MULTILINE)
-    if target and not lines:
-        source = Path(str(files("kvbench"))).parent / (target[1].replace(".", "/") + ".py")
-        for node in ast.parse(source.read_text(encoding="utf-8")).body if source.is_file() else ():
-            if isinstance(node, ast.ClassDef) and node.name == target[2]:
-                lines = (ast.get_docstring(node) or "").split()
-    text = " ".join(lines)  # up to a full stop that is not the one of "3.1" or "G. Kamradt"
+    """The first sentence of the comment that a YAML begins with."""
+    comments = re.findall(r"\A(?:#.*\n)*", path.read_text(encoding="utf-8"))[0]
+    lines = [line.lstrip("# ") for line in comments.splitlines()]
+    text = " ".join(x for x in lines if not x.startswith(("@package", "python -m", "kvbench ")))
+    # up to a full stop that is not the one of "3.1" or "G. Kamradt"
     sentence = re.match(r".*?(?<!\b[A-Z])\.(?=\s|$)", text)
     return (sentence[0] if sentence else text).strip().rstrip(".:")
 

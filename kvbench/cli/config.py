@@ -6,7 +6,6 @@ usage is told at once.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,15 +109,10 @@ def _is_path(value: str) -> bool:
 
 @contextmanager
 def hydra_of_conf() -> Iterator[Hydra]:
-    """Hydra, ready to compose configs from conf/; what it cannot compose is a `UserError`."""
+    """Hydra, ready to compose configs from conf/."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_dir().resolve()), version_base="1.3", job_name="kvbench"):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        try:
-            yield hydra
-        except (HydraException, OmegaConfBaseException, RecursionError) as error:
-            raise UserError(explain(error)) from error
+        yield GlobalHydra.instance().hydra  # type: ignore[misc]
 
 
 @contextmanager
@@ -250,8 +244,3 @@ class Settings:
         what = what if jobs == 1 else f"{jobs} jobs, the first: {what}"
         where = "(dry run)" if self.dry_run else f"-> {self.results_dir}/{self.experiment_name}"
         return presentable(f"kvbench {__version__}: {what} {where}")
-
-
-def results_folder(value: str) -> Path:
-    """The folder for results that a config names, ``~`` expanded."""
-    return Path(os.path.expanduser(value))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,14 +23,15 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.core.utils import JobReturn, filter_overrides
+from hydra.errors import HydraException
 from hydra.plugins import launcher, sweeper
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import errors
-from kvbench.cli.config import Settings, explain, explaining, hydra_of_conf, results_folder
+from kvbench.cli.config import Settings, explain, explaining, hydra_of_conf
 from kvbench.errors import FAILED, USAGE, UserError, complain
 from kvbench.records.durable import make_folder, replace
 from kvbench.run.termination import asks_to_stop, terminable
@@ -48,7 +50,7 @@ def report_error(error: BaseException) -> tuple[str, int]:
     """
     if isinstance(error, UserError):
         line, status = str(error), error.status
-    elif isinstance(error, OmegaConfBaseException):  # an interpolation that leads nowhere
+    elif isinstance(error, HydraException | OmegaConfBaseException):  # e.g. of an interpolation
         line, status = explain(error), USAGE
     elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         line, status = errors.disk_line(error), FAILED
@@ -79,12 +81,6 @@ class JobOutcome:
     error: str | None = None
     status: int = 0
 
-    def __float__(self) -> float:
-        """The score that Hydra's sweepers optimise, see `objective_of`; NaN without one."""
-        from kvbench.report.objective import objective_of
-
-        return objective_of(self.runs)["score"]
-
     def __str__(self) -> str:
         bad = f"{self.failed} of {self.records} examples failed" if self.failed else ""
         return self.error or bad or f"{self.records} records"
@@ -97,9 +93,9 @@ class Jobs:
         argv: what the user typed, which manifests hold.
     """
 
-    def __init__(self, argv: Sequence[str], outcomes: list[JobOutcome] | None = None) -> None:
+    def __init__(self, argv: Sequence[str]) -> None:
         self.argv = list(argv)
-        self.outcomes = [] if outcomes is None else outcomes
+        self.outcomes: list[JobOutcome] = []
         self._shared: dict[str, Any] = {}  # model, tokenizer, examples
 
     def __call__(self, config: DictConfig) -> JobOutcome:
@@ -247,7 +243,7 @@ class Launcher(launcher.Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """As Hydra's launchers; refuses a link below the results folder."""
-        root = results_folder(self.config.results_dir)
+        root = Path(self.config.results_dir).expanduser()
         self.folder = Path(self.config.hydra.sweep.dir).expanduser()
         make_folder(self.folder, root if self.folder.is_relative_to(root) else None)
         self.folder.chmod(0o700)
@@ -256,13 +252,12 @@ class Launcher(launcher.Launcher):
         own: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra, resolve=False)
         orders = ([self.jobs.argv, [*own, *each, "hydra.mode=RUN"]] for each in job_overrides)
         self.run([(f"{self.folder}/{n}.json", json.dumps(o)) for n, o in enumerate(orders)])
-        found = [self.outcomes[number] for number in sorted(self.outcomes)]
-        self.jobs.outcomes.extend(found)
-        return [JobReturn(o.overrides, status=JobStatus.COMPLETED, _return_value=o) for o in found]
+        self.jobs.outcomes.extend(self.outcomes[number] for number in sorted(self.outcomes))
+        return []
 
+    @abstractmethod
     def run(self, orders: Sequence[tuple[str, str]]) -> None:
         """Have each order, `work`'s arguments, carried out; `ended` is called for every one."""
-        raise NotImplementedError
 
     def ended(self, number: int, how: str, log: Path) -> None:
         """Take the outcome of a job; if it left none, it ended as `how` says."""

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from kvbench import __version__
 from kvbench.cli.catalogue import KINDS, catalogue, config_dir, experiment_lines
 from kvbench.cli.config import GROUPS, Settings, composed, expanded, hydra_of_conf
-from kvbench.cli.jobs import JobOutcome, Jobs, report_error
+from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
 from kvbench.errors.options import hints_of
@@ -32,12 +32,11 @@ from kvbench.run.termination import TERMINATED, Terminated, terminable
 INTERRUPTED = 130
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 """Threads that wait for another sleep: spinning takes the core from whoever else needs it."""
-INDENTED: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    "}
 GOES_ON = "what is done is on disk, the same command goes on from there"
 
 
-def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = None) -> None:
-    """Entry point of ``kvbench`` and ``python -m kvbench``; `outcomes` gets what the jobs came to."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``kvbench`` and ``python -m kvbench``."""
     for name in WAITING:  # before torch is loaded, which reads them
         os.environ.setdefault(name, WAITING[name])
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = 
             elif command == "reproduce":
                 status = reproduce(rest, run) if rest else list_kind(["experiments"])
             else:
-                status = run(arguments, outcomes)
+                status = run(arguments)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another ends at once, untraced
         complain("interrupted; " + GOES_ON)
@@ -94,7 +93,7 @@ def show_config(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run a job, or the jobs of a sweep; print what they came to; return the exit status."""
     options = _parsed(arguments)
     if options.version:
@@ -103,11 +102,12 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
     if options.help or not arguments:
         first, _, rest = (config_dir() / "help.txt").read_text("utf-8").partition("\n\n\n")
         groups = "\n".join(
-            fill(f"{group}: {', '.join(catalogue(group))}", 80, **INDENTED) for group in GROUPS
+            fill(f"  {group}: {', '.join(catalogue(group))}", 80, subsequent_indent="    ")
+            for group in GROUPS
         )
         print(first + ("\n\n" + rest.rstrip().format(groups=groups) if options.help else ""))
         return 0
-    jobs = Jobs([sys.argv[0], *arguments], outcomes)
+    jobs = Jobs([sys.argv[0], *arguments])
     overrides = expanded(options.overrides)
     given = dict(text.partition("=")[::2] for text in overrides)
     swept = {key for key in ("task", "model") if re.match(r"[^\[{'\"(]*[,(]", given.get(key, ""))}

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kvbench.cli.catalogue import PaperItem, catalogue, config_dir, item_called, paper_items
-from kvbench.cli.config import composed, hydra_of_conf, results_folder
+from kvbench.cli.config import composed, hydra_of_conf
 from kvbench.cli.jobs import report_error
 from kvbench.errors import UserError, nearest, needs_extra
 
@@ -30,15 +30,7 @@ SMALL_MODELS = ("recall_mini", "tiny_random")
 """Models of conf/model that come with the package and read no English."""
 INVENTED = "${FIXTURES}"
 """In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
-OF_JOBS = (
-    "batch_size",
-    "decode",
-    "example_timeout",
-    "launcher",
-    "logger",
-    "retry_failed",
-    "shards",
-)
+OF_JOBS = "batch_size decode dry_run example_timeout launcher logger retry_failed shards".split()
 """Keys that mean nothing to a script."""
 
 
@@ -69,7 +61,7 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
             statuses.append(report_error(error)[1])
     if not dry:
         given = dict(text.partition("=")[::2] for text in overrides)
-        pages = results_folder(given.get("results_dir", "runs")).glob("*/report.html")
+        pages = Path(given.get("results_dir", "runs")).expanduser().glob("*/report.html")
         print(f"page: {write_index([page.parent for page in sorted(pages)])}")
     return max(statuses)
 
@@ -101,12 +93,11 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     small = given.get("model") in SMALL_MODELS
     less = item.small.replace(INVENTED, str(fixtures())) if small else ""
     if item.script:
-        own = [
-            text for text in overrides if re.split(r"[.=]", text)[0] not in (*OF_JOBS, "dry_run")
-        ]
+        own = [text for text in overrides if re.split(r"[.=]", text)[0] not in OF_JOBS]
         first = [f"script={item.script}", f"name={item.name}{'_small' * small}"]
     else:
-        config = _config_of(item.experiment)
+        with hydra_of_conf() as hydra:
+            config = composed(hydra, [f"experiment={item.experiment}"])
         its = re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task))
         if its and find_spec("lm_eval") is None:
             raise UserError(f"{name}: " + needs_extra("lm-eval", "lm-eval"))
@@ -153,9 +144,3 @@ def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]
     ]
     label = OmegaConf.to_container(config, resolve=False)["task_label"]  # type: ignore[call-overload, index]
     return [*words, f"task_label='fixture_{label}'"] if invented else words
-
-
-def _config_of(experiment: str) -> Any:
-    """The config that an experiment composes to."""
-    with hydra_of_conf() as hydra:
-        return composed(hydra, [f"experiment={experiment}"])

@@ -193,7 +193,6 @@ def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -
     """A job: every method's scores, and their answers where that is wanted."""
     from kvbench.report.experiment import group_runs
     from kvbench.report.frame import tidy
-    from kvbench.report.objective import scalars_of
 
     manifest, group = runs[0].manifest, group_runs(runs)[0]
     frame = tidy(group)
@@ -242,7 +241,6 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     from kvbench.report.experiment import load_experiment
     from kvbench.report.figures import figures_of
     from kvbench.report.frame import tidy, totals
-    from kvbench.report.objective import scalars_of
 
     manifest, scores = paths.manifest, paths.scores
     logger = (manifest.get("config") or {}).get("logger") or {}
@@ -282,6 +280,18 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     if written and mode == "online":
         _send(written, float(logger["timeout_s"]))
     return bool(written)
+
+
+def scalars_of(frame: pd.DataFrame) -> dict[str, float]:
+    """Score, difference and ratio of every variant of a tidy frame, for columns and charts of runs."""
+    from kvbench.report.frame import totals
+
+    return {
+        f"{label}/{name}": float(value)
+        for name in ("score", "difference", "ratio")
+        for label, value in totals(frame, name)["mean"].items()
+        if not math.isnan(value)
+    }
 
 
 def _answers(group: Group) -> wandb.Table | None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
@@ -133,6 +133,7 @@ class Outcome:
     fields: Mapping[str, Any]
 
 
+@runtime_checkable
 class Plan(Protocol):
     """A task or a probe, as the runner sees it.
 
