@@ -105,10 +105,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     if settings.logger.get("name") == "wandb":
         from kvbench.report.wandb import check_logger
 
-        try:
-            check_logger(settings.logger["mode"], settings.logger["timeout_s"])
-        except ValueError as error:
-            raise KVError(str(error)) from error
+        check_logger(settings.logger["mode"], settings.logger["timeout_s"])
     device = resolve_device(settings.device)
     spec: ModelSpec = constructed(settings.model, "model", ModelSpec)
     if not re.search(r"\w", spec.label):  # the store has nothing to call its folder

@@ -53,6 +53,7 @@ class PaperItem:
     id: str = ""
     title: str = ""
     shows: str = ""
+    published: str = ""
     needs: str = ""
     no_data: str | None = None
     alias: str = ""
@@ -73,19 +74,8 @@ class PaperItem:
         not be read from the paper, or there are none)."""
         if self.no_data:
             return "no data"
-        files = (folder / f"{self.name}.csv" for folder in paper_folders())
-        beside = any(path.is_file() for path in files) if self.script else _table(self.experiment)
+        beside = any((folder / f"{self.published}.csv").is_file() for folder in paper_folders())
         return "published" if beside else "ours"
-
-
-def _table(experiment: str) -> Any:
-    """The published table that an experiment's YAML, or one that it goes on from, names."""
-    path = config_dir() / "experiment" / f"{experiment}.yaml"
-    said = yaml.safe_load(path.read_text(encoding="utf-8"))
-    above = (
-        each for each in said.get("defaults", []) if isinstance(each, str) and each != "_self_"
-    )
-    return said["paper_table"] if "paper_table" in said else any(map(_table, above))
 
 
 @lru_cache(maxsize=1)
@@ -95,8 +85,9 @@ def paper_items() -> Mapping[str, PaperItem]:
     found: dict[str, PaperItem] = {}
     for paper, part in yaml.safe_load(file.read_text(encoding="utf-8")).items():
         for number, said in part["items"].items():
-            given: dict[str, Any] = {"experiment": f"{paper}_{number}", **said}
-            found[f"{paper}_{number}"] = PaperItem(paper, number, part["title"], **given)
+            name = f"{paper}_{number}"
+            given: dict[str, Any] = {"experiment": name, "published": name, **said}
+            found[name] = PaperItem(paper, number, part["title"], **given)
     return found
 
 

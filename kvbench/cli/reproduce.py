@@ -91,7 +91,10 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         raise UserError(f"{name} has no experiment: {item.no_data}")
     given = dict(text.partition("=")[::2] for text in overrides)
     small = given.get("model") in SMALL_MODELS
-    less = item.small.replace(INVENTED, str(fixtures())) if small else ""
+    # in a wheel they are in the package
+    places = config_dir().parent / "fixtures", config_dir().resolve().parent / "tests" / "data"
+    invented = next(str(place) for place in places if place.is_dir())
+    less = item.small.replace(INVENTED, invented) if small else ""
     if item.script:
         own = [text for text in overrides if re.split(r"[.=]", text)[0] not in OF_JOBS]
         first = [f"script={item.script}", f"name={item.name}{'_small' * small}"]
@@ -103,10 +106,8 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
             raise UserError(f"{name}: " + needs_extra("lm-eval", "lm-eval"))
         several = "per_dataset" in config.task
         own = [re.sub("^limit=", "task.per_dataset=", t) if several else t for t in overrides]
-        first = [
-            f"experiment={item.experiment}",
-            *(_by_itself(item, config, given) if small else []),
-        ]
+        first = [f"experiment={item.experiment}"]
+        first += _by_itself(item, config, given) if small else []
     for number, line in enumerate(item.runs):
         if line.startswith("experiment="):
             yield from command_lines(line.partition("=")[2], overrides)
@@ -124,23 +125,12 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         yield [*first, *(word for key, word in settings.items() if key not in asked), *own]
 
 
-def fixtures() -> Path:
-    """The folder of invented texts: in a wheel in the package, in a checkout tests/data."""
-    places = (config_dir().parent / "fixtures", config_dir().resolve().parent / "tests" / "data")
-    return next(place for place in places if place.is_dir())
-
-
 def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]:
     """What keeps a small run apart from the paper's: folder, no published table, a line that says so."""
     invented = INVENTED in item.small
-    said = f"A small run: model {given['model']}, " + (
-        "invented texts" if invented else "small sizes"
-    )
+    said = f"A small run: model {given.get('model')}, {'invented texts' if invented else 'small sizes'}"
     said += f", {given['limit']} examples of each dataset" if "limit" in given else ""
-    words = [
-        f"experiment_name={config.experiment_name}_small",
-        "paper_table=null",
-        f"small='{said}'",
-    ]
+    words = [f"experiment_name={config.experiment_name}_small", "paper_table=null"]
+    words.append(f"small='{said}'")
     label = OmegaConf.to_container(config, resolve=False)["task_label"]  # type: ignore[call-overload, index]
     return [*words, f"task_label='fixture_{label}'"] if invented else words

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from filelock import FileLock
 
-from kvbench.errors import first_line, presentable, redact
+from kvbench.errors import UserError, first_line, presentable, redact
 from kvbench.records.durable import make_folder, replace
 from kvbench.records.read import Run
 
@@ -60,12 +60,12 @@ def check_logger(mode: str, timeout_s: float) -> None:
     """Refuse what `log_runs` cannot work with.
 
     Raises:
-        ValueError: one line with what is allowed.
+        UserError: one line with what is allowed.
     """
     if mode not in get_args(Mode):
-        raise ValueError(f"logger.mode is {mode!r}; allowed: {', '.join(get_args(Mode))}")
+        raise UserError(f"logger.mode is {mode!r}; allowed: {', '.join(get_args(Mode))}")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"logger.timeout_s is {timeout_s!r}; allowed: a positive number")
+        raise UserError(f"logger.timeout_s is {timeout_s!r}; allowed: a positive number")
 
 
 def log_runs(
@@ -93,7 +93,7 @@ def log_runs(
         How many W&B runs were written.
 
     Raises:
-        ValueError: an unknown mode, or a timeout that is not positive.
+        UserError: an unknown mode, or a timeout that is not positive.
     """
     check_logger(mode, timeout_s)
     mode, jobs = _resolved(mode), dict[str, list[Run]]()
