@@ -112,11 +112,10 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
     budget = constructed(settings.budget, "budget", Budget)
     methods: dict[str, tuple[Method, Budget]] = {}
-    method_configs: dict[str, Any] = {}
     for label, node in settings.methods.items():
         method: Method = constructed(node, f"methods.{label}", Method)
         method.quantization()  # refuses a scheme that cannot be
-        methods[label], method_configs[label] = (method, budget), node
+        methods[label] = method, budget
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
@@ -138,7 +137,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         session=session,
         plan=plan,
         methods=methods,
-        method_configs=method_configs,
+        method_configs=settings.methods,
         task_config={k: v for k, v in settings.task.items() if k not in unhashed},
         budget_config=settings.budget,
         limit=settings.limit,
@@ -147,7 +146,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         retry_failed=settings.retry_failed,
         lock_timeout=settings.lock_timeout,
         extra={
-            "config": {name: getattr(settings, name) for name in hints_of(Settings)},
+            "config": vars(settings),
             "command": provenance.command(),
             "versions": provenance.versions(),
             "code_revision": provenance.code_revision(),

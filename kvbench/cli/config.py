@@ -20,7 +20,7 @@ from hydra import initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -49,11 +49,6 @@ def _needed(setting: str, where: str) -> None:
 OmegaConf.register_new_resolver("needed", _needed, replace=True)
 OmegaConf.register_new_resolver("folder", safe_name, replace=True)
 
-COMPOSING = (
-    *(HydraException, OmegaConfBaseException, ValueError, TypeError),
-    *(AssertionError, AttributeError, LookupError, RecursionError),
-)
-"""What Hydra raises for overrides that it cannot compose."""
 RAISED = "UserError raised while resolving interpolation: "
 MEANT = {"compression_ratio": " (did you mean 'budget.rate', the share that is kept?)"}
 """Words of other tools, with ours."""
@@ -120,7 +115,7 @@ def explaining() -> Iterator[None]:
         yield
     except UserError:
         raise
-    except COMPOSING as error:
+    except Exception as error:
         raise UserError(explain(error)) from error
 
 

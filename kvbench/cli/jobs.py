@@ -167,7 +167,8 @@ class Sweeper(sweeper.Sweeper):
             )
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Run the jobs of these overrides, each split into its shards; refuses the first wrong one."""
+        """Run the jobs of these overrides, each split into its shards, with launcher=gpus into as many
+        as there are workers; refuses the first wrong one."""
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # Hydra loads it anew
 
         params = [f"{key}={value}" for key, value in self.params.items()]
@@ -183,7 +184,12 @@ class Sweeper(sweeper.Sweeper):
             settings = Settings.of(config)
             if config.launcher.name == "slurm":
                 config.device = "cpu"  # jobs run on a node's devices
-            count = _shards(settings)
+            if None not in (settings.shards, settings.shard):
+                said = f"shards is {settings.shards} and shard is given, too"
+                raise UserError(f"{said}; allowed: one of them")
+            count = settings.shards or 1
+            if settings.shards is settings.shard is None and config.launcher.name == "gpus":
+                count = len(devices_of(settings.launcher, settings.device))
             if number == 1:
                 print(settings.announcement(len(jobs) * count), flush=True)
             self.jobs.check(config, f"job {number}: {name}" if len(jobs) > 1 else "")
@@ -195,17 +201,6 @@ class Sweeper(sweeper.Sweeper):
             print(f"{len(parts)} jobs; launcher={self.settings.launcher.name}")
             return []
         return self.launcher.launch(parts, 0)
-
-
-def _shards(settings: Settings) -> int:
-    """Into how many jobs each is split; with launcher=gpus as many as there are workers."""
-    if settings.shards is not None and settings.shard is not None:
-        raise UserError(
-            f"shards is {settings.shards} and shard is given, too; allowed: one of them"
-        )
-    if settings.shards is settings.shard is None and settings.launcher["name"] == "gpus":
-        return len(devices_of(settings.launcher, settings.device))
-    return settings.shards or 1
 
 
 class Launcher(launcher.Launcher):

@@ -30,7 +30,8 @@ SMALL_MODELS = ("recall_mini", "tiny_random")
 """Models of conf/model that come with the package and read no English."""
 INVENTED = "${FIXTURES}"
 """In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
-OF_JOBS = "batch_size decode dry_run example_timeout launcher logger retry_failed shards".split()
+OF_JOBS = {"batch_size", "decode", "dry_run", "example_timeout"}
+OF_JOBS |= {"launcher", "logger", "retry_failed", "shards"}
 """Keys that mean nothing to a script."""
 
 
