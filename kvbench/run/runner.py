@@ -257,12 +257,14 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         if work and work[0][0].examples:  # a probe may measure seconds
             stack.enter_context(progress.watching(job.session.model))
 
+        measures = ("score", *job.meta.get("measures", ()))
+
         def save(outcomes: Sequence[Outcome]) -> None:
             nonlocal written
             for outcome in outcomes:
                 record = job.record(outcome)
                 written += stores[outcome.method].append(record)
-                progress.add(outcome.method, record["score"])
+                progress.add(outcome.method, {name: record.get(name) for name in measures})
 
         for outcomes in Runner(job.plan, job.session, job.batch_size, save).run(work):
             save(outcomes)
