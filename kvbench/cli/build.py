@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import is_dataclass
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
@@ -159,14 +160,23 @@ def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
     """Run one job and print its tables; `shared` as of `build_job`."""
     job = build_job(config, shared)
     title = presentable(f"{job.spec.label} x {job.task}")
-    with progress_display(title) as progress:
+    logs = config.logger.name == "wandb"
+    logger = {str(key): config.logger[key] for key in config.logger if key != "name"}
+    with ExitStack() as stack:
+        progress = stack.enter_context(progress_display(title))
+        if logs:
+            from kvbench.report.wandb import Live
+
+            names = [run.names for run in job.runs.values()]
+            live = Live(job.results_dir / job.experiment, names, logger)
+            progress.on_unit = stack.enter_context(live).log
         result = run_job(job, progress)
     runs = tuple(load_run(path) for path in result.folders.values())
     print_scores(job.results_dir / job.experiment, runs)
-    if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
+    if logs and result.complete:  # of several shards, the last logs
         from kvbench.report.wandb import log_runs
 
-        log_runs(runs, **{str(key): config.logger[key] for key in config.logger if key != "name"})
+        log_runs(runs, **logger)
     return result
 
 
