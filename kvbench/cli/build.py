@@ -6,7 +6,6 @@ What reads results and draws them is imported when there are any: that takes as 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -34,8 +33,6 @@ from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
 
-log = logging.getLogger(__name__)
-
 
 def constructed(node: object, key: str, *kinds: type) -> Any:
     """The object of which a config names the class in ``_target_`` and has the options.
@@ -62,7 +59,7 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
         raise KVError(f"{key}._target_ is {named!r}: {first_line(error)}") from error
     if not isinstance(target, type) or not issubclass(target, kinds):
         raise KVError(f"{key}._target_ is {named!r}; allowed: a {words}")
-    hints, options = hints_of(target), {}
+    hints, options = hints_of(target), dict[str, Any]()  # type: ignore[arg-type]
     for name, value in ((name, node[name]) for name in node if name != "_target_"):
         if hints and name not in hints:
             meant = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
@@ -159,13 +156,13 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
 def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
     """Run one job and print its tables; `shared` as of `build_job`."""
     job = build_job(config, shared)
-    title = presentable(f"{job.spec.label} x {job.task}")
-    logs = config.logger.name == "wandb"
-    logger = {str(key): config.logger[key] for key in config.logger if key != "name"}
+    title = presentable(f"{job.session.spec.label} x {job.task}")
+    logger = {str(key): value for key, value in config.logger.items()}
+    logs = logger.pop("name") == "wandb"
     with ExitStack() as stack:
         progress = stack.enter_context(progress_display(title))
         if logs:
-            from kvbench.report.wandb import Live
+            from kvbench.report.wandb import Live, log_runs
 
             names = [run.names for run in job.runs.values()]
             live = Live(job.results_dir / job.experiment, names, logger)
@@ -174,8 +171,6 @@ def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
     runs = tuple(load_run(path) for path in result.folders.values())
     print_scores(job.results_dir / job.experiment, runs)
     if logs and result.complete:  # of several shards, the last logs
-        from kvbench.report.wandb import log_runs
-
         log_runs(runs, **logger)
     return result
 

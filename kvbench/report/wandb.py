@@ -205,7 +205,8 @@ class Live(ExitStack):
         super().__init__()
         self._experiment, self._names = experiment, names
         self._where = {key: logger[key] for key in ("project", "entity")}
-        self._wanted, self._run = _resolved(logger["mode"]) == "online", None
+        self._wanted = _resolved(logger["mode"]) == "online"
+        self._run: wandb.Run | None = None
 
     def log(self, means: Mapping[str, float]) -> None:
         """Log means by ``<method>/<measure>``; the run is opened by the first."""
