@@ -92,8 +92,6 @@ class Jobs:
         """Run one job; a failure is a line (after a traceback if it is a bug) and an outcome."""
         from kvbench.cli.build import run_config
 
-        if config.dry_run:
-            return self.check(config)
         sys.argv = self.argv  # where the manifest looks for the command
         # as typed: a ${...} in them has another meaning, or none, where Hydra keeps them
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)

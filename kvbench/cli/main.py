@@ -119,8 +119,12 @@ def run(arguments: Sequence[str]) -> int:
         if options.multirun or shards or every.hydra.mode == RunMode.MULTIRUN:
             hydra.multirun("config", jobs, overrides)
         else:
-            print(Settings.of(composed(hydra, overrides)).announcement(), flush=True)
-            hydra.run("config", jobs, overrides)
+            config = composed(hydra, overrides)
+            print(Settings.of(config).announcement(), flush=True)
+            if config.dry_run:
+                jobs.check(config)
+            else:
+                hydra.run("config", jobs, overrides)
     if jobs.folders or jobs.status:
         from kvbench.cli.build import finish, print_scores
 
