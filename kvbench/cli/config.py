@@ -71,10 +71,8 @@ def expanded(overrides: Sequence[str]) -> list[str]:
         key, _, value = text.partition("=")
         values = [part.strip("'\"") for part in value.split(",")]
         if names_a_secret(key):
-            raise UserError(
-                f"{key} is given a value, which the results would keep; allowed: the environment "
-                "(HF_TOKEN, WANDB_API_KEY)"
-            )
+            said = f"{key} is given a value, which the results would keep"
+            raise UserError(f"{said}; allowed: the environment (HF_TOKEN, WANDB_API_KEY)")
         if key == "experiment":
             if values == ["demo"] and not installed and "model" not in given:
                 complain(f"{REAL_MODEL} is not installed ({INSTALL}); recall_mini takes its place")

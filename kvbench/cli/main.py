@@ -109,9 +109,7 @@ def run(arguments: Sequence[str]) -> int:
         overrides.append(f"hydra.verbose={'kvbench' if options.verbose == 1 else 'true'}")
     if options.config_dir is not None:
         if not Path(options.config_dir).is_dir():
-            raise UserError(
-                f"--config-dir is {options.config_dir!r}; allowed: a folder of YAML files"
-            )
+            raise UserError(f"--config-dir is {options.config_dir!r}; allowed: a folder")
         overrides.append(f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']")
     with hydra_of_conf() as hydra:
         every = composed(hydra, overrides, RunMode.MULTIRUN)
