@@ -204,7 +204,8 @@ def load_experiment(folder: Path) -> Experiment:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs of the same model and task together: by model, what is scored before what is probed.
+    """Runs of the same model and task together: models in the order in which their first runs were
+    started, then what is scored before what is probed.
 
     Where a task's numbers are not about the model (`task_meta.subject`), its subject stands for it.
 
@@ -212,12 +213,16 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         StoreError: a score of a fraction is none.
     """
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    starts: dict[str, str] = {}
     for run in runs:
         subject = (run.manifest.get("task_meta") or {}).get("subject")
         model = short_name(str(subject or run.manifest.get("model")))
         groups[model, short_name(str(run.manifest.get("task")))].append(run)
+        for start in (run.manifest, *run.manifest.get("earlier_starts", ())):
+            started = str(start.get("started"))
+            starts[model] = min(started, starts.get(model, started))
     found = [_group(*key, members) for key, members in groups.items()]
-    return sorted(found, key=lambda g: (g.model, not g.percent, g.task))
+    return sorted(found, key=lambda g: (starts[g.model], g.model, not g.percent, g.task))
 
 
 def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
