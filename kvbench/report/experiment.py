@@ -43,8 +43,6 @@ _NOT_IN_LABELS = frozenset(
 """Config keys that say how a run was made rather than what was compared."""
 _LONGEST, _VALUE = 80, 40
 """Characters of a name, and of an option's value in a label."""
-_DATA = "data"
-"""The key of an identity under which a task notes the content of its files."""
 
 
 @dataclass(frozen=True)
@@ -299,15 +297,12 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
             identity = dict(
                 runs[i].manifest.get("identity") or runs[i].manifest.get("config") or {}
             )
-            data = identity.pop(_DATA, None)
-            told = flat(identity) | (
-                {_DATA: _digest(json.dumps(data, sort_keys=True))} if data else {}
-            )
-            made[i] = {k: v for k, v in told.items() if not (whole and k.startswith("budget."))}
+            if identity.get("data"):  # digests of files: one of all
+                identity["data"] = _digest(json.dumps(identity["data"], sort_keys=True))
+            told = flat(identity).items()
+            made[i] = {k: v for k, v in told if not (whole and k.startswith("budget."))}
         keys = sorted(set().union(*made.values()))
         varied = [key for key in keys if len({one.get(key) for one in made.values()}) > 1]
-        if len(varied) > 1 and _DATA in varied:  # the digest only where nothing else says it
-            varied.remove(_DATA)
         shown = {key: _short([one.get(key) for one in made.values()]) for key in varied}
         for i, one in made.items():
             options = (f"{key.split('.')[-1]} {shown[key][one.get(key)]}" for key in varied)

@@ -12,7 +12,6 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -81,11 +80,6 @@ class Drawn:
     caption: str
     figure: Figure
 
-    @cached_property
-    def svg(self) -> bytes:
-        """As SVG with text as text."""
-        return self.encoded("svg")
-
     def encoded(self, kind: str) -> bytes:
         """As svg, png or pdf (with embedded fonts); the same bytes for the same records."""
         buffer = io.BytesIO()
@@ -99,7 +93,7 @@ class Drawn:
     @property
     def address(self) -> str:
         """The SVG as an image's address."""
-        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.encoded('svg')).decode()}"
 
 
 def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
@@ -237,7 +231,6 @@ def lines(
     log: str = "",
     ticks: Sequence[str] = (),
     baseline: str = "",
-    bars: bool = False,
     joined: bool = True,
     grey: Sequence[str] = (),
     also: Draw | None = None,
@@ -249,7 +242,7 @@ def lines(
             ``ringed`` for points in a ring.
         log: the axes that are logarithmic, "x", "y" or "xy". ticks: names of x = 0, 1, ...
         baseline: the label whose first number is a line across the others, with its interval.
-        bars: in place of lines. joined: a line through the means.
+        joined: a line through the means.
         grey: labels whose lines are thin, without intervals and named by their number alone. The
             others' points at about one x stand beside each other.
         also: draws more, given the axes and the frame.
@@ -268,16 +261,10 @@ def lines(
             .sort_values("x", kind="stable", ignore_index=True)
         )
         labels = sorted(known["label"].unique(), key=lambda label: label in grey)
-        width = 0.8 / max(1, len(labels))
         beside = _beside(known[~known["label"].isin(grey)], log="x" in log)
-        for i, label in enumerate(labels):
+        for label in labels:
             rows = known[known["label"] == label]
             at, named = rows["x"].to_numpy(float), _shown(str(label))
-            if bars:
-                at = at + (i + 0.5) * width - 0.4
-                color = style_of(str(rows["method"].iloc[0])).color
-                ax.bar(at, rows["mean"], width, yerr=_spread(rows), color=color, label=named)
-                continue
             line: dict[str, Any] = {"linewidth": 1.4} if joined else {"linestyle": "none"}
             if label in grey:
                 line |= {
@@ -523,7 +510,7 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     parts = sorted(rows.groupby("panel"), key=lambda part: natural_order(part[0]))
     panels = {named + str(one) if one else "": part for one, part in parts}
     ylabel, names = spec.ylabel or words(value), [as_text(tick) for tick in ticks]
-    figure = lines(panels, _AXES.get(spec.x, words(spec.x)), ylabel, ticks=names, bars=True)
+    figure = lines(panels, _AXES.get(spec.x, words(spec.x)), ylabel, ticks=names, joined=False)
     text = f"Means; lines: the standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
     return Drawn(f"{stem(group)}-bars", f"{group.task}: {ylabel} by {words(spec.x)}", text, figure)
 

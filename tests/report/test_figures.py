@@ -133,7 +133,7 @@ def test_a_column_without_one_scored_example_still_draws(tmp_path: Path) -> None
         write_run(tmp_path, method=method, records=records)
     assert drawn(group_of(tmp_path / "demo")) == {}
     write_run(tmp_path, method="h2o", records=lines_records("h2o"))
-    assert all(one.svg for one in drawn(group_of(tmp_path / "demo")).values())
+    assert all(one.encoded("svg") for one in drawn(group_of(tmp_path / "demo")).values())
 
 
 def test_figures_travel_as_json() -> None:
