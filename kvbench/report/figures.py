@@ -261,7 +261,8 @@ def lines(
             .sort_values("x", kind="stable", ignore_index=True)
         )
         labels = sorted(known["label"].unique(), key=lambda label: label in grey)
-        beside = _beside(known[~known["label"].isin(grey)], log="x" in log)
+        wide = 0.0 if joined else 0.8 / max(1, len(labels))
+        beside = _beside(known[~known["label"].isin(grey)], wide, log="x" in log)
         for label in labels:
             rows = known[known["label"] == label]
             at, named = rows["x"].to_numpy(float), _shown(str(label))
@@ -303,17 +304,21 @@ def lines(
     return figure
 
 
-def _beside(points: pd.DataFrame, *, log: bool) -> pd.Series:
-    """x of the points of several labels, those at about one x side by side, `_BESIDE` of the axis apart,
-    so that none hides another's interval; points that are sorted by x, and no line too dense for it."""
-    x = points["x"].astype(float).pipe(np.log) if log else points["x"].astype(float)
-    step = _BESIDE * (x.max() - x.min())
+def _beside(points: pd.DataFrame, step: float, *, log: bool) -> pd.Series:
+    """x of the points of several labels, sorted by it, those at about one x side by side, so that none
+    hides another's interval; where one label has several of these, as they are.
+
+    Args:
+        step: how far apart; 0: `_BESIDE` of the axis.
+    """
+    x = points["x"].map(math.log) if log else points["x"].astype(float)
+    step = step or _BESIDE * (x.max() - x.min())
     about = x.groupby((x.diff() > step).cumsum())
     labels = pd.Series(points["label"].factorize()[0], x.index)
     place, count = (labels.groupby(about.ngroup()).transform(how) for how in ("rank", "nunique"))
     moved = about.transform("mean") + step * (place - (count + 1) / 2)
     moved = moved.where(count == about.transform("size"), x)
-    return moved.pipe(np.exp) if log else moved
+    return moved.map(math.exp) if log else moved
 
 
 def _plain_ticks(axis: Any, locator: LogLocator) -> None:
