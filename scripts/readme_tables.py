@@ -21,6 +21,7 @@ from pathlib import Path
 import pandas as pd
 
 from kvbench.cli.catalogue import paper_items
+from kvbench.report.table import MARKS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -46,22 +47,31 @@ class Column:
     digits: int = 0
 
     def cells(self) -> pd.Series:
-        """The column's text by method."""
+        """The column's text by method, as the file has them; of bytes the fewest first."""
         experiment, _, name = self.file.partition("/")
         frame = pd.read_csv(RESULTS / experiment / "tables" / f"{name}.csv")
         frame = frame[frame["measure"] == self.measure]
         for key, value in self.where.items():
             same = frame[key].astype(str) == str(value)
             frame = frame[same | frame[key].isna()] if key == "rate" else frame[same]
+        if self.measure == "ratio":
+            frame = frame.sort_values("mean", kind="stable")
         return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["method"])
 
     def _text(self, row: pd.Series) -> str:
         if pd.isna(row["mean"]):
             return ""
         text = f"{row['mean']:.{self.digits}f}"
-        if pd.isna(row["low"]) or pd.isna(row["high"]):
-            return text
-        return f"{text} [{row['low']:.{self.digits}f}, {row['high']:.{self.digits}f}]"
+        if not (pd.isna(row["low"]) or pd.isna(row["high"])):
+            text += f" [{row['low']:.{self.digits}f}, {row['high']:.{self.digits}f}]"
+        marks = str(row["mark"]).split()
+        return (
+            f"**{text}**"
+            if "best" in marks
+            else f"{text} {MARKS['tied']}"
+            if "tied" in marks
+            else text
+        )
 
 
 def _needle(rate: float) -> Column:

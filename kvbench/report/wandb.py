@@ -16,7 +16,6 @@ import hashlib
 import io
 import json
 import logging
-import math
 import os
 import shlex
 import shutil
@@ -26,11 +25,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
 from kvbench.errors import first_line, presentable, redact
+from kvbench.errors.options import Positive, fits, refusal
 from kvbench.records.durable import make_folder, replace
 from kvbench.records.read import Run
 
@@ -62,10 +62,9 @@ def check_logger(mode: str, timeout_s: float) -> None:
     Raises:
         ValueError: one line with what is allowed.
     """
-    if mode not in get_args(Mode):
-        raise ValueError(f"logger.mode is {mode!r}; allowed: {', '.join(get_args(Mode))}")
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"logger.timeout_s is {timeout_s!r}; allowed: a positive number")
+    for name, value, hint in (("mode", mode, Mode), ("timeout_s", timeout_s, Positive)):
+        if not fits(hint, value):
+            raise ValueError(refusal(f"logger.{name}", value, hint))
 
 
 def log_runs(
@@ -232,16 +231,14 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     scores against bytes and of needles; send it where its jobs' logger says so.
 
     Args:
-        folder: the experiment's. paths: what `build_report` gave: its tidy frame of all that is ranked.
+        folder: the experiment's. paths: what `build_report` gave.
 
     Returns:
         Whether it was written: not where nothing is ranked, or the logger is none or disabled.
     """
     import pandas as pd
 
-    from kvbench.report.experiment import load_experiment
-    from kvbench.report.figures import figures_of
-    from kvbench.report.frame import tidy, totals
+    from kvbench.report.frame import totals
     from kvbench.report.objective import scalars_of
 
     manifest, scores = paths.manifest, paths.scores
@@ -259,12 +256,11 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
         keys = ["model", "variant"]
         spread = total.pivot_table(index=keys, columns="column", values="mean", sort=False)
         found: dict[str, Any] = {"task_by_method": _table(spread.reset_index())}
-        for group in load_experiment(folder).groups:
-            for drawn in figures_of(group, tidy(group)):
-                if drawn.name.endswith(("-ratio", "-heatmap")):
-                    picture = Image.open(io.BytesIO(drawn.encoded("png")))
-                    caption = f"{drawn.title}. {drawn.caption}"
-                    found[drawn.name] = wandb.Image(picture, caption=caption)
+        for drawn in paths.drawn:
+            if drawn.name.endswith(("-ratio", "-heatmap")):
+                picture = Image.open(io.BytesIO(drawn.encoded("png")))
+                caption = f"{drawn.title}. {drawn.caption}"
+                found[drawn.name] = wandb.Image(picture, caption=caption)
         run.log(found)
         page = wandb.Artifact(f"report-{run.id}", "report")
         page.add_file(str(paths.page))
