@@ -3,15 +3,15 @@
     kvbench claims model=smollm2_135m                    all; what is there is not run again
     kvbench claims model=<any> claims=B1,L1 'files=[essays/*.txt]' results_dir=runs/claims/mine
 
-A claim is one or more comparisons over prompts, each with a rule. A comparison **holds** where every cell
-(or the share of cells that it names) lies on the claimed side; it holds **on average** where the mean over
-cells does, **fails** where that lies on the other side, and **cannot be told** otherwise (then: how many
-prompts would tell, if the difference is what it seems). A claim has the first of these verdicts, read from
-the back, that one of its comparisons has. "Lies" is said of 95 % intervals that hold for all cells of a
-claim together, and for all its means. Texts are generated unless `files` names some.
+A claim is one or more comparisons over prompts, each with a rule. A comparison **holds** where every
+cell (or the share of cells that it names) lies on the claimed side; it holds **on average** where the
+mean over cells does, **fails** where that lies on the other side, and **cannot be told** otherwise
+(then: how many prompts would tell, if the difference is what it seems). Of these a claim has the worst
+of its comparisons'. "Lies" is said of 95 % intervals that hold for all cells of a claim together, and
+for all its means. Texts are generated unless `files` names some.
 
-In results_dir (runs/claims/<model>): claims.csv, a row for each comparison; claims.md, for each claim the
-comparison that decided; a folder for each run.
+In results_dir (runs/claims/<model>): claims.csv, a row for each comparison; claims.md, for each claim
+the comparison that decided; a folder for each run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +32,11 @@ import numpy as np
 import pandas as pd
 import torch
 import yaml
+from hydra.utils import instantiate
 
 from kvbench import load
+from kvbench.cli.config import composed, expanded, hydra_of_conf
+from kvbench.engine.loading import full_attention_layers
 from kvbench.errors import UserError, complain
 from kvbench.report.stats import Array, Estimate, Scores, differences, together
 
@@ -55,6 +59,21 @@ class Verdict(NamedTuple):
     held: int
     cells: int
     more: int | None = None
+
+
+def claims_for(model: str) -> dict[str, Any]:
+    """results/claims.yaml, with numbers of this model's layers: those that the papers show, and seven
+    from the first to the last."""
+    with hydra_of_conf() as hydra:
+        spec = instantiate(composed(hydra, expanded([f"model={model}"])).model, _convert_="all")
+    every = full_attention_layers(spec)
+    shown = [layer for layer in (1, 2, 5) if layer in every]
+    spread = sorted({every[round(i * (len(every) - 1) / 6)] for i in range(7)})
+    numbers = {"$SHOWN": shown, "$SPREAD": spread, "$BOTH": sorted({*shown, *spread})}
+    text = (ROOT / "results" / "claims.yaml").read_text(encoding="utf-8")
+    for name, layers in numbers.items():
+        text = text.replace(name, str(layers).replace(" ", ""))
+    return dict(yaml.safe_load(text))
 
 
 def read_run(place: Path) -> pd.DataFrame:
@@ -138,7 +157,7 @@ def of_columns(values: Array) -> Scores:
 
 
 def intervals(values: Array, family: Array, fraction: bool) -> list[Estimate]:
-    """The mean of each column [units, cells], with intervals that hold together with those of `family`."""
+    """The mean of each column [units, cells], with intervals that hold with all those of `family`."""
     part = of_columns(values)
     return differences([part.stratum(values)], fraction=fraction, family=family)
 
@@ -171,18 +190,22 @@ def judged(
     return Verdict("cannot be told", *told, more)
 
 
+def says_nothing(values: pd.DataFrame, asked: Mapping[str, Any]) -> bool:
+    """True where the method `able` scores below `ABLE`, so that the task tells no methods apart."""
+    return "able" in asked and bool(values[asked["able"]].mean() < ABLE)
+
+
 def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
     """A row for each comparison of a claim with each method that it names; `decides` marks the one that
-    has the claim's verdict (of several the first). With `minus`, a run of the same units, a comparison is
-    of how much smaller the difference is there; with `able`, a method, it says nothing where that method
-    scores below `ABLE`."""
+    has the claim's verdict (of several the first). With `minus`, a run of the same units, a comparison
+    is of how much smaller the difference is there; with `able`, a method, it says nothing where that
+    method scores below `ABLE`."""
     found: list[tuple[Mapping[str, Any], str, pd.DataFrame]] = []
     rows: list[dict[str, Any]] = []
     for asked in claim["comparisons"]:
         values = table(runs[asked["run"]], asked)
-        able = asked.get("able")
-        unable = able is not None and values[able].mean() < ABLE
-        less = asked.get("minus")
+        unable = says_nothing(values, asked)
+        less = None if unable else asked.get("minus")
         for other, each in compared(values, asked).items():
             if less:
                 each = each - compared(table(runs[less], asked), asked)[other]
@@ -304,7 +327,7 @@ def main(given: Sequence[str]) -> None:
             known = ", ".join(options)
             raise UserError(f"{text!r} is unknown; allowed: {known}, each as key=value")
         options[key] = value
-    asked = yaml.safe_load((ROOT / "results" / "claims.yaml").read_text(encoding="utf-8"))
+    asked = claims_for(options["model"])
     known = {claim["id"]: claim for claim in asked["claims"]}
     wanted = options["claims"].split(",") if options["claims"] else list(known)
     if set(wanted) - set(known):
@@ -317,9 +340,11 @@ def main(given: Sequence[str]) -> None:
     rows: list[dict[str, Any]] = []
     place.mkdir(parents=True, exist_ok=True)
     for claim in (known[name] for name in wanted):
-        named = (one.get(key) for one in claim["comparisons"] for key in ("run", "minus"))
-        for name in filter(None, named):
-            if name not in runs:
+        for one, key in product(claim["comparisons"], ("run", "minus")):
+            name = one.get(key)
+            if name is None or name in runs:
+                continue
+            if key == "run" or not says_nothing(table(runs[one["run"]], one), one):
                 words = command(name, asked["runs"][name]["command"], options, place)
                 run_once(name, words, place)
                 runs[name] = read_run(place / name)

@@ -40,7 +40,7 @@ def power_law_share(shares: Tensor, most: int, rank: int) -> float:
 def main(given: Sequence[str]) -> None:
     """A row for each prompt, layer, way to accumulate and rank. Own keys: per, ranks, layers, fit_most
     (the last rank that is fitted: keys that come late are seen by few queries), top (in place of ranks:
-    the attention that this share of the keys accumulates together, and how much more than by the fit)."""
+    what this share of the keys accumulates together, and how much more than by the fit)."""
     task = "task=text task.dataset_name=Salesforce/wikitext task.dataset_config=wikitext-103-raw-v1"
     ranks = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     own = {"per": ["head", "group"], "ranks": ranks, "layers": 4, "fit_most": 512, "top": None}
