@@ -46,7 +46,7 @@ ABLE = 0.8
 UNABLE = "needs a model that retrieves"
 ORDER = ("fails", "cannot be told", "holds on average", "holds", UNABLE)
 """Verdicts; a claim has the first of its comparisons'."""
-SHOWN = ("id", "place", "claim", "comparison", "claimed", "difference", "units", "holds", "verdict")
+SHOWN = ("id", "claim", "decided by", "difference", "claimed", "units", "holds", "verdict")
 
 
 class Verdict(NamedTuple):
@@ -256,6 +256,8 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         low, high = row["difference_low"], row["difference_high"]
         more = f"; {row['more']:g} would tell" if row["more"] and row["more"] > 0 else ""
         shown = dict(row) | {
+            "claim": f"{row['claim']} ({row['place']})",
+            "decided by": row["comparison"],
             "difference": f"{row['difference']:.3g} [{low:.3g}, {high:.3g}]",
             "holds": f"{held} of {len(mine)}",
             "verdict": f"**{row['verdict']}**{more}",

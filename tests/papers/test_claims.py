@@ -178,7 +178,7 @@ def test_two_claims_are_run_once_and_written(
     assert set(found["model"]) == {"recall_mini"}
     assert set(found["protocol"]) == {"generated sentences; seed 0"}
     table = (tmp_path / "runs" / "claims.md").read_text()
-    assert table.splitlines()[2].startswith("| B1 | BalanceKV 4.1, Figure 1 |")
+    assert table.splitlines()[2].startswith("| B1 | the error of single-layer")
     monkeypatch.setattr(subprocess, "run", None)  # nothing is run again
     SCRIPT["main"](given)
     again = capsys.readouterr().out.splitlines()
