@@ -190,9 +190,10 @@ def judged(
     return Verdict("cannot be told", *told, more)
 
 
-def says_nothing(values: pd.DataFrame, asked: Mapping[str, Any]) -> bool:
+def says_nothing(rows: pd.DataFrame, asked: Mapping[str, Any]) -> bool:
     """True where the method `able` scores below `ABLE`, so that the task tells no methods apart."""
-    return "able" in asked and bool(values[asked["able"]].mean() < ABLE)
+    mine = rows[rows["method"] == asked.get("able")]
+    return "able" in asked and bool(mine[asked["value"]].mean() < ABLE)
 
 
 def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
@@ -204,7 +205,7 @@ def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[
     rows: list[dict[str, Any]] = []
     for asked in claim["comparisons"]:
         values = table(runs[asked["run"]], asked)
-        unable = says_nothing(values, asked)
+        unable = says_nothing(runs[asked["run"]], asked)
         less = None if unable else asked.get("minus")
         for other, each in compared(values, asked).items():
             if less:
@@ -346,7 +347,7 @@ def main(given: Sequence[str]) -> None:
             name = one.get(key)
             if name is None or name in runs:
                 continue
-            if key == "run" or not says_nothing(table(runs[one["run"]], one), one):
+            if key == "run" or not says_nothing(runs[one["run"]], one):
                 words = command(name, asked["runs"][name]["command"], options, place)
                 run_once(name, words, place)
                 runs[name] = read_run(place / name)
