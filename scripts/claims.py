@@ -211,7 +211,7 @@ def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[
             if less:
                 each = each - compared(table(runs[less], asked), asked)[other]
             found.append((asked, "" if unable else other, each))
-            said = f"{asked['value']}: {asked['first']} - {other}"
+            said = f"{asked['run']}, {asked['value']}: {asked['first']} - {other}"
             said += f", less that of {less}" if less else ""
             said += f", mean over {asked['over']}" if "over" in asked else ""
             rows.append({"comparison": said})
