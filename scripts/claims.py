@@ -192,8 +192,9 @@ def judged(
 
 def says_nothing(rows: pd.DataFrame, asked: Mapping[str, Any]) -> bool:
     """True where the method `able` scores below `ABLE`, so that the task tells no methods apart."""
-    mine = rows[rows["method"] == asked.get("able")]
-    return "able" in asked and bool(mine[asked["value"]].mean() < ABLE)
+    if "able" not in asked:
+        return False
+    return bool(rows.loc[rows["method"] == asked["able"], asked["value"]].mean() < ABLE)
 
 
 def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
