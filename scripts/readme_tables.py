@@ -5,8 +5,8 @@ figures in conf/README.md from results/paper/experiments.yaml.
     python scripts/readme_tables.py --check    exit with 1 where one is not what results/ says
 
 A table stands between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`; NAME is a key of
-SCORES (columns of several CSV files side by side), of FILES (a CSV file as it is), `statistics` or
-`experiments`.
+SCORES (columns of several CSV files side by side), of FILES (a CSV file as it is), `statistics`,
+`claims` or `experiments`.
 """
 
 from __future__ import annotations
@@ -136,6 +136,21 @@ def statistics() -> str:
     return markdown(rows)
 
 
+def claims() -> str:
+    """Of every claim the comparison that decided."""
+    frame = pd.read_csv(RESULTS / "claims" / "claims.csv")
+    rows = [["id", "claim", "decided by", "difference", "claimed", "units", "holds", "verdict"]]
+    for name, mine in frame.groupby("id", sort=False):
+        one = mine[mine["decides"]].iloc[0]
+        values = (one[key] for key in ("difference", "difference_low", "difference_high"))
+        mean, low, high = (f"{value:.3g}" for value in values)
+        held = f"{(mine['result'] == 'holds').sum()} of {len(mine)}"
+        more = "" if pd.isna(one["more"]) else f"; {one['more']:.0f} would tell"
+        rows.append([str(name), one["claim"], one["comparison"], f"{mean} [{low}, {high}]"])
+        rows[-1] += [one["claimed"], str(one["units"]), held, f"**{one['verdict']}**{more}"]
+    return markdown(rows)
+
+
 def experiments() -> str:
     """Every numbered table and figure of the papers, with what it needs."""
     rows = [["name", "shows", "the paper's own run needs"]]
@@ -160,7 +175,7 @@ def written(text: str) -> str:
         name = found[2]
         if name in FILES:
             return found[1] + whole(FILES[name]) + found[3]
-        makers = {"experiments": experiments, "statistics": statistics}
+        makers = {"experiments": experiments, "statistics": statistics, "claims": claims}
         return found[1] + (makers[name]() if name in makers else scores(SCORES[name])) + found[3]
 
     return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end \2 -->)", made, text, flags=re.S)

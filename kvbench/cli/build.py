@@ -17,7 +17,7 @@ from typing import Any, get_args
 from filelock import FileLock
 from omegaconf import DictConfig
 
-from kvbench.cli.config import Settings, results_folder
+from kvbench.cli.config import Settings
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, first_line, nearest, presentable, printable
@@ -59,33 +59,22 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
         target: Any = locate(named)
     except ErrorDuringImport as error:
         raise KVError(f"{key}._target_ is {named!r}: {first_line(error)}") from error
-    if not isinstance(target, type) or not any(_is_kind(target, kind) for kind in kinds):
+    if not isinstance(target, type) or not issubclass(target, kinds):
         raise KVError(f"{key}._target_ is {named!r}; allowed: a {words}")
     hints, options = hints_of(target), {}
-    for name, value in node.items():
-        if name == "_target_":
-            continue
+    for name, value in ((name, node[name]) for name in node if name != "_target_"):
         if hints and name not in hints:
-            allowed = ", ".join(hints)
-            meant = nearest(name, list(hints))
-            raise KVError(f"unknown key {name!r} of {key}{meant}; allowed: {allowed}")
+            meant = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
+            raise KVError(f"unknown key {name!r} of {key}{meant}")
         options[name] = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
         if name in hints and not fits(hints[name], options[name]):
-            each = value if isinstance(value, list) else []
-            several = (
-                f"; for a job each: -m {key}.{name}={','.join(map(str, each))}" if each else ""
-            )
+            several = ",".join(map(str, value)) if isinstance(value, list) else ""
+            several = several and f"; for a job each: -m {key}.{name}={several}"
             raise KVError(refusal(f"{key}.{name}", value, hints[name]) + several)
     try:
         return target(**options)
     except TypeError as error:
         raise KVError(f"{key} cannot be made: {first_line(error)}") from error
-
-
-def _is_kind(target: type, kind: type) -> bool:
-    if kind is Plan:
-        return all(callable(getattr(target, name, None)) for name in ("meta", "units", "run"))
-    return issubclass(target, kind)
 
 
 def _with_inner(value: Any, key: str, *kinds: type) -> Any:
@@ -116,21 +105,17 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     if settings.logger.get("name") == "wandb":
         from kvbench.report.wandb import check_logger
 
-        try:
-            check_logger(settings.logger["mode"], settings.logger["timeout_s"])
-        except ValueError as error:
-            raise KVError(str(error)) from error
+        check_logger(settings.logger["mode"], settings.logger["timeout_s"])
     device = resolve_device(settings.device)
     spec: ModelSpec = constructed(settings.model, "model", ModelSpec)
     if not re.search(r"\w", spec.label):  # the store has nothing to call its folder
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
     budget = constructed(settings.budget, "budget", Budget)
     methods: dict[str, tuple[Method, Budget]] = {}
-    method_configs: dict[str, Any] = {}
     for label, node in settings.methods.items():
         method: Method = constructed(node, f"methods.{label}", Method)
         method.quantization()  # refuses a scheme that cannot be
-        methods[label], method_configs[label] = (method, budget), node
+        methods[label] = method, budget
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
@@ -148,11 +133,11 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     return Job(
         experiment=settings.experiment_name,
         task=settings.task_label,
-        results_dir=results_folder(settings.results_dir),
+        results_dir=Path(settings.results_dir).expanduser(),
         session=session,
         plan=plan,
         methods=methods,
-        method_configs=method_configs,
+        method_configs=settings.methods,
         task_config={k: v for k, v in settings.task.items() if k not in unhashed},
         budget_config=settings.budget,
         limit=settings.limit,
@@ -161,7 +146,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         retry_failed=settings.retry_failed,
         lock_timeout=settings.lock_timeout,
         extra={
-            "config": {name: getattr(settings, name) for name in hints_of(Settings)},
+            "config": vars(settings),
             "command": provenance.command(),
             "versions": provenance.versions(),
             "code_revision": provenance.code_revision(),

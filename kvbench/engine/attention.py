@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from kvbench.errors import UserError
+from kvbench.kernels.decode_attention import products
 
 IMPLEMENTATION = "kvbench"
 """The name under which the function is registered (``attn_implementation="kvbench"``)."""
@@ -266,8 +267,8 @@ def exact_attention(
         end = min(m, begin + QUERY_BLOCK)
         start, stop = n - m + begin, n - m + end
         first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
-        keys = key[:, :, None, first:stop].transpose(-1, -2)
-        logits = capped((grouped[..., begin:end, :] @ keys) * scaling, softcap).float()
+        logits = products(grouped[..., begin:end, :], key[:, :, None, first:stop])
+        logits = capped(logits.mul_(scaling), softcap)
         row = torch.arange(start, stop, device=query.device)[:, None]
         column = torch.arange(first, stop, device=query.device)[None]
         hidden = column > row

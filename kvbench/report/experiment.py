@@ -391,10 +391,11 @@ def load(folder: str | Path) -> pd.DataFrame:
     """Every record below a folder: of one run, of an experiment, or of several experiments.
 
     One row per (example, method, seed), with the columns of `COLUMNS`, then the task's own. ``variant``
-    is the label that tables use, ``rate`` NaN for a budget that names a number of entries, ``ratio`` of
-    measured bytes to the exact cache's, ``entries_mean`` and ``entries_max`` held per layer and KV head,
-    ``run`` the folder; times are seconds. Values are numbers, texts, truth values and lists of texts
-    (other values are JSON), so that ``load(folder).to_parquet("x.parquet")`` works.
+    is the label that tables use, ``rate`` the record's own where a task has several, NaN for a budget
+    that names a number of entries, ``ratio`` of measured bytes to the exact cache's, ``entries_mean``
+    and ``entries_max`` held per layer and KV head, ``run`` the folder; times are seconds. Values are
+    numbers, texts, truth values and lists of texts (other values are JSON), so that
+    ``load(folder).to_parquet("x.parquet")`` works.
 
     Raises:
         StoreError: no runs there, or one that is broken.
@@ -412,7 +413,7 @@ def load(folder: str | Path) -> pd.DataFrame:
         rate = _rate_of(run.manifest)
         frame = run.records.drop(columns="entries").assign(
             variant=variant.label,
-            rate=math.nan if rate is None else rate,
+            rate=run.records.get("rate", math.nan if rate is None else rate),
             run=str(run.folder),
             **_entries(run.records),
         )

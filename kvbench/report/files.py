@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvbench.records.durable import make_folder, read_file, remove, replace
+from kvbench.records.durable import make_folder, replace
 
 _WRITTEN = ".report-files"
 """Names the files that the last report of an experiment consists of."""
@@ -50,10 +50,10 @@ def remove_stale(folder: Path, written: Iterable[Path]) -> None:
     tables under names that its variants no longer have. What a person put there stays."""
     made = [path.relative_to(folder).as_posix() for path in written]
     try:
-        before = json.loads(read_file(folder / _WRITTEN))
+        before = json.loads((folder / _WRITTEN).read_bytes())
     except (OSError, ValueError):  # none yet, or not ours
         before = []
     for name in before if isinstance(before, list) else ():
         if name not in made and _MADE.fullmatch(str(name)) and (folder / name).is_file():
-            remove(folder / name)
+            (folder / name).unlink()
     write_text(folder / _WRITTEN, json.dumps(sorted(made), indent=0) + "\n")

@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
-from kvbench.errors import first_line, presentable, redact
+from kvbench.errors import UserError, first_line, presentable, redact
 from kvbench.errors.options import Positive, fits, refusal
 from kvbench.records.durable import make_folder, replace
 from kvbench.records.read import Run
@@ -60,11 +61,11 @@ def check_logger(mode: str, timeout_s: float) -> None:
     """Refuse what `log_runs` cannot work with.
 
     Raises:
-        ValueError: one line with what is allowed.
+        UserError: one line with what is allowed.
     """
     for name, value, hint in (("mode", mode, Mode), ("timeout_s", timeout_s, Positive)):
         if not fits(hint, value):
-            raise ValueError(refusal(f"logger.{name}", value, hint))
+            raise UserError(refusal(f"logger.{name}", value, hint))
 
 
 def log_runs(
@@ -92,7 +93,7 @@ def log_runs(
         How many W&B runs were written.
 
     Raises:
-        ValueError: an unknown mode, or a timeout that is not positive.
+        UserError: an unknown mode, or a timeout that is not positive.
     """
     check_logger(mode, timeout_s)
     mode, jobs = _resolved(mode), dict[str, list[Run]]()
@@ -192,7 +193,6 @@ def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -
     """A job: every method's scores, and their answers where that is wanted."""
     from kvbench.report.experiment import group_runs
     from kvbench.report.frame import tidy
-    from kvbench.report.objective import scalars_of
 
     manifest, group = runs[0].manifest, group_runs(runs)[0]
     frame = tidy(group)
@@ -239,7 +239,6 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     import pandas as pd
 
     from kvbench.report.frame import totals
-    from kvbench.report.objective import scalars_of
 
     manifest, scores = paths.manifest, paths.scores
     logger = (manifest.get("config") or {}).get("logger") or {}
@@ -278,6 +277,18 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     if written and mode == "online":
         _send(written, float(logger["timeout_s"]))
     return bool(written)
+
+
+def scalars_of(frame: pd.DataFrame) -> dict[str, float]:
+    """Score, difference and ratio of every variant of a tidy frame, for columns and charts of runs."""
+    from kvbench.report.frame import totals
+
+    return {
+        f"{label}/{name}": float(value)
+        for name in ("score", "difference", "ratio")
+        for label, value in totals(frame, name)["mean"].items()
+        if not math.isnan(value)
+    }
 
 
 def _answers(group: Group) -> wandb.Table | None:

@@ -55,7 +55,7 @@ def test_records_come_back_as_written(tmp_path: Path) -> None:
         assert (records.done, records.failed) == ({"a", "b"}, {"a"})
     write_manifest(folder, {"model": "model", "seed": 0})
     (run,) = load_runs(tmp_path)
-    assert run.manifest == {"format": 1, "model": "model", "seed": 0}
+    assert run.manifest == {"format": 1, "earlier_starts": [], "model": "model", "seed": 0}
     assert list(run.records["example_id"]) == ["b", "a"]
     assert run.records["prediction"][0] == "a\u2028b\n\0<é"
     assert (run.records["depth"][0], run.records["score"][0]) == (50, 1.0)
@@ -129,7 +129,7 @@ def test_a_manifest_is_replaced_whole_and_remembers_its_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (1, 2, 3):
-        path = write_manifest(tmp_path, {"a": number, "started": f"{number}"}, goes_on=True)
+        path = write_manifest(tmp_path, {"a": number, "started": f"{number}"})
     starts = read_manifest(path)["earlier_starts"]
     assert [start["started"] for start in starts] == ["1", "2"]
     before = path.read_bytes()

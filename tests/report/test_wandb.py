@@ -13,6 +13,7 @@ from support.report_runs import NEEDLE_META, lines_records, needle_records, writ
 from support.wandb_files import history, isolated, offline_run, start_of, table_of, updates
 from support.wandb_server import Fault, StandIn
 
+from kvbench.errors import UserError
 from kvbench.records.read import load_run, load_runs
 from kvbench.report import wandb as ours
 from kvbench.report.build import build_report
@@ -112,7 +113,7 @@ def test_a_failure_is_one_warning_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize(("mode", "timeout"), [("sometimes", 1.0), ("auto", 0.0), ("auto", "x")])
 def test_a_logger_that_cannot_be_is_refused(mode: str, timeout: Any) -> None:
-    with pytest.raises(ValueError, match="allowed: "):
+    with pytest.raises(UserError, match="allowed: "):
         check_logger(mode, timeout)
 
 
