@@ -15,7 +15,7 @@ from kvbench.errors import disk_line
 from kvbench.records.figures import Curve, Times
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import Experiment, Group, load_experiment
-from kvbench.report.files import file_stem, part_of, remove_stale, write_text
+from kvbench.report.files import file_stem, part_of, write_text
 from kvbench.report.frame import AVERAGE, tidy, totals
 from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
@@ -102,7 +102,6 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
             for one, kind in itertools.product(drawn, ("png", "pdf")):
                 drawings.append(folder / f"{file_stem(one.name)}.{kind}")
                 drawings[-1].write_bytes(one.encoded(kind))
-        remove_stale(experiment.folder, [*files, *drawings])
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"

@@ -99,9 +99,9 @@ class TaskMeta:
         """Read a manifest, with the defaults above for what it does not say."""
         meta = manifest.get("task_meta") or {}
         given = {k: meta[k] for k in ("score_unit", "lower_is_better", "unit") if k in meta}
-        breakdown = tuple(name for name in meta.get("breakdown") or () if name != "dataset")
-        measures = tuple(meta.get("measures") or ())
-        return TaskMeta(**given, breakdown=breakdown, figures=figures_in(meta), measures=measures)
+        keys = "breakdown", "measures"
+        lists = {k: tuple(v for v in meta.get(k) or () if v != "dataset") for k in keys}
+        return TaskMeta(**given, **lists, figures=figures_in(meta))
 
     def figure(self, kind: type[F]) -> F | None:
         """The first figure asked for of this type."""
