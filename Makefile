@@ -82,7 +82,7 @@ results: results-leaderboard results-papers results-lines ## results/ as committ
 	$(BIN)/python scripts/readme_tables.py
 
 results-leaderboard: setup
-	$(REAL) experiment=leaderboard $(LAYERS)
+	$(REAL) experiment=leaderboard $(LAYERS) '~methods.kvzip' '~methods.kvzip_turboquant'
 	$(REAL) experiment=frontier $(LAYERS)
 	$(REAL) experiment=leaderboard task=fidelity task@task.prompts=text 'task.prompts.files=$(TEXTS)' task.num_prompts=12 \
 	  'task.rates=[0.5,0.25,0.125]' task.continuation=given
