@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -57,7 +58,7 @@ class Column:
             frame = frame.rename(columns=named).assign(measure=self.measure)
             frame = frame.reindex(columns=frame.columns.union(["low", "high", "mark"]))
         if self.measure == "bytes":
-            held = frame.pivot_table(index="method", columns="measure", values="mean", sort=False)
+            held: Any = frame.pivot_table(index="method", columns="measure", values="mean", sort=False)
             whole = held["ratio"] * held.loc["exact", "entries_mean"] / held["entries_mean"]
             held["mean"] = held["ratio"].where(whole > 0.5, 2 * held["ratio"])
             empty = dict.fromkeys(("low", "high", "mark"))
