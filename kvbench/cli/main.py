@@ -24,7 +24,7 @@ from kvbench import __version__, wait_asleep
 from kvbench.cli.catalogue import KINDS, catalogue, config_dir, experiment_lines
 from kvbench.cli.config import GROUPS, Settings, composed, expanded, hydra_of_conf
 from kvbench.cli.jobs import Jobs, report_error
-from kvbench.cli.reproduce import reproduce
+from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
 from kvbench.errors.options import hints_of
 from kvbench.run.termination import TERMINATED, Terminated, terminable
@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 status = show_config(rest)
             elif command == "reproduce":
                 status = reproduce(rest, run) if rest else list_kind(["experiments"])
+            elif command == "claims":
+                status = run_script("claims", rest)
             else:
                 status = run(arguments)
     except (KeyboardInterrupt, Terminated) as stop:

@@ -49,7 +49,10 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
         for line in getattr(item_called(name), "differs", ()):
             print(f"differs from the paper: {line}", flush=True)
         return max(
-            run_script(line, dry) if line[0][:7] == "script=" else run(line) for line in lines
+            run_script(f"papers/{line[0][7:]}", line[1:], dry)
+            if line[0][:7] == "script="
+            else run(line)
+            for line in lines
         )
     from kvbench.report.page import write_index
 
@@ -67,16 +70,16 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
     return max(statuses)
 
 
-def run_script(line: Sequence[str], dry: bool = False) -> int:
-    """Run a script of scripts/papers; its exit status. A dry run tells of it."""
-    place = Path("scripts", "papers", f"{line[0].removeprefix('script=')}.py")
+def run_script(name: str, given: Sequence[str], dry: bool = False) -> int:
+    """Run a script of scripts/; its exit status. A dry run tells of it."""
+    place = Path("scripts", f"{name}.py")
     file = config_dir().resolve().parent / place
     if not file.is_file():
         raise UserError(f"{place} is not installed; allowed: kvbench's repository, where it is")
     if dry:
-        print(shlex.join(["python", str(place), *line[1:]]))
+        print(shlex.join(["python", str(place), *given]))
         return 0
-    return subprocess.run([sys.executable, file, *line[1:]], check=False).returncode
+    return subprocess.run([sys.executable, file, *given], check=False).returncode
 
 
 def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:

@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from kvbench.errors import UserError
+from kvbench.kernels.decode_attention import products
 
 IMPLEMENTATION = "kvbench"
 """The name under which the function is registered (``attn_implementation="kvbench"``)."""
@@ -131,6 +132,8 @@ def kvbench_attention(
         )
     if dropout:
         raise UnsupportedModel(f"{name} runs with dropout {dropout}; call model.eval() first")
+    output = getattr(getattr(module, "o_proj", None), "weight", None)
+    readable = isinstance(output, Tensor) and output.dim() == 2 and not output.is_meta
     out = kvbench.attend(
         LayerCall(
             int(module.layer_idx),  # type: ignore[arg-type]
@@ -140,18 +143,10 @@ def kvbench_attention(
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap,
             sliding_window,
-            _output_weight(module),
+            output if readable and output.is_floating_point() else None,
         )
     )
     return out.transpose(1, 2), None
-
-
-def _output_weight(module: nn.Module) -> Tensor | None:
-    """See `LayerCall.output`."""
-    weight = getattr(getattr(module, "o_proj", None), "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.is_meta:
-        return None
-    return weight if weight.is_floating_point() else None
 
 
 def register() -> None:
@@ -266,8 +261,8 @@ def exact_attention(
         end = min(m, begin + QUERY_BLOCK)
         start, stop = n - m + begin, n - m + end
         first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
-        keys = key[:, :, None, first:stop].transpose(-1, -2)
-        logits = capped((grouped[..., begin:end, :] @ keys) * scaling, softcap).float()
+        logits = products(grouped[..., begin:end, :], key[:, :, None, first:stop])
+        logits = capped(logits.mul_(scaling), softcap)
         row = torch.arange(start, stop, device=query.device)[:, None]
         column = torch.arange(first, stop, device=query.device)[None]
         hidden = column > row

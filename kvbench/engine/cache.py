@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvbench.engine import guard
 from kvbench.engine.attention import LayerCall, capped, grown_range, signed_mean
+from kvbench.kernels.decode_attention import products
 from kvbench.kernels.quantize import Codec, Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, weighted_entries
 from kvbench.methods.base import Held, Method, Recompression, rule_of
@@ -248,8 +249,8 @@ class LayerCache:
         self.length = after
 
     def dot_keys(self, query: Tensor) -> Tensor:
-        """q.k of query [kv_heads, q, d] with all entries, [kv_heads, q, entries]."""
-        logits = query @ self.keys[:, : self.length - self.first].mT
+        """q.k of query [kv_heads, q, d] with all entries, [kv_heads, q, entries]; see `products`."""
+        logits = products(query, self.keys[:, : self.length - self.first])
         if self.packed is None or not self.first:
             return logits
         return torch.cat([self.packed.keys.dot(query), logits], dim=-1)
@@ -271,7 +272,7 @@ class LayerCache:
         n, stored = self.length, self.keys.shape[0]
         group = heads // stored
         logits = self.dot_keys(query.reshape(stored, group * tokens, dim))
-        logits = capped(logits.float().mul_(call.scaling), call.softcap)
+        logits = capped(logits.mul_(call.scaling), call.softcap)
         if self.log_weights is not None:
             logits += self.log_weights[:, None, :n]
         if tokens > 1:

@@ -20,6 +20,7 @@ from kvbench.engine.cache import LayerCache
 from kvbench.engine.estimate import shape_of
 from kvbench.engine.prefill import CaptureState, compressible_layers, forward_rows, input_device
 from kvbench.engine.scoring import CHUNK_LOGITS, vocabulary
+from kvbench.kernels.decode_attention import products
 from kvbench.kv import Budget, CompressedKV, KVError
 from kvbench.methods.base import Method, rule_of
 
@@ -259,7 +260,7 @@ class BandState:
         logits = self._logits(query, key[:, None], now, times) * call.scaling
         distance = now[:, None] - times
         seen = (distance >= 0) & ((times < self.start) | (distance <= self.recent))
-        weights = capped(logits.float(), call.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
+        weights = capped(logits, call.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
         out = weights.to(value.dtype) @ value[:, None]
         kept = (times < self.start) | (times > now[-1] - self.recent)
         self._layers[call.layer] = key[:, kept], value[:, kept]
@@ -273,7 +274,7 @@ class BandState:
         and to a first entry the difference of their places.
         """
         if self.rotation is None:
-            return query @ key.mT
+            return products(query, key)
         first = int((times < self.start).sum())
         base = times[first] if first < len(times) else now[0]
         recent = self.rotation(query, now - base) @ self.rotation(key, times - base).mT

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
+from kvbench.kernels.quantize import CACHED
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def _torch_attention(
             raise ValueError(f"row {row} has length {n}; its buffers hold 0 to {key.shape[1]}")
         if n == 0:
             continue
-        logits = _products(grouped[row], key[:, :n]).float().mul_(scaling)
+        logits = _products(grouped[row], key[:, :n]).mul_(scaling)
         if softcap is not None:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         if weight is not None:
@@ -252,13 +253,26 @@ def _torch_attention(
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:
-    """q . k of query [kv_heads, group, dim] with key [kv_heads, n, dim]: [kv_heads, group, n].
+    """`products` of query [kv_heads, group, dim] with key [kv_heads, n, dim].
 
     Which of the two comes first makes up to three times the difference on a CPU: the few queries where
-    the keys are float32 and lie in its cache, the keys otherwise."""
-    if key.dtype == torch.float32 and key.shape[0] * key.shape[1] * key.shape[2] <= IN_CACHE:
-        return torch.bmm(query, key.mT)
+    the keys lie in its cache, the keys otherwise."""
+    if key.dtype != torch.float32 or key.numel() <= IN_CACHE:
+        return products(query, key)
     return torch.bmm(key, query.mT).mT.contiguous()
+
+
+def products(query: Tensor, key: Tensor) -> Tensor:
+    """q . k of query [..., q, dim] with key [..., n, dim]: [..., q, n], float32 where they are in half
+    precision, in which a product may overflow before it is scaled, and loses digits that exp shows."""
+    if key.dtype not in (torch.float16, torch.bfloat16):
+        return query @ key.mT
+    query = query.float()
+    if key.is_cuda:
+        return query @ key.float().mT
+    # On a processor some keys at a time, whose float32 stays in its cache.
+    each = max(1, CACHED // max(1, key[..., :1, :].numel()))
+    return torch.cat([query @ part.float().mT for part in key.split(each, dim=-2)], dim=-1)
 
 
 IN_CACHE = 1 << 19

@@ -68,7 +68,7 @@ def _torch_greedy(points: Tensor, count: int, first: Tensor) -> Tensor:
         if bool((filled >= count).all()):
             break
         rows = x.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[2]))
-        near = torch.baddbmm(square.gather(1, chosen).unsqueeze(1), x, rows.mT, alpha=-2).amin(-1)
+        near = torch.baddbmm(square.gather(1, chosen).unsqueeze(2), rows, x.mT, alpha=-2).amin(1)
         torch.minimum(distance, near.add_(square).clamp_(min=0.0), out=distance)
         distance.scatter_(1, chosen, -1.0)
 

@@ -49,7 +49,9 @@ class OnlineClusters:
         """The cluster of each point [h, b, dim], float32, in order: [h, b] int64."""
         places = torch.arange(points.shape[1], device=points.device)
         before = self.clusters[:, None]
-        best, where, rows, order, new = self._start(points)
+        there = self._there()
+        best, where = nearest(points, self.points[:, : there.shape[2]], there)
+        rows, order, new = self._start(points, best > self.delta[:, None])
         if not order.shape[1]:
             return where
         known = new.unsqueeze(1) & (order.unsqueeze(1) <= places[:, None])
@@ -58,23 +60,25 @@ class OnlineClusters:
 
     def count(self, points: Tensor) -> None:
         """As `read`, for the number of clusters alone."""
-        self._start(points)
+        there = self._there()
+        self._start(points, _farther(points, self.points[:, : there.shape[2]], there, self.delta))
 
-    def _start(self, points: Tensor) -> tuple[Tensor, ...]:
-        """Add the representatives among these points.
+    def _there(self) -> Tensor:
+        """Which representatives there are, [h, 1, width]."""
+        places = torch.arange(self.width, device=self.clusters.device)
+        return places < self.clusters[:, None, None]
+
+    def _start(self, points: Tensor, far: Tensor) -> tuple[Tensor, ...]:
+        """Add the representatives among these points; far: those beyond the radius of all earlier ones.
 
         Returns:
-            distance to the nearest earlier representative and its index, [h, b]; the new representatives
-            [h, u, dim], their places among the points [h, u], and [h, u] bool, False where a head has
-            fewer than u.
+            the new representatives [h, u, dim], their places among the points [h, u], and [h, u] bool,
+            False where a head has fewer than u.
         """
-        b, width = points.shape[1], self.width
-        places = torch.arange(max(width, b), device=points.device)
-        there = (places[:width] < self.clusters[:, None]).unsqueeze(1)
-        best, where = nearest(points, self.points[:, :width], there)
-        order, left = _true_ones(best > self.delta[:, None])
-        rows = _rows(points, order)
-        new = places[: order.shape[1]] < left
+        order, left = _true_ones(far)
+        rows, width = _rows(points, order), self.width
+        places = torch.arange(order.shape[1], device=points.device)
+        new = places < left
         if order.shape[1]:
             first, count = _true_ones(_first_come(rows, new, self))
             order = order.gather(1, first)
@@ -88,7 +92,7 @@ class OnlineClusters:
             into = torch.where(new, self.clusters[:, None] + places[:u], self.room)
             self.points.scatter_(1, into.unsqueeze(-1).expand_as(rows), rows)
             self.clusters = self.clusters + count.squeeze(-1)
-        return best, where, rows, order, new
+        return rows, order, new
 
 
 def count_clusters(points: Tensor, delta: Tensor, most: int) -> Tensor:
@@ -136,6 +140,22 @@ def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tens
         apart.masked_fill_(~among.expand(-1, b, -1)[head, row], math.inf)
         distance[head, row], index[head, row] = apart.min(-1)
     return distance, index
+
+
+def _farther(points: Tensor, others: Tensor, among: Tensor, delta: Tensor) -> Tensor:
+    """Whether `nearest` of each point is farther than delta [h], [h, b] bool. On a CPU it is asked only
+    for the points that a product's rounding leaves in question."""
+    far = torch.ones(points.shape[:2], dtype=torch.bool, device=points.device)
+    asked = slice(None)
+    if not points.is_cuda and others.shape[1]:
+        own, theirs, limit = _squared_norm(points), _squared_norm(others), delta.square()[:, None]
+        squares = torch.baddbmm(theirs.unsqueeze(1), points, others.mT, alpha=-2)
+        over = squares.masked_fill_(~among, math.inf).amin(-1).add_(own).sub_(limit)
+        far = over > 0
+        doubt = over.abs_() <= _rounding(points.shape[2]) * (own + theirs.amax(-1, True) + limit)
+        asked = doubt.any(0).nonzero()[:, 0]
+    far[:, asked] = nearest(points[:, asked], others, among)[0] > delta[:, None]
+    return far
 
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:

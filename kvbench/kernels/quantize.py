@@ -38,7 +38,7 @@ class Block(ABC):
 
     @abstractmethod
     def dot(self, query: Tensor) -> Tensor:
-        """query . row, [heads, q, d] -> [heads, q, n]."""
+        """query . row, [heads, q, d] -> [heads, q, n], float32."""
 
     @property
     def nbytes(self) -> int:
@@ -144,8 +144,8 @@ class Codec(Generic[B]):
         return (reduce(lambda one, other: one.joined(other), self.blocks),) if self.blocks else ()
 
     def dot(self, query: Tensor) -> Tensor:
-        """query . row, [heads, q, d] -> [heads, q, count], in the query's dtype."""
-        return torch.cat([block.dot(query) for block in self.blocks], dim=-1).to(query.dtype)
+        """query . row, [heads, q, d] -> [heads, q, count], float32."""
+        return torch.cat([block.dot(query) for block in self.blocks], dim=-1)
 
     def mix(self: Codec[ValueBlock], weights: Tensor) -> Tensor:
         """Sum of weights times rows, [heads, q, count] -> [heads, q, d], in the weights' dtype."""
@@ -266,7 +266,7 @@ class Packed(ValueBlock):
     def dot(self, query: Tensor) -> Tensor:
         """See `Block`. Unpacking writes one layer's rows for the length of this product; only a kernel
         that reads the codes itself would not."""
-        return query @ unpack(self).to(query.dtype).mT
+        return query.float() @ unpack(self).float().mT
 
     def mix(self, weights: Tensor) -> Tensor:
         """See `Block`."""

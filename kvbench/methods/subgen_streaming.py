@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Count, NonNegative, Whole
-from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
+from kvbench.kernels.kcentre import greedy_k_centre
 from kvbench.kernels.online_clusters import BLOCK, OnlineClusters, count_clusters
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, rows_at
 from kvbench.methods._draws import uniforms
 from kvbench.methods._estimator import Sample, combine
 from kvbench.methods.base import Method
@@ -183,13 +183,13 @@ def _radius(keys: Tensor, clusters: int) -> Tensor:
 
     Bisection for a small one, with a few clusters to spare for rounding, below the radius that
     guarantees it: twice that which `clusters` greedy centres cover the keys with (more keys than
-    centres cannot be farther apart than that pairwise, since two would share a centre).
+    centres cannot be farther apart than that pairwise, since two would share a centre). The centre
+    that would come next is the farthest key from them.
     """
     first = torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device)
-    centres = greedy_k_centre(keys, clusters, first)
-    nearest = centres.gather(1, nearest_centre(keys, centres))
-    around = keys.gather(1, nearest.unsqueeze(-1).expand_as(keys))
-    enough = 2.001 * (keys - around).square().sum(-1).sqrt().amax(-1)
+    found = greedy_k_centre(keys, min(clusters + 1, keys.shape[1]), first)
+    centres = rows_at(keys[None], found[None])[0]
+    enough = 2.001 * (centres[:, -1:] - centres[:, :clusters]).square().sum(-1).sqrt().amin(-1)
     too_small = torch.zeros_like(enough)
     target = clusters - 1 - clusters // 32
     for _ in range(BISECTIONS):

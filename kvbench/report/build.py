@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -14,7 +15,7 @@ from kvbench.errors import disk_line
 from kvbench.records.figures import Curve, Times
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import Experiment, Group, load_experiment
-from kvbench.report.files import file_stem, part_of, remove_stale, write_text
+from kvbench.report.files import file_stem, part_of, write_text
 from kvbench.report.frame import AVERAGE, tidy, totals
 from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
@@ -28,6 +29,9 @@ from kvbench.report.tables import (
     verdict,
 )
 
+if TYPE_CHECKING:
+    from kvbench.report.figures import Drawn
+
 Part = tuple[Group, pd.DataFrame]
 SUMMARY = "summary.json"
 
@@ -38,6 +42,7 @@ class ReportPaths:
 
     Attributes:
         tables, figures: every file written.
+        drawn: the figures.
         warnings: what the report had to leave out, one line each.
         scores: the tidy frame of every model and task whose methods are ranked.
         manifest: of the run that was started last.
@@ -46,9 +51,10 @@ class ReportPaths:
     page: Path
     tables: tuple[Path, ...]
     figures: tuple[Path, ...]
-    warnings: tuple[str, ...] = ()
-    scores: pd.DataFrame = field(default_factory=pd.DataFrame)
-    manifest: Mapping[str, Any] = field(default_factory=dict)
+    drawn: tuple[Drawn, ...]
+    warnings: tuple[str, ...]
+    scores: pd.DataFrame
+    manifest: Mapping[str, Any]
 
 
 def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> ReportPaths:
@@ -83,6 +89,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         sections.append(Section(group, verdict(group, frame), shown, figures, answers))
     ranked = [part for part in parts if is_ranked(part[0])]
     shared = _shared_tables(ranked)
+    drawn = [one for section in sections for one in section.figures]
     page = render_page(experiment, sections, shared, compared, warnings)
     every = [*shared, *compared, *(t for section in sections for t in section.tables), *hidden]
     try:
@@ -92,19 +99,17 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         drawings: list[Path] = []
         if for_print:
             folder = part_of(experiment.folder, "figures")
-            for drawn in (drawn for section in sections for drawn in section.figures):
-                for kind in ("png", "pdf"):
-                    drawings.append(folder / f"{file_stem(drawn.name)}.{kind}")
-                    drawings[-1].write_bytes(drawn.encoded(kind))
-        remove_stale(experiment.folder, [*files, *drawings])
+            for one, kind in itertools.product(drawn, ("png", "pdf")):
+                drawings.append(folder / f"{file_stem(one.name)}.{kind}")
+                drawings[-1].write_bytes(one.encoded(kind))
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
         ) from error
     last = max((run.manifest for run in experiment.runs), key=lambda m: str(m.get("started")))
-    frames = [frame for _, frame in ranked]
-    scores = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-    return ReportPaths(place, tuple(files), tuple(drawings), tuple(warnings), scores, last)
+    scores = pd.concat([frame for _, frame in ranked] or [pd.DataFrame()], ignore_index=True)
+    written = tuple(files), tuple(drawings), tuple(drawn)
+    return ReportPaths(place, *written, tuple(warnings), scores, last)
 
 
 def summary(frames: Sequence[pd.DataFrame]) -> str:

@@ -20,7 +20,7 @@ from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, as_tex
 from kvbench.report.files import write_text
 from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of
 from kvbench.report.page import html
-from kvbench.report.render import csv, markdown, plain
+from kvbench.report.render import csv
 from kvbench.report.stats import ALONE, ALPHA, Array, differences, independent, mean_intervals
 from kvbench.report.table import (
     INTERVAL,
@@ -43,13 +43,12 @@ Side = tuple[Group, Variant]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two experiments have in common and what differs: their names, tables, a row per variant and
-    dataset, and of each the runs that the other lacks."""
+    """What two experiments have in common and what differs: their names, tables (of changed settings,
+    of each task, of runs that one lacks), and a row per variant and dataset."""
 
     names: tuple[str, str]
     tables: tuple[Table, ...]
     frame: pd.DataFrame
-    only: tuple[list[str], list[str]]
 
 
 def compare(first: Experiment, second: Experiment) -> Comparison:
@@ -70,19 +69,24 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     family = independent(len(matched))
     frame = pd.concat([_changes(*match, family) for match in matched], ignore_index=True)
     last = ~frame.duplicated(["model", "task", "variant"], keep="last")
-    only = []
-    for experiment, side in zip((first, second), zip(*matched, strict=True), strict=True):
-        every = [(group, variant) for group in experiment.groups for variant in group.variants]
-        lacking = [one for one in every if one not in side]
-        only.append([f"{group.model} / {group.task} / {v.label}" for group, v in lacking])
     names = first.name, second.name
     if names[0] == names[1]:
         names = str(first.folder), str(second.folder)
+    only = [
+        {"run": f"{group.model} / {group.task} / {variant.label}", "in": name}
+        for name, experiment, sides in zip(
+            names, (first, second), zip(*matched, strict=True), strict=True
+        )
+        for group in experiment.groups
+        for variant in group.variants
+        if (group, variant) not in sides
+    ]
     tables = [_settings_table(matched)]
     groups = frame[last].groupby(["task", "model"], sort=False)
     tables += [_task_table(part) for _, part in groups]
-    shown = tuple(table for table in tables if len(table.frame))
-    return Comparison(names, shown, in_percent(frame, _NUMBERS), (only[0], only[1]))
+    columns = Column("run"), Column("in", "only in")
+    tables.append(Table("only", "Runs that one of them lacks", pd.DataFrame(only), columns))
+    return Comparison(names, tuple(t for t in tables if len(t.frame)), in_percent(frame, _NUMBERS))
 
 
 def matched_groups(first: Experiment, second: Experiment) -> list[tuple[Group, Group]]:
@@ -220,20 +224,14 @@ def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write compare.html, compare.md and compare.csv; returns their paths.
+    """Write compare.html and compare.csv; returns their paths.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    only = [(n, lines) for n, lines in zip(comparison.names, comparison.only, strict=True) if lines]
-    title = " → ".join(comparison.names)
-    text = f"# {plain(title)}\n\n" + "\n".join(map(markdown, comparison.tables))
-    for name, lines in only:
-        text += f"\n{plain(f'Only in {name}:')}\n\n" + "".join(f"- {plain(run)}\n" for run in lines)
-    page = html("tables.html.j2", title=title, tables=comparison.tables, only=only)
+    page = html("tables.html.j2", title=" → ".join(comparison.names), tables=comparison.tables)
     folder.mkdir(parents=True, exist_ok=True)
     return [
         write_text(folder / "compare.html", page),
-        write_text(folder / "compare.md", text),
         write_text(folder / "compare.csv", csv(comparison.frame)),
     ]

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from kvbench.records.durable import make_folder, replace
 
-_WRITTEN = ".report-files"
-"""Names the files that the last report of an experiment consists of."""
-_MADE = re.compile(r"(figures/[^/]+\.(png|pdf|svg)|tables/[^/]+\.(csv|md|tex))")
-"""What a report writes below its folder."""
 _LONGEST_NAME = 200
 """Bytes of a file's name; file systems allow 255, of which a name under way needs some."""
 
@@ -43,17 +37,3 @@ def file_stem(name: str) -> str:
         return safe
     digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
     return f"{safe.encode()[: _LONGEST_NAME - 9].decode(errors='ignore')}-{digest}"
-
-
-def remove_stale(folder: Path, written: Iterable[Path]) -> None:
-    """Remove what the report before wrote into an experiment's folder and this one did not: figures and
-    tables under names that its variants no longer have. What a person put there stays."""
-    made = [path.relative_to(folder).as_posix() for path in written]
-    try:
-        before = json.loads((folder / _WRITTEN).read_bytes())
-    except (OSError, ValueError):  # none yet, or not ours
-        before = []
-    for name in before if isinstance(before, list) else ():
-        if name not in made and _MADE.fullmatch(str(name)) and (folder / name).is_file():
-            (folder / name).unlink()
-    write_text(folder / _WRITTEN, json.dumps(sorted(made), indent=0) + "\n")

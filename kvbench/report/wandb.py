@@ -26,11 +26,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
 from kvbench.errors import UserError, first_line, presentable, redact
+from kvbench.errors.options import Positive, fits, refusal
 from kvbench.records.durable import make_folder, replace
 from kvbench.records.read import Run
 
@@ -62,10 +63,9 @@ def check_logger(mode: str, timeout_s: float) -> None:
     Raises:
         UserError: one line with what is allowed.
     """
-    if mode not in get_args(Mode):
-        raise UserError(f"logger.mode is {mode!r}; allowed: {', '.join(get_args(Mode))}")
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise UserError(f"logger.timeout_s is {timeout_s!r}; allowed: a positive number")
+    for name, value, hint in (("mode", mode, Mode), ("timeout_s", timeout_s, Positive)):
+        if not fits(hint, value):
+            raise UserError(refusal(f"logger.{name}", value, hint))
 
 
 def log_runs(
@@ -285,7 +285,7 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     scores against bytes and of needles; send it where its jobs' logger says so.
 
     Args:
-        folder: the experiment's. paths: what `build_report` gave: its tidy frame of all that is ranked.
+        folder: the experiment's. paths: what `build_report` gave.
 
     Returns:
         Whether it was written: not where nothing is ranked, or the logger is none or disabled.
@@ -299,9 +299,7 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     import wandb
     from PIL import Image
 
-    from kvbench.report.experiment import load_experiment
-    from kvbench.report.figures import figures_of
-    from kvbench.report.frame import tidy, totals
+    from kvbench.report.frame import totals
 
     written: list[Path] = []
     name = f"{manifest['experiment']}/{OVERVIEW}"
@@ -315,12 +313,11 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
             keys = ["model", "variant"]
             spread = total.pivot_table(index=keys, columns="column", values="mean", sort=False)
             found: dict[str, Any] = {"task_by_method": _table(spread.reset_index())}
-            for group in load_experiment(folder).groups:
-                for drawn in figures_of(group, tidy(group)):
-                    if drawn.name.endswith(("-ratio", "-heatmap")):
-                        picture = Image.open(io.BytesIO(drawn.encoded("png")))
-                        caption = f"{drawn.title}. {drawn.caption}"
-                        found[drawn.name] = wandb.Image(picture, caption=caption)
+            for drawn in paths.drawn:
+                if drawn.name.endswith(("-ratio", "-heatmap")):
+                    picture = Image.open(io.BytesIO(drawn.encoded("png")))
+                    caption = f"{drawn.title}. {drawn.caption}"
+                    found[drawn.name] = wandb.Image(picture, caption=caption)
             run.log(found)
             page = wandb.Artifact(f"report-{run.id}", "report")
             page.add_file(str(paths.page))

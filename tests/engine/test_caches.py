@@ -11,9 +11,12 @@ import torch
 from support.attention import step
 from support.method_layers import attend, make_layer, run
 
+from kvbench.engine.attention import exact_attention
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork
 from kvbench.engine.kept import entries_of
+from kvbench.kernels.decode_attention import entry_table, weighted_decode_attention
+from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, pack, unpack
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, keep_all
@@ -283,3 +286,38 @@ def test_weights_multiply():
     assert ((weights[..., None] - allowed).abs().amin(-1) < 1e-4).all()
     assert weights.amax() == pytest.approx(first * again, rel=1e-4)
     assert fork.cache_bytes() == 20 * 2 * (2 * 8 + 1) * 4 + 4 * 32 * 8 * 4, "the queries count"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", [None, Quantization(4, 16), QJL(buffer=32), TurboQuant(bits=4)])
+def test_steps_in_half_precision_round_no_logit(scheme, dtype):
+    """Products that float16 does not hold, and logits of which bfloat16 would lose a tenth: a step, the
+    kernel's torch form and attention by blocks against float64 of what is held."""
+    torch.manual_seed(0)
+    n, dim, scaling = 96, 64, 3e-4
+    q, keys, values = torch.randn(4, 1, dim), torch.randn(2, n + 1, dim), torch.randn(2, n + 1, dim)
+    q, keys, values = (40 * q).to(dtype), (40 * keys).to(dtype), values.to(dtype)
+    keys[:, 7] = q.view(2, 2, dim)[:, 0]  # of the most weight, and some others near it
+    keys[:, 40:60] = (keys[:, 7:8] + torch.randn(2, 20, dim)).to(dtype)
+    at = torch.arange(n)
+    held = CompressedKV(keys[None, :, :n], values[None, :, :n], None, at.expand(1, 2, n))
+    cache = LayerCache(held, 1, EXACT, capacity=n, quantization=scheme)
+    grouped = q.view(2, 2, dim)
+    logits = grouped.double() @ keys.double().mT
+    assert logits.amax() > 65504
+    restored = values.double()
+    if scheme is not None:
+        packed = cache.packed.keys, cache.packed.values
+        logits[..., : packed[0].count] = packed[0].dot(grouped.float()).double()
+        one = torch.eye(packed[1].count).expand(2, -1, -1)
+        restored[:, : packed[1].count] = packed[1].mix(one).double()
+    want = ((logits * scaling).softmax(-1) @ restored).view(4, 1, dim)
+    near = dict.fromkeys(("rtol", "atol"), 4e-3 if dtype == torch.bfloat16 else 5e-4)
+    got = [step(cache, q, keys[:, n:], values[:, n:], torch.tensor([n]), scaling)]
+    if scheme is None:
+        table = entry_table([keys], [values])
+        got += [weighted_decode_attention(q[None, :, 0], table, [n + 1], scaling=scaling)[0][0]]
+        blocks = exact_attention(q[None], keys[None], values[None], scaling=scaling, softcap=1e6)
+        got = [got[0], got[1][:, None], blocks[0]]
+    for out in got:
+        torch.testing.assert_close(out.double(), want, **near)

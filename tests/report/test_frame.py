@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,21 @@ def test_variants_are_named_by_what_differs(tmp_path: Path) -> None:
         write_run(tmp_path, experiment="v", method="h2o", records=record, options=options)
     found = group_of(tmp_path / "v")
     assert set(found.labels) == {f"h2o, {m['config_hash']}" for m in found.manifests}
+
+
+def test_models_stand_in_the_order_in_which_they_were_started(tmp_path: Path) -> None:
+    """Of a run that went on, its first start counts."""
+    starts: list[tuple[str, str, list[str]]] = [
+        ("a", "12", []),
+        ("b", "13", ["10"]),
+        ("c", "11", []),
+    ]
+    for model, started, earlier in starts:
+        folder = write_run(tmp_path, records=lines_records("exact")[:2], model=model)
+        made = json.loads((folder / "manifest.json").read_text()) | {"started": started}
+        made["earlier_starts"] = [{"started": hour} for hour in earlier]
+        (folder / "manifest.json").write_text(json.dumps(made))
+    assert [g.model for g in load_experiment(tmp_path / "demo").groups] == ["b", "c", "a"]
 
 
 def test_records_are_a_frame_with_documented_columns_and_parquet(tmp_path: Path) -> None:
