@@ -17,10 +17,9 @@ import pandas as pd
 
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, as_text, flat
-from kvbench.report.files import write_text
 from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of
 from kvbench.report.page import html
-from kvbench.report.render import csv
+from kvbench.report.render import csv, write_text
 from kvbench.report.stats import ALONE, ALPHA, Array, differences, independent, mean_intervals
 from kvbench.report.table import (
     INTERVAL,
