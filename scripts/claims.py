@@ -46,7 +46,7 @@ ABLE = 0.8
 UNABLE = "needs a model that retrieves"
 ORDER = ("fails", "cannot be told", "holds on average", "holds", UNABLE)
 """Verdicts; a claim has the first of its comparisons'."""
-SHOWN = ("id", "place", "claim", "comparison", "claimed", "difference", "units", "holds", "verdict")
+SHOWN = ("id", "claim", "decided by", "difference", "claimed", "units", "holds", "verdict")
 
 
 class Verdict(NamedTuple):
@@ -190,9 +190,11 @@ def judged(
     return Verdict("cannot be told", *told, more)
 
 
-def says_nothing(values: pd.DataFrame, asked: Mapping[str, Any]) -> bool:
+def says_nothing(rows: pd.DataFrame, asked: Mapping[str, Any]) -> bool:
     """True where the method `able` scores below `ABLE`, so that the task tells no methods apart."""
-    return "able" in asked and bool(values[asked["able"]].mean() < ABLE)
+    if "able" not in asked:
+        return False
+    return bool(rows.loc[rows["method"] == asked["able"], asked["value"]].mean() < ABLE)
 
 
 def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
@@ -204,13 +206,13 @@ def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[
     rows: list[dict[str, Any]] = []
     for asked in claim["comparisons"]:
         values = table(runs[asked["run"]], asked)
-        unable = says_nothing(values, asked)
+        unable = says_nothing(runs[asked["run"]], asked)
         less = None if unable else asked.get("minus")
         for other, each in compared(values, asked).items():
             if less:
                 each = each - compared(table(runs[less], asked), asked)[other]
             found.append((asked, "" if unable else other, each))
-            said = f"{asked['value']}: {asked['first']} - {other}"
+            said = f"{asked['run']}, {asked['value']}: {asked['first']} - {other}"
             said += f", less that of {less}" if less else ""
             said += f", mean over {asked['over']}" if "over" in asked else ""
             rows.append({"comparison": said})
@@ -256,6 +258,8 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         low, high = row["difference_low"], row["difference_high"]
         more = f"; {row['more']:g} would tell" if row["more"] and row["more"] > 0 else ""
         shown = dict(row) | {
+            "claim": f"{row['claim']} ({row['place']})",
+            "decided by": row["comparison"],
             "difference": f"{row['difference']:.3g} [{low:.3g}, {high:.3g}]",
             "holds": f"{held} of {len(mine)}",
             "verdict": f"**{row['verdict']}**{more}",
@@ -344,7 +348,7 @@ def main(given: Sequence[str]) -> None:
             name = one.get(key)
             if name is None or name in runs:
                 continue
-            if key == "run" or not says_nothing(table(runs[one["run"]], one), one):
+            if key == "run" or not says_nothing(runs[one["run"]], one):
                 words = command(name, asked["runs"][name]["command"], options, place)
                 run_once(name, words, place)
                 runs[name] = read_run(place / name)

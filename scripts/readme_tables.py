@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -36,7 +37,8 @@ class Column:
         heading: what the table calls it.
         file: the CSV file, <experiment>/<name of the table>.
         where: the rows of the file to take, by column; `rate` also takes methods that have none.
-        measure: which number.
+        measure: which number; `bytes` is the ratio to an exact cache of bfloat16: floats that a method
+            holds would be bfloat16 as well, packed entries stay as they are.
         digits: after the decimal point.
     """
 
@@ -50,6 +52,17 @@ class Column:
         """The column's text by method, as the file has them; of bytes the fewest first."""
         experiment, _, name = self.file.partition("/")
         frame = pd.read_csv(RESULTS / experiment / "tables" / f"{name}.csv")
+        if "mean" not in frame:  # a column for each number
+            ends = (f"{self.measure}{end}" for end in ("", "_low", "_high"))
+            named = dict(zip(ends, ("mean", "low", "high"), strict=True))
+            frame = frame.rename(columns=named).assign(measure=self.measure)
+            frame = frame.reindex(columns=frame.columns.union(["low", "high", "mark"]))
+        if self.measure == "bytes":
+            held: Any = frame.pivot_table(index="method", columns="measure", values="mean", sort=False)
+            whole = held["ratio"] * held.loc["exact", "entries_mean"] / held["entries_mean"]
+            held["mean"] = held["ratio"].where(whole > 0.5, 2 * held["ratio"])
+            empty = dict.fromkeys(("low", "high", "mark"))
+            frame = held.reset_index().assign(measure="bytes", **empty)
         frame = frame[frame["measure"] == self.measure]
         for key, value in self.where.items():
             same = frame[key].astype(str) == str(value)
@@ -80,14 +93,39 @@ def _needle(rate: float) -> Column:
     )
 
 
+def _at_quarter(
+    heading: str, task: str, table: str, measure: str, where: dict[str, object]
+) -> Column:
+    return Column(f"{heading}, 0.25", f"leaderboard/{task}-{MODEL}{table}", where, measure, 3)
+
+
 SCORES: dict[str, Sequence[Column]] = {
     "leaderboard": (
         Column("ratio, 0.25", f"leaderboard/needle-{MODEL}", {"rate": 0.25}, "ratio", 3),
         *map(_needle, (0.5, 0.25, 0.125)),
-        Column("KL, 0.25", f"leaderboard/fidelity-{MODEL}-by-rate", {"value": 0.25}, digits=3),
-        Column(
-            "layer error, 0.25", f"leaderboard/layer_error-{MODEL}-by-rate", {"value": 0.25}, digits=3
-        ),
+        Column("RULER, 0.25", f"leaderboard/ruler-{MODEL}", {"by": "dataset"}),
+        *(_at_quarter(*column) for column in (
+            ("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
+            ("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),
+            ("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}),
+        )),
+    ),
+    "frontier": (
+        Column("bytes of float32", f"frontier/layer_error-{MODEL}", {}, "ratio", 3),
+        Column("of bfloat16", f"frontier/layer_error-{MODEL}", {}, "bytes", 3),
+        *(Column(f"layer error, {rate}", f"frontier/layer_error-{MODEL}-by-rate", {"value": rate},
+                 digits=3) for rate in (0.5, 0.25, 0.125)),
+    ),
+    "figure4": (
+        Column("words found (the paper's measure)", f"figure4/needle-{MODEL}", {"by": "dataset"}),
+        Column("whole needle", f"figure4/needle-{MODEL}-by-measure", {"value": "containment"}),
+        Column("published, Llama-3.1-8B", "figure4/balancekv_figure4-published", {}, "published"),
+    ),
+    "table1": (
+        Column("multi_news, ROUGE-L", f"table1/longbench-{MODEL}", {"by": "dataset"}, digits=1),
+        *(Column(f"published, {model}", "table1/balancekv_table1-published",
+                 {"published_model": model}, "published", 2)
+          for model in ("Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct", "Qwen2.5-32B-Instruct")),
     ),
     "lines": (
         Column("lines", "lines/longeval_lines-recall_mini", {"value": "average"}),
@@ -137,17 +175,16 @@ def statistics() -> str:
 
 
 def claims() -> str:
-    """Of every claim the comparison that decided."""
-    frame = pd.read_csv(RESULTS / "claims" / "claims.csv")
-    rows = [["id", "claim", "decided by", "difference", "claimed", "units", "holds", "verdict"]]
-    for name, mine in frame.groupby("id", sort=False):
-        one = mine[mine["decides"]].iloc[0]
-        values = (one[key] for key in ("difference", "difference_low", "difference_high"))
-        mean, low, high = (f"{value:.3g}" for value in values)
-        held = f"{(mine['result'] == 'holds').sum()} of {len(mine)}"
-        more = "" if pd.isna(one["more"]) else f"; {one['more']:.0f} would tell"
-        rows.append([str(name), one["claim"], one["comparison"], f"{mean} [{low}, {high}]"])
-        rows[-1] += [one["claimed"], str(one["units"]), held, f"**{one['verdict']}**{more}"]
+    """Of every claim the comparison that decided, as `kvbench claims` wrote it beside claims.csv."""
+    return (RESULTS / "claims" / "claims.md").read_text(encoding="utf-8")
+
+
+def joint_survival() -> str:
+    """The mean over prompts, draws and layers, by distance."""
+    frame = pd.read_csv(RESULTS / "balancekv_joint_survival" / f"{MODEL}.csv")
+    spread = frame.pivot_table(index="method", columns="distance", values="ratio", sort=False)
+    rows = [["method", *(f"{distance} apart" for distance in spread.columns)]]
+    rows += [[str(name), *(f"{v:.2f}" for v in values)] for name, values in spread.iterrows()]
     return markdown(rows)
 
 
@@ -175,7 +212,8 @@ def written(text: str) -> str:
         name = found[2]
         if name in FILES:
             return found[1] + whole(FILES[name]) + found[3]
-        makers = {"experiments": experiments, "statistics": statistics, "claims": claims}
+        made_by = (claims, experiments, joint_survival, statistics)
+        makers = {maker.__name__: maker for maker in made_by}
         return found[1] + (makers[name]() if name in makers else scores(SCORES[name])) + found[3]
 
     return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end \2 -->)", made, text, flags=re.S)

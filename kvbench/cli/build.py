@@ -6,9 +6,9 @@ What reads results and draws them is imported when there are any: that takes as 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import is_dataclass
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
@@ -32,8 +32,6 @@ from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
-
-log = logging.getLogger(__name__)
 
 
 def constructed(node: object, key: str, *kinds: type) -> Any:
@@ -61,7 +59,7 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
         raise KVError(f"{key}._target_ is {named!r}: {first_line(error)}") from error
     if not isinstance(target, type) or not issubclass(target, kinds):
         raise KVError(f"{key}._target_ is {named!r}; allowed: a {words}")
-    hints, options = hints_of(target), {}
+    hints, options = hints_of(target), dict[str, Any]()  # type: ignore[arg-type]
     for name, value in ((name, node[name]) for name in node if name != "_target_"):
         if hints and name not in hints:
             meant = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
@@ -158,15 +156,22 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
 def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
     """Run one job and print its tables; `shared` as of `build_job`."""
     job = build_job(config, shared)
-    title = presentable(f"{job.spec.label} x {job.task}")
-    with progress_display(title) as progress:
+    title = presentable(f"{job.session.spec.label} x {job.task}")
+    logger = {str(key): value for key, value in config.logger.items()}
+    logs = logger.pop("name") == "wandb"
+    with ExitStack() as stack:
+        progress = stack.enter_context(progress_display(title))
+        if logs:
+            from kvbench.report.wandb import Live, log_runs
+
+            names = [run.names for run in job.runs.values()]
+            live = Live(job.results_dir / job.experiment, names, logger)
+            progress.on_unit = stack.enter_context(live).log
         result = run_job(job, progress)
     runs = tuple(load_run(path) for path in result.folders.values())
     print_scores(job.results_dir / job.experiment, runs)
-    if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
-        from kvbench.report.wandb import log_runs
-
-        log_runs(runs, **{str(key): config.logger[key] for key in config.logger if key != "name"})
+    if logs and result.complete:  # of several shards, the last logs
+        log_runs(runs, **logger)
     return result
 
 

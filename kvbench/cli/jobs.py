@@ -88,10 +88,12 @@ class Jobs:
         self.outcomes: list[JobOutcome] = []
         self._shared: dict[str, Any] = {}  # model, tokenizer, examples
 
-    def __call__(self, config: DictConfig) -> JobOutcome:
+    def __call__(self, config: DictConfig) -> None:
         """Run one job; a failure is a line (after a traceback if it is a bug) and an outcome."""
         from kvbench.cli.build import run_config
 
+        if config.dry_run:
+            return self.check(config)
         sys.argv = self.argv  # where the manifest looks for the command
         # as typed: a ${...} in them has another meaning, or none, where Hydra keeps them
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
@@ -106,7 +108,6 @@ class Jobs:
                 raise
             outcome = JobOutcome(typed, (), *report_error(error))
         self.outcomes.append(outcome)
-        return outcome
 
     def check(self, config: DictConfig, name: str = "") -> None:
         """Make a job without running it; in a dry run print what it would do, in one line if it has a
@@ -126,8 +127,7 @@ class Jobs:
     @property
     def status(self) -> int:
         """The command's exit status: 0, 2 if all that is wrong is usage, else 1."""
-        wrong = {outcome.status for outcome in self.outcomes} - {0}
-        return 0 if not wrong else USAGE if wrong == {USAGE} else FAILED
+        return min((o.status for o in self.outcomes if o.status), default=0)
 
     def print_summary(self) -> None:
         """One line about all jobs, and one for each that failed."""
@@ -218,9 +218,8 @@ class Launcher(launcher.Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """As Hydra's launchers; refuses a link below the results folder."""
-        root = Path(self.config.results_dir).expanduser()
         self.folder = Path(self.config.hydra.sweep.dir).expanduser()
-        make_folder(self.folder, root if self.folder.is_relative_to(root) else None)
+        make_folder(self.folder, Path(self.config.results_dir).expanduser())
         self.folder.chmod(0o700)
         self.names, self.outcomes = names(job_overrides), dict[int, JobOutcome]()
         self.overrides = [filter_overrides(list(each)) for each in job_overrides]
@@ -284,22 +283,16 @@ class GpuLauncher(Launcher):
         free = deque(devices_of(self.config.launcher, self.config.device))
         threads = str(max(1, (os.cpu_count() or 1) // len(free)))
         waiting = deque(enumerate(orders))
-        running: dict[int, tuple[subprocess.Popen[str], str]] = {}
+        running: dict[int, tuple[subprocess.Popen[Any], str]] = {}
         while waiting or running:
             while waiting and free:
                 (number, order), device = waiting.popleft(), free.popleft()
                 environment = {"OMP_NUM_THREADS": threads, **os.environ}
                 environment["CUDA_VISIBLE_DEVICES"] = device
+                command = [sys.executable, "-m", "kvbench.cli.jobs", *order]
                 with open(self.folder / f"{number}.log", "w") as log:
-                    worker = subprocess.Popen(
-                        [sys.executable, "-m", "kvbench.cli.jobs", *order],
-                        stdin=subprocess.PIPE,
-                        stdout=log,
-                        stderr=log,
-                        env=environment,
-                        process_group=0,
-                        text=True,
-                    )
+                    pipes: Any = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+                    worker = subprocess.Popen(command, env=environment, process_group=0, **pipes)
                 running[number] = worker, device
             time.sleep(0.2)
             for number, (worker, device) in list(running.items()):

@@ -121,12 +121,8 @@ def run(arguments: Sequence[str]) -> int:
         if options.multirun or shards or every.hydra.mode == RunMode.MULTIRUN:
             hydra.multirun("config", jobs, overrides)
         else:
-            settings = Settings.of(composed(hydra, overrides))
-            print(settings.announcement(), flush=True)
-            if settings.dry_run:
-                jobs.check(composed(hydra, overrides))
-            else:
-                hydra.run("config", jobs, overrides)
+            print(Settings.of(composed(hydra, overrides)).announcement(), flush=True)
+            hydra.run("config", jobs, overrides)
     if jobs.folders or jobs.status:
         from kvbench.cli.build import finish, print_scores
 

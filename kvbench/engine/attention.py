@@ -132,6 +132,8 @@ def kvbench_attention(
         )
     if dropout:
         raise UnsupportedModel(f"{name} runs with dropout {dropout}; call model.eval() first")
+    output = getattr(getattr(module, "o_proj", None), "weight", None)
+    readable = isinstance(output, Tensor) and output.dim() == 2 and not output.is_meta
     out = kvbench.attend(
         LayerCall(
             int(module.layer_idx),  # type: ignore[arg-type]
@@ -141,18 +143,10 @@ def kvbench_attention(
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap,
             sliding_window,
-            _output_weight(module),
+            output if readable and output.is_floating_point() else None,
         )
     )
     return out.transpose(1, 2), None
-
-
-def _output_weight(module: nn.Module) -> Tensor | None:
-    """See `LayerCall.output`."""
-    weight = getattr(getattr(module, "o_proj", None), "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.is_meta:
-        return None
-    return weight if weight.is_floating_point() else None
 
 
 def register() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,20 +19,17 @@ def in_main_thread() -> bool:
 
 
 @contextmanager
-def time_limit(
-    seconds: float | None, on_hang: Callable[[], None], what: str = "the example"
-) -> Iterator[None]:
+def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[None]:
     """Raise TimeoutError in a body that runs longer than `seconds`; None: no limit.
 
     The alarm comes a tenth (at least one second) after the limit, so that a loop that checks the time
     itself notices first, and it is repeated for as long as the body catches it and goes on. Code that
     runs no Python (a kernel that never returns) is not interrupted by an alarm: `HUNG_AFTER` seconds
     after one that was not handled, `on_hang` is called from another thread and the process ends with
-    status 1. Limits can be nested.
+    status 1.
 
     Args:
         on_hang: saves what can be saved; must not wait for this thread.
-        what: named by the error.
     """
     if seconds is None:
         yield
@@ -44,7 +40,7 @@ def time_limit(
     def alarm(_signal: int, _frame: FrameType | None) -> None:
         heard.set()
         if not over.is_set():
-            raise TimeoutError(f"{what} took more than {seconds:g} s")
+            raise TimeoutError(f"the example took more than {seconds:g} s")
 
     def watch() -> None:
         wait = period + HUNG_AFTER
@@ -60,8 +56,7 @@ def time_limit(
     watcher = threading.Thread(target=watch, name="example_timeout", daemon=True)
     handler = signal.signal(signal.SIGALRM, alarm)
     watcher.start()
-    began = time.monotonic()
-    left, interval = signal.setitimer(signal.ITIMER_REAL, period, period)
+    signal.setitimer(signal.ITIMER_REAL, period, period)
     try:
         try:
             yield
@@ -71,7 +66,3 @@ def time_limit(
         over.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left:  # a limit around this one goes on
-            signal.setitimer(
-                signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval
-            )

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,8 +34,6 @@ from transformers.utils import logging as library_logging
 from kvbench.engine.architecture import check_serves_interface, full_layers
 from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.faults import is_out_of_memory
-from kvbench.engine.limits import in_main_thread, time_limit
-from kvbench.engine.memory import total_bytes
 from kvbench.engine.packaged import (
     PACKAGE_PREFIX,
     missing_line,
@@ -44,7 +41,7 @@ from kvbench.engine.packaged import (
     unpacked,
     unpacking,
 )
-from kvbench.errors import UserError, complain, first_line, needs_extra, one_line, traceback_of
+from kvbench.errors import UserError, first_line, needs_extra, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
 from kvbench.tasks.base import PromptEncoder, tokenizing
 from kvbench.tasks.data import hub_answers, quiet_hub
@@ -61,12 +58,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 PACKAGES = {"bnb4": "bitsandbytes", "bnb8": "bitsandbytes", "gguf": "gguf"}
 """What each choice of `ModelSpec.quantization` needs beside transformers."""
-
-MOST_LAYERS = 10_000
-"""Most layers of a model; its config lists every layer."""
-
-TEMPLATE_S = 5.0
-"""Time limit of a chat template for one message; some never end."""
 
 _MARK = "KVBENCH_PROMPT_GOES_HERE"
 
@@ -281,7 +272,6 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
         return _config_of_path(spec)
     with one_line_failures("model", spec):
         fields = {**spec.architecture, **spec.config}
-        _check_layers(fields, spec)
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     check_serves_interface(config)
     return config
@@ -297,28 +287,11 @@ def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
         )
     where = {**_origin(spec.path, spec.revision), **_gguf_options(spec)}
     with one_line_failures("model", spec):
-        fields, _ = PreTrainedConfig.get_config_dict(path, **where)
-        _check_layers({**fields, **spec.config}, spec)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             path, trust_remote_code=spec.trust_remote_code, **where, **spec.config
         )
     check_serves_interface(config)
     return config
-
-
-def _check_layers(fields: Mapping[str, Any], spec: ModelSpec) -> None:
-    """Refuse a config whose list of layers alone would take very long to build.
-
-    Raises:
-        ModelError: naming the field.
-    """
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            _check_layers(value, spec)
-        elif "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
-            raise ModelError(
-                f"{name} of model {spec.path!r} is {value}; allowed: at most {MOST_LAYERS}"
-            )
 
 
 def _origin(path: str, revision: str | None) -> dict[str, Any]:
@@ -348,7 +321,6 @@ def load_model(
     config = load_config(spec) if spec.random_weights else _config_of_path(spec)
     with one_line_failures("model", spec):
         if spec.random_weights:
-            _check_fits(config, spec, device, dtype)
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
                 with device:
@@ -441,25 +413,6 @@ def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
             )
 
 
-def _check_fits(
-    config: PreTrainedConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Refuse random weights that the device cannot hold, before any is drawn.
-
-    Raises:
-        ModelError: naming the bytes needed and the bytes available.
-    """
-    with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    needed = sum(part.nbytes for part in shape.parameters())
-    there = total_bytes(device)
-    if there is not None and needed > there:
-        raise ModelError(
-            f"model {spec.name!r} has {needed / 1e9:.0f} GB of weights and {device} {there / 1e9:.0f} "
-            "GB of memory; allowed: a smaller model, or dtype=bfloat16"
-        )
-
-
 def _gguf_options(spec: ModelSpec) -> dict[str, Any]:
     """What transformers' loaders of config, tokenizer and weights are told; nothing without GGUF.
 
@@ -548,12 +501,7 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
         plain, whole = encode("a"), encode("a", special=True)
         before_text = whole.index(plain[0]) if plain and plain[0] in whole else 0
         return PromptEncoder(tokenizer, tuple(whole[:before_text]), ())
-    limit = TEMPLATE_S if in_main_thread() else None
-    hung = partial(complain, f"the chat template of model {spec.path!r} never ends")
-    with (
-        one_line_failures("chat template of model", spec),
-        time_limit(limit, hung, "writing one message"),
-    ):
+    with one_line_failures("chat template of model", spec):
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
         )

@@ -152,7 +152,10 @@ def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGra
     while True:
         # Making a batch and capturing its step are part of what decoding takes.
         since = time.perf_counter()
-        _time_out(rows, time.perf_counter() - begun)
+        for row in rows:  # of its own prefill, and of all decoding since
+            limit = row.stopping.timeout_s
+            if limit is not None and row.spent_s + since - begun > limit:
+                row.fork.fail(TimeoutError(f"the example took more than {limit:g} s"))
         running = [row for row in rows if row.running]
         if batch is None or batch.is_over(running):
             if batch is not None:
@@ -207,14 +210,6 @@ class _Batch:
         """Whether a new batch, of the running rows alone, should take over."""
         few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
         return len(running) <= few
-
-
-def _time_out(rows: Sequence[DecodingRow], elapsed: float) -> None:
-    """Fail the rows whose prompt took longer than it may: its own prefill, and all decoding since."""
-    for row in rows:
-        limit = row.stopping.timeout_s
-        if limit is not None and row.spent_s + elapsed > limit:
-            row.fork.fail(TimeoutError(f"the example took more than {limit:g} s"))
 
 
 def picked(rows: Sequence[DecodingRow], logits: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def _row_stride(table, row, column, ALIGNED: tl.constexpr, UNIT: tl.constexpr):
     return stride
 
 
-@triton.jit(do_not_specialize=["chunk", "splits", "longest"])
+@triton.jit(do_not_specialize=["lengths", "chunk", "splits", "longest"])
 def split_kernel(
     query,  # [rows, heads, DIM], contiguous, in the keys' dtype
     table,
@@ -147,7 +147,7 @@ def split_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["chunk", "splits"])
+@triton.jit(do_not_specialize=["lengths", "chunk", "splits"])
 def reduce_kernel(
     table,
     lengths,
@@ -161,7 +161,6 @@ def reduce_kernel(
     heads,
     VALUE_DIM: tl.constexpr,
     E: tl.constexpr,
-    SPLITS: tl.constexpr,
     PART: tl.constexpr,
 ):
     query_head = tl.program_id(0).to(tl.int64)
@@ -169,29 +168,27 @@ def reduce_kernel(
     reserved = tl.load(table + row * TABLE_COLUMNS + 9)
     n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved).to(tl.int32)
     used = tl.cdiv(n, chunk)  # what later programs would have written was not written
-    all_parts = tl.arange(0, SPLITS)
-    tops = tl.load(
-        partial_max + query_head * splits + all_parts, mask=all_parts < used, other=-float("inf")
-    )
-    top = tl.max(tops, 0)
-    base = tl.where(top == -float("inf"), 0.0, top)
-    sums = tl.load(partial_sum + query_head * splits + all_parts, mask=all_parts < used, other=0.0)
-    total = tl.sum(sums * tl.exp(tops - base), 0)
     columns = tl.arange(0, E)
+    top = tl.full([], -float("inf"), tl.float32)
+    base = tl.full([], 0.0, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
     result = tl.zeros([E], tl.float32)
     for start in range(0, used, PART):
         part = start + tl.arange(0, PART)
-        weight = tl.exp(
-            tl.load(partial_max + query_head * splits + part, mask=part < used, other=-float("inf"))
-            - base
-        )
         slot = query_head * splits + part
+        tops = tl.load(partial_max + slot, mask=part < used, other=-float("inf"))
+        sums = tl.load(partial_sum + slot, mask=part < used, other=0.0)
         rows = tl.load(
             partial_out + slot[:, None] * VALUE_DIM + columns[None, :],
             mask=(part < used)[:, None] & (columns < VALUE_DIM)[None, :],
             other=0.0,
         )
-        result += tl.sum(rows * weight[:, None], 0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        shrink, weight = tl.exp(top - base), tl.exp(tops - base)
+        total = total * shrink + tl.sum(sums * weight, 0)
+        result = result * shrink + tl.sum(rows * weight[:, None], 0)
+        top = new_top
     some = total > 0.0  # else no entries, or none that is not hidden
     result = tl.where(some, result / tl.where(some, total, 1.0), 0.0)
     tl.store(
@@ -205,7 +202,7 @@ def reduce_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["longest"])
+@triton.jit(do_not_specialize=["lengths", "longest"])
 def mass_kernel(
     table,
     lengths,
@@ -230,7 +227,7 @@ def mass_kernel(
     tl.store(mass + row_head * longest + place, received / group, mask=place < longest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths"])
 def append_kernel(
     table,
     lengths,
@@ -365,7 +362,6 @@ def attention(
         heads,
         VALUE_DIM=value_dim,
         E=triton.next_power_of_2(value_dim),
-        SPLITS=triton.next_power_of_2(splits),
         PART=16,
         num_warps=4,
     )

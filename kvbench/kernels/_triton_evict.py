@@ -23,7 +23,7 @@ def _move(pointer, stride, new, leaving, SIZE: tl.constexpr, WIDTH: tl.constexpr
     tl.store(pointer + leaving * stride + columns, entry, mask=columns < SIZE)
 
 
-@triton.jit(do_not_specialize=["longest"])
+@triton.jit(do_not_specialize=["lengths", "longest"])
 def evict_kernel(
     table,
     rules,

@@ -163,34 +163,38 @@ class WildCat(Method):
         places = starts + within * (within < sizes)  # beyond a bin's end its first token, again
         drawn = to_device(uniforms, device).expand(-1, batch, -1, -1, -1).flatten(1, 2)
         keys, values = layer.keys.flatten(0, 1), layer.values.flatten(0, 1)
-        mean = keys.mean(1, keepdim=True, dtype=torch.float32)
+        room = len(bins.entries) * max(bins.entries)
+        held = values.new_empty(batch * heads, first + room + n - last, values.shape[2])
+        held[:, :first], held[:, first + room :] = values[:, :first], values[:, last:]
         # On a processor one head at a time, whose tensors stay in its cache; on a GPU all at once.
         together = batch * heads if device.type == "cuda" else 1
-        parts = []
+        parts, lows, highs = [], [], []
         for start in range(0, batch * heads, together):
             part = slice(start, start + together)
             k, v = keys[part, first:last], values[part, first:last]
             if places.numel() != last - first:  # bins of different sizes
                 k, v = (x.index_select(1, places.flatten()) for x in (k, v))
-            k, v = (x.unflatten(1, places.shape) for x in (k - mean[part], v.float()))
-            parts.append(self.coreset(k, v, drawn[:, part], bins, layer))
+            k = k - keys[part].mean(1, keepdim=True, dtype=torch.float32)
+            k, v = (x.unflatten(1, places.shape) for x in (k, v.float()))
+            lows.append(values[part].amin(1))  # faster than both at once
+            highs.append(values[part].amax(1))
+            coresets = self.coreset(k, v, drawn[:, part], bins, layer)
+            held[part, first : first + room] = coresets.numerators.flatten(1, 2)
+            parts.append(coresets._replace(numerators=coresets.pivots))  # not held twice
         columns = (torch.cat(column).flatten(1, 2) for column in zip(*parts, strict=True))
         coresets = Coresets(*(column.unflatten(0, (batch, heads)) for column in columns))
+        held = held.unflatten(0, (batch, heads))
         if not bool(coresets.found.all()):  # bins that differ in entries, or have few keys
             # No room that no head uses; entries that exist first, in the order they have.
             most = min(total, int(coresets.found.sum(-1).max()))
             order = (~coresets.found).to(torch.int8).argsort(dim=-1, stable=True)[..., :most]
-            coresets = Coresets(
-                *(rows_at(x, order) if x.dim() == 4 else x.gather(-1, order) for x in coresets)
-            )
+            coresets = Coresets(*(x.gather(-1, order) for x in coresets))
+            mixed = rows_at(held[:, :, first : first + room], order)
+            held = torch.cat([held[:, :, :first], mixed, held[:, :, first + room :]], 2)
         found, chosen = coresets.found, coresets.pivots + first
         positions = torch.cat([sink, torch.where(found, chosen, 0), window], dim=-1)
-        mixed = coresets.numerators.to(values.dtype)
-        ends = (layer.values[:, :, :first], layer.values[:, :, last:])
-        kept = CompressedKV(
-            rows_at(layer.keys, positions), torch.cat([ends[0], mixed, ends[1]], 2), None, positions
-        )
-        inside = slice(first, first + mixed.shape[2])
+        kept = CompressedKV(rows_at(layer.keys, positions), held, None, positions)
+        inside = slice(first, first + found.shape[2])
         weights = torch.ones(positions.shape, device=device)
         weights[:, :, inside] = coresets.denominators
         log_weights = None
@@ -198,8 +202,8 @@ class WildCat(Method):
             log_weights = torch.zeros(positions.shape, device=device)
             log_weights[:, :, inside] = torch.where(found, coresets.shifts, -math.inf)
             positions[:, :, inside] = torch.where(found, chosen, -1)
-        ends = (layer.values.amin(2), layer.values.amax(2))  # faster than both at once
-        return replace(kept, log_weights=log_weights, denominators=weights, value_range=ends)
+        low, high = (torch.cat(x).unflatten(0, (batch, heads)) for x in (lows, highs))
+        return replace(kept, log_weights=log_weights, denominators=weights, value_range=(low, high))
 
     def coreset(
         self, keys: Tensor, values: Tensor, uniforms: Tensor, bins: Bins, layer: LayerKV

@@ -73,8 +73,8 @@ def make_folder(folder: Path, root: Path | None = None) -> None:
     Raises:
         OSError: the file system refuses, or a link or ``..`` leads out of `root`.
     """
-    for path in (folder, *folder.glob("*")) if root is not None else ():
-        if not path.resolve().is_relative_to(root.resolve()):
+    for path in (folder, *folder.glob("*")):
+        if root is not None and not path.resolve().is_relative_to(root.resolve()):
             raise OSError(errno.ELOOP, f"leads out of {root}", str(path))
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<has
     records.jsonl        one JSON object per line, written before the next example starts
     records-<i>of<k>.jsonl   the same, of the i-th of k shards of the run (`kvbench.records.shards`)
     manifest.json        resolved config, versions, code revision, hardware, seed
-    .lock*, .holder*     who is writing; none holds results
+    .lock*               held by whoever is writing; none holds results
 
 The records of a run are those of all its files together. Of several records of one example the first
 with status ok counts, or else the first: records.jsonl before the shards' files, these by name.

@@ -20,16 +20,13 @@ import json
 import math
 import os
 import re
-import socket
 from collections.abc import Mapping
-from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from kvbench.errors import presentable, without_keys
+from kvbench.errors import without_keys
 from kvbench.records.durable import append, make_folder, replace, sync_folder
 from kvbench.records.read import (
     MANIFEST,
@@ -152,14 +149,19 @@ class RecordStore:
         self.path = self.folder / f"records{suffix}.jsonl"
         self._timeout = lock_timeout
         self._lock = FileLock(str(self.folder / f".lock{suffix}"))
-        self._holder = self.folder / f".holder{suffix}"
         self._size: int | None = None  # of the file, in bytes; None when not open
         self._done: dict[str, str] = {}  # status by example_id
 
     def __enter__(self) -> RecordStore:
         with disk_errors(self.path):
             make_folder(self.folder, self._root)
-            self._acquire()
+            try:
+                self._lock.acquire(timeout=self._timeout)
+            except Timeout:
+                raise StoreError(
+                    f"{self.folder} is being written by another process; waited {self._timeout:g} s: "
+                    "wait for it to end, or choose another results_dir"
+                ) from None
             try:
                 self._open()
             except BaseException:
@@ -170,8 +172,6 @@ class RecordStore:
     def __exit__(self, *_: object) -> None:
         self._size = None
         self._done = {}
-        with suppress(OSError):
-            self._holder.unlink(missing_ok=True)
         self._lock.release()
 
     @property
@@ -232,25 +232,6 @@ class RecordStore:
                 ) from error
         self._done[example_id] = record["status"]
         return True
-
-    def _acquire(self) -> None:
-        try:
-            self._lock.acquire(timeout=self._timeout)
-        except Timeout:
-            who = "another process"
-            with suppress(OSError):  # not written yet, or just removed
-                who = presentable(self._holder.read_text(errors="replace")) or who
-            raise StoreError(
-                f"{self.folder} is being written by {who}; waited {self._timeout:g} s: wait for it "
-                "to end, or choose another results_dir"
-            ) from None
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        me = f"process {os.getpid()} on {socket.gethostname()} since {since}"
-        try:
-            replace(self._holder, me.encode(), sync=False)
-        except OSError:
-            self._lock.release()
-            raise
 
     def _open(self) -> None:
         if not self.path.exists():

@@ -14,7 +14,6 @@ from typing import Any
 
 from kvbench.engine.faults import device_is_usable
 from kvbench.engine.limits import in_main_thread
-from kvbench.engine.loading import ModelSpec
 from kvbench.errors import redact
 from kvbench.kv import KVError
 from kvbench.records.read import COMMON_FIELDS, recorded
@@ -83,11 +82,6 @@ class Job:
     lock_timeout: float = 10.0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def spec(self) -> ModelSpec:
-        """The model."""
-        return self.session.spec
-
     @cached_property
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`; made once, as it digests files."""
@@ -129,16 +123,16 @@ class Job:
         if over:
             said.append(
                 f"{len(over)} of {len(lengths)} prompts are longer than the model's positions: up to "
-                f"{max(over):,} tokens, and {self.spec.name} has {positions:,}; their records say so"
+                f"{max(over):,} tokens, and it has {positions:,}; their records say so"
             )
         return said
 
     @cached_property
     def runs(self) -> dict[str, RunIdentity]:
         """The run of each method: whatever changes its scores, its names and its folder."""
-        names = {"experiment": self.experiment, "model": self.spec.label, "task": self.task}
+        names = {"experiment": self.experiment, "model": self.session.spec.label, "task": self.task}
         common: dict[str, Any] = {
-            "model": {k: v for k, v in vars(self.spec).items() if k not in PLACEMENT},
+            "model": {k: v for k, v in vars(self.session.spec).items() if k not in PLACEMENT},
             "dtype": str(self.session.dtype),
             "task": self.task_config,
             "task_version": self.meta["version"],
@@ -226,7 +220,7 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     units = job.units
     for warning in job.warnings:
-        log.warning("%s x %s: %s", job.spec.label, job.task, warning)
+        log.warning("%s x %s: %s", job.session.spec.label, job.task, warning)
     folders = {label: run.folder for label, run in job.runs.items()}
     wanted = units.mine_ids
     # before the clock of the first example starts, and before there is a folder for results that a
@@ -257,12 +251,14 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         if work and work[0][0].examples:  # a probe may measure seconds
             stack.enter_context(progress.watching(job.session.model))
 
+        measures = ("score", *job.meta.get("measures", ()))
+
         def save(outcomes: Sequence[Outcome]) -> None:
             nonlocal written
             for outcome in outcomes:
                 record = job.record(outcome)
                 written += stores[outcome.method].append(record)
-                progress.add(outcome.method, record["score"])
+                progress.add(outcome.method, {name: record.get(name) for name in measures})
 
         for outcomes in Runner(job.plan, job.session, job.batch_size, save).run(work):
             save(outcomes)

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.attacks import PACKAGE, model_folder
 
-from kvbench.engine import loading
 from kvbench.engine.loading import (
     ModelError,
     ModelSpec,
@@ -129,14 +128,9 @@ FOLDERS: dict[str, tuple[Harm, str]] = {
         "holds model.embed_tokens.weight of shape (128, 1984); allowed: (1984, 128)",
     ),
     "weights that are missing": (lacking, "lacks 1 weights, e.g. model.layers.0.mlp"),
-    "layers without end": (file("config.json", {"num_hidden_layers": 10**9}), "num_hidden_layers"),
     "a template that reaches for the system": (
         template("{{ cycler.__init__.__globals__.os.popen('touch MARK').read() }}"),
         "",
-    ),
-    "a template without end": (
-        template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
-        "writing one message took more than 0.2 s",
     ),
     "a template that says it twice": (
         template("{% for m in messages %}{{ m['content'] }} {{ m['content'] }}{% endfor %}"),
@@ -163,7 +157,6 @@ def test_a_folder_that_does_harm_or_is_broken_is_one_line(
         raise AssertionError("a pickle was opened")
 
     monkeypatch.setattr(torch, "load", opened)
-    monkeypatch.setattr(loading, "TEMPLATE_S", 0.2)
     monkeypatch.setenv("RUST_BACKTRACE", "1")
     with pytest.raises((ModelError, TaskError), match=r"^[^\n]*$") as error:
         loaded(folder)

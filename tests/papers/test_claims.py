@@ -106,7 +106,7 @@ def test_the_worst_comparison_decides_and_what_no_model_can_do_says_nothing() ->
         one = SCRIPT["decided"](claim | {"comparisons": among}, noisy)[0]
         widths.append(one["difference_high"] - one["difference_low"])
     assert widths[0] < widths[1] < 1.5 * widths[0]  # intervals of one family
-    assert one["comparison"] == "score: a - b"
+    assert one["comparison"] == "here, score: a - b"
 
 
 def test_the_nineteen_claims_name_runs_that_are_there() -> None:
@@ -170,7 +170,7 @@ def test_two_claims_are_run_once_and_written(
     SCRIPT["main"](given)
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("layers: python -m kvbench model=recall_mini task=layer_error")
-    assert said[2].startswith("  relative_error: balancekv - uniform ")
+    assert said[2].startswith("  layers, relative_error: balancekv - uniform ")
     assert "4 units" in said[2]
     assert [line[:3] for line in said if line[0] in "BH"] == ["B1 ", "H2 "]
     found = pd.read_csv(tmp_path / "runs" / "claims.csv")
@@ -178,7 +178,7 @@ def test_two_claims_are_run_once_and_written(
     assert set(found["model"]) == {"recall_mini"}
     assert set(found["protocol"]) == {"generated sentences; seed 0"}
     table = (tmp_path / "runs" / "claims.md").read_text()
-    assert table.splitlines()[2].startswith("| B1 | BalanceKV 4.1, Figure 1 |")
+    assert table.splitlines()[2].startswith("| B1 | the error of single-layer")
     monkeypatch.setattr(subprocess, "run", None)  # nothing is run again
     SCRIPT["main"](given)
     again = capsys.readouterr().out.splitlines()

@@ -219,7 +219,7 @@ def test_a_job_writes_through_no_link(tmp_path: Path) -> None:
     inner = run_job(make_job(tmp_path / "probe", EXACT, limit=1)).folders["exact"]
     parts = inner.relative_to(tmp_path / "probe").parts
     names = ["/".join(parts[: i + 1]) for i in range(len(parts))]
-    for name in ("records.jsonl", "records-1of2.jsonl", "manifest.json", ".holder", ".lock"):
+    for name in ("records.jsonl", "records-1of2.jsonl", "manifest.json", ".lock"):
         names.append("/".join((*parts, name)))
     victim = tmp_path / "victim"
     (victim / "inner").mkdir(parents=True)

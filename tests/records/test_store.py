@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -112,7 +111,6 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
             load_runs(tmp_path)
         with pytest.raises(StoreError, match="line 1"), RecordStore(folder):
             pass
-        assert not (folder / ".holder").exists()
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(StoreError, match=r"cannot use .*: Not a directory"),
@@ -181,14 +179,13 @@ def test_a_second_writer_waits_or_is_told_who_holds_the_folder(tmp_path: Path) -
     first = writer(0)
     assert first.stdout is not None
     assert first.stdout.readline() == "ready\n"
-    held = rf"written by process {first.pid} on .* since 20"
-    with pytest.raises(StoreError, match=held) as error, RecordStore(tmp_path, lock_timeout=0.2):
+    held = r"is being written by another process; waited 0.[12] s: [^\n]*$"
+    with pytest.raises(StoreError, match=held), RecordStore(tmp_path, lock_timeout=0.2):
         pass
-    assert "\n" not in str(error.value)
     first.communicate("go\n")
     with RecordStore(tmp_path, lock_timeout=0.2) as records:
         assert len(records.done) == 3
-        with pytest.raises(StoreError, match=f"process {os.getpid()}"), RecordStore(tmp_path, 0.1):
+        with pytest.raises(StoreError, match=held), RecordStore(tmp_path, 0.1):
             pass
         patient = writer(20)
         time.sleep(0.3)

@@ -104,13 +104,19 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def decode(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, longest: int = 16640, **options: object
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    longest: int = 16640,
+    lengths: torch.Tensor | None = None,
+    **options: object,
 ) -> None:
     """Eight rows of 16k entries."""
     _triton_decode.attention(
         empty(8, heads, dim, dtype=dtype),
         empty(8, 10, dtype=torch.int64),
-        empty(8, dtype=torch.int64),
+        empty(8, dtype=torch.int32) if lengths is None else lengths,
         kv_heads=kv_heads,
         value_dim=dim,
         longest=longest,
@@ -121,20 +127,26 @@ def decode(
     )
 
 
-def append(dim: int, dtype: torch.dtype) -> None:
-    table, lengths = empty(8, 10, dtype=torch.int64), empty(8, dtype=torch.int64)
-    new = empty(8, 8, dim, dtype=dtype)
+def append(dim: int, dtype: torch.dtype, lengths: torch.Tensor | None = None) -> None:
+    table, new = empty(8, 10, dtype=torch.int64), empty(8, 8, dim, dtype=dtype)
+    lengths = empty(8, dtype=torch.int32) if lengths is None else lengths
     _triton_decode.append(table, lengths, new, new)
 
 
-def evict(dim: int, dtype: torch.dtype, by_attention: bool, longest: int = 16640) -> None:
+def evict(
+    dim: int,
+    dtype: torch.dtype,
+    by_attention: bool,
+    longest: int = 16640,
+    lengths: torch.Tensor | None = None,
+) -> None:
     """Eight rows of 8 KV heads."""
     entries = empty(8, longest, dim, dtype=dtype)
     count = empty(8, dtype=torch.int64)
     _triton_evict.evict(
         empty(8, 10, dtype=torch.int64),
         empty(8, 8, dtype=torch.int64),
-        empty(8, dtype=torch.int32),
+        empty(8, dtype=torch.int32) if lengths is None else lengths,
         empty(8, 8, longest) if by_attention else None,
         count,
         count,
@@ -197,20 +209,30 @@ def philox(dtype: torch.dtype, n: int = 16384, key: int = 2**61) -> None:
 
 def variants() -> Iterator[tuple[str, int]]:
     """How many kernels each operation compiles for lengths that differ in what Triton makes constants
-    of (1, multiples of 16) and in nothing else."""
+    of (1, multiples of 16) and in nothing else; those of decoding from 1k to 128k entries, and with
+    lengths that lie anywhere."""
     half, full = torch.float16, torch.float32
+    every = torch.zeros(64, dtype=torch.int32)
+
+    def decoding(n: int) -> None:
+        lengths = every[n % 7 :][:8]
+        decode(8, 2, 64, half, longest=n, return_mass=True, lengths=lengths)
+        append(64, half, lengths)
+        evict(64, half, True, longest=n, lengths=lengths)
+
     of: dict[str, Callable[[int], object]] = {
-        "decode": lambda n: decode(8, 2, 64, half, longest=n, return_mass=True),
-        "evict": lambda n: evict(64, half, True, longest=n),
         "mass": lambda n: mass(n - 900, 4, 4, 64, half, n=n),
         "kcentre": lambda n: kcentre(n, 64, half, count=n - 900),
         "walk": lambda n: walk(16, 64, half, n=16 * (n - 900)),
         "cut": lambda n: cut(n - 900),
         "philox": lambda n: philox(full, n, 2**32 + n),
     }
-    for name, launch in of.items():
-        lengths = (partial(launch, n) for n in (902, 916, 917, 1008))
-        yield name, len({kernel.hash for each in lengths for kernel in compiled(each)})
+    short = (902, 916, 917, 1008)
+    cases = {name: (launch, short) for name, launch in of.items()}
+    cases["decoding"] = decoding, (*short, 1024, 4096, 16400, 131072)
+    for name, (launch, lengths) in cases.items():
+        each = (compiled(partial(launch, n)) for n in lengths)
+        yield name, len({kernel.hash for kernels in each for kernel in kernels})
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
