@@ -98,9 +98,13 @@ class TaskMeta:
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
         """Read a manifest, with the defaults above for what it does not say."""
         meta = manifest.get("task_meta") or {}
-        given = {k: meta[k] for k in ("score_unit", "lower_is_better", "unit") if k in meta}
+        given: dict[str, Any] = {
+            k: meta[k] for k in ("score_unit", "lower_is_better", "unit") if k in meta
+        }
         keys = "breakdown", "measures"
-        lists = {k: tuple(v for v in meta.get(k) or () if v != "dataset") for k in keys}
+        lists: dict[str, Any] = {
+            k: tuple(v for v in meta.get(k) or () if v != "dataset") for k in keys
+        }
         return TaskMeta(**given, **lists, figures=figures_in(meta))
 
     def figure(self, kind: type[F]) -> F | None:
