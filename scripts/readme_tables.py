@@ -58,7 +58,9 @@ class Column:
             frame = frame.rename(columns=named).assign(measure=self.measure)
             frame = frame.reindex(columns=frame.columns.union(["low", "high", "mark"]))
         if self.measure == "bytes":
-            held: Any = frame.pivot_table(index="method", columns="measure", values="mean", sort=False)
+            held: Any = frame.pivot_table(
+                index="method", columns="measure", values="mean", sort=False
+            )
             whole = held["ratio"] * held.loc["exact", "entries_mean"] / held["entries_mean"]
             held["mean"] = held["ratio"].where(whole > 0.5, 2 * held["ratio"])
             empty = dict.fromkeys(("low", "high", "mark"))

@@ -63,7 +63,6 @@ def split_kernel(
     ALIGNED: tl.constexpr,
     UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -83,6 +82,10 @@ def split_kernel(
     key_step = _row_stride(table, row, 4, ALIGNED, UNIT)
     value += head * _row_stride(table, row, 5, ALIGNED, UNIT)
     value_step = _row_stride(table, row, 6, ALIGNED, UNIT)
+    weighted = tl.load(table + row * TABLE_COLUMNS + 2) != 0
+    weight = _row_pointer(table, row, 2, tl.float32, False)
+    weight += head * tl.load(table + row * TABLE_COLUMNS + 7)
+    weight_step = tl.load(table + row * TABLE_COLUMNS + 8)
 
     members = tl.arange(0, GROUP)
     columns = tl.arange(0, D)
@@ -115,13 +118,7 @@ def split_kernel(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
         if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates as it should
             s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
-        if WEIGHTED:
-            weight = tl.load(table + row * TABLE_COLUMNS + 2)
-            if weight != 0:
-                pointer = weight.to(tl.pointer_type(tl.float32))
-                pointer += head * tl.load(table + row * TABLE_COLUMNS + 7)
-                weight_step = tl.load(table + row * TABLE_COLUMNS + 8)
-                s += tl.load(pointer + step * weight_step, mask=held, other=0.0)[None, :]
+        s += tl.load(weight + step * weight_step, mask=held & weighted, other=0.0)[None, :]
         s = tl.where(held[None, :], s, -float("inf"))
         if KEEP_LOGITS:
             tl.store(
@@ -313,7 +310,6 @@ def attention(
     longest: int,
     entries: int,
     aligned: bool,
-    weighted: bool,
     scaling: float,
     softcap: float | None,
     return_mass: bool,
@@ -345,7 +341,6 @@ def attention(
         kv_heads,
         group,
         SOFTCAP=softcap is not None,
-        WEIGHTED=weighted,
         KEEP_LOGITS=return_mass,
         **split_options(dim, value_dim, group, query.element_size(), aligned),
     )

@@ -47,11 +47,6 @@ class EntryTable:
         return max(key.shape[1] for key in self.keys)
 
     @cached_property
-    def weighted(self) -> bool:
-        """True when any row has log-weights."""
-        return any(weight is not None for weight in self.log_weights)
-
-    @cached_property
     def reserved(self) -> int:
         """(row, KV head, entry) places in all."""
         return self.kv_heads * sum(key.shape[1] for key in self.keys)
@@ -191,7 +186,6 @@ def weighted_decode_attention(
         longest=table.longest,
         entries=table.reserved,
         aligned=table.aligned,
-        weighted=table.weighted,
         scaling=scaling,
         softcap=softcap,
         return_mass=return_mass,

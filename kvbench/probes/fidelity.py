@@ -142,7 +142,7 @@ def compare(
     fed = feed_continuations(model, reading, [(fork, continuation) for fork in sound])
     _compare_with_first([results[fork.label] for fork in sound[1:]], continuation, fed)
     for fork in reading.forks:  # a cache that evicts may be compressed only now
-        now = {"failure": fork.failure, "compressed": fork.cost().compressed}
+        now: dict[str, Any] = {"failure": fork.failure, "compressed": fork.cost().compressed}
         results[fork.label] = replace(results[fork.label], **now)
     for label, pair in reading.whole.items():
         fed = run_masked_pass(model, reading.prompt_ids, continuation, [None, pair])

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvbench.errors import disk_line
+from kvbench.records.durable import make_folder
 from kvbench.records.figures import Curve, Times
 from kvbench.records.read import StoreError
+from kvbench.records.store import safe_name
 from kvbench.report.experiment import Experiment, Group, load_experiment
-from kvbench.report.files import file_stem, part_of, write_text
 from kvbench.report.frame import AVERAGE, tidy, totals
 from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
-from kvbench.report.render import csv, latex, markdown
+from kvbench.report.render import csv, latex, markdown, write_text
 from kvbench.report.table import Table
 from kvbench.report.tables import (
     overview_table,
@@ -95,12 +96,13 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     try:
         place = write_text(experiment.folder / PAGE, page)
         write_text(experiment.folder / SUMMARY, summary([frame for _, frame in ranked]))
-        files = write_tables(every, part_of(experiment.folder, "tables"))
+        files = write_tables(every, experiment.folder)
         drawings: list[Path] = []
         if for_print:
-            folder = part_of(experiment.folder, "figures")
+            folder = experiment.folder / "figures"
+            make_folder(folder, experiment.folder)
             for one, kind in itertools.product(drawn, ("png", "pdf")):
-                drawings.append(folder / f"{file_stem(one.name)}.{kind}")
+                drawings.append(folder / f"{safe_name(one.name)}.{kind}")
                 drawings[-1].write_bytes(one.encoded(kind))
     except OSError as error:
         raise StoreError(
@@ -159,13 +161,15 @@ def tables_to_print(experiment: Experiment) -> list[Table]:
 
 
 def write_tables(tables: Sequence[Table], folder: Path) -> list[Path]:
-    """Every table as CSV (where it holds numbers), Markdown and LaTeX (where readers see it)."""
-    paths = []
+    """Every table in ``tables`` below a folder, as CSV (where it holds numbers), Markdown and LaTeX
+    (where readers see it)."""
+    paths, place = [], folder / "tables"
+    make_folder(place, folder)
     for table in tables:
-        stem = file_stem(table.name)
+        stem = safe_name(table.name)
         if table.data is not None:
-            paths.append(write_text(folder / f"{stem}.csv", csv(table.data)))
+            paths.append(write_text(place / f"{stem}.csv", csv(table.data)))
         if table.columns:
-            paths.append(write_text(folder / f"{stem}.md", markdown(table)))
-            paths.append(write_text(folder / f"{stem}.tex", latex(table)))
+            paths.append(write_text(place / f"{stem}.md", markdown(table)))
+            paths.append(write_text(place / f"{stem}.tex", latex(table)))
     return paths

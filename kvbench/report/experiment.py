@@ -98,9 +98,13 @@ class TaskMeta:
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
         """Read a manifest, with the defaults above for what it does not say."""
         meta = manifest.get("task_meta") or {}
-        given = {k: meta[k] for k in ("score_unit", "lower_is_better", "unit") if k in meta}
+        given: dict[str, Any] = {
+            k: meta[k] for k in ("score_unit", "lower_is_better", "unit") if k in meta
+        }
         keys = "breakdown", "measures"
-        lists = {k: tuple(v for v in meta.get(k) or () if v != "dataset") for k in keys}
+        lists: dict[str, Any] = {
+            k: tuple(v for v in meta.get(k) or () if v != "dataset") for k in keys
+        }
         return TaskMeta(**given, **lists, figures=figures_in(meta))
 
     def figure(self, kind: type[F]) -> F | None:
@@ -338,17 +342,13 @@ def _short(values: Sequence[str | None]) -> dict[str | None, str]:
     return {value: short_name("unset" if value is None else value, _VALUE) for value in values}
 
 
-def flat(
-    config: Mapping[str, Any], prefix: str = "", *, everything: bool = False
-) -> dict[str, str]:
-    """Dotted keys to values as text; unless `everything`, only keys that belong in a label."""
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys to values as text, of the keys that belong in a label."""
     found: dict[str, str] = {}
     for key, value in config.items():
-        if key in _NOT_IN_LABELS and not everything:
-            continue
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.", everything=everything)
-        else:
+        if isinstance(value, Mapping) and key not in _NOT_IN_LABELS:
+            found |= flat(value, f"{prefix}{key}.")
+        elif key not in _NOT_IN_LABELS:
             found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
     return found
 

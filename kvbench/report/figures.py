@@ -30,7 +30,6 @@ from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
 from kvbench.report.frame import totals
 from kvbench.report.scaling import curves_of
 from kvbench.report.style import style_of
-from kvbench.report.tables import timings
 
 Draw = Callable[[Axes, pd.DataFrame], None]
 TEXT, SMALL = 9.0, 8.0
@@ -105,8 +104,8 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
         return []
     if isinstance(curve, Curve):
         return curve_figures(group, curve)
-    if Times in asked:
-        return [throughput(group)]
+    if Times in asked:  # seconds and bytes stand in their table
+        return []
     found = [memory(group, frame)]
     found += [heatmaps(group, heatmap)] if isinstance(heatmap, Heatmap) else []
     found += [bars(group, bar)] if isinstance(bar, Bars) else []
@@ -200,24 +199,16 @@ def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: An
 
 
 @_styled
-def forest(panels: Mapping[str, pd.DataFrame], xlabel: str) -> Figure:
-    """Numbers with intervals in named rows, a panel for each frame.
-
-    Args:
-        panels: by title, frames with the columns ``row``, ``method``, ``mean``, ``low``, ``high``.
-    """
-    names = list(dict.fromkeys(name for frame in panels.values() for name in frame["row"]))
-    size = 5.6 if len(panels) == 1 else 2.1, 0.4 + 0.21 * len(names)
-    figure, axes = new_panels(len(panels), 4, size, (1.2, 0.5), sharey=True)
-    for ax, (title, frame) in zip(axes, panels.items(), strict=True):
-        for _, rows in frame.dropna(subset=["mean"]).groupby("method", sort=False):
-            at = rows["row"].map(names.index).to_numpy(float)
-            _errorbar(ax, at, rows, across=True, linestyle="none")
-        ax.set_yticks(range(len(names)), [_shown(name) for name in names])
-        ax.set_ylim(len(names) - 0.4, -0.6)
-        ax.set_title(_shown(title))
-        ax.grid(axis="x")
-    _label(figure, axes, xlabel, "")
+def forest(frame: pd.DataFrame, xlabel: str) -> Figure:
+    """Numbers with intervals in named rows: columns ``row``, ``method``, ``mean``, ``low``, ``high``."""
+    names = list(frame["row"])
+    figure, (ax,) = new_panels(1, 1, (5.6, 0.4 + 0.21 * len(names)), (1.2, 0.5))
+    for place, row in enumerate(frame.index):
+        _errorbar(ax, [place], frame.loc[[row]], across=True, linestyle="none")
+    ax.set_yticks(range(len(names)), [_shown(name) for name in names])
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.grid(axis="x")
+    _label(figure, [ax], xlabel, "")
     return figure
 
 
@@ -348,7 +339,7 @@ def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
     if not rows["label"].duplicated().any() and others["x"].max() <= 1.5 * others["x"].min():
         rows = rows.sort_values("mean", ascending=lower, kind="stable")
         named = rows.assign(row=rows["label"] + rows["x"].map(lambda x: f"  ({x:.2f})"))
-        figure = forest({"": named}, f"{_score(group)}; beside the name the ratio")
+        figure = forest(named, f"{_score(group)}; beside the name the ratio")
     else:
         log = "xy" if lower and (rows["mean"] > 0).all() else "x"
         text += (
@@ -540,25 +531,6 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     text = "Means with 95 % intervals; dashed in grey: slopes of the papers' bounds."
     figure = lines(panels, *axes, log="xy", also=guides)
     return [Drawn(f"{stem(group)}-scaling", title, text, figure)]
-
-
-def throughput(group: Group) -> Drawn:
-    """Seconds, new tokens per second while decoding and peak memory per setting and variant; failures
-    are named."""
-    frame = timings(group)
-    where = zip(frame["variant"], frame["prompt_and_new_tokens"], frame["failures"], strict=True)
-    names = [f"{variant} ({setting}) {failed}".strip() for variant, setting, failed in where]
-    frame = frame.assign(row=names, peak=frame["peak_bytes"] / 2**30)
-    fields = {"prefill_compress_s": "prefill (s)", "decode_s": "decode (s)", "peak": "peak (GiB)"}
-    fields["decode_tokens_per_s"] = "decoded tokens/s"
-    panels = {}
-    for field, title in fields.items():
-        if frame[field].notna().any():
-            bounds = {end: frame.get(f"{field}_{end}", math.nan) for end in ("low", "high")}
-            panels[title] = frame.assign(mean=frame[field], **bounds)
-    figure = forest(panels, "")
-    text = "Medians over runs; lines: 95 % intervals between order statistics, from six runs on."
-    return Drawn(f"{stem(group)}-throughput", f"{group.task}: time and memory", text, figure)
 
 
 def kept_figure(group: Group) -> Drawn | None:

@@ -120,7 +120,7 @@ def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
                 raise TaskError(f"{task}: cannot read {file}: {first_line(problem)}") from problem
         elif file.endswith(".json"):
             with _open(file) as stream:
-                rows = _parsed(task, file, stream.read())
+                rows = parsed_json(task, file, stream.read())
             if not isinstance(rows, list):
                 raise TaskError(
                     f"{task}: {file} holds no list; allowed: a list of objects, or JSON lines"
@@ -130,12 +130,17 @@ def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
             with _open(file) as stream:
                 for number, line in enumerate(stream, start=1):
                     if line.strip():
-                        yield number, _parsed(task, f"{file} line {number}", line)
+                        yield number, parsed_json(task, f"{file} line {number}", line)
     except OSError as problem:
         raise _unreadable(task, file, problem) from problem
 
 
-def _parsed(task: str, place: str, text: bytes) -> Any:
+def parsed_json(task: str, place: str, text: bytes) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        TaskError: it is not complete JSON, or not UTF-8.
+    """
     try:
         return json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as problem:

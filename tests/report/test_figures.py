@@ -52,12 +52,12 @@ def test_every_kind_of_task_has_its_figures_and_they_are_the_same_bytes(tmp_path
         "longeval_lines": ["ratio", "by-num_lines"],
         "needle": ["ratio", "heatmap", "by-length"],
         "layer_error": ["ratio", "bars", "by-rate"],
-        "throughput": ["throughput"],
+        "throughput": [],
     }
     for task, expected in names.items():
         found = drawn(group_of(folder, task))
         assert list(found) == expected
-    once, again = found["throughput"], drawn(group_of(folder, "throughput"))["throughput"]
+    once, again = (drawn(group_of(folder, "longeval_lines"))["ratio"] for _ in range(2))
     for kind in ("png", "svg", "pdf"):
         assert once.encoded(kind) == again.encoded(kind)
     assert b"/Type3" not in once.encoded("pdf"), "many venues refuse Type 3 fonts"

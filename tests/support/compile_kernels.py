@@ -123,7 +123,7 @@ def decode(
         entries=8 * kv_heads * longest,
         aligned=True,
         scaling=dim**-0.5,
-        **{"weighted": True, "softcap": None, "return_mass": False, **options},
+        **{"softcap": None, "return_mass": False, **options},
     )
 
 
