@@ -88,11 +88,6 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise():
         assert re.search(rf"(WAIT_POLICY|SPINCOUNT) = {told}", done.stderr), done.stderr
 
 
-def test_no_test_module_needs_another_one():
-    for path in (Path(__file__).parent).rglob("test_*.py"):
-        assert not re.search(r"^\s*(from|import) (\w+\.)*test_", path.read_text(), re.M), path
-
-
 def test_rooms_import_each_other_one_way():
     """No circle among the rooms, entry points included."""
     graph: dict[str, set[str]] = {}

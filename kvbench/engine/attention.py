@@ -132,7 +132,7 @@ def kvbench_attention(
         )
     if dropout:
         raise UnsupportedModel(f"{name} runs with dropout {dropout}; call model.eval() first")
-    output = getattr(getattr(module, "o_proj", None), "weight", None)
+    output: Any = getattr(getattr(module, "o_proj", None), "weight", None)
     readable = isinstance(output, Tensor) and output.dim() == 2 and not output.is_meta
     out = kvbench.attend(
         LayerCall(
