@@ -9,13 +9,14 @@ TORCH ?= torch==2.13.0
 RESULTS ?= runs
 LONGEVAL ?= ../shared/data/longeval_lines
 ESSAYS ?= ../shared/data/paul_graham_essays
+LONGBENCH ?= ../shared/data/longbench
 BIN = $(VENV)/bin
 VENV_REFERENCES ?= .venv-references
 PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-version-check \
   -c tests/references/constraints.txt
 KVBENCH = $(BIN)/python -m kvbench
 
-TARGETS = help setup demo test test-all test-references wheel lint results reproduce reproduce-all report \
+TARGETS = help setup demo test test-all test-references wheel lint results results-leaderboard results-papers results-claims results-lines reproduce reproduce-all report \
   reproduce-table1 figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check gpu-wheels \
   bench-throughput clean
 .PHONY: $(TARGETS)
@@ -69,22 +70,44 @@ lint: setup ## ruff, mypy, and how large the house is
 	$(BIN)/mypy
 	$(BIN)/python scripts/house.py
 
-LEADERBOARD = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=leaderboard
-ESSAY = task@task.prompts=text 'task.prompts.files=[$(ESSAYS)/*.txt]' task.num_prompts=12 'task.rates=[0.5,0.25,0.125]'
+# make -j2 OMP_NUM_THREADS=1 results: two of these at a time, each on one core. What is there is not run again.
+REAL = $(KVBENCH) results_dir=$(RESULTS) logger=none model=smollm2_135m
+TEXTS = [$(ESSAYS)/*.txt]
+LAYERS = task=layer_error task@task.prompts=text 'task.prompts.files=$(TEXTS)' task.num_prompts=12 'task.layers=[1,5,15,30]' \
+  'task.rates=[0.5,0.25,0.125]' task.seeds=1 task.exact=64
 LINES = $(KVBENCH) results_dir=$(RESULTS) logger=none model=recall_mini experiment_name=lines batch_size=8
-OFFICIAL = experiment=demo_official 'task.files=[$(LONGEVAL)/200_lines.jsonl]'
 results: RESULTS = results
-results: setup ## results/ as committed: the leaderboard of a real model, lines of the shipped one; README's tables
-	$(LEADERBOARD) task=layer_error $(ESSAY) 'task.layers=[1,5,15,30]' task.seeds=1 task.exact=64
-	$(LEADERBOARD) task=fidelity $(ESSAY) task.continuation=given
-	$(LEADERBOARD) -m task=needle 'task.lengths=[512,1024,2048]' task.num_examples=2 task.max_new_tokens=24 budget.rate=0.25,0.125,0.5
+results: results-leaderboard results-papers results-claims results-lines ## results/ as committed: a real model's tables, lines of the shipped one; README's tables
+	for name in leaderboard frontier figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+	$(BIN)/python scripts/readme_tables.py
+
+results-leaderboard: setup
+	$(REAL) experiment=leaderboard $(LAYERS) '~methods.kvzip' '~methods.kvzip_turboquant'
+	$(REAL) experiment=frontier $(LAYERS)
+	$(REAL) experiment=leaderboard task=fidelity task@task.prompts=text 'task.prompts.files=$(TEXTS)' task.num_prompts=12 \
+	  'task.rates=[0.5,0.25,0.125]' task.continuation=given
+	$(REAL) experiment=leaderboard -m task=needle 'task.lengths=[512,1024,2048]' task.num_examples=2 task.max_new_tokens=24 budget.rate=0.25,0.125,0.5
+	$(REAL) experiment=leaderboard task=ruler 'task.tasks=[niah_single_1]' 'task.lengths=[1024,2048,4096]' task.num_examples=4 \
+	  budget.rate=0.25
+
+# The settings of BalanceKV's figure 4 and table 1 on a small model.
+results-papers: setup
+	$(REAL) experiment=balancekv_figure4 experiment_name=figure4 'task.haystack_files=$(TEXTS)' 'task.lengths=[1024,2048,4096,7500]' \
+	  'task.depths=[0,25,50,75,100]' task.num_examples=1 task.share_fillers=false
+	$(REAL) experiment=balancekv_table1 experiment_name=table1 hydra.mode=RUN task.data=$(LONGBENCH) task.split=full \
+	  task.protocol=longbench 'task.datasets=[multi_news]' limit=40
+
+results-claims: setup
+	$(KVBENCH) claims model=smollm2_135m 'files=$(TEXTS)' results_dir=$(RESULTS)/claims
+	$(KVBENCH) reproduce joint_survival model=smollm2_135m task=text 'task.files=$(TEXTS)' limit=12 'layers=[1,5,15,30]' \
+	  'distances=[1,2,4,8,16]' draws=1 results_dir=$(RESULTS)
+
+results-lines: setup
 	$(LINES) -m task=longeval_lines,longeval_lines_context limit=200
-	$(LINES) $(OFFICIAL)
+	$(LINES) experiment=demo_official 'task.files=[$(LONGEVAL)/200_lines.jsonl]'
 	$(BIN)/python scripts/recall_mini/evaluate.py --lines 20 50 100 --depths 0 25 50 75 100 --out $(RESULTS)/recall_mini/accuracy.csv \
 	  --files $(LONGEVAL)/200_lines.jsonl $(LONGEVAL)/300_lines.jsonl
 	$(BIN)/python scripts/recall_mini/force_needle.py --out $(RESULTS)/recall_mini/force_needle.csv
-	for name in leaderboard lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
-	$(BIN)/python scripts/readme_tables.py
 
 # make reproduce EXPERIMENT=balancekv_table1 MODEL=recall_mini LIMIT=2 ARGS='device=cpu'; kvbench list experiments has
 # the names. MODEL: of conf/model. LIMIT: examples of every dataset. ARGS: any further overrides. On a cluster:

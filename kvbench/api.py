@@ -305,16 +305,12 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
     if isinstance(methods, Mapping):
         return {label: _method(method, {})[1] for label, method in methods.items()}
     made = [_method(one, {}) for one in ([methods] if isinstance(methods, str) else methods)]
-    if not made:
-        raise KVError("methods is empty; allowed: one or more names, e.g. ['exact', 'snapkv']")
-    found: dict[str, Method] = {}
-    for label, method in made:
-        if label in found:
-            raise KVError(
-                f"methods names {label!r} twice; allowed: each once, or a mapping from labels"
-            )
-        found[label] = method
-    return found
+    labels = [label for label, _ in made]
+    if not made or len(set(labels)) < len(labels):
+        raise KVError(
+            f"methods is {labels}; allowed: one or more, each once, or a mapping from labels"
+        )
+    return dict(made)
 
 
 def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:

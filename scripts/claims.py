@@ -1,53 +1,99 @@
 """Which claims of the papers a model bears out: runs what results/claims.yaml asks for, and decides.
 
-    python scripts/claims.py model=smollm2_135m                     all; what is there is not run again
-    python scripts/claims.py model=<any> claims=B1,L1 'files=[essays/*.txt]' results_dir=runs/claims
+    kvbench claims model=smollm2_135m                    all; what is there is not run again
+    kvbench claims model=<any> claims=B1,L1 'files=[essays/*.txt]' results_dir=runs/claims/mine
 
-A claim is one or more comparisons over prompts. A comparison **holds** where the difference lies on
-the claimed side in every cell (intervals that hold for all of them together), or in the share of cells
-that it names; it holds **on average** where the interval of the mean over cells does, **fails** where
-that interval lies on the other side, and **cannot be told** otherwise (then: how many prompts would
-tell, if the difference is what it seems). Texts are generated unless `files` names some.
+A claim is one or more comparisons over prompts, each with a rule. A comparison **holds** where every
+cell (or the share of cells that it names) lies on the claimed side; it holds **on average** where the
+mean over cells does, **fails** where that lies on the other side, and **cannot be told** otherwise
+(then: how many prompts would tell, if the difference is what it seems). Of these a claim has the worst
+of its comparisons'. "Lies" is said of 95 % intervals that hold for all cells of a claim together, and
+for all its means. Texts are generated unless `files` names some.
+
+In results_dir (runs/claims/<model>): claims.csv, a row for each comparison; claims.md, for each claim
+the comparison that decided; a folder for each run.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import resource
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import torch
 import yaml
+from hydra.utils import instantiate
 
 from kvbench import load
+from kvbench.cli.config import composed, expanded, hydra_of_conf
+from kvbench.engine.loading import full_attention_layers
 from kvbench.errors import UserError, complain
-from kvbench.report.stats import Estimate, Scores, compared
+from kvbench.report.stats import Array, Estimate, Scores, differences, together
 
 ROOT = Path(__file__).resolve().parents[1]
-ORDER = ("fails", "cannot be told", "holds on average", "holds")
-"""Verdicts; a claim of several comparisons has the first of theirs."""
+ABLE = 0.8
+"""Score of the exact cache below which a retrieval task says nothing about methods."""
+UNABLE = "needs a model that retrieves"
+ORDER = ("fails", "cannot be told", "holds on average", "holds", UNABLE)
+"""Verdicts; a claim has the first of its comparisons'."""
+SHOWN = ("id", "claim", "decided by", "difference", "claimed", "units", "holds", "verdict")
 
 
 class Verdict(NamedTuple):
-    """What a comparison came to: the mean difference over cells with its interval."""
+    """What a comparison came to: the mean difference over cells with its interval, independent units
+    (prompts, texts, fillers), cells that hold, and how many units would tell where it cannot be told."""
 
     verdict: str
     difference: Estimate
-    prompts: int
-    cells: str
+    units: int
+    held: int
+    cells: int
     more: int | None = None
 
 
+def claims_for(model: str) -> dict[str, Any]:
+    """results/claims.yaml, with numbers of this model's layers: those that the papers show, and seven
+    from the first to the last."""
+    with hydra_of_conf() as hydra:
+        spec = instantiate(composed(hydra, expanded([f"model={model}"])).model, _convert_="all")
+    every = full_attention_layers(spec)
+    shown = [layer for layer in (1, 2, 5) if layer in every]
+    spread = sorted({every[round(i * (len(every) - 1) / 6)] for i in range(7)})
+    numbers = {"$SHOWN": shown, "$SPREAD": spread, "$BOTH": sorted({*shown, *spread})}
+    text = (ROOT / "results" / "claims.yaml").read_text(encoding="utf-8")
+    for name, layers in numbers.items():
+        text = text.replace(name, str(layers).replace(" ", ""))
+    return dict(yaml.safe_load(text))
+
+
 def read_run(place: Path) -> pd.DataFrame:
-    """The rows of a run: records of kvbench, or a script's CSV file."""
-    files = sorted(place.rglob("*.csv")) if not list(place.glob("*/*/*/manifest.json")) else []
-    frame = pd.read_csv(files[0]) if files else load(place)
-    return frame if files else frame[frame["status"] == "ok"]
+    """The rows of a run: records of kvbench, or a script's CSV file, which is named after the model.
+
+    Raises:
+        UserError: examples failed, so that cells would be absent.
+    """
+    files = [] if list(place.glob("*/*/*/manifest.json")) else sorted(place.rglob("*.csv"))
+    if files:
+        return pd.read_csv(files[0]).assign(model=files[0].stem)
+    rows = load(place)
+    wrong = rows[rows["status"] != "ok"]
+    if len(wrong):
+        one = wrong.iloc[0]
+        raise UserError(
+            f"{place.name}: {len(wrong)} of {len(rows)} records failed, the first {one['method']} at "
+            f"{one['example_id']}: {one['error']}"
+        )
+    return rows
 
 
 def table(rows: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
@@ -55,15 +101,15 @@ def table(rows: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
 
     Args:
         asked: `value`, the column; `unit`, `variant` and `cells`, columns; `where`: the values of other
-            columns that count; `take`: mean | median | sum of the rows of one cell, or `slope`: the
-            exponent of the value as a power of that column.
+            columns that count; `slope`: instead of the mean of a cell's rows, the exponent of the value
+            as a power of that column.
     """
     for column, allowed in asked.get("where", {}).items():
         rows = rows[rows[column].isin(allowed if isinstance(allowed, list) else [allowed])]
     keys = [asked.get("unit", "prompt"), *asked.get("cells", []), asked.get("variant", "method")]
     groups, value = rows.groupby(keys, sort=False), asked["value"]
     if "slope" not in asked:
-        return groups[value].agg(asked.get("take", "mean")).unstack()
+        return groups[value].mean().unstack()
 
     def slope(part: pd.DataFrame) -> float:
         x, y = (np.log(part[column].astype(float)) for column in (asked["slope"], value))
@@ -72,120 +118,259 @@ def table(rows: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
     return groups[[value, asked["slope"]]].apply(slope).unstack()
 
 
-def differences(values: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
-    """`first` minus `factor` times each of `against` (or the best of them), or minus `target`:
-    [units, cells]."""
-    first = values[asked["first"]]
-    if "target" in asked:
-        others = {"target": asked["target"]}
-    else:
-        names = asked["against"]
-        if asked.get("best"):
-            means = values[names].mean()
-            names = [means.idxmin() if asked["best"] == "lowest" else means.idxmax()]
-        others = {name: asked.get("factor", 1) * values[name] for name in names}
-    whole: Any = pd.DataFrame({name: first - other for name, other in others.items()})
-    cells = list(range(1, whole.index.nlevels))
-    found: pd.DataFrame = whole.unstack(cells) if cells else whole
+def compared(values: pd.DataFrame, asked: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    """`first` minus `factor` times each of `against` (or the `best` of them), or minus `target`: a table
+    [units, cells] for each, by what is subtracted."""
+    first, factor = values[asked["first"]], asked.get("factor", 1)
+    others = {f"{asked['target']:g}": asked["target"]} if "target" in asked else {}
+    names = asked.get("against", [])
+    if "best" in asked:
+        means = values[names].mean()
+        names = [means.idxmin() if asked["best"] == "lowest" else means.idxmax()]
+    others |= {
+        f"{factor:g} {name}" if factor != 1 else name: factor * values[name] for name in names
+    }
+    found = {}
+    for name, other in others.items():
+        each = (first - other).unstack(list(range(1, values.index.nlevels)))
+        each = each.to_frame() if isinstance(each, pd.Series) else each
+        found[name] = each.dropna(how="all")
     return found
 
 
-def intervals(values: Any) -> list[Estimate]:
-    """The mean of each column [units, cells] with intervals that hold for all of them together."""
-    cells = values.shape[1]
-    columns = np.column_stack([values, np.zeros(len(values))])
-    scores = Scores(
-        "claim", columns, ~np.isnan(columns), np.arange(len(values)), ({},) * (cells + 1)
+def joint(tables: Sequence[Array]) -> Array:
+    """Sorted: how large the largest |z| of all columns of these tables [units, cells] is where no mean
+    differs from zero. Columns of one table go together; tables, of other units, are independent."""
+    shuffled, rng = [], np.random.default_rng(0)
+    for values in tables:
+        cells = values.shape[1]
+        scores = of_columns(np.column_stack([values, np.zeros(len(values))]))
+        shuffled.append(rng.permutation(together([scores], [(i, cells) for i in range(cells)])))
+    return np.sort(np.max(shuffled, axis=0))
+
+
+def of_columns(values: Array) -> Scores:
+    """Each row a unit of its own."""
+    return Scores(
+        "claim", values, ~np.isnan(values), np.arange(len(values)), ({},) * values.shape[1]
     )
-    return list(compared([scores], [(i, cells) for i in range(cells)], fraction=False).values())
 
 
-def judged(found: pd.DataFrame, asked: Mapping[str, Any]) -> Verdict:
+def intervals(values: Array, family: Array, fraction: bool) -> list[Estimate]:
+    """The mean of each column [units, cells], with intervals that hold with all those of `family`."""
+    part = of_columns(values)
+    return differences([part.stratum(values)], fraction=fraction, family=family)
+
+
+def judged(
+    values: Array, asked: Mapping[str, Any], cells: Array | None = None, means: Array | None = None
+) -> Verdict:
     """The verdict on differences [units, cells], claimed to lie `below` or `above` `by`, or `within` it
-    on either side of zero, in `share` of the cells."""
-    side, by = asked.get("side", "below"), asked.get("by", 0.0)
+    on either side of zero, in `share` of the cells.
+
+    Args:
+        cells, means: the families of intervals (`joint`); of these differences alone.
+    """
+    side, by, fraction = asked.get("side", "below"), asked.get("by", 0.0), "fraction" in asked
     least = {"below": -math.inf, "above": by, "within": -by}[side]
     most = math.inf if side == "above" else by
-    values = found.to_numpy(float)
-    (mean,) = intervals(np.nanmean(values, axis=1, keepdims=True))
-    held = [least <= one.low and one.high <= most for one in intervals(values)]
-    result = ("holds", mean, len(found), f"{sum(held)} of {len(held)} cells")
-    if sum(held) >= asked.get("share", 1.0) * len(held):
-        return Verdict(*result)
-    if least <= mean.low and mean.high <= most:
-        return Verdict("holds on average", *result[1:])
-    if mean.high < least or mean.low > most:
-        return Verdict("fails", *result[1:])
+    average = np.nanmean(values, axis=1, keepdims=True)
+    (mean,) = intervals(average, joint([average]) if means is None else means, fraction)
+    every = intervals(values, joint([values]) if cells is None else cells, fraction)
+    held = sum(least < one.low and one.high < most for one in every)
+    told = mean, len(values), held, len(every)
+    if held >= asked.get("share", 1.0) * len(every):
+        return Verdict("holds", *told)
+    if least < mean.low and mean.high < most:
+        return Verdict("holds on average", *told)
+    if mean.high <= least or mean.low >= most:
+        return Verdict("fails", *told)
     room = min(abs(mean.value - bound) for bound in (least, most))
-    more = math.ceil(len(found) * ((mean.high - mean.value) / room) ** 2) if room else None
-    return Verdict("cannot be told", *result[1:], more)
+    more = math.ceil(len(values) * ((mean.high - mean.value) / room) ** 2) if room else None
+    return Verdict("cannot be told", *told, more)
+
+
+def says_nothing(rows: pd.DataFrame, asked: Mapping[str, Any]) -> bool:
+    """True where the method `able` scores below `ABLE`, so that the task tells no methods apart."""
+    if "able" not in asked:
+        return False
+    return bool(rows.loc[rows["method"] == asked["able"], asked["value"]].mean() < ABLE)
+
+
+def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    """A row for each comparison of a claim with each method that it names; `decides` marks the one that
+    has the claim's verdict (of several the first). With `minus`, a run of the same units, a comparison
+    is of how much smaller the difference is there; with `able`, a method, it says nothing where that
+    method scores below `ABLE`."""
+    found: list[tuple[Mapping[str, Any], str, pd.DataFrame]] = []
+    rows: list[dict[str, Any]] = []
+    for asked in claim["comparisons"]:
+        values = table(runs[asked["run"]], asked)
+        unable = says_nothing(runs[asked["run"]], asked)
+        less = None if unable else asked.get("minus")
+        for other, each in compared(values, asked).items():
+            if less:
+                each = each - compared(table(runs[less], asked), asked)[other]
+            found.append((asked, "" if unable else other, each))
+            said = f"{asked['run']}, {asked['value']}: {asked['first']} - {other}"
+            said += f", less that of {less}" if less else ""
+            said += f", mean over {asked['over']}" if "over" in asked else ""
+            rows.append({"comparison": said})
+    told = [one for one in found if one[1]]
+    by_run = {one[0]["run"] for one in told}
+
+    def family(mean: bool) -> Array:
+        tables = []
+        for run in sorted(by_run):
+            parts = [each for asked, _, each in told if asked["run"] == run]
+            parts = [part.mean(axis=1).to_frame() if mean else part for part in parts]
+            tables.append(pd.concat(parts, axis=1).to_numpy(float))
+        return joint(tables)
+
+    cells, means = (family(False), family(True)) if told else (None, None)
+    for (asked, other, each), row in zip(found, rows, strict=True):
+        verdict = judged(each.to_numpy(float), asked, cells, means)
+        by = asked.get("by", 0)
+        model = runs[asked["run"]]["model"].iloc[0]
+        row |= {
+            "claimed": f"{asked.get('side', 'below')} {by:g}",
+            **verdict.difference.named("difference"),
+            "units": verdict.units,
+            "held": verdict.held,
+            "cells": verdict.cells,
+            "more": verdict.more if other else None,
+            "result": verdict.verdict if other else UNABLE,
+            "run": asked["run"],
+            "model": "random data" if str(model) == "nan" else model,
+        }
+    worst = min((row["result"] for row in rows), key=ORDER.index)
+    first = next(row for row in rows if row["result"] == worst)
+    about = {key: claim[key] for key in ("id", "place", "claim")} | {"verdict": worst}
+    return [about | {"decides": row is first} | row for row in rows]
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows that decide, as a table."""
+    lines = [f"| {' | '.join(SHOWN)} |", "| --- " * len(SHOWN) + "|"]
+    for row in (row for row in rows if row["decides"]):
+        mine = [other for other in rows if other["id"] == row["id"]]
+        held = sum(other["result"] == "holds" for other in mine)
+        low, high = row["difference_low"], row["difference_high"]
+        more = f"; {row['more']:g} would tell" if row["more"] and row["more"] > 0 else ""
+        shown = dict(row) | {
+            "claim": f"{row['claim']} ({row['place']})",
+            "decided by": row["comparison"],
+            "difference": f"{row['difference']:.3g} [{low:.3g}, {high:.3g}]",
+            "holds": f"{held} of {len(mine)}",
+            "verdict": f"**{row['verdict']}**{more}",
+        }
+        lines.append(f"| {' | '.join(str(shown[key]) for key in SHOWN)} |")
+    return "\n".join(lines) + "\n"
 
 
 def command(name: str, words: str, options: Mapping[str, str], place: Path) -> list[str]:
-    """The command line of a run: of kvbench, or of the script of scripts/papers that it names."""
-    texts = f"task.prompts.files={options['files']}" if "task@task.prompts=text" in words else ""
+    """The command line of a run: of kvbench, or of the script of scripts/papers that it names. Texts go
+    where the run reads text; a needle's filler is generated unless the run says otherwise."""
     given = shlex.split(words)
-    if given[0].endswith(".py"):
-        texts = f"task.files={options['files']}"
-        start = [sys.executable, str(ROOT / "scripts" / "papers" / given.pop(0))]
-        where = [f"results_dir={place}", f"name={name}"]
+    files, task = options["files"], "task=stream" in given or given[0].endswith(".py")
+    if "task@task.prompts=text" in given:
+        texts = [f"task.prompts.files={files}"]
+    elif "experiment=balancekv_figure4" in given:
+        kind = "files" if files else "generated"
+        texts = [f"task.haystack={kind}", f"task.haystack_files={files or '[]'}"]
+        files = "given"
     else:
-        start = [sys.executable, "-m", "kvbench"]
-        where = [f"results_dir={place}", f"experiment_name={name}", "logger=none"]
+        texts = [f"task.files={files}"] if task else []
     model = (
         [] if any(word.startswith("model=") for word in given) else [f"model={options['model']}"]
     )
-    return [*start, *model, *given, *([texts] if texts and options["files"] else []), *where]
+    start = ["-m", "kvbench"]
+    where = [f"results_dir={place}", f"experiment_name={name}", "logger=none"]
+    if given[0].endswith(".py"):
+        start = [str(ROOT / "scripts" / "papers" / given.pop(0))]
+        where = [f"results_dir={place}", f"name={name}"]
+    return [sys.executable, *start, *model, *given, *(texts if files else []), *where]
+
+
+def run_once(name: str, words: Sequence[str], place: Path) -> None:
+    """Run a command whose results go to place/name, unless it ran to its end there before.
+
+    Raises:
+        UserError: the folder is of another command, or the command failed.
+    """
+    done = place / name / "done"
+    line = shlex.join(words[1:]).replace(str(ROOT / "scripts"), "scripts")
+    said = f"{name}: python {line}"
+    if done.is_file():
+        if done.read_text(encoding="utf-8").splitlines()[0] != said:
+            raise UserError(f"{done.parent} is of another command; allowed: another results_dir")
+        return
+    print(said, flush=True)
+    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    if subprocess.run(words, check=False, stdout=subprocess.DEVNULL).returncode:
+        raise UserError(
+            f"{name} failed; what it did is on disk, the same command goes on from there"
+        )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    took = f"{name}: {time.perf_counter() - begin:.0f} s, {used:.0f} s of processor time"
+    print(took, flush=True)
+    done.write_text(f"{said}\n{took}\n", encoding="utf-8")
 
 
 def main(given: Sequence[str]) -> None:
-    """Run and decide; the table, as Markdown, is printed and kept beside the runs."""
-    options = {"model": "smollm2_135m", "claims": "", "files": "", "results_dir": "runs/claims"}
+    """Run, decide, print a line for each comparison; write the tables.
+
+    Raises:
+        UserError: an unknown key or claim, or a run that failed.
+    """
+    options = {"model": "smollm2_135m", "claims": "", "files": "", "results_dir": ""}
     for text in given:
         key, equals, value = text.partition("=")
         if key not in options or not equals:
-            raise UserError(
-                f"{text!r} is unknown; allowed: {', '.join(options)}, each as key=value"
-            )
+            known = ", ".join(options)
+            raise UserError(f"{text!r} is unknown; allowed: {known}, each as key=value")
         options[key] = value
-    asked = yaml.safe_load((ROOT / "results" / "claims.yaml").read_text(encoding="utf-8"))
-    wanted = (
-        options["claims"].split(",") if options["claims"] else [c["id"] for c in asked["claims"]]
-    )
+    asked = claims_for(options["model"])
     known = {claim["id"]: claim for claim in asked["claims"]}
+    wanted = options["claims"].split(",") if options["claims"] else list(known)
     if set(wanted) - set(known):
         raise UserError(f"claims={options['claims']}; allowed: {','.join(known)}")
-    place = Path(options["results_dir"], options["model"].replace("/", "_"))
-    lines = ["| id | place | claim | first - other | verdict |", "| --- | --- | --- | --- | --- |"]
-    for claim in (known[name] for name in wanted):
-        found: list[tuple[str, Verdict]] = []
-        for comparison in claim.get("comparisons", []):
-            run = comparison["run"]
-            words = command(run, asked["runs"][run], options, place)
-            if not (place / run / "done").is_file():
-                print(f"{claim['id']}: {shlex.join(words[1:])}", flush=True)
-                subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-                (place / run / "done").touch()
-            values = table(read_run(place / run), comparison)
-            found.append((comparison["first"], judged(differences(values, comparison), comparison)))
-        verdict = min(
-            (one.verdict for _, one in found), key=ORDER.index, default=claim.get("needs")
-        )
-        numbers = "; ".join(
-            f"{name} {v.difference.value:.3g} [{v.difference.low:.3g}, {v.difference.high:.3g}], "
-            f"{v.cells}, {v.prompts} units" + (f", {v.more} would tell" if v.more else "")
-            for name, v in found
-        )
-        line = f"| {claim['id']} | {claim['place']} | {claim['claim']} | {numbers} | {verdict} |"
-        print(line, flush=True)
-        lines.append(line)
+    place = Path(options["results_dir"] or f"runs/claims/{options['model'].replace('/', '_')}")
+    names = re.findall(r"[^\[\],'\" ]+", options["files"])
+    texts = ", ".join("/".join(Path(name).parts[-2:]) for name in names) or "generated sentences"
+    device = "a GPU" if torch.cuda.is_available() else "a CPU"
+    runs: dict[str, pd.DataFrame] = {}
+    rows: list[dict[str, Any]] = []
     place.mkdir(parents=True, exist_ok=True)
-    (place / "claims.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for claim in (known[name] for name in wanted):
+        for one, key in product(claim["comparisons"], ("run", "minus")):
+            name = one.get(key)
+            if name is None or name in runs:
+                continue
+            if key == "run" or not says_nothing(runs[one["run"]], one):
+                words = command(name, asked["runs"][name]["command"], options, place)
+                run_once(name, words, place)
+                runs[name] = read_run(place / name)
+        found = decided(claim, runs)
+        for row in found:
+            protocol = asked["runs"][row["run"]]["protocol"]
+            row["protocol"] = protocol.format(texts=texts, device=device) + "; seed 0"
+            print(
+                f"  {row['comparison']} {row['difference']:.3g} [{row['difference_low']:.3g}, "
+                f"{row['difference_high']:.3g}], claimed {row['claimed']}: {row['result']} "
+                f"({row['held']} of {row['cells']} cells, {row['units']} units)"
+            )
+        rows += found
+        print(f"{claim['id']} {claim['claim']}: {found[0]['verdict']}", flush=True)
+        pd.DataFrame(rows).to_csv(place / "claims.csv", index=False, float_format="%.4g")
+        (place / "claims.md").write_text(markdown(rows), encoding="utf-8")
+    print(f"tables: {place / 'claims.csv'}, {place / 'claims.md'}")
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (UserError, subprocess.CalledProcessError) as error:
+    except UserError as error:
         complain(str(error), "claims")
         sys.exit(2)

@@ -5,8 +5,8 @@ figures in conf/README.md from results/paper/experiments.yaml.
     python scripts/readme_tables.py --check    exit with 1 where one is not what results/ says
 
 A table stands between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`; NAME is a key of
-SCORES (columns of several CSV files side by side), of FILES (a CSV file as it is), `statistics` or
-`experiments`.
+SCORES (columns of several CSV files side by side), of FILES (a CSV file as it is), `statistics`,
+`claims` or `experiments`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from kvbench.cli.catalogue import paper_items
+from kvbench.report.table import MARKS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -35,7 +37,8 @@ class Column:
         heading: what the table calls it.
         file: the CSV file, <experiment>/<name of the table>.
         where: the rows of the file to take, by column; `rate` also takes methods that have none.
-        measure: which number.
+        measure: which number; `bytes` is the ratio to an exact cache of bfloat16: floats that a method
+            holds would be bfloat16 as well, packed entries stay as they are.
         digits: after the decimal point.
     """
 
@@ -46,22 +49,44 @@ class Column:
     digits: int = 0
 
     def cells(self) -> pd.Series:
-        """The column's text by method."""
+        """The column's text by method, as the file has them; of bytes the fewest first."""
         experiment, _, name = self.file.partition("/")
         frame = pd.read_csv(RESULTS / experiment / "tables" / f"{name}.csv")
+        if "mean" not in frame:  # a column for each number
+            ends = (f"{self.measure}{end}" for end in ("", "_low", "_high"))
+            named = dict(zip(ends, ("mean", "low", "high"), strict=True))
+            frame = frame.rename(columns=named).assign(measure=self.measure)
+            frame = frame.reindex(columns=frame.columns.union(["low", "high", "mark"]))
+        if self.measure == "bytes":
+            held: Any = frame.pivot_table(
+                index="method", columns="measure", values="mean", sort=False
+            )
+            whole = held["ratio"] * held.loc["exact", "entries_mean"] / held["entries_mean"]
+            held["mean"] = held["ratio"].where(whole > 0.5, 2 * held["ratio"])
+            empty = dict.fromkeys(("low", "high", "mark"))
+            frame = held.reset_index().assign(measure="bytes", **empty)
         frame = frame[frame["measure"] == self.measure]
         for key, value in self.where.items():
             same = frame[key].astype(str) == str(value)
             frame = frame[same | frame[key].isna()] if key == "rate" else frame[same]
+        if self.measure == "ratio":
+            frame = frame.sort_values("mean", kind="stable")
         return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["method"])
 
     def _text(self, row: pd.Series) -> str:
         if pd.isna(row["mean"]):
             return ""
         text = f"{row['mean']:.{self.digits}f}"
-        if pd.isna(row["low"]) or pd.isna(row["high"]):
-            return text
-        return f"{text} [{row['low']:.{self.digits}f}, {row['high']:.{self.digits}f}]"
+        if not (pd.isna(row["low"]) or pd.isna(row["high"])):
+            text += f" [{row['low']:.{self.digits}f}, {row['high']:.{self.digits}f}]"
+        marks = str(row["mark"]).split()
+        return (
+            f"**{text}**"
+            if "best" in marks
+            else f"{text} {MARKS['tied']}"
+            if "tied" in marks
+            else text
+        )
 
 
 def _needle(rate: float) -> Column:
@@ -70,14 +95,39 @@ def _needle(rate: float) -> Column:
     )
 
 
+def _at_quarter(
+    heading: str, task: str, table: str, measure: str, where: dict[str, object]
+) -> Column:
+    return Column(f"{heading}, 0.25", f"leaderboard/{task}-{MODEL}{table}", where, measure, 3)
+
+
 SCORES: dict[str, Sequence[Column]] = {
     "leaderboard": (
         Column("ratio, 0.25", f"leaderboard/needle-{MODEL}", {"rate": 0.25}, "ratio", 3),
         *map(_needle, (0.5, 0.25, 0.125)),
-        Column("KL, 0.25", f"leaderboard/fidelity-{MODEL}-by-rate", {"value": 0.25}, digits=3),
-        Column(
-            "layer error, 0.25", f"leaderboard/layer_error-{MODEL}-by-rate", {"value": 0.25}, digits=3
-        ),
+        Column("RULER, 0.25", f"leaderboard/ruler-{MODEL}", {"by": "dataset"}),
+        *(_at_quarter(*column) for column in (
+            ("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
+            ("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),
+            ("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}),
+        )),
+    ),
+    "frontier": (
+        Column("bytes of float32", f"frontier/layer_error-{MODEL}", {}, "ratio", 3),
+        Column("of bfloat16", f"frontier/layer_error-{MODEL}", {}, "bytes", 3),
+        *(Column(f"layer error, {rate}", f"frontier/layer_error-{MODEL}-by-rate", {"value": rate},
+                 digits=3) for rate in (0.5, 0.25, 0.125)),
+    ),
+    "figure4": (
+        Column("words found (the paper's measure)", f"figure4/needle-{MODEL}", {"by": "dataset"}),
+        Column("whole needle", f"figure4/needle-{MODEL}-by-measure", {"value": "containment"}),
+        Column("published, Llama-3.1-8B", "figure4/balancekv_figure4-published", {}, "published"),
+    ),
+    "table1": (
+        Column("multi_news, ROUGE-L", f"table1/longbench-{MODEL}", {"by": "dataset"}, digits=1),
+        *(Column(f"published, {model}", "table1/balancekv_table1-published",
+                 {"published_model": model}, "published", 2)
+          for model in ("Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct", "Qwen2.5-32B-Instruct")),
     ),
     "lines": (
         Column("lines", "lines/longeval_lines-recall_mini", {"value": "average"}),
@@ -126,6 +176,20 @@ def statistics() -> str:
     return markdown(rows)
 
 
+def claims() -> str:
+    """Of every claim the comparison that decided, as `kvbench claims` wrote it beside claims.csv."""
+    return (RESULTS / "claims" / "claims.md").read_text(encoding="utf-8")
+
+
+def joint_survival() -> str:
+    """The mean over prompts, draws and layers, by distance."""
+    frame = pd.read_csv(RESULTS / "balancekv_joint_survival" / f"{MODEL}.csv")
+    spread = frame.pivot_table(index="method", columns="distance", values="ratio", sort=False)
+    rows = [["method", *(f"{distance} apart" for distance in spread.columns)]]
+    rows += [[str(name), *(f"{v:.2f}" for v in values)] for name, values in spread.iterrows()]
+    return markdown(rows)
+
+
 def experiments() -> str:
     """Every numbered table and figure of the papers, with what it needs."""
     rows = [["name", "shows", "the paper's own run needs"]]
@@ -150,7 +214,8 @@ def written(text: str) -> str:
         name = found[2]
         if name in FILES:
             return found[1] + whole(FILES[name]) + found[3]
-        makers = {"experiments": experiments, "statistics": statistics}
+        made_by = (claims, experiments, joint_survival, statistics)
+        makers = {maker.__name__: maker for maker in made_by}
         return found[1] + (makers[name]() if name in makers else scores(SCORES[name])) + found[3]
 
     return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end \2 -->)", made, text, flags=re.S)

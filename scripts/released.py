@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UserError, complain, printable
-from kvbench.records.durable import read_file
 from kvbench.records.read import MANIFEST, read_manifest, read_records
 from kvbench.records.store import RecordStore, write_manifest
 from kvbench.tasks.longbench import score
@@ -73,7 +72,7 @@ def _lines_of(folder: Path, dataset: str) -> dict[str, deque[dict[str, Any]]]:
     found: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
     paths = [folder / f"{dataset}{suffix}.jsonl" for suffix in ("", "_e")]
     path = next((path for path in paths if path.is_file()), None)
-    for number, text in enumerate(read_file(path).splitlines() if path else (), 1):
+    for number, text in enumerate(path.read_bytes().splitlines() if path else (), 1):
         try:
             line = json.loads(text)
             if not isinstance(line["pred"], str) or not isinstance(line["answers"], list):

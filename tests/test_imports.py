@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -75,9 +76,16 @@ def test_usage_errors_come_without_importing_torch():
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
-def test_no_test_module_needs_another_one():
-    for path in (Path(__file__).parent).rglob("test_*.py"):
-        assert not re.search(r"^\s*(from|import) (\w+\.)*test_", path.read_text(), re.M), path
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise():
+    """From Python, too, and without a trace in the program's environment."""
+    script = "import kvbench, os; kvbench.Budget; print({'GOMP_SPINCOUNT'} <= set(os.environ))"
+    for own, told in ({}, "'PASSIVE'"), ({"GOMP_SPINCOUNT": "7"}, "'7'"):
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(PACKAGE.parent), **own}
+        environment["OMP_DISPLAY_ENV"] = "VERBOSE"
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.stdout == f"{bool(own)}\n", done.stderr
+        assert re.search(rf"(WAIT_POLICY|SPINCOUNT) = {told}", done.stderr), done.stderr
 
 
 def test_rooms_import_each_other_one_way():

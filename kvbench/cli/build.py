@@ -6,9 +6,9 @@ What reads results and draws them is imported when there are any: that takes as 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import is_dataclass
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
@@ -17,7 +17,7 @@ from typing import Any, get_args
 from filelock import FileLock
 from omegaconf import DictConfig
 
-from kvbench.cli.config import Settings, results_folder
+from kvbench.cli.config import Settings
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, first_line, nearest, presentable, printable
@@ -32,8 +32,6 @@ from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
-
-log = logging.getLogger(__name__)
 
 
 def constructed(node: object, key: str, *kinds: type) -> Any:
@@ -59,33 +57,22 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
         target: Any = locate(named)
     except ErrorDuringImport as error:
         raise KVError(f"{key}._target_ is {named!r}: {first_line(error)}") from error
-    if not isinstance(target, type) or not any(_is_kind(target, kind) for kind in kinds):
+    if not isinstance(target, type) or not issubclass(target, kinds):
         raise KVError(f"{key}._target_ is {named!r}; allowed: a {words}")
-    hints, options = hints_of(target), {}
-    for name, value in node.items():
-        if name == "_target_":
-            continue
+    hints, options = hints_of(target), dict[str, Any]()  # type: ignore[arg-type]
+    for name, value in ((name, node[name]) for name in node if name != "_target_"):
         if hints and name not in hints:
-            allowed = ", ".join(hints)
-            meant = nearest(name, list(hints))
-            raise KVError(f"unknown key {name!r} of {key}{meant}; allowed: {allowed}")
+            meant = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
+            raise KVError(f"unknown key {name!r} of {key}{meant}")
         options[name] = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
         if name in hints and not fits(hints[name], options[name]):
-            each = value if isinstance(value, list) else []
-            several = (
-                f"; for a job each: -m {key}.{name}={','.join(map(str, each))}" if each else ""
-            )
+            several = ",".join(map(str, value)) if isinstance(value, list) else ""
+            several = several and f"; for a job each: -m {key}.{name}={several}"
             raise KVError(refusal(f"{key}.{name}", value, hints[name]) + several)
     try:
         return target(**options)
     except TypeError as error:
         raise KVError(f"{key} cannot be made: {first_line(error)}") from error
-
-
-def _is_kind(target: type, kind: type) -> bool:
-    if kind is Plan:
-        return all(callable(getattr(target, name, None)) for name in ("meta", "units", "run"))
-    return issubclass(target, kind)
 
 
 def _with_inner(value: Any, key: str, *kinds: type) -> Any:
@@ -116,21 +103,17 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     if settings.logger.get("name") == "wandb":
         from kvbench.report.wandb import check_logger
 
-        try:
-            check_logger(settings.logger["mode"], settings.logger["timeout_s"])
-        except ValueError as error:
-            raise KVError(str(error)) from error
+        check_logger(settings.logger["mode"], settings.logger["timeout_s"])
     device = resolve_device(settings.device)
     spec: ModelSpec = constructed(settings.model, "model", ModelSpec)
     if not re.search(r"\w", spec.label):  # the store has nothing to call its folder
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
     budget = constructed(settings.budget, "budget", Budget)
     methods: dict[str, tuple[Method, Budget]] = {}
-    method_configs: dict[str, Any] = {}
     for label, node in settings.methods.items():
         method: Method = constructed(node, f"methods.{label}", Method)
         method.quantization()  # refuses a scheme that cannot be
-        methods[label], method_configs[label] = (method, budget), node
+        methods[label] = method, budget
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
@@ -148,11 +131,11 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     return Job(
         experiment=settings.experiment_name,
         task=settings.task_label,
-        results_dir=results_folder(settings.results_dir),
+        results_dir=Path(settings.results_dir).expanduser(),
         session=session,
         plan=plan,
         methods=methods,
-        method_configs=method_configs,
+        method_configs=settings.methods,
         task_config={k: v for k, v in settings.task.items() if k not in unhashed},
         budget_config=settings.budget,
         limit=settings.limit,
@@ -161,7 +144,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         retry_failed=settings.retry_failed,
         lock_timeout=settings.lock_timeout,
         extra={
-            "config": {name: getattr(settings, name) for name in hints_of(Settings)},
+            "config": vars(settings),
             "command": provenance.command(),
             "versions": provenance.versions(),
             "code_revision": provenance.code_revision(),
@@ -173,15 +156,22 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
 def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
     """Run one job and print its tables; `shared` as of `build_job`."""
     job = build_job(config, shared)
-    title = presentable(f"{job.spec.label} x {job.task}")
-    with progress_display(title) as progress:
+    title = presentable(f"{job.session.spec.label} x {job.task}")
+    logger = {str(key): value for key, value in config.logger.items()}
+    logs = logger.pop("name") == "wandb"
+    with ExitStack() as stack:
+        progress = stack.enter_context(progress_display(title))
+        if logs:
+            from kvbench.report.wandb import Live, log_runs
+
+            names = [run.names for run in job.runs.values()]
+            live = Live(job.results_dir / job.experiment, names, logger)
+            progress.on_unit = stack.enter_context(live).log
         result = run_job(job, progress)
     runs = tuple(load_run(path) for path in result.folders.values())
     print_scores(job.results_dir / job.experiment, runs)
-    if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
-        from kvbench.report.wandb import log_runs
-
-        log_runs(runs, **{str(key): config.logger[key] for key in config.logger if key != "name"})
+    if logs and result.complete:  # of several shards, the last logs
+        log_runs(runs, **logger)
     return result
 
 

@@ -4,7 +4,6 @@ figures of the papers with what makes them (results/paper/experiments.yaml).
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,18 +31,11 @@ def catalogue(kind: str) -> dict[str, str]:
 
 
 def describe(path: Path) -> str:
-    """The first sentence of a YAML's first comment, or of its class's docstring (not imported)."""
-    text = path.read_text(encoding="utf-8")
-    comments = re.match(r"(#.*\n)*", text)
-    lines = [line.lstrip("# ") for line in comments[0].splitlines()] if comments else []
-    lines = [line for line in lines if not line.startswith(("@package", "python -m", "kvbench "))]
-    target = re.search(r"^_target_: *([\w.]+)\.(\w+)", text, re.MULTILINE)
-    if target and not lines:
-        source = Path(str(files("kvbench"))).parent / (target[1].replace(".", "/") + ".py")
-        for node in ast.parse(source.read_text(encoding="utf-8")).body if source.is_file() else ():
-            if isinstance(node, ast.ClassDef) and node.name == target[2]:
-                lines = (ast.get_docstring(node) or "").split()
-    text = " ".join(lines)  # up to a full stop that is not the one of "3.1" or "G. Kamradt"
+    """The first sentence of the comment that a YAML begins with."""
+    comments = re.findall(r"\A(?:#.*\n)*", path.read_text(encoding="utf-8"))[0]
+    lines = [line.lstrip("# ") for line in comments.splitlines()]
+    text = " ".join(x for x in lines if not x.startswith(("@package", "python -m", "kvbench ")))
+    # up to a full stop that is not the one of "3.1" or "G. Kamradt"
     sentence = re.match(r".*?(?<!\b[A-Z])\.(?=\s|$)", text)
     return (sentence[0] if sentence else text).strip().rstrip(".:")
 
@@ -61,6 +53,7 @@ class PaperItem:
     id: str = ""
     title: str = ""
     shows: str = ""
+    published: str = ""
     needs: str = ""
     no_data: str | None = None
     alias: str = ""
@@ -81,19 +74,8 @@ class PaperItem:
         not be read from the paper, or there are none)."""
         if self.no_data:
             return "no data"
-        files = (folder / f"{self.name}.csv" for folder in paper_folders())
-        beside = any(path.is_file() for path in files) if self.script else _table(self.experiment)
+        beside = any((folder / f"{self.published}.csv").is_file() for folder in paper_folders())
         return "published" if beside else "ours"
-
-
-def _table(experiment: str) -> Any:
-    """The published table that an experiment's YAML, or one that it goes on from, names."""
-    path = config_dir() / "experiment" / f"{experiment}.yaml"
-    said = yaml.safe_load(path.read_text(encoding="utf-8"))
-    above = (
-        each for each in said.get("defaults", []) if isinstance(each, str) and each != "_self_"
-    )
-    return said["paper_table"] if "paper_table" in said else any(map(_table, above))
 
 
 @lru_cache(maxsize=1)
@@ -103,8 +85,9 @@ def paper_items() -> Mapping[str, PaperItem]:
     found: dict[str, PaperItem] = {}
     for paper, part in yaml.safe_load(file.read_text(encoding="utf-8")).items():
         for number, said in part["items"].items():
-            given: dict[str, Any] = {"experiment": f"{paper}_{number}", **said}
-            found[f"{paper}_{number}"] = PaperItem(paper, number, part["title"], **given)
+            name = f"{paper}_{number}"
+            given: dict[str, Any] = {"experiment": name, "published": name, **said}
+            found[name] = PaperItem(paper, number, part["title"], **given)
     return found
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,22 +23,19 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.core.utils import JobReturn, filter_overrides
+from hydra.errors import HydraException
 from hydra.plugins import launcher, sweeper
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import errors
-from kvbench.cli.config import Settings, explain, explaining, hydra_of_conf, results_folder
+from kvbench.cli.config import Settings, explain, explaining, hydra_of_conf
 from kvbench.errors import FAILED, USAGE, UserError, complain
+from kvbench.errors.options import Count, fits, refusal
 from kvbench.records.durable import make_folder, replace
 from kvbench.run.termination import asks_to_stop, terminable
-
-COUNTS = ("workers", "gpus_per_worker", "gpus_per_node", "cpus_per_task", "mem_gb", "timeout_min")
-"""Launchers' options that are whole numbers, or null."""
-WORKERS_END_IN = 30.0
-"""Seconds for workers to finish their examples when the command ends before them."""
 
 
 def report_error(error: BaseException) -> tuple[str, int]:
@@ -48,7 +46,7 @@ def report_error(error: BaseException) -> tuple[str, int]:
     """
     if isinstance(error, UserError):
         line, status = str(error), error.status
-    elif isinstance(error, OmegaConfBaseException):  # an interpolation that leads nowhere
+    elif isinstance(error, HydraException | OmegaConfBaseException):  # e.g. of an interpolation
         line, status = explain(error), USAGE
     elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         line, status = errors.disk_line(error), FAILED
@@ -65,29 +63,14 @@ class JobOutcome:
 
     Attributes:
         overrides: what the job was asked for. runs: the run folders of its methods.
-        records, failed, written: records of this job there are, those of them whose status is not
-            ok, and those written now.
-        error: one line: why the job did not get to its end.
+        said: how many records there are and how many failed, or why it did not get to its end.
         status: the exit status it would have alone.
     """
 
     overrides: Sequence[str] = ()
     runs: Sequence[str] = ()
-    records: int = 0
-    failed: int = 0
-    written: int = 0
-    error: str | None = None
+    said: str = ""
     status: int = 0
-
-    def __float__(self) -> float:
-        """The score that Hydra's sweepers optimise, see `objective_of`; NaN without one."""
-        from kvbench.report.objective import objective_of
-
-        return objective_of(self.runs)["score"]
-
-    def __str__(self) -> str:
-        bad = f"{self.failed} of {self.records} examples failed" if self.failed else ""
-        return self.error or bad or f"{self.records} records"
 
 
 class Jobs:
@@ -97,12 +80,12 @@ class Jobs:
         argv: what the user typed, which manifests hold.
     """
 
-    def __init__(self, argv: Sequence[str], outcomes: list[JobOutcome] | None = None) -> None:
+    def __init__(self, argv: Sequence[str]) -> None:
         self.argv = list(argv)
-        self.outcomes = [] if outcomes is None else outcomes
+        self.outcomes: list[JobOutcome] = []
         self._shared: dict[str, Any] = {}  # model, tokenizer, examples
 
-    def __call__(self, config: DictConfig) -> JobOutcome:
+    def __call__(self, config: DictConfig) -> None:
         """Run one job; a failure is a line (after a traceback if it is a bug) and an outcome."""
         from kvbench.cli.build import run_config
 
@@ -111,16 +94,14 @@ class Jobs:
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         try:
             done = run_config(config, self._shared)
-            counts = (done.records, done.failed, done.written)
             runs = tuple(map(str, done.folders.values()))
-            outcome = JobOutcome(typed, runs, *counts, status=FAILED if done.failed else 0)
+            said = f"{done.records} records, {done.failed} of them failed"
+            outcome = JobOutcome(typed, runs, said, FAILED if done.failed else 0)
         except BaseException as error:
             if asks_to_stop(error) or isinstance(error, SystemExit):
                 raise
-            line, status = report_error(error)
-            outcome = JobOutcome(typed, error=line, status=status)
+            outcome = JobOutcome(typed, (), *report_error(error))
         self.outcomes.append(outcome)
-        return outcome
 
     def check(self, config: DictConfig, name: str = "") -> None:
         """Make a job without running it; in a dry run print what it would do, in one line if it has a
@@ -140,19 +121,17 @@ class Jobs:
     @property
     def status(self) -> int:
         """The command's exit status: 0, 2 if all that is wrong is usage, else 1."""
-        wrong = {outcome.status for outcome in self.outcomes} - {0}
-        return 0 if not wrong else USAGE if wrong == {USAGE} else FAILED
+        return min((o.status for o in self.outcomes if o.status), default=0)
 
     def print_summary(self) -> None:
         """One line about all jobs, and one for each that failed."""
         count = sum(outcome.status != 0 for outcome in self.outcomes)
-        records, new = (sum(getattr(o, n) for o in self.outcomes) for n in ("records", "written"))
-        head = f"{len(self.outcomes)} jobs, " + (f"{count} of them failed" if count else "all well")
-        print(f"\n{head}; {records} records, {new} of them new")
+        head = f"{count} of them failed" if count else "all well"
+        print(f"\n{len(self.outcomes)} jobs, {head}")
         called = names([outcome.overrides for outcome in self.outcomes])
         for name, outcome in zip(called, self.outcomes, strict=True):
             if outcome.status:
-                print(errors.presentable(f"  {name}: {outcome}"))
+                print(errors.presentable(f"  {name}: {outcome.said}"))
 
 
 def names(jobs: Sequence[Sequence[str]]) -> list[str]:
@@ -176,15 +155,14 @@ class Sweeper(sweeper.Sweeper):
         """As Hydra's sweepers."""
         self.jobs: Jobs = task_function
         self.loader, self.settings = hydra_context.config_loader, config
-        if not isinstance(config.hydra.launcher, DictConfig):
-            said = config.hydra.launcher
-            raise UserError(f"hydra.launcher is {said!r}; allowed: launcher=local, gpus or slurm")
-        self.launcher: Any = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
+        with explaining():
+            self.launcher: Any = Plugins.instance().instantiate_launcher(
+                hydra_context=hydra_context, task_function=task_function, config=config
+            )
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Run the jobs of these overrides, each split into its shards; refuses the first wrong one."""
+        """Run the jobs of these overrides, each split into its shards, with launcher=gpus into as many
+        as there are workers; refuses the first wrong one."""
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # Hydra loads it anew
 
         params = [f"{key}={value}" for key, value in self.params.items()]
@@ -192,7 +170,7 @@ class Sweeper(sweeper.Sweeper):
             parser = OverridesParser.create(config_loader=self.loader)
             parsed = parser.parse_overrides([*params, *arguments])
             (jobs,) = BasicSweeper.split_arguments(parsed, None)
-        shards: set[int] = set()
+        parts: list[list[str]] = []
         for number, (overrides, name) in enumerate(zip(jobs, names(jobs), strict=True), 1):
             with explaining():
                 config = self.loader.load_sweep_config(self.settings, list(overrides))
@@ -200,36 +178,23 @@ class Sweeper(sweeper.Sweeper):
             settings = Settings.of(config)
             if config.launcher.name == "slurm":
                 config.device = "cpu"  # jobs run on a node's devices
-            for key in COUNTS:
-                value = config.launcher.get(key)
-                if value is not None and value not in range(1, 100_001):
-                    raise UserError(
-                        f"launcher.{key} is {value!r}; allowed: an integer from 1 to 100,000, or null"
-                    )
-            shards.add(_shards(settings))
+            if None not in (settings.shards, settings.shard):
+                said = f"shards is {settings.shards} and shard is given, too"
+                raise UserError(f"{said}; allowed: one of them")
+            count = settings.shards or 1
+            if settings.shards is settings.shard is None and config.launcher.name == "gpus":
+                count = len(devices_of(settings.launcher, settings.device))
             if number == 1:
-                print(settings.announcement(len(jobs) * max(shards)), flush=True)
+                print(settings.announcement(len(jobs) * count), flush=True)
             self.jobs.check(config, f"job {number}: {name}" if len(jobs) > 1 else "")
-        if len(shards) > 1:
-            raise UserError(f"shards has several values {sorted(shards)}; allowed: one")
-        (count,) = shards
-        parts = [[f"shard={index}/{count}"] for index in range(1, count + 1)] if count > 1 else [[]]
-        jobs = [[*overrides, *part] for overrides in jobs for part in parts]
+            of = (
+                [[f"shard={index}/{count}"] for index in range(1, count + 1)] if count > 1 else [[]]
+            )
+            parts += [[*overrides, *shard] for shard in of]
         if self.settings.dry_run:
-            print(f"{len(jobs)} jobs; launcher={self.settings.launcher.name}")
+            print(f"{len(parts)} jobs; launcher={self.settings.launcher.name}")
             return []
-        return self.launcher.launch(jobs, 0)
-
-
-def _shards(settings: Settings) -> int:
-    """Into how many jobs each is split; with launcher=gpus as many as there are workers."""
-    if settings.shards is not None and settings.shard is not None:
-        raise UserError(
-            f"shards is {settings.shards} and shard is given, too; allowed: one of them"
-        )
-    if settings.shards is settings.shard is None and settings.launcher["name"] == "gpus":
-        return len(devices_of(settings.launcher, settings.device))
-    return settings.shards or 1
+        return self.launcher.launch(parts, 0)
 
 
 class Launcher(launcher.Launcher):
@@ -247,33 +212,29 @@ class Launcher(launcher.Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """As Hydra's launchers; refuses a link below the results folder."""
-        root = results_folder(self.config.results_dir)
         self.folder = Path(self.config.hydra.sweep.dir).expanduser()
-        make_folder(self.folder, root if self.folder.is_relative_to(root) else None)
+        make_folder(self.folder, Path(self.config.results_dir).expanduser())
         self.folder.chmod(0o700)
         self.names, self.outcomes = names(job_overrides), dict[int, JobOutcome]()
         self.overrides = [filter_overrides(list(each)) for each in job_overrides]
         own: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra, resolve=False)
         orders = ([self.jobs.argv, [*own, *each, "hydra.mode=RUN"]] for each in job_overrides)
         self.run([(f"{self.folder}/{n}.json", json.dumps(o)) for n, o in enumerate(orders)])
-        found = [self.outcomes[number] for number in sorted(self.outcomes)]
-        self.jobs.outcomes.extend(found)
-        return [JobReturn(o.overrides, status=JobStatus.COMPLETED, _return_value=o) for o in found]
+        self.jobs.outcomes.extend(self.outcomes[number] for number in sorted(self.outcomes))
+        return []
 
+    @abstractmethod
     def run(self, orders: Sequence[tuple[str, str]]) -> None:
         """Have each order, `work`'s arguments, carried out; `ended` is called for every one."""
-        raise NotImplementedError
 
     def ended(self, number: int, how: str, log: Path) -> None:
         """Take the outcome of a job; if it left none, it ended as `how` says."""
         told = self.folder / f"{number}.json"
-        where = f"log: {log}" if log.exists() else f"no log: it never began, or cannot write {log}"
-        error = f"job {how}; {where}"
-        outcome = JobOutcome(self.overrides[number], error=error, status=FAILED)
+        outcome = JobOutcome(self.overrides[number], (), f"job {how}; log: {log}", FAILED)
         if told.exists():
             outcome = JobOutcome(**json.loads(told.read_text()))
         self.outcomes[number] = outcome
-        complain(f"{len(self.outcomes)} done: {self.names[number]}: {outcome}")
+        complain(f"{len(self.outcomes)} done: {self.names[number]}: {outcome.said}")
 
 
 def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
@@ -287,6 +248,9 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
     from torch.cuda import device_count
 
     workers, each = launcher["workers"], launcher["gpus_per_worker"] or 1
+    for name in ("workers", "gpus_per_worker"):
+        if not fits(Count | None, launcher[name]):
+            raise UserError(refusal(f"launcher.{name}", launcher[name], Count | None))
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device is {device!r}; allowed with launcher=gpus: auto, cuda, cpu")
     count = 0 if device == "cpu" else device_count()  # asks the driver, starts nothing on a GPU
@@ -309,46 +273,28 @@ class GpuLauncher(Launcher):
 
     def run(self, orders: Sequence[tuple[str, str]]) -> None:
         """Carry out each order in a process group of its own: the command tells it of the terminal's
-        Ctrl-C. A worker's standard input stays open for as long as the command lives."""
+        Ctrl-C. A worker's standard input stays open for as long as the command lives, see `_watch`."""
         free = deque(devices_of(self.config.launcher, self.config.device))
         threads = str(max(1, (os.cpu_count() or 1) // len(free)))
         waiting = deque(enumerate(orders))
-        running: dict[int, tuple[subprocess.Popen[str], str]] = {}
-        try:
-            while waiting or running:
-                while waiting and free:
-                    (number, order), device = waiting.popleft(), free.popleft()
-                    environment = {"OMP_NUM_THREADS": threads, **os.environ}
-                    environment["CUDA_VISIBLE_DEVICES"] = device
-                    with open(self.folder / f"{number}.log", "w") as log:
-                        worker = subprocess.Popen(
-                            [sys.executable, "-m", "kvbench.cli.jobs", *order],
-                            stdin=subprocess.PIPE,
-                            stdout=log,
-                            stderr=log,
-                            env=environment,
-                            process_group=0,
-                            text=True,
-                        )
-                    running[number] = worker, device
-                time.sleep(0.2)
-                for number, (worker, device) in list(running.items()):
-                    status = worker.poll()
-                    if status is not None:
-                        del running[number]
-                        free.append(device)
-                        how = "killed" if status < 0 else f"exit status {status}"
-                        how = f"{number} ended without a result ({how})"
-                        self.ended(number, how, self.folder / f"{number}.log")
-        except BaseException:
-            patience = time.monotonic() + WORKERS_END_IN
-            for _ in range(2):  # a second SIGTERM ends the example, too
-                alive = [worker for worker, _ in running.values()]
-                for worker in alive:
-                    worker.terminate()
-                while time.monotonic() < patience and any(w.poll() is None for w in alive):
-                    time.sleep(0.1)
-            raise
+        running: dict[int, tuple[subprocess.Popen[Any], str]] = {}
+        while waiting or running:
+            while waiting and free:
+                (number, order), device = waiting.popleft(), free.popleft()
+                environment = {"OMP_NUM_THREADS": threads, **os.environ}
+                environment["CUDA_VISIBLE_DEVICES"] = device
+                command = [sys.executable, "-m", "kvbench.cli.jobs", *order]
+                with open(self.folder / f"{number}.log", "w") as log:
+                    pipes: Any = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+                    worker = subprocess.Popen(command, env=environment, process_group=0, **pipes)
+                running[number] = worker, device
+            time.sleep(0.2)
+            for number, (worker, device) in list(running.items()):
+                if worker.poll() is not None:
+                    del running[number]
+                    free.append(device)
+                    how = f"{number} ended without a result (exit status {worker.returncode})"
+                    self.ended(number, how, self.folder / f"{number}.log")
 
 
 def work(outcome: str, order: str) -> None:
@@ -368,7 +314,7 @@ def _watch() -> None:
     """End a worker after its example when its standard input ends: the command is no more."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(WORKERS_END_IN)
+    time.sleep(30)  # to finish the example
     os._exit(FAILED)  # what hangs hears no signal
 
 

@@ -15,31 +15,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from kvbench import __version__
+from kvbench import __version__, wait_asleep
 from kvbench.cli.catalogue import KINDS, catalogue, config_dir, experiment_lines
 from kvbench.cli.config import GROUPS, Settings, composed, expanded, hydra_of_conf
-from kvbench.cli.jobs import JobOutcome, Jobs, report_error
-from kvbench.cli.reproduce import reproduce
+from kvbench.cli.jobs import Jobs, report_error
+from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
 from kvbench.errors.options import hints_of
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
-INTERRUPTED = 130
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-"""Threads that wait for another sleep: spinning takes the core from whoever else needs it."""
-INDENTED: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    "}
-GOES_ON = "what is done is on disk, the same command goes on from there"
 
-
-def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = None) -> None:
-    """Entry point of ``kvbench`` and ``python -m kvbench``; `outcomes` gets what the jobs came to."""
-    for name in WAITING:  # before torch is loaded, which reads them
-        os.environ.setdefault(name, WAITING[name])
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``kvbench`` and ``python -m kvbench``."""
+    wait_asleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments or [""])[0], arguments[1:]
     try:
@@ -50,15 +43,15 @@ def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = 
                 status = show_config(rest)
             elif command == "reproduce":
                 status = reproduce(rest, run) if rest else list_kind(["experiments"])
+            elif command == "claims":
+                status = run_script("claims", rest)
             else:
-                status = run(arguments, outcomes)
-    except KeyboardInterrupt:
+                status = run(arguments)
+    except (KeyboardInterrupt, Terminated) as stop:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another ends at once, untraced
-        complain("interrupted; " + GOES_ON)
-        status = INTERRUPTED
-    except Terminated:
-        complain("terminated; " + GOES_ON)
-        status = TERMINATED
+        status = TERMINATED if isinstance(stop, Terminated) else 130
+        ended = "terminated" if status == TERMINATED else "interrupted"
+        complain(f"{ended}; what is done is on disk, the same command goes on from there")
     except BrokenPipeError:  # kvbench list methods | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = FAILED
@@ -94,20 +87,18 @@ def show_config(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run a job, or the jobs of a sweep; print what they came to; return the exit status."""
     options = _parsed(arguments)
-    if options.version:
-        print(f"kvbench {__version__}")
-        return 0
     if options.help or not arguments:
         first, _, rest = (config_dir() / "help.txt").read_text("utf-8").partition("\n\n\n")
         groups = "\n".join(
-            fill(f"{group}: {', '.join(catalogue(group))}", 80, **INDENTED) for group in GROUPS
+            fill(f"  {group}: {', '.join(catalogue(group))}", 80, subsequent_indent="    ")
+            for group in GROUPS
         )
         print(first + ("\n\n" + rest.rstrip().format(groups=groups) if options.help else ""))
         return 0
-    jobs = Jobs([sys.argv[0], *arguments], outcomes)
+    jobs = Jobs([sys.argv[0], *arguments])
     overrides = expanded(options.overrides)
     given = dict(text.partition("=")[::2] for text in overrides)
     swept = {key for key in ("task", "model") if re.match(r"[^\[{'\"(]*[,(]", given.get(key, ""))}
@@ -118,9 +109,7 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
         overrides.append(f"hydra.verbose={'kvbench' if options.verbose == 1 else 'true'}")
     if options.config_dir is not None:
         if not Path(options.config_dir).is_dir():
-            raise UserError(
-                f"--config-dir is {options.config_dir!r}; allowed: a folder of YAML files"
-            )
+            raise UserError(f"--config-dir is {options.config_dir!r}; allowed: a folder")
         overrides.append(f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']")
     with hydra_of_conf() as hydra:
         every = composed(hydra, overrides, RunMode.MULTIRUN)
@@ -128,10 +117,10 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
         if options.multirun or shards or every.hydra.mode == RunMode.MULTIRUN:
             hydra.multirun("config", jobs, overrides)
         else:
-            settings = Settings.of(composed(hydra, overrides))
-            print(settings.announcement(), flush=True)
-            if settings.dry_run:
-                jobs.check(composed(hydra, overrides))
+            config = composed(hydra, overrides)
+            print(Settings.of(config).announcement(), flush=True)
+            if config.dry_run:
+                jobs.check(config)
             else:
                 hydra.run("config", jobs, overrides)
     if jobs.folders or jobs.status:
@@ -153,7 +142,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-v", "--verbose", action="count", default=0)
     parser.add_argument("--config-dir")
-    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--version", action="version", version=f"kvbench {__version__}")
     parser.add_argument("-h", "--help", action="store_true")
 
     def refuse(message: str) -> NoReturn:

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kvbench.cli.catalogue import PaperItem, catalogue, config_dir, item_called, paper_items
-from kvbench.cli.config import composed, hydra_of_conf, results_folder
+from kvbench.cli.config import composed, hydra_of_conf
 from kvbench.cli.jobs import report_error
 from kvbench.errors import UserError, nearest, needs_extra
 
@@ -30,15 +30,8 @@ SMALL_MODELS = ("recall_mini", "tiny_random")
 """Models of conf/model that come with the package and read no English."""
 INVENTED = "${FIXTURES}"
 """In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
-OF_JOBS = (
-    "batch_size",
-    "decode",
-    "example_timeout",
-    "launcher",
-    "logger",
-    "retry_failed",
-    "shards",
-)
+OF_JOBS = {"batch_size", "decode", "dry_run", "example_timeout"}
+OF_JOBS |= {"launcher", "logger", "retry_failed", "shards"}
 """Keys that mean nothing to a script."""
 
 
@@ -56,7 +49,10 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
         for line in getattr(item_called(name), "differs", ()):
             print(f"differs from the paper: {line}", flush=True)
         return max(
-            run_script(line, dry) if line[0][:7] == "script=" else run(line) for line in lines
+            run_script(f"papers/{line[0][7:]}", line[1:], dry)
+            if line[0][:7] == "script="
+            else run(line)
+            for line in lines
         )
     from kvbench.report.page import write_index
 
@@ -69,21 +65,21 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
             statuses.append(report_error(error)[1])
     if not dry:
         given = dict(text.partition("=")[::2] for text in overrides)
-        pages = results_folder(given.get("results_dir", "runs")).glob("*/report.html")
+        pages = Path(given.get("results_dir", "runs")).expanduser().glob("*/report.html")
         print(f"page: {write_index([page.parent for page in sorted(pages)])}")
     return max(statuses)
 
 
-def run_script(line: Sequence[str], dry: bool = False) -> int:
-    """Run a script of scripts/papers; its exit status. A dry run tells of it."""
-    place = Path("scripts", "papers", f"{line[0].removeprefix('script=')}.py")
+def run_script(name: str, given: Sequence[str], dry: bool = False) -> int:
+    """Run a script of scripts/; its exit status. A dry run tells of it."""
+    place = Path("scripts", f"{name}.py")
     file = config_dir().resolve().parent / place
     if not file.is_file():
         raise UserError(f"{place} is not installed; allowed: kvbench's repository, where it is")
     if dry:
-        print(shlex.join(["python", str(place), *line[1:]]))
+        print(shlex.join(["python", str(place), *given]))
         return 0
-    return subprocess.run([sys.executable, file, *line[1:]], check=False).returncode
+    return subprocess.run([sys.executable, file, *given], check=False).returncode
 
 
 def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -99,23 +95,23 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         raise UserError(f"{name} has no experiment: {item.no_data}")
     given = dict(text.partition("=")[::2] for text in overrides)
     small = given.get("model") in SMALL_MODELS
-    less = item.small.replace(INVENTED, str(fixtures())) if small else ""
+    # in a wheel they are in the package
+    places = config_dir().parent / "fixtures", config_dir().resolve().parent / "tests" / "data"
+    invented = next(str(place) for place in places if place.is_dir())
+    less = item.small.replace(INVENTED, invented) if small else ""
     if item.script:
-        own = [
-            text for text in overrides if re.split(r"[.=]", text)[0] not in (*OF_JOBS, "dry_run")
-        ]
+        own = [text for text in overrides if re.split(r"[.=]", text)[0] not in OF_JOBS]
         first = [f"script={item.script}", f"name={item.name}{'_small' * small}"]
     else:
-        config = _config_of(item.experiment)
+        with hydra_of_conf() as hydra:
+            config = composed(hydra, [f"experiment={item.experiment}"])
         its = re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task))
         if its and find_spec("lm_eval") is None:
             raise UserError(f"{name}: " + needs_extra("lm-eval", "lm-eval"))
         several = "per_dataset" in config.task
         own = [re.sub("^limit=", "task.per_dataset=", t) if several else t for t in overrides]
-        first = [
-            f"experiment={item.experiment}",
-            *(_by_itself(item, config, given) if small else []),
-        ]
+        first = [f"experiment={item.experiment}"]
+        first += _by_itself(item, config, given) if small else []
     for number, line in enumerate(item.runs):
         if line.startswith("experiment="):
             yield from command_lines(line.partition("=")[2], overrides)
@@ -133,29 +129,12 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         yield [*first, *(word for key, word in settings.items() if key not in asked), *own]
 
 
-def fixtures() -> Path:
-    """The folder of invented texts: in a wheel in the package, in a checkout tests/data."""
-    places = (config_dir().parent / "fixtures", config_dir().resolve().parent / "tests" / "data")
-    return next(place for place in places if place.is_dir())
-
-
 def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]:
     """What keeps a small run apart from the paper's: folder, no published table, a line that says so."""
     invented = INVENTED in item.small
-    said = f"A small run: model {given['model']}, " + (
-        "invented texts" if invented else "small sizes"
-    )
+    said = f"A small run: model {given.get('model')}, {'invented texts' if invented else 'small sizes'}"
     said += f", {given['limit']} examples of each dataset" if "limit" in given else ""
-    words = [
-        f"experiment_name={config.experiment_name}_small",
-        "paper_table=null",
-        f"small='{said}'",
-    ]
+    words = [f"experiment_name={config.experiment_name}_small", "paper_table=null"]
+    words.append(f"small='{said}'")
     label = OmegaConf.to_container(config, resolve=False)["task_label"]  # type: ignore[call-overload, index]
     return [*words, f"task_label='fixture_{label}'"] if invented else words
-
-
-def _config_of(experiment: str) -> Any:
-    """The config that an experiment composes to."""
-    with hydra_of_conf() as hydra:
-        return composed(hydra, [f"experiment={experiment}"])

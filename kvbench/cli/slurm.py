@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,10 +36,23 @@ class Work:
     as it is."""
 
     def __call__(self, outcome: str, order: str) -> None:
-        """Run the job."""
+        """Run the job. When Slurm announces the end of its time, submitit puts it back into the queue
+        and exits, or raises an error if it cannot: neither may pass for a failure of the example that
+        runs."""
+        from submitit import JobEnvironment
+
+        number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
+        requeue: Any = signal.getsignal(number)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            try:
+                requeue(number, frame)
+            except BaseException as done:
+                raise Terminated from done
+
+        signal.signal(number, handle)
         os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
-        with requeued_in_time():
-            work(outcome, order)
+        work(outcome, order)
 
     def checkpoint(self, *order: str) -> Any:
         """What submitit runs when the job comes out of the queue again."""
@@ -55,10 +68,8 @@ class SlurmLauncher(Launcher):
         """Carry out each order as a job of Slurm's; refused where there is no Slurm, or by it."""
         jobs = dict(enumerate(self._submitted(orders)))
         arrays = sorted({job.job_id.partition("_")[0] for job in jobs.values()})
-        count = f"{len(jobs)} job{'s' * (len(jobs) > 1)}"
-        complain(
-            f"{count} in Slurm: {' '.join(arrays)}; logs: {self.folder}; they go on without this command"
-        )
+        where = f"{' '.join(arrays)}; logs: {self.folder}"
+        complain(f"{len(jobs)} jobs in Slurm: {where}; they go on without this command")
         ended: dict[int, float] = {}
         while jobs:
             time.sleep(float(self.config.launcher.poll_s))
@@ -128,26 +139,3 @@ def states_of(arrays: Sequence[str]) -> dict[str, str] | None:
             return None
         found |= dict(line.split() for line in said.stdout.splitlines())
     return found
-
-
-@contextmanager
-def requeued_in_time() -> Iterator[None]:
-    """In a job of submitit's: when Slurm announces the end of its time, submitit puts the job back into
-    the queue and exits, or raises an error if it cannot: both are `Terminated` here, as neither may
-    pass for a failure of the example that runs."""
-    from submitit import JobEnvironment
-
-    number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
-    requeue: Any = signal.getsignal(number)
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        try:
-            requeue(number, frame)
-        except BaseException as done:
-            raise Terminated from done
-
-    signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        signal.signal(number, requeue)

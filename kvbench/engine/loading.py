@@ -44,7 +44,7 @@ from kvbench.engine.packaged import (
 from kvbench.errors import UserError, first_line, needs_extra, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
 from kvbench.tasks.base import PromptEncoder, tokenizing
-from kvbench.tasks.data import hub_answers, retries_announced_once
+from kvbench.tasks.data import hub_answers, quiet_hub
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
     if hides_bars:
         library_logging.disable_progress_bar()
     try:
-        with retries_announced_once(name):
+        with quiet_hub():
             yield
     except ModelError:
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +88,9 @@ class PrefillState:
         forks: the methods' forks; their `layers` are filled here.
         compressible: see `compressible_layers`.
         rotary: see `rotary_of`.
+
+    Attributes:
+        tell: called with the label of a method before it compresses a layer.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class PrefillState:
         self.exact = ExactBytes()
         self.clocks: list[Elapsed] = []
         self.non_finite: dict[int, Tensor] = {}
+        self.tell: Callable[[str], None] = lambda label: None
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
@@ -180,6 +184,7 @@ class PrefillState:
         clocks = list[Elapsed]()
         try:
             if fork.compressed or limit is not None:
+                self.tell(fork.label)
                 fork.carry_to(kv.keys.device)
                 generator = layer_generator(fork.seed, fork.example_id, layer)
                 budget = fork.budget if limit is None else WHOLE

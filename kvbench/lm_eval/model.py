@@ -97,7 +97,7 @@ class KVBenchLM(Requests):
         **dotted: Any,
     ) -> None:
         del max_batch_size, metadata  # the evaluator puts them among the arguments
-        for name, value in {"scoring": scoring, "protocol": protocol, "seed": seed}.items():
+        for name, value in (("scoring", scoring), ("protocol", protocol), ("seed", seed)):
             if not fits(ALLOWED[name], value):
                 raise UserError(refusal(f"model_args {name}", value, ALLOWED[name]))
         given = json.loads(method_args) if isinstance(method_args, str) else method_args

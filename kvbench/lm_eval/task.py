@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import chdir
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -52,7 +53,6 @@ class HarnessTask(Probe):
     metric: str = "acc"
     scoring: Scoring = "sum"
     max_length: Tokens | None = None
-    _loaded: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,14 +66,13 @@ class HarnessTask(Probe):
         files = [f"{self.include_path}/*.{end}" for end in ("yaml", "json*", "py")]
         return super().meta() | {"data": dict(file_digests(files if self.include_path else []))}
 
-    def _load(self) -> dict[str, Any]:
+    @cached_property
+    def _loaded(self) -> dict[str, Any]:
         """The tasks by name, their few-shot examples and data included.
 
         Raises:
             TaskError: an unknown task, or data that cannot be had.
         """
-        if self._loaded:
-            return self._loaded
         folder = None if self.include_path is None else str(Path(self.include_path).resolve())
         try:
             with quietly(), chdir(folder or "."):
@@ -96,17 +95,22 @@ class HarnessTask(Probe):
             if self.num_fewshot is not None:
                 task.set_config(key="num_fewshot", value=self.num_fewshot)
             task.set_fewshot_seed(seed=1234)  # lm-evaluation-harness's default
-        self._loaded.update(found)
-        return self._loaded
+        return dict(found)
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per document, the tasks in turn.
 
         Raises:
-            TaskError: see `_load`; requests of a kind that is not served.
+            TaskError: tasks that are unknown or lack data; requests of a kind that is not served.
         """
+
+        @cache
+        def encoding() -> Requests:  # of requests, once the model is loaded
+            length = self.max_length or session.encoder.max_positions
+            return Requests(session.model, session.tokenizer, max_length=length)
+
         by_task = []
-        for name, task in self._load().items():
+        for name, task in self._loaded.items():
             try:
                 with quietly():
                     task.build_all_requests(rank=0, world_size=1)
@@ -127,19 +131,19 @@ class HarnessTask(Probe):
             for doc_id, requests in sorted(documents.items())[: self.per_dataset]:
                 key = f"{name}-{doc_id:05d}"
                 fields = {key: {"dataset": name, "document": key}}
-                units.append(Unit(key, (key,), (task, requests), fields))
+                units.append(Unit(key, (key,), (task, requests, encoding), fields))
             by_task.append(units)
         return [unit for turn in zip_longest(*by_task) for unit in turn if unit is not None]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """All requests of a document under every method."""
-        task, requests = unit.payload
+        task, requests, encoding = unit.payload
+        side = encoding()
         shared = {
             **unit.fields[unit.id],
             "num_fewshot": task.config.num_fewshot or 0,
             "prompt_tail": str(requests[0].args[0])[-200:],
         }
-        side = self._side(session)
         answers = answer_requests(
             session.model,
             side.loglikelihood(requests, disable_tqdm=True),
@@ -179,10 +183,3 @@ class HarnessTask(Probe):
             raise UserError(f"task {requests[0].task_name!r} has no metric of single documents")
         score = numbers.get(self.metric, next(iter(numbers.values())))
         return {**numbers, "score": score}
-
-    def _side(self, session: Session) -> Requests:
-        """How requests become tokens; made once for a model."""
-        if "requests" not in self._loaded:
-            length = self.max_length or session.encoder.max_positions
-            self._loaded["requests"] = Requests(session.model, session.tokenizer, max_length=length)
-        return self._loaded["requests"]

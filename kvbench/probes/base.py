@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -18,7 +17,7 @@ from kvbench.errors.options import Distinct, check_options
 from kvbench.kv import LayerKV
 from kvbench.records.figures import Figure, as_json
 from kvbench.run.encoding import EncodedExample, encode_example
-from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.run.plan import Plan, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
@@ -89,8 +88,8 @@ def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe(ABC):
-    """A `kvbench.run.plan.Plan` that measures tensors or times: a frozen dataclass whose fields are its
+class Probe(Plan):
+    """A plan that measures tensors or times: a frozen dataclass whose fields are its
     options. The class attributes are what reports are told of its scores."""
 
     name: ClassVar[str]
@@ -127,14 +126,6 @@ class Probe(ABC):
             "figures": as_json(self.figures),
             "unit": self.repetition,
         }
-
-    @abstractmethod
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """See `kvbench.run.plan.Plan.units`."""
-
-    @abstractmethod
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """See `kvbench.run.plan.Plan.run`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -222,15 +222,9 @@ class ErrorScaling(LayerProbe):
                 f"wanted are that long; the longest has {max(each.n for each in prompts)} tokens"
             )
         layers = [f"layer {layer}" for layer in self.layers]
-        return [
-            unit(
-                name := each.example.id,
-                layers,
-                [f"{name}-draw{i}" for i in range(self.draws)],
-                each,
-            )
-            for each in fitting
-        ]
+        named = [(each.example.id, each) for each in fitting]
+        draws = range(self.draws)
+        return [unit(name, layers, [f"{name}-draw{i}" for i in draws], of) for name, of in named]
 
     def _layers(
         self, unit: Unit, session: Session

@@ -141,19 +141,14 @@ def compare(
     sound = [fork for fork in reading.forks if fork.failure is None]
     fed = feed_continuations(model, reading, [(fork, continuation) for fork in sound])
     _compare_with_first([results[fork.label] for fork in sound[1:]], continuation, fed)
-    for fork in reading.forks:
-        compressed = fork.cost().compressed  # a cache that evicts, only now perhaps
-        results[fork.label] = replace(
-            results[fork.label], failure=fork.failure, compressed=compressed
-        )
+    for fork in reading.forks:  # a cache that evicts may be compressed only now
+        now: dict[str, Any] = {"failure": fork.failure, "compressed": fork.cost().compressed}
+        results[fork.label] = replace(results[fork.label], **now)
     for label, pair in reading.whole.items():
         fed = run_masked_pass(model, reading.prompt_ids, continuation, [None, pair])
         _compare_with_first([results[label]], continuation, fed)
     del results[REFERENCE]
-    for (
-        label,
-        result,
-    ) in results.items():  # the method rules out a token that the exact model does not
+    for label, result in results.items():  # a method may rule out what the exact model does not
         wrong = next((i for i, kl in enumerate(result.kl, start=1) if not math.isfinite(kl)), None)
         if wrong is not None and result.failure is None:
             said = f"infinite KL divergence at token {wrong} of the continuation"
@@ -308,10 +303,10 @@ class FidelityProbe(Probe):
                 name: math.fsum(found.kl[at]) / len(found.kl[at])
                 for name, at in places(len(tokens), self.tokens).items()
             },
-            "per_token": {
-                "kl": _rounded(found.kl),
+            "per_token": {  # six significant digits
+                "kl": [float(f"{value:.6g}") for value in found.kl],
                 "agree": found.agree,
-                "difference": _rounded(found.difference),
+                "difference": [float(f"{value:.6g}") for value in found.difference],
             },
             "diverges_at": None if agreed is None else agreed + 1,
             "prediction": encoder.decode(prediction),
@@ -321,8 +316,3 @@ class FidelityProbe(Probe):
 def _at_rate(name: str, rate: float | None, between: str) -> str:
     """A record's id, or a method's label, at one of the rates."""
     return name if rate is None else f"{name}{between}{rate:g}"
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    """To the six significant digits that a record keeps of each token."""
-    return [float(f"{value:.6g}") for value in values]

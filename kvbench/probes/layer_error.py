@@ -297,13 +297,6 @@ class LayerError(LayerProbe):
             for name, _, prompt in found
         ]
 
-    def _layers(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
-        """The unit's layers in the order asked for, each with its 1-based number."""
-        if self.synthetic is None:
-            return self.captured(session, unit.payload)
-        made = (self.synthetic.layer(i - 1, max(self.layers), session.device) for i in self.layers)
-        return zip(self.layers, made, strict=True)
-
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method at every layer, rate and seed, on one prompt's tensors.
 
@@ -311,7 +304,13 @@ class LayerError(LayerProbe):
         (`LayerKV.carried`) stays with its rate and its draw. A failure stops no other method.
         """
         carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
-        for layer, kv in self._layers(unit, session):
+        drawn, last = self.synthetic, max(self.layers)
+        layers = (
+            self.captured(session, unit.payload)
+            if drawn is None
+            else ((i, drawn.layer(i - 1, last, session.device)) for i in self.layers)
+        )
+        for layer, kv in layers:
             guard.check_finite(kv)
             first = kv.n - self.exact
             assert kv.queries is not None

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from kvbench.engine.prefill import synchronize
@@ -16,12 +15,12 @@ from kvbench.probes.base import Probe, Repeats, failed, places
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
-from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
-from kvbench.tasks.haystack import generated_haystack
+from kvbench.tasks.data import file_digests
+from kvbench.tasks.text import TextSource
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream(Probe):
+class Stream(TextSource, Probe):
     """Negative log-likelihood of texts that are read through a bounded cache, token by token.
 
     Every token but a text's first is predicted from what is held when it comes. The score is its mean,
@@ -36,8 +35,6 @@ class Stream(Probe):
     the streaming algorithms themselves (balancekv_streaming, subgen_streaming; ``budget.window``).
 
     Attributes:
-        files: glob or list of globs of text files. dataset_name, dataset_config, dataset_split,
-            dataset_column: a Hugging Face data set. Neither: sentences that are generated.
         num_texts: of the files or rows, the first so many.
         tokens: of each text, at most.
     """
@@ -47,19 +44,9 @@ class Stream(Probe):
     repetition: ClassVar[str] = "text"
     lower_is_better: ClassVar[bool] = True
 
-    files: Sequence[str] = ()
-    dataset_name: str | None = None
-    dataset_config: str | None = None
-    dataset_split: str = "test"
-    dataset_column: str = "text"
     num_texts: Repeats = 4
     tokens: Tokens = 8192
     positions: Literal["cache", "absolute"] = "cache"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.files and self.dataset_name:
-            raise TaskError("task.files and task.dataset_name: one of them at most may be given")
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
@@ -75,9 +62,10 @@ class Stream(Probe):
         """
         for label, (method, budget) in methods.items():
             check_reads(label, method, budget, self.positions)
-        most = session.encoder.max_positions
-        units = []
-        for name, ids in self._texts(session):
+        encoder, units = session.encoder, []
+        most = encoder.max_positions
+        for name, text in self.texts("stream", self.num_texts, self.num_texts)[: self.num_texts]:
+            ids = [*encoder.prefix_ids, *encoder.encode_text(text)][: self.tokens]  # BOS first
             if len(ids) < 2:
                 continue  # an empty line predicts nothing
             if self.positions == "absolute" and most is not None and len(ids) > most:
@@ -89,22 +77,6 @@ class Stream(Probe):
         if not units:
             raise TaskError("task stream has no text of two tokens or more")
         return units
-
-    def _texts(self, session: Session) -> Iterator[tuple[str, list[int]]]:
-        """Name and token ids of each text, the model's first tokens (BOS) before it."""
-        encoder = session.encoder
-        texts: list[tuple[str, str]] = []
-        if self.files:
-            texts = texts_of_files(self.files)[: self.num_texts]
-        elif self.dataset_name:
-            options = (self.dataset_config, self.dataset_split, self.dataset_column)
-            texts = texts_of_dataset(self.dataset_name, *options, self.num_texts)
-        else:
-            sentences = [generated_haystack(f"stream {i}") for i in range(self.num_texts)]
-            few = (islice(each, self.tokens) for each in sentences)  # of more than one token each
-            texts = [(f"generated {i}", " ".join(each)) for i, each in enumerate(few)]
-        for name, text in texts:
-            yield name, [*encoder.prefix_ids, *encoder.encode_text(text)][: self.tokens]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method reads the text for itself."""

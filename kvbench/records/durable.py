@@ -1,25 +1,12 @@
 """Writing so that neither a killed process nor a power cut loses or halves what was written, and so
-that a results folder from elsewhere makes nobody write, remove or wait for what lies outside it."""
+that links in a results folder from elsewhere make nobody write or remove what lies outside it."""
 
 from __future__ import annotations
 
 import errno
 import os
-import stat
 from contextlib import suppress
 from pathlib import Path
-
-
-def read_file(path: Path) -> bytes:
-    """The content of a regular file.
-
-    Raises:
-        OSError: it cannot be read, or is a folder, a pipe (which would be waited for) or a device.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return file.read()
 
 
 def replace(path: Path, content: bytes, *, sync: bool = True) -> None:
@@ -32,7 +19,7 @@ def replace(path: Path, content: bytes, *, sync: bool = True) -> None:
         OSError: the file system refuses.
     """
     temporary = path.with_name(f".{path.name}.new")
-    remove(temporary)
+    temporary.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         with open(os.open(temporary, flags, 0o666), "wb") as file:
@@ -45,7 +32,7 @@ def replace(path: Path, content: bytes, *, sync: bool = True) -> None:
             sync_folder(path.parent)
     except OSError:  # on a full disk half a file would take the room of records
         with suppress(OSError):
-            remove(temporary)
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -76,38 +63,23 @@ def append(path: Path, data: bytes, size: int) -> int:
     return size + len(data)
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a link, if it is there."""
-    path.unlink(missing_ok=True)
-
-
 def make_folder(folder: Path, root: Path | None = None) -> None:
     """Make a folder and its parents; their names survive a power cut.
 
     Args:
-        root: the folder must not leave it; it may be a link itself, e.g. to a scratch disk.
+        root: the folder and what is in it must not leave it; it may be a link itself, e.g. to a scratch
+            disk.
 
     Raises:
         OSError: the file system refuses, or a link or ``..`` leads out of `root`.
     """
-    if root is not None and not folder.resolve().is_relative_to(root.resolve()):
-        raise OSError(errno.ELOOP, f"leads out of {root}", str(folder))
+    for path in (folder, *folder.glob("*")):
+        if root is not None and not path.resolve().is_relative_to(root.resolve()):
+            raise OSError(errno.ELOOP, f"leads out of {root}", str(path))
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync_folder(path.parent)
-
-
-def check_plain(folder: Path) -> None:
-    """Refuse a folder with a link, a pipe or a device in it: appending to one changes something else, or
-    waits for it.
-
-    Raises:
-        OSError: naming the file.
-    """
-    for entry in os.scandir(folder):
-        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
-            raise OSError(errno.ELOOP, "is a link, a pipe or a device", entry.path)
 
 
 def sync_folder(folder: Path) -> None:

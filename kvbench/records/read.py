@@ -5,7 +5,7 @@ A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<has
     records.jsonl        one JSON object per line, written before the next example starts
     records-<i>of<k>.jsonl   the same, of the i-th of k shards of the run (`kvbench.records.shards`)
     manifest.json        resolved config, versions, code revision, hardware, seed
-    .lock*, .holder*     who is writing; none holds results
+    .lock*               held by whoever is writing; none holds results
 
 The records of a run are those of all its files together. Of several records of one example the first
 with status ok counts, or else the first: records.jsonl before the shards' files, these by name.
@@ -25,14 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.records import schema
-from kvbench.records.durable import read_file
 from kvbench.records.schema import COMMON_FIELDS, NUMBER_FIELDS, StoreError, parsed
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT = 1
-"""Of manifest and records; raised when an older kvbench would misread them. Absent means 1."""
 RECORDS = "records.jsonl"
 MANIFEST = "manifest.json"
 
@@ -143,16 +140,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         StoreError: it is not there, broken, or of a version that this kvbench does not read.
     """
     with disk_errors(path):
-        content = read_file(path)
+        content = path.read_bytes()
     where = f"{path} (move it away, and the run's command writes a new one; the records stay)"
-    manifest = parsed(schema.MANIFEST, content, where)
-    written = manifest.get("format", FORMAT)
-    if written is True or written not in range(1, FORMAT + 1):
-        raise StoreError(
-            f"{path} is of format {written!r}; this kvbench reads 1 to {FORMAT}: use the version that "
-            "wrote it, or another results_dir"
-        )
-    return manifest
+    return parsed(schema.MANIFEST, content, where)
 
 
 def whole_lines(path: Path) -> tuple[list[bytes], int]:
@@ -165,7 +155,7 @@ def whole_lines(path: Path) -> tuple[list[bytes], int]:
         StoreError: the file cannot be read.
     """
     with disk_errors(path):
-        content = read_file(path)
+        content = path.read_bytes()
     lines = content.split(b"\n")[:-1]
     try:
         json.loads(lines[-1] if lines else b"{}")

@@ -5,13 +5,16 @@ Keys that are not named here may hold any JSON value.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
+from annotated_types import Ge, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic wants it before Python 3.12
 
 from kvbench.errors import FAILED, UserError
 
+FORMAT = 1
+"""Of manifest and records; raised when an older kvbench would misread them. Absent means 1."""
 Text = str | None
 Number = float | None
 Truth = bool | None
@@ -62,6 +65,7 @@ NUMBER_FIELDS = tuple(name for name, kind in get_type_hints(Record).items() if k
 class Manifest(TypedDict, total=False):
     """What made a run's records."""
 
+    format: Annotated[int, Ge(1), Le(FORMAT)]
     experiment: Text
     model: Text
     task: Text

@@ -20,27 +20,15 @@ import json
 import math
 import os
 import re
-import socket
 from collections.abc import Mapping
-from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from kvbench.errors import presentable, without_keys
-from kvbench.records.durable import (
-    append,
-    check_plain,
-    make_folder,
-    read_file,
-    remove,
-    replace,
-    sync_folder,
-)
+from kvbench.errors import without_keys
+from kvbench.records.durable import append, make_folder, replace, sync_folder
 from kvbench.records.read import (
-    FORMAT,
     MANIFEST,
     disk_errors,
     file_records,
@@ -48,7 +36,7 @@ from kvbench.records.read import (
     read_records,
     whole_lines,
 )
-from kvbench.records.schema import RECORD, StoreError, parsed
+from kvbench.records.schema import FORMAT, RECORD, StoreError, parsed
 
 EACH_START = ("started", "command", "shard", "code_revision", "versions", "hardware")
 """Manifest keys that tell one start of a run from another."""
@@ -96,16 +84,14 @@ def safe_name(name: str) -> str:
     return safe
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any], *, goes_on: bool = False) -> Path:
-    """Write ``manifest.json`` in one step: readers see the old file or the new one, never half.
-
-    Args:
-        goes_on: note the starts before this one, which the manifest that is there tells of, under
-            ``earlier_starts``; of several shards that start at once, every one.
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
+    """Write ``manifest.json`` in one step: readers see the old file or the new one, never half. The
+    starts before this one, which the manifest that is there tells of, stay under ``earlier_starts``; of
+    several shards that start at once, every one.
 
     Raises:
-        StoreError: a value that is not JSON, a broken manifest (`goes_on`), another process holds it, or
-            the file system refuses.
+        StoreError: a value that is not JSON, a broken manifest, another process holds it, or the file
+            system refuses.
     """
     path = folder / MANIFEST
     lock = FileLock(str(folder / ".lock-manifest"))
@@ -116,14 +102,12 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any], *, goes_on: bool =
         except Timeout:
             raise StoreError(f"{path} is locked by another process for 60 s") from None
     try:
-        content: dict[str, Any] = {"format": FORMAT}
-        if goes_on:
-            before = [read_manifest(path)] if path.is_file() else []
-            starts = [start for one in before for start in one.get("earlier_starts", [])]
-            starts += [{key: one.get(key) for key in EACH_START} for one in before]
-            content["earlier_starts"] = starts
+        before = [read_manifest(path)] if path.is_file() else []
+        starts = [start for one in before for start in one.get("earlier_starts", [])]
+        starts += [{key: one.get(key) for key in EACH_START} for one in before]
+        content = {"format": FORMAT, "earlier_starts": starts, **manifest}
         with disk_errors(path):
-            text = json.dumps(jsonable(content | dict(manifest), "manifest"), indent=2)
+            text = json.dumps(jsonable(content, "manifest"), indent=2)
             replace(path, f"{text}\n".encode())
     finally:
         lock.release()
@@ -165,15 +149,19 @@ class RecordStore:
         self.path = self.folder / f"records{suffix}.jsonl"
         self._timeout = lock_timeout
         self._lock = FileLock(str(self.folder / f".lock{suffix}"))
-        self._holder = self.folder / f".holder{suffix}"
         self._size: int | None = None  # of the file, in bytes; None when not open
         self._done: dict[str, str] = {}  # status by example_id
 
     def __enter__(self) -> RecordStore:
         with disk_errors(self.path):
             make_folder(self.folder, self._root)
-            check_plain(self.folder)
-            self._acquire()
+            try:
+                self._lock.acquire(timeout=self._timeout)
+            except Timeout:
+                raise StoreError(
+                    f"{self.folder} is being written by another process; waited {self._timeout:g} s: "
+                    "wait for it to end, or choose another results_dir"
+                ) from None
             try:
                 self._open()
             except BaseException:
@@ -184,8 +172,6 @@ class RecordStore:
     def __exit__(self, *_: object) -> None:
         self._size = None
         self._done = {}
-        with suppress(OSError):
-            remove(self._holder)
         self._lock.release()
 
     @property
@@ -246,25 +232,6 @@ class RecordStore:
                 ) from error
         self._done[example_id] = record["status"]
         return True
-
-    def _acquire(self) -> None:
-        try:
-            self._lock.acquire(timeout=self._timeout)
-        except Timeout:
-            who = "another process"
-            with suppress(OSError):  # not written yet, or just removed
-                who = presentable(read_file(self._holder)[:200].decode(errors="replace")) or who
-            raise StoreError(
-                f"{self.folder} is being written by {who}; waited {self._timeout:g} s: wait for it "
-                "to end, or choose another results_dir"
-            ) from None
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        me = f"process {os.getpid()} on {socket.gethostname()} since {since}"
-        try:
-            replace(self._holder, me.encode(), sync=False)
-        except OSError:
-            self._lock.release()
-            raise
 
     def _open(self) -> None:
         if not self.path.exists():

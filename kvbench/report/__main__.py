@@ -1,7 +1,7 @@
 """``kvbench-report``: rebuild an experiment's report, compare two experiments, or link several.
 
 With one folder, tables, figures and the page are written into it again, from its records alone. With
-two, what changed from the first to the second is printed, and written as compare.html, .md and .csv.
+two, what changed from the first to the second is printed, and written as compare.html and .csv.
 With three or more, or with --index, each report is rebuilt where there are records, and index.html
 beside them links all: kvbench-report results/*
 """
@@ -115,8 +115,6 @@ def _compare(first: Path, second: Path, out: str | None) -> None:
     comparison = compare(load_experiment(first), load_experiment(second))
     names = [name.replace("/", "_") for name in comparison.names]
     terminal(comparison.tables)
-    for name, lines in zip(comparison.names, comparison.only, strict=True):
-        print(printable(f"only in {name}: {len(lines)} runs"))
     for path in write_comparison(comparison, Path(out or "-".join(("compare", *names)))):
         print(printable(str(path)))
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Any
 
 import pandas as pd
@@ -17,9 +15,6 @@ LIMIT = 60
 """Examples that the page shows."""
 LONGEST = 400
 """Characters of a prediction or a prompt tail that are shown."""
-_WORDS = re.compile(r"\w+|\s+|[^\w\s]")
-Pieces = tuple[tuple[str, bool], ...]
-"""A text in pieces, each with whether it is marked."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,7 @@ class Answer:
     Attributes:
         verdict: "right", "wrong", "part" (a score in between), "failed", or "none" (no verdict:
             the score is not a fraction).
-        differs: the text is not the baseline's. parts: marked where it is not in the baseline's.
+        differs: the text is not the baseline's.
     """
 
     label: str
@@ -39,7 +34,6 @@ class Answer:
     score: float
     status: str
     differs: bool
-    parts: Pieces
 
 
 @dataclass(frozen=True)
@@ -91,12 +85,9 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
         verdict = "none" if good else "failed"
         if good and group.percent and score == score:
             verdict = "right" if score >= 1 else "wrong" if score <= 0 else "part"
-        parts: Pieces = ((text, False),)
-        if good and base is not None and base["status"] == "ok":
-            parts = marked(text, clip(base["prediction"]))
         differs = base is not None and row["prediction"] != base["prediction"]
         look = variant.label, style_of(variant.method).color
-        answers.append(Answer(*look, text, verdict, score, str(row["status"]), differs, parts))
+        answers.append(Answer(*look, text, verdict, score, str(row["status"]), differs))
     fields = {"dataset": str(first["dataset"])}
     fields |= {name: as_text(first[name]) for name in group.meta.breakdown if name in part}
     expected = first["answers"] if isinstance(first["answers"], list) else []
@@ -109,19 +100,6 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
         expected=" | ".join(map(str, expected)),
         answers=tuple(answers),
     )
-
-
-def marked(text: str, reference: str) -> Pieces:
-    """`text`, marked where it is not in `reference`, by words and in their order."""
-    words, theirs = (_WORDS.findall(one) for one in (text, reference))
-    pieces: list[tuple[str, bool]] = []
-    at = 0
-    for start, _, size in SequenceMatcher(
-        None, words, theirs, autojunk=False
-    ).get_matching_blocks():
-        pieces += [("".join(words[at:start]), True), ("".join(words[start : start + size]), False)]
-        at = start + size
-    return tuple((piece, new) for piece, new in pieces if piece)
 
 
 def clip(text: Any, *, from_end: bool = False) -> str:

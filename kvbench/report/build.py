@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from kvbench.errors import disk_line
+from kvbench.records.durable import make_folder
 from kvbench.records.figures import Curve, Times
 from kvbench.records.read import StoreError
+from kvbench.records.store import safe_name
 from kvbench.report.experiment import Experiment, Group, load_experiment
-from kvbench.report.files import file_stem, part_of, remove_stale, write_text
 from kvbench.report.frame import AVERAGE, tidy, totals
 from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
-from kvbench.report.render import csv, latex, markdown
+from kvbench.report.render import csv, latex, markdown, write_text
 from kvbench.report.table import Table
 from kvbench.report.tables import (
     overview_table,
@@ -27,6 +29,9 @@ from kvbench.report.tables import (
     tables_of,
     verdict,
 )
+
+if TYPE_CHECKING:
+    from kvbench.report.figures import Drawn
 
 Part = tuple[Group, pd.DataFrame]
 SUMMARY = "summary.json"
@@ -38,6 +43,7 @@ class ReportPaths:
 
     Attributes:
         tables, figures: every file written.
+        drawn: the figures.
         warnings: what the report had to leave out, one line each.
         scores: the tidy frame of every model and task whose methods are ranked.
         manifest: of the run that was started last.
@@ -46,9 +52,10 @@ class ReportPaths:
     page: Path
     tables: tuple[Path, ...]
     figures: tuple[Path, ...]
-    warnings: tuple[str, ...] = ()
-    scores: pd.DataFrame = field(default_factory=pd.DataFrame)
-    manifest: Mapping[str, Any] = field(default_factory=dict)
+    drawn: tuple[Drawn, ...]
+    warnings: tuple[str, ...]
+    scores: pd.DataFrame
+    manifest: Mapping[str, Any]
 
 
 def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> ReportPaths:
@@ -83,28 +90,28 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         sections.append(Section(group, verdict(group, frame), shown, figures, answers))
     ranked = [part for part in parts if is_ranked(part[0])]
     shared = _shared_tables(ranked)
+    drawn = [one for section in sections for one in section.figures]
     page = render_page(experiment, sections, shared, compared, warnings)
     every = [*shared, *compared, *(t for section in sections for t in section.tables), *hidden]
     try:
         place = write_text(experiment.folder / PAGE, page)
         write_text(experiment.folder / SUMMARY, summary([frame for _, frame in ranked]))
-        files = write_tables(every, part_of(experiment.folder, "tables"))
+        files = write_tables(every, experiment.folder)
         drawings: list[Path] = []
         if for_print:
-            folder = part_of(experiment.folder, "figures")
-            for drawn in (drawn for section in sections for drawn in section.figures):
-                for kind in ("png", "pdf"):
-                    drawings.append(folder / f"{file_stem(drawn.name)}.{kind}")
-                    drawings[-1].write_bytes(drawn.encoded(kind))
-        remove_stale(experiment.folder, [*files, *drawings])
+            folder = experiment.folder / "figures"
+            make_folder(folder, experiment.folder)
+            for one, kind in itertools.product(drawn, ("png", "pdf")):
+                drawings.append(folder / f"{safe_name(one.name)}.{kind}")
+                drawings[-1].write_bytes(one.encoded(kind))
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
         ) from error
     last = max((run.manifest for run in experiment.runs), key=lambda m: str(m.get("started")))
-    frames = [frame for _, frame in ranked]
-    scores = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-    return ReportPaths(place, tuple(files), tuple(drawings), tuple(warnings), scores, last)
+    scores = pd.concat([frame for _, frame in ranked] or [pd.DataFrame()], ignore_index=True)
+    written = tuple(files), tuple(drawings), tuple(drawn)
+    return ReportPaths(place, *written, tuple(warnings), scores, last)
 
 
 def summary(frames: Sequence[pd.DataFrame]) -> str:
@@ -154,13 +161,15 @@ def tables_to_print(experiment: Experiment) -> list[Table]:
 
 
 def write_tables(tables: Sequence[Table], folder: Path) -> list[Path]:
-    """Every table as CSV (where it holds numbers), Markdown and LaTeX (where readers see it)."""
-    paths = []
+    """Every table in ``tables`` below a folder, as CSV (where it holds numbers), Markdown and LaTeX
+    (where readers see it)."""
+    paths, place = [], folder / "tables"
+    make_folder(place, folder)
     for table in tables:
-        stem = file_stem(table.name)
+        stem = safe_name(table.name)
         if table.data is not None:
-            paths.append(write_text(folder / f"{stem}.csv", csv(table.data)))
+            paths.append(write_text(place / f"{stem}.csv", csv(table.data)))
         if table.columns:
-            paths.append(write_text(folder / f"{stem}.md", markdown(table)))
-            paths.append(write_text(folder / f"{stem}.tex", latex(table)))
+            paths.append(write_text(place / f"{stem}.md", markdown(table)))
+            paths.append(write_text(place / f"{stem}.tex", latex(table)))
     return paths

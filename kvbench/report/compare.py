@@ -7,7 +7,6 @@ same when prompt and expected answers are; of one with several seeds the mean sc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,13 @@ import numpy as np
 import pandas as pd
 
 from kvbench.records.read import StoreError
-from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, as_text, flat
-from kvbench.report.files import write_text
+from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, as_text
 from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of
 from kvbench.report.page import html
-from kvbench.report.render import csv, markdown, plain
+from kvbench.report.render import csv, write_text
 from kvbench.report.stats import ALONE, ALPHA, Array, differences, independent, mean_intervals
 from kvbench.report.table import (
     INTERVAL,
-    MISSING,
     Column,
     Table,
     in_percent,
@@ -37,19 +34,17 @@ from kvbench.report.table import (
 
 SIDES = ("first", "second")
 _NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]
-_LONGEST = 160
 Side = tuple[Group, Variant]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two experiments have in common and what differs: their names, tables, a row per variant and
-    dataset, and of each the runs that the other lacks."""
+    """What two experiments have in common and what differs: their names, tables (of each
+    task, of runs that one lacks), and a row per variant and dataset."""
 
     names: tuple[str, str]
     tables: tuple[Table, ...]
     frame: pd.DataFrame
-    only: tuple[list[str], list[str]]
 
 
 def compare(first: Experiment, second: Experiment) -> Comparison:
@@ -70,19 +65,23 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     family = independent(len(matched))
     frame = pd.concat([_changes(*match, family) for match in matched], ignore_index=True)
     last = ~frame.duplicated(["model", "task", "variant"], keep="last")
-    only = []
-    for experiment, side in zip((first, second), zip(*matched, strict=True), strict=True):
-        every = [(group, variant) for group in experiment.groups for variant in group.variants]
-        lacking = [one for one in every if one not in side]
-        only.append([f"{group.model} / {group.task} / {v.label}" for group, v in lacking])
     names = first.name, second.name
     if names[0] == names[1]:
         names = str(first.folder), str(second.folder)
-    tables = [_settings_table(matched)]
+    only = [
+        {"run": f"{group.model} / {group.task} / {variant.label}", "in": name}
+        for name, experiment, sides in zip(
+            names, (first, second), zip(*matched, strict=True), strict=True
+        )
+        for group in experiment.groups
+        for variant in group.variants
+        if (group, variant) not in sides
+    ]
     groups = frame[last].groupby(["task", "model"], sort=False)
-    tables += [_task_table(part) for _, part in groups]
-    shown = tuple(table for table in tables if len(table.frame))
-    return Comparison(names, shown, in_percent(frame, _NUMBERS), (only[0], only[1]))
+    tables = [_task_table(part) for _, part in groups]
+    columns = Column("run"), Column("in", "only in")
+    tables.append(Table("only", "Runs that one of them lacks", pd.DataFrame(only), columns))
+    return Comparison(names, tuple(t for t in tables if len(t.frame)), in_percent(frame, _NUMBERS))
 
 
 def matched_groups(first: Experiment, second: Experiment) -> list[tuple[Group, Group]]:
@@ -188,52 +187,15 @@ def _task_table(total: pd.DataFrame) -> Table:
     )
 
 
-def _settings_table(matched: Sequence[tuple[Side, Side]]) -> Table:
-    """What changed between matched runs of the same seed, else in order."""
-    changed = [pd.DataFrame(columns=["key", *SIDES, "run"])]
-    for sides in matched:
-        facts = []
-        for group, variant in sides:
-            codes = set(group.records["config_hash"][group.records["variant"] == variant.label])
-            found = [m for m in group.manifests if m.get("config_hash") in codes]
-            facts.append([_facts(m) for m in sorted(found, key=lambda m: str(m.get("seed")))])
-        for both in zip(*facts, strict=False):
-            one = pd.DataFrame(dict(zip(SIDES, map(pd.Series, both), strict=True))).fillna(MISSING)
-            one = one[one["first"] != one["second"]].rename_axis("key").reset_index()
-            changed.append(one.assign(run=sides[1][1].label))
-    keys = ["key", *SIDES]
-    runs = pd.concat(changed).groupby(keys, sort=False)["run"]
-    frame = runs.agg(lambda labels: ", ".join(labels.unique())).reset_index()
-    columns = (*map(Column, keys), Column("run", "of"))
-    return Table("settings", "What changed in the runs that both have", frame, columns)
-
-
-def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """What a manifest says a run was made with, as dotted keys; long values cut."""
-    config = manifest.get("config") or manifest.get("identity") or {}
-    others = ("methods", "method", "hydra", "experiment_name", "results_dir", "dry_run")
-    own = {key: value for key, value in config.items() if key not in others}
-    own["options"] = (config.get("methods") or {}).get(str(manifest.get("method"))) or {}
-    made = ("seed", "code_revision", "versions", "hardware", "command")
-    found = flat({**own, **{k: manifest[k] for k in made if k in manifest}}, everything=True)
-    return {key: v if len(v) <= _LONGEST else f"{v[:_LONGEST]}…" for key, v in found.items()}
-
-
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write compare.html, compare.md and compare.csv; returns their paths.
+    """Write compare.html and compare.csv; returns their paths.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    only = [(n, lines) for n, lines in zip(comparison.names, comparison.only, strict=True) if lines]
-    title = " → ".join(comparison.names)
-    text = f"# {plain(title)}\n\n" + "\n".join(map(markdown, comparison.tables))
-    for name, lines in only:
-        text += f"\n{plain(f'Only in {name}:')}\n\n" + "".join(f"- {plain(run)}\n" for run in lines)
-    page = html("tables.html.j2", title=title, tables=comparison.tables, only=only)
+    page = html("tables.html.j2", title=" → ".join(comparison.names), tables=comparison.tables)
     folder.mkdir(parents=True, exist_ok=True)
     return [
         write_text(folder / "compare.html", page),
-        write_text(folder / "compare.md", text),
         write_text(folder / "compare.csv", csv(comparison.frame)),
     ]

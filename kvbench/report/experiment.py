@@ -43,8 +43,6 @@ _NOT_IN_LABELS = frozenset(
 """Config keys that say how a run was made rather than what was compared."""
 _LONGEST, _VALUE = 80, 40
 """Characters of a name, and of an option's value in a label."""
-_DATA = "data"
-"""The key of an identity under which a task notes the content of its files."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +98,14 @@ class TaskMeta:
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
         """Read a manifest, with the defaults above for what it does not say."""
         meta = manifest.get("task_meta") or {}
-        given = {k: meta[k] for k in ("score_unit", "lower_is_better", "unit") if k in meta}
-        breakdown = tuple(name for name in meta.get("breakdown") or () if name != "dataset")
-        measures = tuple(meta.get("measures") or ())
-        return TaskMeta(**given, breakdown=breakdown, figures=figures_in(meta), measures=measures)
+        given: dict[str, Any] = {
+            k: meta[k] for k in ("score_unit", "lower_is_better", "unit") if k in meta
+        }
+        keys = "breakdown", "measures"
+        lists: dict[str, Any] = {
+            k: tuple(v for v in meta.get(k) or () if v != "dataset") for k in keys
+        }
+        return TaskMeta(**given, **lists, figures=figures_in(meta))
 
     def figure(self, kind: type[F]) -> F | None:
         """The first figure asked for of this type."""
@@ -204,7 +206,8 @@ def load_experiment(folder: Path) -> Experiment:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs of the same model and task together: by model, what is scored before what is probed.
+    """Runs of the same model and task together: models in the order in which their first runs were
+    started, then what is scored before what is probed.
 
     Where a task's numbers are not about the model (`task_meta.subject`), its subject stands for it.
 
@@ -212,12 +215,16 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         StoreError: a score of a fraction is none.
     """
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    starts: dict[str, str] = {}
     for run in runs:
         subject = (run.manifest.get("task_meta") or {}).get("subject")
         model = short_name(str(subject or run.manifest.get("model")))
         groups[model, short_name(str(run.manifest.get("task")))].append(run)
+        for start in (run.manifest, *run.manifest.get("earlier_starts", ())):
+            started = str(start.get("started"))
+            starts[model] = min(started, starts.get(model, started))
     found = [_group(*key, members) for key, members in groups.items()]
-    return sorted(found, key=lambda g: (g.model, not g.percent, g.task))
+    return sorted(found, key=lambda g: (starts[g.model], g.model, not g.percent, g.task))
 
 
 def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
@@ -294,15 +301,12 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
             identity = dict(
                 runs[i].manifest.get("identity") or runs[i].manifest.get("config") or {}
             )
-            data = identity.pop(_DATA, None)
-            told = flat(identity) | (
-                {_DATA: _digest(json.dumps(data, sort_keys=True))} if data else {}
-            )
-            made[i] = {k: v for k, v in told.items() if not (whole and k.startswith("budget."))}
+            if identity.get("data"):  # digests of files: one of all
+                identity["data"] = _digest(json.dumps(identity["data"], sort_keys=True))
+            told = flat(identity).items()
+            made[i] = {k: v for k, v in told if not (whole and k.startswith("budget."))}
         keys = sorted(set().union(*made.values()))
         varied = [key for key in keys if len({one.get(key) for one in made.values()}) > 1]
-        if len(varied) > 1 and _DATA in varied:  # the digest only where nothing else says it
-            varied.remove(_DATA)
         shown = {key: _short([one.get(key) for one in made.values()]) for key in varied}
         for i, one in made.items():
             options = (f"{key.split('.')[-1]} {shown[key][one.get(key)]}" for key in varied)
@@ -338,17 +342,13 @@ def _short(values: Sequence[str | None]) -> dict[str | None, str]:
     return {value: short_name("unset" if value is None else value, _VALUE) for value in values}
 
 
-def flat(
-    config: Mapping[str, Any], prefix: str = "", *, everything: bool = False
-) -> dict[str, str]:
-    """Dotted keys to values as text; unless `everything`, only keys that belong in a label."""
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys to values as text, of the keys that belong in a label."""
     found: dict[str, str] = {}
     for key, value in config.items():
-        if key in _NOT_IN_LABELS and not everything:
-            continue
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.", everything=everything)
-        else:
+        if isinstance(value, Mapping) and key not in _NOT_IN_LABELS:
+            found |= flat(value, f"{prefix}{key}.")
+        elif key not in _NOT_IN_LABELS:
             found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
     return found
 
@@ -391,10 +391,11 @@ def load(folder: str | Path) -> pd.DataFrame:
     """Every record below a folder: of one run, of an experiment, or of several experiments.
 
     One row per (example, method, seed), with the columns of `COLUMNS`, then the task's own. ``variant``
-    is the label that tables use, ``rate`` NaN for a budget that names a number of entries, ``ratio`` of
-    measured bytes to the exact cache's, ``entries_mean`` and ``entries_max`` held per layer and KV head,
-    ``run`` the folder; times are seconds. Values are numbers, texts, truth values and lists of texts
-    (other values are JSON), so that ``load(folder).to_parquet("x.parquet")`` works.
+    is the label that tables use, ``rate`` the record's own where a task has several, NaN for a budget
+    that names a number of entries, ``ratio`` of measured bytes to the exact cache's, ``entries_mean``
+    and ``entries_max`` held per layer and KV head, ``run`` the folder; times are seconds. Values are
+    numbers, texts, truth values and lists of texts (other values are JSON), so that
+    ``load(folder).to_parquet("x.parquet")`` works.
 
     Raises:
         StoreError: no runs there, or one that is broken.
@@ -412,7 +413,7 @@ def load(folder: str | Path) -> pd.DataFrame:
         rate = _rate_of(run.manifest)
         frame = run.records.drop(columns="entries").assign(
             variant=variant.label,
-            rate=math.nan if rate is None else rate,
+            rate=run.records.get("rate", math.nan if rate is None else rate),
             run=str(run.folder),
             **_entries(run.records),
         )

@@ -10,9 +10,8 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,17 +26,18 @@ from numpy.typing import NDArray
 
 from kvbench.errors import UserError, printable
 from kvbench.records.figures import Bars, Curve, Heatmap, Times
-from kvbench.report.experiment import BASELINE, Group, as_text
+from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
 from kvbench.report.frame import totals
 from kvbench.report.scaling import curves_of
 from kvbench.report.style import style_of
-from kvbench.report.tables import timings
 
 Draw = Callable[[Axes, pd.DataFrame], None]
 TEXT, SMALL = 9.0, 8.0
 _DPI, _MOST_PIXELS = 160, 32_000
-_MOST_PANELS, _MOST_LAYERS, _LONGEST_NAME = 16, 4, 60
-_GREY = "#666666"
+_MOST_PANELS, _MOST_LAYERS, _LONGEST_NAME, _MOST_LINES = 16, 4, 60, 8
+_GREY, _LIGHT = "#666666", "#C4C4C4"
+_BESIDE = 0.008
+"""Of the axis, between points of two lines at one x."""
 _RATIO = "measured ratio (bytes held / bytes of the exact cache)"
 _AXES = {
     "length": "context length (tokens)",
@@ -79,11 +79,6 @@ class Drawn:
     caption: str
     figure: Figure
 
-    @cached_property
-    def svg(self) -> bytes:
-        """As SVG with text as text."""
-        return self.encoded("svg")
-
     def encoded(self, kind: str) -> bytes:
         """As svg, png or pdf (with embedded fonts); the same bytes for the same records."""
         buffer = io.BytesIO()
@@ -97,7 +92,7 @@ class Drawn:
     @property
     def address(self) -> str:
         """The SVG as an image's address."""
-        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.encoded('svg')).decode()}"
 
 
 def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
@@ -109,8 +104,8 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
         return []
     if isinstance(curve, Curve):
         return curve_figures(group, curve)
-    if Times in asked:
-        return [throughput(group)]
+    if Times in asked:  # seconds and bytes stand in their table
+        return []
     found = [memory(group, frame)]
     found += [heatmaps(group, heatmap)] if isinstance(heatmap, Heatmap) else []
     found += [bars(group, bar)] if isinstance(bar, Bars) else []
@@ -204,24 +199,16 @@ def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: An
 
 
 @_styled
-def forest(panels: Mapping[str, pd.DataFrame], xlabel: str) -> Figure:
-    """Numbers with intervals in named rows, a panel for each frame.
-
-    Args:
-        panels: by title, frames with the columns ``row``, ``method``, ``mean``, ``low``, ``high``.
-    """
-    names = list(dict.fromkeys(name for frame in panels.values() for name in frame["row"]))
-    size = 5.6 if len(panels) == 1 else 2.1, 0.4 + 0.21 * len(names)
-    figure, axes = new_panels(len(panels), 4, size, (1.2, 0.5), sharey=True)
-    for ax, (title, frame) in zip(axes, panels.items(), strict=True):
-        for _, rows in frame.dropna(subset=["mean"]).groupby("method", sort=False):
-            at = rows["row"].map(names.index).to_numpy(float)
-            _errorbar(ax, at, rows, across=True, linestyle="none")
-        ax.set_yticks(range(len(names)), [_shown(name) for name in names])
-        ax.set_ylim(len(names) - 0.4, -0.6)
-        ax.set_title(_shown(title))
-        ax.grid(axis="x")
-    _label(figure, axes, xlabel, "")
+def forest(frame: pd.DataFrame, xlabel: str) -> Figure:
+    """Numbers with intervals in named rows: columns ``row``, ``method``, ``mean``, ``low``, ``high``."""
+    names = list(frame["row"])
+    figure, (ax,) = new_panels(1, 1, (5.6, 0.4 + 0.21 * len(names)), (1.2, 0.5))
+    for place, row in enumerate(frame.index):
+        _errorbar(ax, [place], frame.loc[[row]], across=True, linestyle="none")
+    ax.set_yticks(range(len(names)), [_shown(name) for name in names])
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.grid(axis="x")
+    _label(figure, [ax], xlabel, "")
     return figure
 
 
@@ -235,17 +222,20 @@ def lines(
     log: str = "",
     ticks: Sequence[str] = (),
     baseline: str = "",
-    bars: bool = False,
     joined: bool = True,
+    grey: Sequence[str] = (),
     also: Draw | None = None,
 ) -> Figure:
     """Numbers with intervals against x, a line for each label, a panel for each frame.
 
     Args:
-        panels: by title, frames with ``label``, ``method``, ``x``, ``mean``, ``low``, ``high``.
+        panels: by title, frames with ``label``, ``method``, ``x``, ``mean``, ``low``, ``high``;
+            ``ringed`` for points in a ring.
         log: the axes that are logarithmic, "x", "y" or "xy". ticks: names of x = 0, 1, ...
         baseline: the label whose first number is a line across the others, with its interval.
-        bars: in place of lines. joined: a line through the means.
+        joined: a line through the means.
+        grey: labels whose lines are thin, without intervals and named by their number alone. The
+            others' points at about one x stand beside each other.
         also: draws more, given the axes and the frame.
     """
     size = (5.6, 3.4) if len(panels) == 1 else (3.0, 2.4)
@@ -259,18 +249,35 @@ def lines(
         known = (
             frame[frame["label"] != baseline]
             .dropna(subset=["mean"])
-            .sort_values("x", kind="stable")
+            .sort_values("x", kind="stable", ignore_index=True)
         )
-        width = 0.8 / max(1, known["label"].nunique())
-        for i, (label, rows) in enumerate(known.groupby("label", sort=False)):
+        labels = sorted(known["label"].unique(), key=lambda label: label in grey)
+        wide = 0.0 if joined else 0.8 / max(1, len(labels))
+        beside = _beside(known[~known["label"].isin(grey)], wide, log="x" in log)
+        for label in labels:
+            rows = known[known["label"] == label]
             at, named = rows["x"].to_numpy(float), _shown(str(label))
-            if bars:
-                at = at + (i + 0.5) * width - 0.4
-                color = style_of(str(rows["method"].iloc[0])).color
-                ax.bar(at, rows["mean"], width, yerr=_spread(rows), color=color, label=named)
+            line: dict[str, Any] = {"linewidth": 1.4} if joined else {"linestyle": "none"}
+            if label in grey:
+                line |= {
+                    "linewidth": 0.8,
+                    "color": _LIGHT,
+                    "marker": ".",
+                    "yerr": None,
+                    "zorder": 1,
+                }
+                named = f"{len(grey)} others"
             else:
-                line = {"linewidth": 1.4} if joined else {"linestyle": "none"}
-                _errorbar(ax, at, rows, across=False, label=named, **line)
+                at = beside[rows.index].to_numpy(float)
+            _errorbar(ax, at, rows, across=False, label=named, **line)
+            if "ringed" in rows:
+                of = rows["ringed"].to_numpy(bool)
+                look: dict[str, Any] = {
+                    "facecolors": "none",
+                    "edgecolors": "0.25",
+                    "linewidths": 0.8,
+                }
+                ax.scatter(at[of], rows["mean"][of], s=80, zorder=5, **look)
         if "x" in log:
             ax.set_xscale("log", base=2)
             few = frame["x"].max() < 4 * frame["x"].min()
@@ -286,6 +293,23 @@ def lines(
         ax.grid(axis="y")
     _label(figure, axes, xlabel, ylabel)
     return figure
+
+
+def _beside(points: pd.DataFrame, step: float, *, log: bool) -> pd.Series:
+    """x of the points of several labels, sorted by it, those at about one x side by side, so that none
+    hides another's interval; where one label has several of these, as they are.
+
+    Args:
+        step: how far apart; 0: `_BESIDE` of the axis.
+    """
+    x = points["x"].map(math.log) if log else points["x"].astype(float)
+    step = step or _BESIDE * (x.max() - x.min())
+    about = x.groupby((x.diff() > step).cumsum())
+    labels = pd.Series(points["label"].factorize()[0], x.index)
+    place, count = (labels.groupby(about.ngroup()).transform(how) for how in ("rank", "nunique"))
+    moved = about.transform("mean") + step * (place - (count + 1) / 2)
+    moved = moved.where(count == about.transform("size"), x)
+    return moved.map(math.exp) if log else moved
 
 
 def _plain_ticks(axis: Any, locator: LogLocator) -> None:
@@ -308,25 +332,27 @@ def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
     others = rows[rows["label"] != BASELINE]
     if not set(rows["variant"]) & group.compressed:
         return None
-
-    def ring(ax: Axes, _: pd.DataFrame) -> None:
-        points = list(zip(others["x"], others["mean"], strict=True))
-        best = [p for p, on in zip(points, pareto(points, lower=lower), strict=True) if on]
-        x, y = np.array(best).reshape(-1, 2).T
-        ax.scatter(x, y, s=80, facecolors="none", edgecolors="0.25", linewidths=0.8, zorder=5)
-
+    points = list(zip(others["x"], others["mean"], strict=True))
+    rows["ringed"] = False
+    rows.loc[others.index, "ringed"] = pareto(points, lower=lower)
     text = "Means with 95 % intervals and the ratio that was measured."
     if not rows["label"].duplicated().any() and others["x"].max() <= 1.5 * others["x"].min():
         rows = rows.sort_values("mean", ascending=lower, kind="stable")
         named = rows.assign(row=rows["label"] + rows["x"].map(lambda x: f"  ({x:.2f})"))
-        figure = forest({"": named}, f"{_score(group)}; beside the name the ratio")
+        figure = forest(named, f"{_score(group)}; beside the name the ratio")
     else:
         log = "xy" if lower and (rows["mean"] > 0).all() else "x"
         text += (
             " Dashed with its band: exact. Ringed: the Pareto set, no other point has fewer bytes"
         )
-        text += " and a better mean."
-        figure = lines({"": rows}, _RATIO, _score(group), log=log, baseline=BASELINE, also=ring)
+        text += " and a better mean. Points of about one ratio stand side by side."
+        grey = rest_of(rows, {BASELINE, *rows["label"][rows["ringed"]]}, lower=lower)
+        if grey:
+            text += (
+                f" In colour, {_MOST_LINES}: exact, methods with a point in the Pareto set, then those"
+                " with the best mean over all their points."
+            )
+        figure = lines({"": rows}, _RATIO, _score(group), log=log, baseline=BASELINE, grey=grey)
     return Drawn(f"{stem(group)}-ratio", f"{group.task}: score against memory", text, figure)
 
 
@@ -357,6 +383,18 @@ def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
     ]
 
 
+def rest_of(rows: pd.DataFrame, first: Collection[str] = (), *, lower: bool) -> list[str]:
+    """The labels that a figure of at most `_MOST_LINES` coloured lines does not colour: those of `first`
+    go before others, better means over all points before worse ones.
+
+    Args:
+        lower: whether lower scores are better.
+    """
+    means = rows.groupby("label", sort=False)["mean"].mean().dropna()
+    ranked = means.sort_values(ascending=lower, kind="stable").index
+    return sorted(ranked, key=lambda label: label not in first)[_MOST_LINES:]
+
+
 def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
     """Score against a record field at the lowest rate, a line per method (points where values are no
     numbers)."""
@@ -366,13 +404,15 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
     names = {v.label: v.without_rate for v in group.variants}
     rows = _scaled(group, part, x=part["value"].map(ticks.index), label=part["variant"].map(names))
     joined = all(tick[:1].isdigit() for tick in ticks)
+    grey = rest_of(rows, lower=group.meta.lower_is_better)
     label = _AXES.get(by, words(by))
     return Drawn(
         f"{stem(group)}-by-{by}",
         f"{group.task}: score by {words(by)}",
         "Mean and 95 % interval over examples. Values are evenly spaced."
-        + (f" At rate {lowest:g}." if lowest == lowest else ""),
-        lines({"": rows}, label, _score(group), ticks=ticks, joined=joined),
+        + (f" At rate {lowest:g}." if lowest == lowest else "")
+        + (f" In colour: the {_MOST_LINES} best means." if grey else ""),
+        lines({"": rows}, label, _score(group), ticks=ticks, joined=joined, grey=grey),
     )
 
 
@@ -463,9 +503,10 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
         high=rows["mean"] + rows["std"],
     )
     named = f"{words(spec.facet or '')} "
-    panels = {named + str(one) if one else "": part for one, part in rows.groupby("panel")}
+    parts = sorted(rows.groupby("panel"), key=lambda part: natural_order(part[0]))
+    panels = {named + str(one) if one else "": part for one, part in parts}
     ylabel, names = spec.ylabel or words(value), [as_text(tick) for tick in ticks]
-    figure = lines(panels, _AXES.get(spec.x, words(spec.x)), ylabel, ticks=names, bars=True)
+    figure = lines(panels, _AXES.get(spec.x, words(spec.x)), ylabel, ticks=names, joined=False)
     text = f"Means; lines: the standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
     return Drawn(f"{stem(group)}-bars", f"{group.task}: {ylabel} by {words(spec.x)}", text, figure)
 
@@ -490,25 +531,6 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     text = "Means with 95 % intervals; dashed in grey: slopes of the papers' bounds."
     figure = lines(panels, *axes, log="xy", also=guides)
     return [Drawn(f"{stem(group)}-scaling", title, text, figure)]
-
-
-def throughput(group: Group) -> Drawn:
-    """Seconds, new tokens per second while decoding and peak memory per setting and variant; failures
-    are named."""
-    frame = timings(group)
-    where = zip(frame["variant"], frame["prompt_and_new_tokens"], frame["failures"], strict=True)
-    names = [f"{variant} ({setting}) {failed}".strip() for variant, setting, failed in where]
-    frame = frame.assign(row=names, peak=frame["peak_bytes"] / 2**30)
-    fields = {"prefill_compress_s": "prefill (s)", "decode_s": "decode (s)", "peak": "peak (GiB)"}
-    fields["decode_tokens_per_s"] = "decoded tokens/s"
-    panels = {}
-    for field, title in fields.items():
-        if frame[field].notna().any():
-            bounds = {end: frame.get(f"{field}_{end}", math.nan) for end in ("low", "high")}
-            panels[title] = frame.assign(mean=frame[field], **bounds)
-    figure = forest(panels, "")
-    text = "Medians over runs; lines: 95 % intervals between order statistics, from six runs on."
-    return Drawn(f"{stem(group)}-throughput", f"{group.task}: time and memory", text, figure)
 
 
 def kept_figure(group: Group) -> Drawn | None:

@@ -25,8 +25,8 @@ from kvbench.records.read import StoreError
 from kvbench.report.answers import LIMIT, Shown, clip, sample_of
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.figures import Drawn
-from kvbench.report.files import write_text
 from kvbench.report.papers import notes_on
+from kvbench.report.render import write_text
 from kvbench.report.style import style_of
 from kvbench.report.table import Table, unit_text, value_text
 

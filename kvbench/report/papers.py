@@ -5,7 +5,6 @@ Under ``paper_table`` stands the name of a CSV of results/paper, a mapping, or a
 
     file: subgen_table1        results/paper/subgen_table1.csv
     where: {shots: 5}          only these of its rows
-    records: {asked_rate: 0.2} only our records with this value, or with none
     rescored: 0.05             the share of examples that two honest runs answer anew
 
 Nothing here imports pandas, so that ``kvbench show`` answers at once.
@@ -39,7 +38,6 @@ class PaperTable:
 
     file: Annotated[str, Predicate(_NAME.fullmatch), "the name of a file of results/paper"]
     where: Mapping[str, Any] | None = None
-    records: Mapping[str, Any] | None = None
     rescored: Fraction | None = None
 
     def __post_init__(self) -> None:

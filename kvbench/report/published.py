@@ -107,10 +107,7 @@ def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float) -> l
     name = dict(zip(models["ours"], models["published"], strict=True)).get(group.model, group.model)
     if (theirs["model"] == name).any():
         theirs = theirs[theirs["model"] == name]
-    records = group.records
-    for field, wanted in (spec.records or {}).items():
-        records = records[records[field].isna() | (records[field] == wanted)]
-    found = []
+    found, records = [], group.records
     for key, part in theirs.groupby(["by", "field"], sort=False):
         by, field = map(str, key)
         if field not in records or not set(filter(None, by.split("+"))) <= set(records):

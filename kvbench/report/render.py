@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -16,6 +17,7 @@ from rich.markup import escape as escape_markup
 from rich.measure import Measurement
 
 from kvbench.errors import printable
+from kvbench.records.durable import replace
 from kvbench.report.table import Column, Table
 
 _FORMULA = tuple("=+-@\t\n＝＋－＠")
@@ -27,6 +29,13 @@ _LATEX = {
     **{"Δ": r"$\Delta$", "±": r"$\pm$", "σ": r"$\sigma$", "∞": r"$\infty$", "×": r"$\times$"},
     **{"†": r"$^\dagger$", "≈": r"$^\approx$", "‡": r"$^\ddagger$"},
 }
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Replace the file in one step, so that an open page is never half a page. What has no UTF-8 form
+    (a folder may be named in other bytes) becomes a question mark."""
+    replace(path, text.encode("utf-8", errors="replace"), sync=False)
+    return path
 
 
 def csv(frame: pd.DataFrame) -> str:

@@ -96,12 +96,12 @@ class Table:
 
 def wide(rows: pd.DataFrame, index: Sequence[str], columns: str) -> pd.DataFrame:
     """Of a tidy frame one row per `index`: for each value of `columns` its mean, bounds and marks."""
-    whole = rows[list(index)].drop_duplicates(ignore_index=True)
+    rows = rows.set_index(rows.groupby(list(index), sort=False, dropna=False).ngroup())
+    parts = [rows.loc[~rows.index.duplicated(), list(index)]]
     for name, part in rows.groupby(columns, sort=False):
         named = {"mean": name, "low": f"{name}_low", "high": f"{name}_high", "mark": f"{name}_mark"}
-        part = part[[*index, *named]].rename(columns=named)
-        whole = whole.merge(part, how="left", on=list(index))
-    return whole
+        parts.append(part[[*named]].rename(columns=named))
+    return pd.concat(parts, axis=1)
 
 
 def legend(frame: pd.DataFrame) -> list[str]:

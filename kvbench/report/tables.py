@@ -27,7 +27,6 @@ from kvbench.report.scaling import slopes
 from kvbench.report.stats import FEWEST, Estimate, median_of
 from kvbench.report.table import (
     INTERVAL,
-    MISSING,
     TOGETHER,
     Column,
     Table,
@@ -178,27 +177,15 @@ def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
 def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     """Of one model with several tasks, every variant on all of them."""
     rows = pd.concat([totals(f) for _, f in groups], ignore_index=True)
-    ratio = pd.concat([totals(f, "ratio") for _, f in groups], ignore_index=True)["mean"]
-    rows["ratio"] = ratio.groupby(rows["variant"]).transform(span_text)
     order = {v.label: v.sort_key for group, _ in groups for v in group.variants}
     rows = rows.iloc[sorted(range(len(rows)), key=lambda i: order[rows["variant"][i]])]
-    table = wide(rows, ["method", "variant", "ratio"], "task")
+    table = wide(rows, ["method", "variant"], "task")
     columns = [
         Column(g.task, f"{g.task}{unit_text(g.meta.score_unit)}", score_format(g.meta.score_unit))
         for g, _ in groups
     ]
     model, notes = groups[0][0].model, (INTERVAL, *legend(table))
-    shown = (METHOD, *columns, Column("ratio"))
-    return Table(f"overview-{model}", f"{model}: all tasks", table, shown, notes)
-
-
-def span_text(ratios: Sequence[float] | pd.Series) -> str:
-    """One ratio, or the smallest and largest of several; a dash where none is known."""
-    known = sorted(float(ratio) for ratio in ratios if ratio == ratio)
-    if not known:
-        return MISSING
-    low, high = (f"{end:.2f}" for end in (known[0], known[-1]))
-    return low if low == high else f"{low}–{high}"
+    return Table(f"overview-{model}", f"{model}: all tasks", table, (METHOD, *columns), notes)
 
 
 def _splits(group: Group, fields: Sequence[str]) -> list[Table]:

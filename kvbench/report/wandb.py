@@ -23,14 +23,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
-from kvbench.errors import first_line, presentable, redact
+from kvbench.errors import UserError, first_line, presentable, redact
+from kvbench.errors.options import Positive, fits, refusal
 from kvbench.records.durable import make_folder, replace
 from kvbench.records.read import Run
 
@@ -60,12 +61,11 @@ def check_logger(mode: str, timeout_s: float) -> None:
     """Refuse what `log_runs` cannot work with.
 
     Raises:
-        ValueError: one line with what is allowed.
+        UserError: one line with what is allowed.
     """
-    if mode not in get_args(Mode):
-        raise ValueError(f"logger.mode is {mode!r}; allowed: {', '.join(get_args(Mode))}")
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"logger.timeout_s is {timeout_s!r}; allowed: a positive number")
+    for name, value, hint in (("mode", mode, Mode), ("timeout_s", timeout_s, Positive)):
+        if not fits(hint, value):
+            raise UserError(refusal(f"logger.{name}", value, hint))
 
 
 def log_runs(
@@ -93,7 +93,7 @@ def log_runs(
         How many W&B runs were written.
 
     Raises:
-        ValueError: an unknown mode, or a timeout that is not positive.
+        UserError: an unknown mode, or a timeout that is not positive.
     """
     check_logger(mode, timeout_s)
     mode, jobs = _resolved(mode), dict[str, list[Run]]()
@@ -139,19 +139,20 @@ def run_id(*about: object) -> str:
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
-def _write(
-    experiment: Path,
-    code: str,
-    title: str,
-    manifest: Mapping[str, Any],
-    show: Callable[[wandb.Run], None],
-    **about: Any,
-) -> Path:
-    """A W&B run in ``<experiment>/wandb``, in the place of an earlier copy; returns its folder.
+def _job_id(runs: Sequence[Mapping[str, Any]]) -> str:
+    return run_id(
+        str(runs[0].get("experiment")), *sorted(str(one.get("config_hash")) for one in runs)
+    )
+
+
+@contextmanager
+def _open(
+    experiment: Path, code: str, title: str, manifest: Mapping[str, Any], **about: Any
+) -> Iterator[wandb.Run]:
+    """A W&B run in ``<experiment>/wandb``, in the place of an earlier copy; a failure leaves none.
 
     Args:
-        manifest: how it was made. show: logs what there is to see, while the run is open.
-        about: for ``wandb.init``.
+        manifest: how it was made. about: for ``wandb.init``.
     """
     import wandb  # not above: slow to import, and needed only here
 
@@ -177,7 +178,7 @@ def _write(
     place = Path(run.dir).parent
     os.environ["WANDB_DATA_DIR"] = str(place)  # tables' files, and copies of artifacts
     try:
-        show(run)
+        yield run
         run.finish()
     except BaseException:
         run.finish(exit_code=1)
@@ -186,45 +187,91 @@ def _write(
     finally:
         os.environ.pop("WANDB_DATA_DIR")
         os.environ.update({} if before is None else {"WANDB_DATA_DIR": before})
-    return place
+
+
+class Live(ExitStack):
+    """A job in W&B while it runs, where the mode is online: means of what there is so far, written to
+    an offline run, which W&B's own client sends as it grows. `log_runs` puts the whole in its place.
+    What goes wrong is one warning; the job goes on. A context manager.
+
+    Args:
+        experiment: its folder. names: of the job's runs: experiment, model, task, config_hash.
+        logger: as `log_runs` takes them.
+    """
+
+    def __init__(
+        self, experiment: Path, names: Sequence[Mapping[str, Any]], logger: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self._experiment, self._names = experiment, names
+        self._where = {key: logger[key] for key in ("project", "entity")}
+        self._wanted = _resolved(logger["mode"]) == "online"
+        self._run: wandb.Run | None = None
+
+    def log(self, means: Mapping[str, float]) -> None:
+        """Log means by ``<method>/<measure>``; the run is opened by the first."""
+        if not self._wanted:
+            return
+        self._wanted = False  # until it went well
+        with _writing(self._experiment, "a job that runs"):
+            if self._run is None:
+                first, code = self._names[0], _job_id(self._names)
+                about = {"config": {}, "job_type": first["task"], **self._where}
+                title = f"{first['model']}/{first['task']}"
+                self._run = self.enter_context(_open(self._experiment, code, title, first, **about))
+                place = Path(self._run.dir).parent
+                process = _client("beta", "sync", "--live", str(place), place=place.parent)
+                self.callback(_end, process)
+            self._run.log(dict(means))
+            self._wanted = True
+
+    def __exit__(self, *_: object) -> None:
+        with _writing(self._experiment, "a job that ran"):
+            super().__exit__(None, None, None)
 
 
 def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -> Path:
     """A job: every method's scores, and their answers where that is wanted."""
+    import pandas as pd
+
     from kvbench.report.experiment import group_runs
     from kvbench.report.frame import tidy
-    from kvbench.report.objective import scalars_of
 
     manifest, group = runs[0].manifest, group_runs(runs)[0]
     frame = tidy(group)
 
-    def show(run: wandb.Run) -> None:
-        answers = _answers(group) if predictions else None
-        run.log({"scores": _table(frame)} | ({} if answers is None else {"predictions": answers}))
-        run.summary.update(scalars_of(frame) | {"failed": len(group.records) - len(group.good)})
-
+    measures = ["score", *(name for name in group.meta.measures if name in group.records)]
+    means = {
+        str(run.manifest.get("method")): run.records.reindex(columns=measures).expanding().mean()
+        for run in runs
+    }
+    so_far = pd.concat([part.add_prefix(f"{method}/") for method, part in means.items()], axis=1)
     rates = dict.fromkeys(f"rate {v.rate:g}" for v in group.variants if v.rate is not None)
     names = [group.model, group.task, *rates, f"seed{manifest.get('seed')}"]
     hashes = sorted(str(run.manifest.get("config_hash")) for run in runs)
-    methods = [str(run.manifest.get("method")) for run in runs]
     config: dict[str, Any] = {
         "model": group.model,
         "task": group.task,
-        "methods": methods,
+        "methods": list(means),
         "config_hash": hashes,
     }
     config["run"] = dict(manifest.get("identity") or manifest.get("config") or {})
-    return _write(
+    with _open(
         runs[0].folder.parents[2],
-        run_id(str(manifest.get("experiment")), *hashes),
+        _job_id([run.manifest for run in runs]),
         "/".join(names),
         manifest,
-        show,
         config=config,
         job_type=group.task,
-        tags=list(dict.fromkeys(tag[:64] for tag in (group.model, group.task, *methods))),
+        tags=list(dict.fromkeys(tag[:64] for tag in (group.model, group.task, *means))),
         **where,
-    )
+    ) as run:
+        for row in so_far.to_dict("records"):  # as `Live` showed it
+            run.log({str(name): mean for name, mean in row.items() if not math.isnan(mean)})
+        answers = _answers(group) if predictions else None
+        run.log({"scores": _table(frame)} | ({} if answers is None else {"predictions": answers}))
+        run.summary.update(scalars_of(frame) | {"failed": len(group.records) - len(group.good)})
+        return Path(run.dir).parent
 
 
 def log_overview(folder: Path, paths: ReportPaths) -> bool:
@@ -232,56 +279,62 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     scores against bytes and of needles; send it where its jobs' logger says so.
 
     Args:
-        folder: the experiment's. paths: what `build_report` gave: its tidy frame of all that is ranked.
+        folder: the experiment's. paths: what `build_report` gave.
 
     Returns:
         Whether it was written: not where nothing is ranked, or the logger is none or disabled.
     """
-    import pandas as pd
-
-    from kvbench.report.experiment import load_experiment
-    from kvbench.report.figures import figures_of
-    from kvbench.report.frame import tidy, totals
-    from kvbench.report.objective import scalars_of
-
     manifest, scores = paths.manifest, paths.scores
     logger = (manifest.get("config") or {}).get("logger") or {}
     mode = _resolved(logger["mode"]) if logger.get("name") == "wandb" else "disabled"
     if mode == "disabled" or scores.empty:
         return False
+    import pandas as pd
+    import wandb
+    from PIL import Image
 
-    def show(run: wandb.Run) -> None:
-        import wandb
-        from PIL import Image
+    from kvbench.report.frame import totals
 
-        total = pd.concat([totals(scores), totals(scores, "ratio")], ignore_index=True)
-        total["column"] = total["task"] + ": " + total["measure"]
-        keys = ["model", "variant"]
-        spread = total.pivot_table(index=keys, columns="column", values="mean", sort=False)
-        found: dict[str, Any] = {"task_by_method": _table(spread.reset_index())}
-        for group in load_experiment(folder).groups:
-            for drawn in figures_of(group, tidy(group)):
+    name, code = (
+        f"{manifest['experiment']}/{OVERVIEW}",
+        run_id(str(manifest["experiment"]), OVERVIEW),
+    )
+    about = {"project": logger["project"], "entity": logger["entity"], "job_type": OVERVIEW}
+    with _writing(folder, name):
+        config = {"kind": OVERVIEW}
+        with _open(folder, code, name, manifest, config=config, **about) as run:
+            total = pd.concat([totals(scores), totals(scores, "ratio")], ignore_index=True)
+            total["column"] = total["task"] + ": " + total["measure"]
+            keys = ["model", "variant"]
+            spread = total.pivot_table(index=keys, columns="column", values="mean", sort=False)
+            found: dict[str, Any] = {"task_by_method": _table(spread.reset_index())}
+            for drawn in paths.drawn:
                 if drawn.name.endswith(("-ratio", "-heatmap")):
                     picture = Image.open(io.BytesIO(drawn.encoded("png")))
                     caption = f"{drawn.title}. {drawn.caption}"
                     found[drawn.name] = wandb.Image(picture, caption=caption)
-        run.log(found)
-        page = wandb.Artifact(f"report-{run.id}", "report")
-        page.add_file(str(paths.page))
-        run.log_artifact(page)
-        for (model, task), part in scores.groupby(["model", "task"], sort=False):
-            run.summary.update({f"{model}/{task}/{k}": v for k, v in scalars_of(part).items()})
-
-    written: list[Path] = []
-    name = f"{manifest['experiment']}/{OVERVIEW}"
-    about = {"project": logger["project"], "entity": logger["entity"], "job_type": OVERVIEW}
-    with _writing(folder, name):
-        code = run_id(str(manifest["experiment"]), OVERVIEW)
-        config = {"kind": OVERVIEW}
-        written.append(_write(folder, code, name, manifest, show, config=config, **about))
+            run.log(found)
+            page = wandb.Artifact(f"report-{run.id}", "report")
+            page.add_file(str(paths.page))
+            run.log_artifact(page)
+            for (model, task), part in scores.groupby(["model", "task"], sort=False):
+                run.summary.update({f"{model}/{task}/{k}": v for k, v in scalars_of(part).items()})
+    written = list((folder / "wandb").glob(f"offline-run-*-{code}"))  # none where it failed
     if written and mode == "online":
         _send(written, float(logger["timeout_s"]))
     return bool(written)
+
+
+def scalars_of(frame: pd.DataFrame) -> dict[str, float]:
+    """Score, difference and ratio of every variant of a tidy frame, for columns and charts of runs."""
+    from kvbench.report.frame import totals
+
+    return {
+        f"{label}/{name}": float(value)
+        for name in ("score", "difference", "ratio")
+        for label, value in totals(frame, name)["mean"].items()
+        if not math.isnan(value)
+    }
 
 
 def _answers(group: Group) -> wandb.Table | None:
@@ -312,24 +365,13 @@ def _send(folders: Sequence[Path], timeout_s: float) -> None:
     place = folders[0].parent
     if place in _FAILED:
         return
-    environment = {**_QUIET, **os.environ, "WANDB_DIR": str(place.parent)}  # its own logs
-    environment.pop("WANDB_MODE", None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "wandb", "sync", *map(str, folders)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # so that the client's helper processes end with it
-    )
+    process = _client("sync", *map(str, folders), place=place, stdout=subprocess.PIPE)
     try:
         output, _ = process.communicate(timeout=timeout_s)
         said = [line for line in output.splitlines() if "error" in line.lower()]
         why = (said or [f"`wandb sync` ended with status {process.returncode}"])[-1]
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _end(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         why = f"not done after {timeout_s:g} s"
@@ -341,6 +383,27 @@ def _send(folders: Sequence[Path], timeout_s: float) -> None:
             " disk. Send them later with: wandb sync %s",
             *(presentable(redact(why)), len(left), len(folders), shlex.quote(str(place))),
         )
+
+
+def _client(*words: str, place: Path, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    """W&B's own command line with these words, for runs in this folder."""
+    environment = {**_QUIET, **os.environ, "WANDB_DIR": str(place.parent)}  # its own logs
+    environment.pop("WANDB_MODE", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "wandb", *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that the client's helper processes end with it
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def not_taken(folders: Sequence[Path]) -> list[Path]:

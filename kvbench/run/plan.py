@@ -7,11 +7,10 @@ same to the runner: a `Plan`.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
@@ -21,7 +20,6 @@ from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
 from kvbench.records.figures import Heatmap, as_json
-from kvbench.records.shards import Shard
 from kvbench.run.encoding import EncodedExample, conversations_of, encode_examples, pieces_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
@@ -62,69 +60,6 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The units of a job.
-
-    Attributes:
-        every: all up to the limit.
-        mine: of these, those of the job's shard.
-        left_out: datasets of the task of which the limit leaves nothing.
-    """
-
-    every: Sequence[Unit]
-    mine: Sequence[Unit]
-    left_out: tuple[str, ...]
-
-    @property
-    def mine_ids(self) -> set[str]:
-        """The example ids of the records of its units."""
-        return {record_id for unit in self.mine for record_id in unit.record_ids}
-
-
-def select_units(
-    task: str,
-    units: Sequence[Unit],
-    limit: int | None = None,
-    shard: Shard | None = None,
-    datasets: Sequence[str] = (),
-) -> Selection:
-    """The units of the first `limit` contexts, and a shard's part of them.
-
-    Args:
-        datasets: of the whole task.
-
-    Raises:
-        KVError: a record of one unit would be taken for another's.
-    """
-    refuse_repeated(task, (record_id for unit in units for record_id in unit.record_ids))
-
-    def of_contexts(contexts: Sequence[str]) -> list[Unit]:
-        wanted = set(contexts)
-        return [unit for unit in units if (unit.context or unit.id) in wanted]
-
-    contexts = list(dict.fromkeys(unit.context or unit.id for unit in units))[:limit]
-    every = of_contexts(contexts)
-    there = {e.example.dataset for unit in every for e in unit.examples}
-    left_out = tuple(name for name in datasets if name not in there)
-    mine = every if shard is None else of_contexts(shard.select(contexts))
-    return Selection(every, mine, left_out)
-
-
-def refuse_repeated(task: str, ids: Iterable[str]) -> None:
-    """Refuse examples of one id: the second would be taken for done.
-
-    Raises:
-        KVError: naming the id.
-    """
-    for name, count in Counter(ids).items():
-        if count > 1:
-            raise KVError(
-                f"task {task} has {count} examples with the id {name!r}; allowed: one, or the others "
-                "would be skipped"
-            )
-
-
-@dataclass(frozen=True)
 class Outcome:
     """One record in the making: the fields the plan knows; the runner adds the others."""
 
@@ -133,6 +68,7 @@ class Outcome:
     fields: Mapping[str, Any]
 
 
+@runtime_checkable
 class Plan(Protocol):
     """A task or a probe, as the runner sees it.
 
@@ -162,20 +98,6 @@ def status_of(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "timeout"
     return "oom" if is_out_of_memory(error) else "error"
-
-
-def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
-    """A line about prompts that are longer than the model has positions for, None where all fit (or the
-    model's config names no number)."""
-    lengths = [each.n for unit in units for each in unit.examples]
-    positions = session.encoder.max_positions if lengths else None
-    over = [n for n in lengths if positions is not None and n > positions]
-    if not over:
-        return None
-    return (
-        f"{len(over)} of {len(lengths)} prompts are longer than the model's positions: up to "
-        f"{max(over):,} tokens, and {session.spec.name} has {positions:,}; their records say so"
-    )
 
 
 @dataclass(frozen=True)
@@ -241,21 +163,22 @@ class TaskPlan:
                 f"compress_after is 'prompt' and task {self.task.name} goes on from the methods' own "
                 "answers, which makes other prompts of each; allowed: context (or golden answers)"
             )
-        refuse_repeated(self.task.name, (e.example.id for e in encoded))
         together: dict[str, list[EncodedExample]] = {}
         for e in encoded:
             name = e.context if after else e.example.id
             together.setdefault(name, []).append(e)
         units, samples = [], session.sampling.samples
         for place, (name, each) in enumerate(together.items()):
+            ids: list[str] = []
             by_record, fields = {}, {}
             for sample in range(samples):  # questions that follow on from each other stand together
                 for e in each:
                     record_id = e.example.id + (f"/sample{sample}" if sample else "")
                     by_record[record_id], fields[record_id] = e, e.fields(sample, samples)
-            ids, context = tuple(by_record), each[0].example.context_id
-            noted = place < NOTED
-            units.append(Unit(name, ids, by_record, fields, context, len(ids), noted, tuple(each)))
+                    ids.append(record_id)
+            context, noted = each[0].example.context_id, place < NOTED
+            whole = (by_record, fields, context, len(ids), noted, tuple(each))
+            units.append(Unit(name, tuple(ids), *whole))
         return units
 
     def datasets(self, session: Session) -> list[str]:

@@ -47,7 +47,7 @@ def print_dry_run(job: Job, name: str = "") -> None:
     place = next(iter(job.runs.values())).folder.parent
     session = job.session
     lines = [
-        f"{job.spec.label} x {job.task}: dry run, nothing written",
+        f"{job.session.spec.label} x {job.task}: dry run, nothing written",
         f"  {examples}",
         f"  {tokens}",
         f"  compressed after the {session.compress_after}, on {session.device}, "
@@ -65,7 +65,7 @@ def print_dry_run(job: Job, name: str = "") -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "capacity", "cache", "exact cache", "on disk", "run"):
         table.add_column(column, justify="left" if column in ("method", "run") else "right")
-    shape = cache_shape(job.spec, session.dtype)
+    shape = cache_shape(job.session.spec, session.dtype)
     for label, (method, budget) in job.methods.items():
         memory = ["-", "-", "-"]
         if asked and isinstance(method, Method):  # rows that a task brings are no methods

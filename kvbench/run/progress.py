@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from torch.nn import Module, ModuleList
 
+from kvbench.engine.prefill import PrefillState
 from kvbench.errors import complain, presentable
 
 SECONDS_BETWEEN_LINES = 15.0
@@ -27,11 +28,13 @@ class Progress:
 
     Attributes:
         doing: what happens now. total, done: units of the job, and those that have all their records.
+        on_unit: called with `means` when a unit is done.
     """
 
     def __init__(self, tell: Callable[[Progress, bool], None] = lambda progress, now: None) -> None:
         self.doing, self.total, self.done = "loading the data and the model", 0, 0
-        self.scores: dict[str, tuple[float, int]] = {}
+        self.on_unit: Callable[[dict[str, float]], None] = lambda means: None
+        self._sums: dict[str, tuple[float, int]] = {}
         self._tell = tell
         self._costs: list[float] = []
         self._passed, self._began, self._step, self._most = 0.0, time.monotonic(), 0, 0
@@ -47,15 +50,22 @@ class Progress:
         self._began, self.doing = time.monotonic(), f"{self.done} of {total} on disk"
         self._tell(self, self.done > 0)
 
-    def add(self, method: str, score: float | None) -> None:
-        """Count one record."""
-        if score is not None:
-            total, count = self.scores.get(method, (0.0, 0))
-            self.scores[method] = (total + score, count + 1)
+    def add(self, method: str, values: Mapping[str, float | None]) -> None:
+        """Count one record, by its score and other measures."""
+        for name, value in values.items():
+            if value is not None:
+                total, count = self._sums.get(f"{method}/{name}", (0.0, 0))
+                self._sums[f"{method}/{name}"] = total + value, count + 1
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Means of the records so far, by ``<method>/<measure>``."""
+        return {name: total / count for name, (total, count) in self._sums.items()}
 
     def unit_done(self) -> None:
         """Count one unit."""
         self.done += 1
+        self.on_unit(self.means)
         self.doing = "done" if self.done == self.total else self.doing
         self._passed = sum(self._costs[: len(self._costs) - (self.total - self.done)])
         self._tell(self, self.done == self.total)
@@ -70,7 +80,11 @@ class Progress:
     def __str__(self) -> str:
         """How far it is, what happens now, time left, and the mean score so far per method."""
         left = [] if self.left is None else [f"about {self.left:.0f} s left"]
-        means = "  ".join(f"{name} {total / n:.2f}" for name, (total, n) in self.scores.items())
+        means = "  ".join(
+            f"{name.removesuffix('/score')} {mean:.2f}"
+            for name, mean in self.means.items()
+            if name.endswith("/score")
+        )
         done = [f"{self.done}/{self.total}"] if self.total else []
         return "; ".join(filter(None, [", ".join([*done, self.doing, *left]), means]))
 
@@ -78,26 +92,36 @@ class Progress:
     def watching(self, model: Module) -> Iterator[None]:
         """While this lasts, the model's forward passes are what happens now."""
         layers = max((m for m in model.modules() if isinstance(m, ModuleList)), key=len)
-        place = {layer: number for number, layer in enumerate(layers, 1)}
-        shape, first = (1, 1), True
+        place, layer = {module: number for number, module in enumerate(layers, 1)}, 0
+        shape, methods, first = (1, 1), "", True
 
         def begun(_: Module, args: Any, named: dict[str, Any]) -> None:
-            nonlocal shape
+            nonlocal shape, methods
             shape = tuple((args[0] if args else named["input_ids"]).shape)
             self._step = self._step + 1 if shape[1] == 1 else 0
+            state = named.get("kvbench")
+            labels = dict.fromkeys(fork.label for fork in getattr(state, "forks", ()))
+            methods = f"{len(labels)} methods" if len(labels) > 1 else " ".join(labels)
+            if isinstance(state, PrefillState):
+                state.tell = compressing
 
-        def layer_begun(layer: Module, _: Any) -> None:
-            nonlocal first
-            number, (rows, tokens) = place[layer], shape
-            self.doing = f"prefill of {tokens:,} tokens, layer {number} of {len(layers)}"
+        def compressing(label: str) -> None:
+            where = f"{label} compresses layer {layer} of {len(layers)}"
+            self.doing = f"prefill of {shape[1]:,} tokens: {where}"
+            self._tell(self, False)
+
+        def layer_begun(module: Module, _: Any) -> None:
+            nonlocal first, layer
+            layer, (rows, tokens) = place[module], shape
+            self.doing = f"prefill of {tokens:,} tokens: layer {layer} of {len(layers)}"
             if tokens == 1:
-                self.doing = f"decoding, {rows} at once, token {self._step} of {self._most}"
+                self.doing = f"decoding {methods}, token {self._step} of {self._most}"
             self._tell(self, first)
             self._passed += rows * tokens / len(layers)
             first = False
 
         hooks = [model.register_forward_pre_hook(begun, with_kwargs=True)]
-        hooks += [layer.register_forward_pre_hook(layer_begun) for layer in layers]
+        hooks += [module.register_forward_pre_hook(layer_begun) for module in layers]
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from typing import Any
 
 from kvbench.engine.faults import device_is_usable
 from kvbench.engine.limits import in_main_thread
-from kvbench.engine.loading import ModelSpec
 from kvbench.errors import redact
 from kvbench.kv import KVError
 from kvbench.records.read import COMMON_FIELDS, recorded
@@ -21,15 +21,7 @@ from kvbench.records.shards import Shard
 from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
 from kvbench.run.batching import GOES_ON, DeviceLost, Runner
 from kvbench.run.identity import RunIdentity, without_defaults
-from kvbench.run.plan import (
-    Methods,
-    Outcome,
-    Plan,
-    Selection,
-    TaskPlan,
-    beyond_positions,
-    select_units,
-)
+from kvbench.run.plan import Methods, Outcome, Plan, TaskPlan, Unit
 from kvbench.run.progress import Progress
 from kvbench.run.session import Session
 
@@ -37,6 +29,26 @@ log = logging.getLogger(__name__)
 
 PLACEMENT = ("device_map", "max_memory")
 """What a model's config says about where its weights lie: it changes no result."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The units of a job.
+
+    Attributes:
+        every: all up to the limit.
+        mine: of these, those of the job's shard.
+        left_out: datasets of the task of which the limit leaves nothing.
+    """
+
+    every: Sequence[Unit]
+    mine: Sequence[Unit]
+    left_out: tuple[str, ...]
+
+    @property
+    def mine_ids(self) -> set[str]:
+        """The example ids of the records of its units."""
+        return {record_id for unit in self.mine for record_id in unit.record_ids}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +82,6 @@ class Job:
     lock_timeout: float = 10.0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def spec(self) -> ModelSpec:
-        """The model."""
-        return self.session.spec
-
     @cached_property
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`; made once, as it digests files."""
@@ -82,29 +89,50 @@ class Job:
 
     @cached_property
     def units(self) -> Selection:
-        """The job's units; made once, as a benchmark has tens of millions of tokens.
+        """The units of the first `limit` contexts, and the shard's part of them; made once, as a
+        benchmark has tens of millions of tokens.
 
         Raises:
-            KVError, TaskError: what the plan refuses to run.
+            KVError, TaskError: what the plan refuses to run; a record that would be taken for another.
         """
         units = self.plan.units(self.session, self.methods)
+        for name, count in Counter(name for unit in units for name in unit.record_ids).items():
+            if count > 1:
+                raise KVError(
+                    f"task {self.task} has {count} examples with the id {name!r}; allowed: one, or the "
+                    "others would be skipped"
+                )
+        contexts = list(dict.fromkeys(unit.context or unit.id for unit in units))[: self.limit]
+        own = set(contexts if self.shard is None else self.shard.select(contexts))
+        wanted = set(contexts)
+        every = [unit for unit in units if (unit.context or unit.id) in wanted]
+        mine = [unit for unit in every if (unit.context or unit.id) in own]
+        there = {e.example.dataset for unit in every for e in unit.examples}
         datasets = self.plan.datasets(self.session) if isinstance(self.plan, TaskPlan) else ()
-        return select_units(self.task, units, self.limit, self.shard, datasets)
+        return Selection(every, mine, tuple(name for name in datasets if name not in there))
 
     @property
     def warnings(self) -> list[str]:
         """A line for each thing about the job's examples that its numbers do not show."""
-        beyond = beyond_positions(self.units.mine, self.session)
-        left_out = ", ".join(self.units.left_out)
-        said = f"limit is {self.limit}: nothing runs of {left_out}" if left_out else None
-        return [line for line in (said, beyond) if line is not None]
+        said, units, spec = [], self.units, self.session.spec
+        if units.left_out:
+            said.append(f"limit is {self.limit}: nothing runs of {', '.join(units.left_out)}")
+        lengths = [each.n for unit in units.mine for each in unit.examples]
+        positions = self.session.encoder.max_positions if lengths else None
+        over = [n for n in lengths if positions is not None and n > positions]
+        if over:
+            said.append(
+                f"{len(over)} of {len(lengths)} prompts are longer than the model's positions: up to "
+                f"{max(over):,} tokens, and {spec.name} has {positions:,}; their records say so"
+            )
+        return said
 
     @cached_property
     def runs(self) -> dict[str, RunIdentity]:
         """The run of each method: whatever changes its scores, its names and its folder."""
-        names = {"experiment": self.experiment, "model": self.spec.label, "task": self.task}
+        names = {"experiment": self.experiment, "model": self.session.spec.label, "task": self.task}
         common: dict[str, Any] = {
-            "model": {k: v for k, v in vars(self.spec).items() if k not in PLACEMENT},
+            "model": {k: v for k, v in vars(self.session.spec).items() if k not in PLACEMENT},
             "dtype": str(self.session.dtype),
             "task": self.task_config,
             "task_version": self.meta["version"],
@@ -192,7 +220,7 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     units = job.units
     for warning in job.warnings:
-        log.warning("%s x %s: %s", job.spec.label, job.task, warning)
+        log.warning("%s x %s: %s", job.session.spec.label, job.task, warning)
     folders = {label: run.folder for label, run in job.runs.items()}
     wanted = units.mine_ids
     # before the clock of the first example starts, and before there is a folder for results that a
@@ -211,7 +239,7 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
             stores[label] = stack.enter_context(store)
             if job.retry_failed:
                 store.drop_failed()
-            write_manifest(folder, job.manifest(label), goes_on=True)
+            write_manifest(folder, job.manifest(label))
         done = {label: store.done for label, store in stores.items()}
         every = [
             (u, {k: job.methods[k] for k, ids in done.items() if not ids.issuperset(u.record_ids)})
@@ -223,12 +251,14 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         if work and work[0][0].examples:  # a probe may measure seconds
             stack.enter_context(progress.watching(job.session.model))
 
+        measures = ("score", *job.meta.get("measures", ()))
+
         def save(outcomes: Sequence[Outcome]) -> None:
             nonlocal written
             for outcome in outcomes:
                 record = job.record(outcome)
                 written += stores[outcome.method].append(record)
-                progress.add(outcome.method, record["score"])
+                progress.add(outcome.method, {name: record.get(name) for name in measures})
 
         for outcomes in Runner(job.plan, job.session, job.batch_size, save).run(work):
             save(outcomes)

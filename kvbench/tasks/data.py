@@ -9,7 +9,6 @@ import glob
 import hashlib
 import json
 import logging
-import re
 import socket
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,8 +23,6 @@ from urllib.request import getproxies
 
 from kvbench.errors import first_line
 from kvbench.tasks.base import TaskError
-
-log = logging.getLogger(__name__)
 
 # files
 
@@ -123,7 +120,7 @@ def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
                 raise TaskError(f"{task}: cannot read {file}: {first_line(problem)}") from problem
         elif file.endswith(".json"):
             with _open(file) as stream:
-                rows = _parsed(task, file, stream.read())
+                rows = parsed_json(task, file, stream.read())
             if not isinstance(rows, list):
                 raise TaskError(
                     f"{task}: {file} holds no list; allowed: a list of objects, or JSON lines"
@@ -133,12 +130,17 @@ def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
             with _open(file) as stream:
                 for number, line in enumerate(stream, start=1):
                     if line.strip():
-                        yield number, _parsed(task, f"{file} line {number}", line)
+                        yield number, parsed_json(task, f"{file} line {number}", line)
     except OSError as problem:
         raise _unreadable(task, file, problem) from problem
 
 
-def _parsed(task: str, place: str, text: bytes) -> Any:
+def parsed_json(task: str, place: str, text: bytes) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        TaskError: it is not complete JSON, or not UTF-8.
+    """
     try:
         return json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as problem:
@@ -169,44 +171,19 @@ def hub_answers() -> bool:
     return True
 
 
-_LIBRARIES = ("huggingface_hub", "datasets")
-_AGAIN = re.compile(
-    r"(?:HTTP Error (?P<status>\d+)|'(?P<error>.*)' thrown while requesting"
-    r"|(?P<lost>Error while downloading|Got disconnected|Failed to connect))"
-)
-"""How these libraries begin what they say before they wait and ask again."""
-
-
 @contextmanager
-def retries_announced_once(what: str) -> Iterator[None]:
-    """One line of ours when the Hub does not answer and is asked again; the libraries' own warnings, a
-    paragraph per attempt and file, are left out. Errors are raised as ever."""
-    told = _Retries(what)
-    loggers = [logging.getLogger(name) for name in _LIBRARIES]
-    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+def quiet_hub() -> Iterator[None]:
+    """Without the warnings of the Hub's libraries, a paragraph for each attempt and file while they ask
+    again; errors are raised as ever."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
+    before = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.handlers, logger.propagate = [told], False
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, handlers, propagate in before:
-            logger.handlers, logger.propagate = handlers, propagate
-
-
-class _Retries(logging.Handler):
-    def __init__(self, what: str) -> None:
-        super().__init__(logging.WARNING)
-        self.what = what
-        self.said = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        found = _AGAIN.match(record.getMessage())
-        if found is None or self.said:
-            return
-        self.said = True
-        status, error = found["status"], found["error"] or found["lost"]
-        answer = f"answers {status}" if status else f"does not answer ({error})"
-        log.warning("%s: the Hub %s; asking again, for half a minute or so", self.what, answer)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 def hub_rows(
@@ -228,7 +205,7 @@ def hub_rows(
     try:
         if not hub_answers():
             raise ConnectionError("the Hub cannot be reached; allowed: a network, or local files")
-        with retries_announced_once(f"{task}: {repository}"):
+        with quiet_hub():
             rows = load_dataset(
                 repository, name=name, split=split, streaming=True, revision=revision
             )
@@ -338,7 +315,7 @@ class Source:
 
         assert self.dataset is not None
         try:
-            with retries_announced_once(f"{self.task}: {self.dataset}"):
+            with quiet_hub():
                 path = hf_hub_download(
                     self.dataset,
                     file,
@@ -393,7 +370,7 @@ class Source:
         try:
             if not hub_answers():
                 raise ConnectionError("the Hub cannot be reached")
-            with retries_announced_once(f"{self.task}: {self.dataset}"):
+            with quiet_hub():
                 commit = HfApi().dataset_info(self.dataset, revision=self.revision).sha
         except Exception as problem:
             raise TaskError(

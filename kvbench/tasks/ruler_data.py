@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.data import matching, read_text
+from kvbench.tasks.data import matching, parsed_json, read_text
 from kvbench.tasks.haystack import generated_haystack
 
 GENERATED_SENTENCES = 20_000
@@ -81,7 +80,7 @@ def _generated(seed: int) -> Sequence[str]:
 def _essay(path: str) -> str:
     if not path.endswith(".json"):
         return read_text("ruler", path)
-    text = _json(path)
+    text = parsed_json("ruler", path, read_text("ruler", path).encode())
     text = text.get("text") if isinstance(text, dict) else None
     if not isinstance(text, str):
         raise TaskError(
@@ -95,13 +94,6 @@ def _files_of(option: str, pattern: str) -> list[str]:
     if not paths:
         raise TaskError(f"ruler: no file matches {option}={pattern!r}; allowed: a file or a glob")
     return paths
-
-
-def _json(path: str) -> Any:
-    try:
-        return json.loads(read_text("ruler", path))
-    except (ValueError, RecursionError) as problem:
-        raise TaskError(f"ruler: {path} is not complete JSON ({problem})") from problem
 
 
 @dataclass(frozen=True)
@@ -190,7 +182,7 @@ def _collection(
     option: str, pattern: str, name: str, read: Callable[[Any], Collection]
 ) -> Collection:
     path = _files_of(option, pattern)[0]
-    data = _json(path)
+    data = parsed_json("ruler", path, read_text("ruler", path).encode())
     try:
         found = read(data)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:

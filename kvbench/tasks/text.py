@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
+from kvbench.errors.options import check_options
 from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Task, TaskError, Tokens
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
 from kvbench.tasks.haystack import generated_haystack
@@ -14,8 +15,42 @@ from kvbench.tasks.metrics import METRICS, Key
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunningText(Task):
-    """Pieces of `tokens` tokens of text files, of the rows of a data set, or of generated sentences.
+class TextSource:
+    """Texts of files, of a data set, or generated.
+
+    Attributes:
+        files: globs of text files. dataset_name, dataset_config, dataset_split, dataset_column: a
+            Hugging Face data set. Neither: generated sentences.
+        tokens: of a text that is generated, at least.
+    """
+
+    files: Sequence[str] = ()
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str = "test"
+    dataset_column: str = "text"
+    tokens: Tokens = 1024
+
+    def __post_init__(self) -> None:
+        check_options(self, "task.", TaskError)
+        if self.files and self.dataset_name:
+            raise TaskError("task.files and task.dataset_name: one of them at most may be given")
+
+    def texts(self, kind: str, rows: int, count: int) -> Sequence[tuple[str, str]]:
+        """Name and text of each file, of the first `rows` rows, or of `count` documents of this kind."""
+        if self.files:
+            return texts_of_files(self.files)
+        if self.dataset_name:
+            where = (self.dataset_name, self.dataset_config, self.dataset_split)
+            return texts_of_dataset(*where, self.dataset_column, rows)
+        made = (generated_haystack(f"{kind} {i}") for i in range(count))
+        few = (islice(each, self.tokens) for each in made)  # sentences, of more than one token each
+        return [(f"generated {i}", " ".join(each)) for i, each in enumerate(few)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningText(TextSource, Task):
+    """Pieces of `tokens` tokens of texts; the first `rows` rows of a data set are one text.
 
     For probes, which look at a model that reads; as a task, the score is the word F1 of an answer
     against the text that follows the piece. Nothing but the tokenizer's own first tokens (BOS) is put
@@ -23,8 +58,6 @@ class RunningText(Task):
     before any gives its second.
 
     Attributes:
-        files: globs of text files. dataset_name, dataset_config, dataset_split, dataset_column: a
-            Hugging Face data set, whose first `rows` rows are one text. Neither: generated sentences.
         label: what tables call it: the data set of its examples.
         tokens: of a prompt, exactly. num_examples: pieces, at most.
         max_new_tokens: of the text that follows.
@@ -33,21 +66,10 @@ class RunningText(Task):
     name: ClassVar[str] = "text"
     unhashed: ClassVar[tuple[str, ...]] = ("num_examples",)
 
-    files: Sequence[str] = ()
-    dataset_name: str | None = None
-    dataset_config: str | None = None
-    dataset_split: str = "test"
-    dataset_column: str = "text"
     rows: Many = 2000
     label: str = "text"
-    tokens: Tokens = 1024
     num_examples: Many = 16
     max_new_tokens: NewTokens = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.files and self.dataset_name:
-            raise TaskError("task.files and task.dataset_name: one of them at most may be given")
 
     def digests(self) -> Mapping[str, str]:
         """See `Task.digests`."""
@@ -61,7 +83,10 @@ class RunningText(Task):
         """
         begin = encoder.begin_ids
         room = self.tokens - len(begin)
-        texts = {name: encoder.encode_text(text) for name, text in self._texts()}
+        documents = self.texts("text", self.rows, self.num_examples)
+        if self.dataset_name:
+            documents = [(self.dataset_name, "".join(text for _, text in documents))]
+        texts = {name: encoder.encode_text(text) for name, text in documents}
         longest = max(map(len, texts.values()), default=0)
         found = []
         for start in range(0, max(0, longest - room + 1), max(1, room)):
@@ -90,20 +115,6 @@ class RunningText(Task):
                 "fewer"
             )
         return found[: self.num_examples]
-
-    def _texts(self) -> Sequence[tuple[str, str]]:
-        """Name and text of each document."""
-        if self.files:
-            return texts_of_files(self.files)
-        if self.dataset_name:
-            where = (self.dataset_name, self.dataset_config, self.dataset_split)
-            rows = texts_of_dataset(*where, self.dataset_column, self.rows)
-            return [(self.dataset_name, "".join(text for _, text in rows))]
-        # A sentence has more than one token, so that so many of them are enough for a piece.
-        return [
-            (f"generated {i}", " ".join(islice(generated_haystack(f"text {i}"), self.tokens)))
-            for i in range(self.num_examples)
-        ]
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """See `Task.score`."""

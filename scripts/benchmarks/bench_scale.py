@@ -1,6 +1,7 @@
 """What many records, examples, jobs and methods cost, and how the cost grows: CPU seconds.
 
     python scripts/benchmarks/bench_scale.py records  report and comparison of up to 100,000 records
+    python scripts/benchmarks/bench_scale.py lengths  a report of 8 methods at up to 1,000 lengths
     python scripts/benchmarks/bench_scale.py examples  a job of up to 10,000 short examples
     python scripts/benchmarks/bench_scale.py jobs  planning up to 5,000 jobs; the first record of a sweep
     python scripts/benchmarks/bench_scale.py methods  one job with up to 200 methods
@@ -37,8 +38,13 @@ IDENTITY = {"experiment": "bench", "model": "m", "task": "t", "method": "snapkv"
 META = {"version": 1, "score_unit": "fraction", "breakdown": ["length_bucket"]}
 
 
-def write_experiment(results: Path, name: str, records: int, seed: int = 0) -> Path:
+def write_experiment(
+    results: Path, name: str, records: int, seed: int = 0, *, lengths: bool = False
+) -> Path:
     """An experiment of about so many records: 8 methods on one task of 4 datasets, scores of 0 and 1.
+
+    Args:
+        lengths: of one dataset, every prompt of a length of its own, by which tables are split.
 
     Returns:
         Its folder.
@@ -53,12 +59,15 @@ def write_experiment(results: Path, name: str, records: int, seed: int = 0) -> P
         folder = run_folder(results, name, "m", "t", method, code)
         folder.mkdir(parents=True)
         identity["config_hash"] = code
-        manifest = {"format": 1, **identity, "config": config, "task_meta": META}
+        meta = {**META, "breakdown": ["length"]} if lengths else META
+        manifest = {"format": 1, **identity, "config": config, "task_meta": meta}
         (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         right = ease + 0.05 * place < draws.random(count) + 0.5
         with (folder / RECORDS).open("w", encoding="utf-8") as file:
             for number in range(count):
-                file.write(json.dumps(record(identity, number, bool(right[number]))) + "\n")
+                one = record(identity, number, bool(right[number]))
+                own = {"dataset": "d", "length": 500 + number} if lengths else {}
+                file.write(json.dumps(one | own) + "\n")
     return results / name
 
 
@@ -124,6 +133,12 @@ def bench_records(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
         "comparison",
         used_by(["-m", "kvbench.report", str(first), str(second), "--out", out]),
     )
+
+
+def bench_lengths(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
+    """A report of prompts of so many lengths."""
+    place = write_experiment(folder / str(count), "lengths", len(METHODS) * count, lengths=True)
+    yield "report", used_by(["-m", "kvbench.report", str(place)])
 
 
 INSIDE = """
@@ -212,6 +227,7 @@ def bench_methods(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
 
 BENCHES: dict[str, tuple[int, Callable[[int, Path], Iterator[tuple[str, Used]]]]] = {
     "records": (100_000, bench_records),
+    "lengths": (1_000, bench_lengths),
     "examples": (10_000, bench_examples),
     "jobs": (5_000, bench_jobs),
     "methods": (200, bench_methods),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from _common import Run, started
 from torch import Tensor
 
@@ -27,10 +28,19 @@ def sorted_mass(layer: LayerKV, per: str) -> Tensor:
     return (mass / mass.sum(-1, keepdim=True)).sort(dim=-1, descending=True).values.mean(0)
 
 
+def power_law_share(shares: Tensor, most: int, rank: int) -> float:
+    """What the first `rank` of all ranks hold by the power law that fits the ranks up to `most` (least
+    squares of logarithms)."""
+    ranks = np.arange(1, len(shares) + 1)
+    slope = np.polyfit(np.log(ranks[:most]), np.log(shares[:most].numpy()), 1)[0]
+    law = ranks**slope
+    return float(law[:rank].sum() / law.sum())
+
+
 def main(given: Sequence[str]) -> None:
     """A row for each prompt, layer, way to accumulate and rank. Own keys: per, ranks, layers, fit_most
     (the last rank that is fitted: keys that come late are seen by few queries), top (in place of ranks:
-    the attention that this share of the keys accumulates together)."""
+    what this share of the keys accumulates together, and how much more than by the fit)."""
     task = "task=text task.dataset_name=Salesforce/wikitext task.dataset_config=wikitext-103-raw-v1"
     ranks = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     own = {"per": ["head", "group"], "ranks": ranks, "layers": 4, "fit_most": 512, "top": None}
@@ -40,11 +50,15 @@ def main(given: Sequence[str]) -> None:
         for layer, kv in run.captured(ids, run.layers):
             for per in run.per:
                 shares = sorted_mass(kv, per)
+                where = {"prompt": prompt, "layer": layer, "per": per}
                 if run.top is not None:
-                    ranks, shares = [round(run.top * kv.n)], shares.cumsum(0)
-                for rank in ranks if run.top is not None else run.ranks:
-                    where = {"prompt": prompt, "layer": layer, "per": per, "rank": rank}
-                    rows.append(where | {"attention": float(shares[rank - 1])})
+                    rank = round(run.top * kv.n)
+                    held = float(shares[:rank].sum())
+                    beyond = held - power_law_share(shares.cpu(), run.fit_most, rank)
+                    found = {"rank": rank, "attention": held, "beyond_power_law": beyond}
+                    rows.append(where | found)
+                    continue
+                rows += [where | {"rank": r, "attention": float(shares[r - 1])} for r in run.ranks]
     run.save(rows, y="attention", x="rank", by="layer", panel="per", fit=(1, run.fit_most))
 
 

@@ -52,10 +52,10 @@ def main(given: Sequence[str]) -> None:
     """A row for each prompt, layer, kind of vector and k. Own keys: generate (tokens that the exact
     model goes on with, greedily, whose vectors are taken; 0: the prompt's own, of any model that
     transformers runs), counts (the k's), centres and head (of the picture, of the first prompt; 0:
-    none; random), layers (random: one)."""
+    none; random), layers (random: one), by_head (a row for each KV head in place of their mean)."""
     counts = [1, 2, 4, 8, 16, 32, 64, 128]
     own = {"generate": 1024, "counts": counts, "centres": 16, "head": "random", "layers": 5}
-    run = Run(__file__, given, "model=llama2_7b", "task=_mt_bench", **own)
+    run = Run(__file__, given, "model=llama2_7b", "task=_mt_bench", **own, by_head=False)
     rows = []
     model = run.session.model if run.generate else plain(run)
     for number, (prompt, ids) in enumerate(run.prompts()):
@@ -75,7 +75,11 @@ def main(given: Sequence[str]) -> None:
                 radii = torch.stack([r for _, r in centres]) / key_distance(heads)[:, None]
                 for k in run.counts:
                     where = {"prompt": prompt, "layer": layer, "kind": kind, "k": k}
-                    rows.append(where | {"radius": float(radii[:, k - 1].mean())})
+                    each = [
+                        {"head": i + 1, "radius": float(r)} for i, r in enumerate(radii[:, k - 1])
+                    ]
+                    mean = [{"radius": float(radii[:, k - 1].mean())}]
+                    rows += [where | of for of in (each if run.by_head else mean)]
                 head = drawn(run.head, len(heads), run.seed + layer)
                 if number == 0 and head and not gaussian:
                     marked = centres[head - 1][0][: run.centres]

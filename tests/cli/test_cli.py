@@ -19,6 +19,7 @@ from support.cli_cases import ended
 from support.command import SHORT, composed, main, refusal_of
 
 from kvbench.cli.catalogue import KINDS, catalogue
+from kvbench.engine.prefill import PrefillState
 from kvbench.errors import HIDDEN
 from kvbench.run import session
 from kvbench.run.plan import TaskPlan
@@ -125,7 +126,7 @@ def test_a_job_says_at_once_what_it_does_and_a_model_is_loaded_once(
     assert (status, loaded) == (0, ["tiny_random"]), err
     first, second, last = (line.partition("longeval_lines: ")[2] for line in err.splitlines()[:3])
     assert first == "loading the data and the model"
-    assert re.fullmatch(r"0/2, prefill of \d+ tokens, layer 1 of 4", second)
+    assert re.fullmatch(r"0/2, prefill of \d+ tokens: layer 1 of 4", second)
     assert last.startswith("2/2, done, about 0 s left; exact ")
     again = main(capsys, *SHORT, "budget.rate=0.25")[2]
     assert again.endswith("longeval_lines: 2/2, 2 of 2 on disk\n")
@@ -140,12 +141,16 @@ def test_time_left_is_told_from_the_first_tokens() -> None:
     progress.begin(units, 3)
     progress._began -= 10
     model = OneLayer()
+    forks: Any = [SimpleNamespace(label=label, rescores=False) for label in ("exact", "h2o", "h2o")]
+    state = PrefillState(forks, [0])
     with progress.watching(model):
-        model(input_ids=torch.zeros(1, 100))
-        model(input_ids=torch.zeros(2, 1))
+        model(input_ids=torch.zeros(1, 100), kvbench=state)
+        state.tell("h2o")
+        model(input_ids=torch.zeros(2, 1), kvbench=SimpleNamespace(forks=forks))
     assert told[0] == "loading the data and the model"
-    assert told[1:3] == ["1/3, 1 of 3 on disk", "1/3, prefill of 100 tokens, layer 1 of 1"]
-    assert told[3] == "1/3, decoding, 2 at once, token 1 of 50, about 30 s left"
+    assert told[1:3] == ["1/3, 1 of 3 on disk", "1/3, prefill of 100 tokens: layer 1 of 1"]
+    assert told[3].startswith("1/3, prefill of 100 tokens: h2o compresses layer 1 of 1, about ")
+    assert told[4] == "1/3, decoding 2 methods, token 1 of 50, about 30 s left"
     assert progress.left == pytest.approx(10 * 298 / 102, abs=0.1)
     progress.unit_done()
     assert progress.left == pytest.approx(10, abs=0.1)
@@ -156,7 +161,7 @@ class OneLayer(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList([torch.nn.Identity()])
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, kvbench: Any) -> torch.Tensor:
         return self.layers[0](input_ids)
 
 

@@ -46,7 +46,8 @@ def test_a_job_that_fails_leaves_the_others_alone(capsys: Any, tmp_path: Path) -
 def test_the_exit_status_and_the_names_of_a_sweeps_jobs() -> None:
     cases = {(0, 0): 0, (0, FAILED): FAILED, (USAGE, 0): USAGE, (USAGE, FAILED, 0): FAILED}
     for statuses, status in cases.items():
-        jobs = Jobs(["kvbench"], [JobOutcome(status=one) for one in statuses])
+        jobs = Jobs(["kvbench"])
+        jobs.outcomes += [JobOutcome(status=one) for one in statuses]
         assert jobs.status == status
     sweep = [["limit=2", "task=a", "seed=0"], ["limit=2", "task=b", "seed=0"]]
     assert names(sweep) == ["task=a", "task=b"]
@@ -60,7 +61,7 @@ def test_shards_and_workers_make_the_same_records(capsys: Any, tmp_path: Path) -
     for folder, words in more.items():
         status, out, err = main(capsys, *TINY, f"results_dir={folder}", *words)
         assert status == 0, err
-        assert "2 jobs, all well; 5 records, 5 of them new" in out
+        assert "2 jobs, all well" in out
         assert out.count("page: ") == 1
         assert not list(folder.rglob("multirun.yaml"))
         assert records(folder) == records(once)
@@ -85,15 +86,17 @@ def test_without_slurm_launcher_slurm_says_so(
 
 
 @pytest.mark.parametrize("fault", [SystemExit(-1), RuntimeError("too\nmany")])
-def test_the_end_of_a_jobs_time_is_no_failure_of_an_example(fault: Any) -> None:
+def test_the_end_of_a_jobs_time_is_no_failure_of_an_example(
+    fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def submitits(number: int, frame: Any) -> None:
         raise fault
 
     before = signal.signal(signal.SIGUSR2, submitits)
+    monkeypatch.setattr(slurm, "work", lambda *_: signal.raise_signal(signal.SIGUSR2))
     try:
-        with pytest.raises(Terminated), slurm.requeued_in_time():
-            signal.raise_signal(signal.SIGUSR2)
-        assert signal.getsignal(signal.SIGUSR2) is submitits
+        with pytest.raises(Terminated):
+            slurm.Work()("outcome", "order")
     finally:
         signal.signal(signal.SIGUSR2, before)
 
@@ -168,7 +171,7 @@ def test_one_of_two_workers_is_killed_and_the_rest_goes_on(tmp_path: Path) -> No
     out, err = first.communicate()
     assert first.returncode == FAILED
     assert "Traceback" not in err
-    assert err.count("ended without a result (killed)") == 1
+    assert err.count("ended without a result (exit status -9)") == 1
     assert "3 jobs, 1 of them failed" in out
     before = sum(map(len, records(tmp_path / "split").values()))
     assert 48 <= before < 72, "two of three shards are there"

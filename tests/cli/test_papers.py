@@ -229,7 +229,9 @@ def test_all_visits_every_name_whatever_fails(
         return 0
 
     scripts: list[str] = []
-    monkeypatch.setattr(reproducing, "run_script", lambda line, dry: scripts.append(line[1]) or 0)
+    monkeypatch.setattr(
+        reproducing, "run_script", lambda _, given, dry: scripts.append(given[0]) or 0
+    )
     words = ["all", "model=recall_mini", "limit=2", f"results_dir={tmp_path}"]
     assert reproduce(words, run) == 2
     out = capsys.readouterr().out.splitlines()

@@ -54,9 +54,7 @@ budget.sink=-1 -> budget.sink is -1; allowed: an integer >= 0
 -m budget.rate=0.5,2 -> budget.rate is 2; allowed
 -m method=snapkv,nope -> unknown method 'nope'
 -m seed=1,x -> seed is 'x'
-hydra.launcher=221 -m seed=1,2 -> hydra.launcher is 221; allowed: launcher=local, gpus or slurm
 -m seed=interval(0,3) -> does not support sweep type
--m shards=2,3 -> shards has several values [2, 3]; allowed: one
 shards=2 shard=1/2 -> shards is 2 and shard is given, too; allowed: one of them
 methods.snapkv.pooling=mean -> methods.snapkv.pooling is 'mean'; allowed: avgpool
 +methods.snapkv.zzz=1 -> unknown key 'zzz' of methods.snapkv; allowed:
@@ -77,9 +75,8 @@ experiment_name=../../x -> experiment_name is '../../x'; allowed: a folder's nam
 task_label=/etc -> task_label is '/etc'
 task.seed=${nosuch} -> 'nosuch' not found
 launcher=gpus -> launcher=gpus finds no GPU, and gpus_per_worker is 1; allowed:
-launcher=gpus launcher.workers=0 -> launcher.workers is 0; allowed: an integer from 1 to 100,000
+launcher=gpus launcher.workers=0 -> launcher.workers is 0; allowed: an integer >= 1, or null
 launcher=slurm launcher.partitoin=x -> unknown key of launcher 'partitoin'
-launcher=slurm launcher.cpus_per_task=U -> launcher.cpus_per_task is 'U'; allowed: an integer from 1
 """
 """The same of jobs that are made first."""
 
@@ -95,8 +92,7 @@ REFUSED += [
     (["seed=" + "[" * 3000 + "]" * 3000], "maximum recursion depth exceeded"),
     (["\x13\x1b[31mred\r"], r"\x13\x1b[31mred\r"),
     (["experiment_name=" + "y" * 3000], " [...] "),
-    (["results_dir='" + "é" * 128 + "'"], "allowed: a folder, in UTF-8"),
-    (["results_dir='a\0b'"], "allowed: a folder, in UTF-8"),
+    (["results_dir='a\0b'"], "allowed: a folder"),
     (["model.name='...'", *BASE[:3]], "'...'"),
     (["task.num_lines={a: 1}"], "Error merging override task.num_lines={a: 1}: "),
 ]

@@ -1,23 +1,24 @@
-"""scripts/claims.py: verdicts of differences that are known, and a claim from its runs to its line."""
+"""kvbench claims: verdicts of differences that are known, and claims from their runs to their tables."""
 
 from __future__ import annotations
 
 import runpy
-import sys
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 from support.command import refusal_of
 from support.paths import ROOT
 
+from kvbench.cli import reproduce
+from kvbench.cli.main import main
 from kvbench.errors import UserError
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "claims.py"))
-CLAIMS = yaml.safe_load((ROOT / "results" / "claims.yaml").read_text(encoding="utf-8"))
+CLAIMS = SCRIPT["claims_for"]("recall_mini")
 
 
 def rows(gains: dict[str, float], spread: float = 0.1, prompts: int = 12) -> pd.DataFrame:
@@ -28,7 +29,7 @@ def rows(gains: dict[str, float], spread: float = 0.1, prompts: int = 12) -> pd.
         for prompt in range(prompts):
             for draw in range(2):
                 base = rng.normal()
-                where = {"prompt": f"p{prompt}", "layer": cell, "draw": draw}
+                where = {"prompt": f"p{prompt}", "layer": cell, "draw": draw, "model": "m"}
                 made.append(where | {"method": "a", "score": base - gain + spread * rng.normal()})
                 made.append(where | {"method": "b", "score": base})
     return pd.DataFrame(made)
@@ -56,11 +57,18 @@ def test_a_verdict_is_that_of_the_rule(
     gains: dict[str, float], more: dict[str, Any], verdict: str
 ) -> None:
     asked = SIDES | more
-    found = SCRIPT["differences"](SCRIPT["table"](rows(gains), asked), asked)
+    found = SCRIPT["compared"](SCRIPT["table"](rows(gains), asked), asked)["b"]
     assert found.shape == (12, len(gains))
-    judged = SCRIPT["judged"](found, asked)
+    judged = SCRIPT["judged"](found.to_numpy(), asked)
     assert judged.verdict == verdict
     assert (judged.more is not None) == (verdict == "cannot be told")
+
+
+def test_answers_that_are_all_alike_bear_out_nothing() -> None:
+    alike = np.zeros((12, 1))
+    for side in ("below", "above"):
+        for more in ({}, {"fraction": True}):
+            assert SCRIPT["judged"](alike, {"side": side} | more).verdict != "holds"
 
 
 def test_slopes_targets_and_the_best_of_several() -> None:
@@ -70,20 +78,48 @@ def test_slopes_targets_and_the_best_of_several() -> None:
         for held in (10, 20, 40)
     )
     asked = {"value": "error", "slope": "held", "first": "a", "target": -0.5}
-    assert SCRIPT["differences"](SCRIPT["table"](frame, asked), asked).abs().max().max() < 1e-12
+    (found,) = SCRIPT["compared"](SCRIPT["table"](frame, asked), asked).values()
+    assert found.abs().max().max() < 1e-12
     values = pd.DataFrame({"a": [4.0, 5.0], "b": [2.0, 2.0], "c": [3.0, 3.0]})
     asked = {"first": "a", "against": ["b", "c"], "best": "lowest", "factor": 1.25}
-    assert SCRIPT["differences"](values, asked)["b"].tolist() == [1.5, 2.5]
+    assert SCRIPT["compared"](values, asked)["1.25 b"].iloc[:, 0].tolist() == [1.5, 2.5]
+
+
+def test_the_worst_comparison_decides_and_what_no_model_can_do_says_nothing() -> None:
+    runs = {"here": rows({"1": 1, "2": 1}), "later": rows({"1": -1, "2": -1})}
+    once = SIDES | {"run": "here"}
+    claim = {"id": "X", "place": "p", "claim": "c", "comparisons": [once, once | {"by": -5}]}
+    found = SCRIPT["decided"](claim, runs)
+    assert [row["result"] for row in found] == ["holds", "fails"]
+    assert [row["decides"] for row in found] == [False, True]
+    assert {row["verdict"] for row in found} == {"fails"}
+    less = once | {"minus": "later"}
+    (row,) = SCRIPT["decided"](claim | {"comparisons": [less]}, runs)
+    assert row["difference"] == pytest.approx(-2, abs=0.1)
+    unable = once | {"able": "b"}  # whose mean is about 0
+    found = SCRIPT["decided"](claim | {"comparisons": [once, unable]}, runs)
+    assert found[0]["verdict"] == "holds"
+    assert found[1]["result"] == SCRIPT["UNABLE"]
+    noisy = {"here": rows({"1": 1, "2": 1}, spread=1), "later": rows({"1": 1, "2": 1}, spread=3)}
+    widths = []
+    for among in ([once], [once, once | {"run": "later"}]):
+        one = SCRIPT["decided"](claim | {"comparisons": among}, noisy)[0]
+        widths.append(one["difference_high"] - one["difference_low"])
+    assert widths[0] < widths[1] < 1.5 * widths[0]  # intervals of one family
+    assert one["comparison"] == "here, score: a - b"
 
 
 def test_the_nineteen_claims_name_runs_that_are_there() -> None:
     claims = CLAIMS["claims"]
     assert len({claim["id"] for claim in claims}) == len(claims) == 19
-    named = {one["run"] for claim in claims for one in claim["comparisons"]}
-    assert named == set(CLAIMS["runs"])
+    compared = [one for claim in claims for one in claim["comparisons"]]
+    assert {one[key] for one in compared for key in ("run", "minus") if key in one} == {
+        *CLAIMS["runs"]
+    }
     options = {"model": "recall_mini", "files": "[essays/*.txt]"}
-    for name, words in CLAIMS["runs"].items():
-        made = SCRIPT["command"](name, words, options, Path("runs"))
+    for name, run in CLAIMS["runs"].items():
+        made = SCRIPT["command"](name, run["command"], options, Path("runs"))
+        assert ("{texts}" in run["protocol"]) == any("essays" in word for word in made), name
         if made[1] != "-m":
             assert Path(made[1]).is_file()
             continue
@@ -93,23 +129,60 @@ def test_the_nineteen_claims_name_runs_that_are_there() -> None:
         SCRIPT["main"](["claims=Z9"])
 
 
+def test_the_command_runs_the_script_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ran: list[Any] = []
+
+    def run(words: Any, **_: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(words)
+        return subprocess.CompletedProcess(words, 2)
+
+    monkeypatch.setattr(reproduce.subprocess, "run", run)
+    with pytest.raises(SystemExit, match="2"):
+        main(["claims", "model=recall_mini", "claims=L1"])
+    assert ran[0][1:] == [ROOT / "scripts" / "claims.py", "model=recall_mini", "claims=L1"]
+    monkeypatch.setattr(reproduce, "config_dir", lambda: tmp_path / "conf")
+    with pytest.raises(SystemExit, match="2"):
+        main(["claims"])
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith("scripts/claims.py is not installed; allowed: kvbench's repository, where it is")
+    )
+
+
 @pytest.mark.slow
-def test_a_claim_is_run_once_and_printed(
+def test_two_claims_are_run_once_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(SCRIPT["main"].__globals__, "ROOT", tmp_path)
-    (tmp_path / "results").mkdir()
     small = "task=layer_error task@task.prompts=text task.prompts.tokens=300 task.exact=32 "
     small += "task.layers=[1] task.rates=[0.25] task.num_prompts=4 method=[uniform,balancekv]"
-    one = next(claim for claim in CLAIMS["claims"] if claim["id"] == "B1")
-    text = yaml.safe_dump({"runs": {"layers": small}, "claims": [one]})
-    (tmp_path / "results" / "claims.yaml").write_text(text)
+    mass = "attention_mass.py task=text task.tokens=300 per=[head] top=0.2 layers=2 limit=4 fit_most=64"
+    texts = {"layers": small, "mass": mass}
+    claims = [one for one in CLAIMS["claims"] if one["id"] in ("B1", "H2")]
+    asked = {
+        "runs": {name: {"command": text, "protocol": "{texts}"} for name, text in texts.items()},
+        "claims": [one | {"comparisons": one["comparisons"][:1]} for one in claims],
+    }
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "claims_for", lambda model: asked)
     given = ["model=recall_mini", f"results_dir={tmp_path / 'runs'}"]
     SCRIPT["main"](given)
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("B1: -m kvbench model=recall_mini task=layer_error")
-    assert said[1].startswith("| B1 | BalanceKV 4.1, Figure 1 |")
-    assert ", 4 units" in said[1]
-    monkeypatch.setattr(sys, "executable", "nothing is run again")
+    assert said[0].startswith("layers: python -m kvbench model=recall_mini task=layer_error")
+    assert said[2].startswith("  layers, relative_error: balancekv - uniform ")
+    assert "4 units" in said[2]
+    assert [line[:3] for line in said if line[0] in "BH"] == ["B1 ", "H2 "]
+    found = pd.read_csv(tmp_path / "runs" / "claims.csv")
+    assert list(found["id"]) == ["B1", "H2"]
+    assert set(found["model"]) == {"recall_mini"}
+    assert set(found["protocol"]) == {"generated sentences; seed 0"}
+    table = (tmp_path / "runs" / "claims.md").read_text()
+    assert table.splitlines()[2].startswith("| B1 | the error of single-layer")
+    monkeypatch.setattr(subprocess, "run", None)  # nothing is run again
     SCRIPT["main"](given)
-    assert capsys.readouterr().out.splitlines() == said[1:]
+    again = capsys.readouterr().out.splitlines()
+    assert again == [line for line in said if not line.startswith(("layers: ", "mass: "))]
+    asked["runs"]["layers"]["command"] += " task.seeds=1"
+    with pytest.raises(UserError, match="is of another command; allowed: another results_dir"):
+        SCRIPT["main"](given)

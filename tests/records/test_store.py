@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -55,7 +54,7 @@ def test_records_come_back_as_written(tmp_path: Path) -> None:
         assert (records.done, records.failed) == ({"a", "b"}, {"a"})
     write_manifest(folder, {"model": "model", "seed": 0})
     (run,) = load_runs(tmp_path)
-    assert run.manifest == {"format": 1, "model": "model", "seed": 0}
+    assert run.manifest == {"format": 1, "earlier_starts": [], "model": "model", "seed": 0}
     assert list(run.records["example_id"]) == ["b", "a"]
     assert run.records["prediction"][0] == "a\u2028b\n\0<é"
     assert (run.records["depth"][0], run.records["score"][0]) == (50, 1.0)
@@ -112,7 +111,6 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
             load_runs(tmp_path)
         with pytest.raises(StoreError, match="line 1"), RecordStore(folder):
             pass
-        assert not (folder / ".holder").exists()
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(StoreError, match=r"cannot use .*: Not a directory"),
@@ -129,7 +127,7 @@ def test_a_manifest_is_replaced_whole_and_remembers_its_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (1, 2, 3):
-        path = write_manifest(tmp_path, {"a": number, "started": f"{number}"}, goes_on=True)
+        path = write_manifest(tmp_path, {"a": number, "started": f"{number}"})
     starts = read_manifest(path)["earlier_starts"]
     assert [start["started"] for start in starts] == ["1", "2"]
     before = path.read_bytes()
@@ -181,14 +179,13 @@ def test_a_second_writer_waits_or_is_told_who_holds_the_folder(tmp_path: Path) -
     first = writer(0)
     assert first.stdout is not None
     assert first.stdout.readline() == "ready\n"
-    held = rf"written by process {first.pid} on .* since 20"
-    with pytest.raises(StoreError, match=held) as error, RecordStore(tmp_path, lock_timeout=0.2):
+    held = r"is being written by another process; waited 0.[12] s: [^\n]*$"
+    with pytest.raises(StoreError, match=held), RecordStore(tmp_path, lock_timeout=0.2):
         pass
-    assert "\n" not in str(error.value)
     first.communicate("go\n")
     with RecordStore(tmp_path, lock_timeout=0.2) as records:
         assert len(records.done) == 3
-        with pytest.raises(StoreError, match=f"process {os.getpid()}"), RecordStore(tmp_path, 0.1):
+        with pytest.raises(StoreError, match=held), RecordStore(tmp_path, 0.1):
             pass
         patient = writer(20)
         time.sleep(0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +51,6 @@ def test_failures_are_counted_and_never_dropped(tmp_path: Path) -> None:
     broken = [{"example_id": "a", "score": float("nan")}, {"example_id": "b", "score": 1.0}]
     write_run(tmp_path, experiment="nan", records=broken)
     assert list(totals_of(group_of(tmp_path / "nan"))["failures"]) == ["1 no score"]
-
-
-def test_only_proven_differences_are_marked(tmp_path: Path) -> None:
-    rng = np.random.default_rng(3)
-    best = 0.3 + 0.3 * rng.random(60)
-    group = group_from(
-        tmp_path,
-        exact=list(best + 0.2),
-        balancekv=list(best),
-        snapkv=list(best - 0.1 + 0.1 * rng.random(60)),
-        uniform=list(best + rng.normal(-0.03, 0.1, 60)),
-    )
-    found = {"exact": set[str](), "balancekv": {"best"}, "snapkv": {"worse"}, "uniform": {"tied"}}
-    assert marks(group) == found, "exact does not compete"
 
 
 RANKED: list[tuple[dict[str, list[float | None]], set[str]]] = [
@@ -190,15 +177,6 @@ def test_several_datasets_count_alike_and_every_seed_is_expected(tmp_path: Path)
     assert "x" not in set(also["value"]), "an average that lacks a part is left out"
 
 
-def test_fields_are_split_in_their_natural_order_and_costs_stand_beside(tmp_path: Path) -> None:
-    write_run(tmp_path, records=lines_records("exact"))
-    frame = tidy(group_of(tmp_path / "demo"))
-    split = frame[frame["by"] == "num_lines"]
-    assert list(split["value"]) == ["10", "20", "30", "40", "50"]
-    cost = frame[frame["by"] == ""].set_index("measure")["mean"]
-    assert (cost["ratio"], cost["entries_max"]) == (1.0, 1200)
-
-
 def test_variants_are_named_by_what_differs(tmp_path: Path) -> None:
     (group,) = load_experiment(write_sweep(tmp_path)).groups
     assert group.labels[:3] == ["exact", "uniform, rate 0.5", "uniform, rate 0.25"]
@@ -219,6 +197,21 @@ def test_variants_are_named_by_what_differs(tmp_path: Path) -> None:
         write_run(tmp_path, experiment="v", method="h2o", records=record, options=options)
     found = group_of(tmp_path / "v")
     assert set(found.labels) == {f"h2o, {m['config_hash']}" for m in found.manifests}
+
+
+def test_models_stand_in_the_order_in_which_they_were_started(tmp_path: Path) -> None:
+    """Of a run that went on, its first start counts."""
+    starts: list[tuple[str, str, list[str]]] = [
+        ("a", "12", []),
+        ("b", "13", ["10"]),
+        ("c", "11", []),
+    ]
+    for model, started, earlier in starts:
+        folder = write_run(tmp_path, records=lines_records("exact")[:2], model=model)
+        made = json.loads((folder / "manifest.json").read_text()) | {"started": started}
+        made["earlier_starts"] = [{"started": hour} for hour in earlier]
+        (folder / "manifest.json").write_text(json.dumps(made))
+    assert [g.model for g in load_experiment(tmp_path / "demo").groups] == ["b", "c", "a"]
 
 
 def test_records_are_a_frame_with_documented_columns_and_parquet(tmp_path: Path) -> None:

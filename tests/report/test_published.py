@@ -100,14 +100,10 @@ def test_rates_are_matched_and_of_several_names_the_best_is_taken(tmp_path: Path
 
 def test_fields_and_settings_stand_beside_what_records_have(tmp_path: Path) -> None:
     where = {"prompt_tokens": 2048, "asked_new_tokens": 2048, "asked_batch": "64", "score": 900.0}
-    spec = {"file": "h2o_table5", "records": {"asked_rate": 0.2}}
     for method in ("exact", "h2o"):
-        records = [
-            {**where, "example_id": f"{i}", "latency_s": 50.0 + i, "asked_rate": rate}
-            for i, rate in enumerate((0.2, 0.2, 0.5))
-        ]
+        records = [{**where, "example_id": f"{i}", "latency_s": 50.0 + i} for i in range(3)]
         write_run(tmp_path, method=method, model="opt_6_7b", records=records,
-                  task_meta=THROUGHPUT_META, options={"paper_table": spec})  # fmt: skip
+                  task_meta=THROUGHPUT_META, options={"paper_table": "h2o_table5"})  # fmt: skip
     frame = joined(tmp_path)
     found = {(m, f): (p, s) for m, f, p, s in frame[["method", "field", "printed", "score"]].values}
     assert found == {("exact", "score"): ("OOM", 900.0), ("h2o", "score"): ("1161.0", 900.0)}
@@ -188,10 +184,6 @@ def test_a_spec_that_is_none_is_one_line(spec: Any, words: str) -> None:
 NOT_JOINED: list[tuple[Any, bytes]] = [
     ("nowhere", b""),
     ({"file": "mine", "where": {"shots": 5}}, HEAD.encode()),
-    (
-        {"file": "mine", "records": {"absent": 5}},
-        HEAD.encode() + b"exact,dataset,qasper,score,%,1\n",
-    ),
     ("mine", b"\xff\xfe\x00"),
     ("mine", b'a,b\n"x'),
     ("mine", b"method,accuracy\nexact,1\n"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.report_runs import NEEDLE_META, lines_records, needle_records, writ
 from support.wandb_files import history, isolated, offline_run, start_of, table_of, updates
 from support.wandb_server import Fault, StandIn
 
+from kvbench.errors import UserError
 from kvbench.records.read import load_run, load_runs
 from kvbench.report import wandb as ours
 from kvbench.report.build import build_report
@@ -66,8 +68,12 @@ def test_a_job_is_one_run_with_its_scores_and_answers_on_demand(tmp_path: Path) 
     assert summary["snapkv/score"] == pytest.approx(snapkv["score"].mean())
     assert summary["snapkv/ratio"] == pytest.approx(snapkv["ratio"].mean())
     assert "snapkv/difference" in summary
-    (logged,) = history(messages)
-    assert {key.split("/")[0] for key in logged if not key.startswith("_")} == {"scores"}
+    *means, last = history(messages)
+    assert {key.split("/")[0] for key in last if not key.startswith("_")} == {"scores"}
+    scores = list(snapkv["score"])
+    assert [row["snapkv/score"] for row in means] == pytest.approx(
+        [sum(scores[: n + 1]) / (n + 1) for n in range(len(scores))]
+    )
     assert set(table_of(place, "scores")["variant"]) == {"exact", "snapkv"}
 
 
@@ -112,7 +118,7 @@ def test_a_failure_is_one_warning_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize(("mode", "timeout"), [("sometimes", 1.0), ("auto", 0.0), ("auto", "x")])
 def test_a_logger_that_cannot_be_is_refused(mode: str, timeout: Any) -> None:
-    with pytest.raises(ValueError, match="allowed: "):
+    with pytest.raises(UserError, match="allowed: "):
         check_logger(mode, timeout)
 
 
@@ -131,6 +137,24 @@ def test_the_real_client_sends_what_was_written(
         assert server.summary[name]["snapkv/score"] == pytest.approx(run.records["score"].mean())
         assert any("scores" in path for path in server.uploads)
         assert not ours.not_taken(list((folder / "wandb").glob("offline-run-*")))
+
+
+@pytest.mark.slow
+def test_a_job_shows_its_means_while_it_runs(tmp_path: Path, monkeypatch: Any) -> None:
+    names = {"experiment": "demo", "model": "m", "task": "t", "config_hash": "0123abcd"}
+    logger = {"project": "p", "entity": None, "mode": "auto"}
+    with StandIn() as server, ours.Live(tmp_path / "demo", [names], logger) as offline:
+        offline.log({"exact/score": 1.0})
+        assert not (tmp_path / "demo").exists(), "nobody looks at it"
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+        with ours.Live(tmp_path / "demo", [names], logger) as live:
+            end = time.monotonic() + 60
+            while not server.summary and time.monotonic() < end:
+                live.log({"exact/score": 0.5})
+                time.sleep(0.1)
+        assert server.summary[run_id("demo", "0123abcd")]["exact/score"] == 0.5
+        assert server.unknown == []
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from kvbench.tasks.data import (
     file_digests,
     hub_answers,
     hub_rows,
-    retries_announced_once,
     texts_of_dataset,
 )
 
@@ -153,20 +152,3 @@ def test_a_hub_that_is_not_there_is_found_out_at_once(monkeypatch: Any) -> None:
         assert hub_answers()
     monkeypatch.setattr("kvbench.tasks.data.getproxies", lambda: {"https": "http://proxy"})
     assert hub_answers(), "behind a proxy the library finds out itself"
-
-
-def test_that_the_hub_is_asked_again_is_said_once(caplog: Any) -> None:
-    log = logging.getLogger("huggingface_hub.utils")
-    for said, answer in (
-        ("HTTP Error 503 thrown while requesting GET x", "answers 503"),
-        ("'ReadTimeout()' thrown while requesting HEAD x", "does not answer (ReadTimeout())"),
-        ("Got disconnected from remote data host.", "does not answer (Got disconnected)"),
-    ):
-        caplog.clear()
-        with retries_announced_once("model 'm'"):
-            for _ in range(3):
-                log.warning(said)
-                log.warning("Retrying in 1s")
-        log.warning("afterwards")
-        line = f"model 'm': the Hub {answer}; asking again, for half a minute or so"
-        assert caplog.messages == [line, "afterwards"]
