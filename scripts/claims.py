@@ -42,7 +42,7 @@ from kvbench.report.stats import Array, Estimate, Scores, differences, together
 
 ROOT = Path(__file__).resolve().parents[1]
 ABLE = 0.8
-"""Score of the exact cache below which a retrieval task says nothing about methods."""
+"""Share of whole answers of the exact cache below which a task tells nothing about methods."""
 UNABLE = "needs a model that retrieves"
 ORDER = ("fails", "cannot be told", "holds on average", "holds", UNABLE)
 """Verdicts; a claim has the first of its comparisons'."""
@@ -191,10 +191,12 @@ def judged(
 
 
 def says_nothing(rows: pd.DataFrame, asked: Mapping[str, Any]) -> bool:
-    """True where the method `able` scores below `ABLE`, so that the task tells no methods apart."""
+    """True where the method `able` gives fewer whole answers than `ABLE`, so that the task tells no
+    methods apart."""
     if "able" not in asked:
         return False
-    return bool(rows.loc[rows["method"] == asked["able"], asked["value"]].mean() < ABLE)
+    whole = "containment" if "containment" in rows else "score"
+    return bool(rows.loc[rows["method"] == asked["able"], whole].mean() < ABLE)
 
 
 def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
@@ -212,7 +214,8 @@ def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[
             if less:
                 each = each - compared(table(runs[less], asked), asked)[other]
             found.append((asked, "" if unable else other, each))
-            said = f"{asked['run']}, {asked['value']}: {asked['first']} - {other}"
+            value = f"slope of {asked['value']}" if "slope" in asked else asked["value"]
+            said = f"{asked['run']}, {value}: {asked['first']} - {other}"
             said += f", less that of {less}" if less else ""
             said += f", mean over {asked['over']}" if "over" in asked else ""
             rows.append({"comparison": said})
@@ -328,8 +331,9 @@ def main(given: Sequence[str]) -> None:
     for text in given:
         key, equals, value = text.partition("=")
         if key not in options or not equals:
-            known = ", ".join(options)
-            raise UserError(f"{text!r} is unknown; allowed: {known}, each as key=value")
+            raise UserError(
+                f"{text!r} is unknown; allowed: {', '.join(options)}, each as key=value"
+            )
         options[key] = value
     asked = claims_for(options["model"])
     known = {claim["id"]: claim for claim in asked["claims"]}
