@@ -16,7 +16,7 @@ PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-versio
   -c tests/references/constraints.txt
 KVBENCH = $(BIN)/python -m kvbench
 
-TARGETS = help setup demo test test-all test-references wheel lint results results-leaderboard results-papers results-lines reproduce reproduce-all report \
+TARGETS = help setup demo test test-all test-references wheel lint results results-leaderboard results-papers results-claims results-lines reproduce reproduce-all report \
   reproduce-table1 figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check gpu-wheels \
   bench-throughput clean
 .PHONY: $(TARGETS)
@@ -77,7 +77,7 @@ LAYERS = task=layer_error task@task.prompts=text 'task.prompts.files=$(TEXTS)' t
   'task.rates=[0.5,0.25,0.125]' task.seeds=1 task.exact=64
 LINES = $(KVBENCH) results_dir=$(RESULTS) logger=none model=recall_mini experiment_name=lines batch_size=8
 results: RESULTS = results
-results: results-leaderboard results-papers results-lines ## results/ as committed: a real model's tables, lines of the shipped one; README's tables
+results: results-leaderboard results-papers results-claims results-lines ## results/ as committed: a real model's tables, lines of the shipped one; README's tables
 	for name in leaderboard frontier figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
 
@@ -96,6 +96,8 @@ results-papers: setup
 	  'task.depths=[0,25,50,75,100]' task.num_examples=1 task.share_fillers=false
 	$(REAL) experiment=balancekv_table1 experiment_name=table1 hydra.mode=RUN task.data=$(LONGBENCH) task.split=full \
 	  task.protocol=longbench 'task.datasets=[multi_news]' limit=40
+
+results-claims: setup
 	$(KVBENCH) claims model=smollm2_135m 'files=$(TEXTS)' results_dir=$(RESULTS)/claims
 	$(KVBENCH) reproduce joint_survival model=smollm2_135m task=text 'task.files=$(TEXTS)' limit=12 'layers=[1,5,15,30]' \
 	  'distances=[1,2,4,8,16]' draws=1 results_dir=$(RESULTS)

@@ -110,31 +110,18 @@ def test_exact_gives_what_generate_gives_without_it(architecture: str) -> None:
     assert torch.equal(model.generate(**inputs), plain)
 
 
-def test_exact_gives_the_same_samples_beams_scores_and_streams() -> None:
+def test_exact_gives_the_same_samples_beams_and_scores() -> None:
     model = tiny_model("llama")
     inputs = batch(*LENGTHS)
-
-    class Tokens(t.generation.streamers.BaseStreamer):
-        def __init__(self) -> None:
-            self.got: list[Any] = []
-
-        def put(self, value: torch.Tensor) -> Any:
-            self.got.append(value.tolist())
-
-        def end(self) -> Any:
-            self.got.append("end")
 
     def everything() -> list:
         torch.manual_seed(0)
         sampled = {**inputs, "do_sample": True, "temperature": 0.8, "top_k": 20}
-        streamer = Tokens()
         scored = model.generate(**inputs, return_dict_in_generate=True, output_scores=True)
         return [
             model.generate(**sampled, num_return_sequences=2).tolist(),
             model.generate(**inputs, num_beams=3, num_return_sequences=2).tolist(),
             model.generate(**sampled, num_beams=2).tolist(),
-            model.generate(**{**batch(40), "streamer": streamer}).tolist(),
-            streamer.got,
             torch.stack(scored.scores).argmax(-1).tolist(),
         ]
 

@@ -8,9 +8,6 @@ import sys
 import pytest
 from support.paths import DATA
 
-from kvbench.cli.slurm import SlurmLauncher
-from kvbench.errors import UserError
-
 MISSING = """
 import importlib.abc, sys
 class Missing(importlib.abc.MetaPathFinder):
@@ -34,15 +31,6 @@ def test_a_missing_extra_is_one_line_that_names_the_command() -> None:
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert "allowed: pip install 'kvbench[lm-eval]'" in line
-
-
-def test_a_launcher_whose_package_is_missing_names_the_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """scripts/try_wheel.sh asks for it in an environment that lacks the package."""
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(UserError, match=r"submitit is not installed; .* 'kvbench\[slurm\]'"):
-        SlurmLauncher()._submitted([])
 
 
 @pytest.mark.slow

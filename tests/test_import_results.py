@@ -14,7 +14,7 @@ import yaml
 from kvbench.records.read import load_runs
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "import_results.py"))
-main, parse_list = SCRIPT["main"], SCRIPT["parse_list"]
+main = SCRIPT["main"]
 
 
 def kvpress(folder: Path, press: str, right: list[bool]) -> None:
@@ -73,8 +73,3 @@ def test_a_dataset_that_is_not_scored_here_is_one_line(
     settings.write_text(settings.read_text().replace("ruler", "zero_scrolls"))
     assert main([str(tmp_path / "theirs"), str(tmp_path / "runs" / "x")]) == 1
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_lists_are_read_however_they_were_printed() -> None:
-    for text, parts in (("['a' 'b']", ["a", "b"]), ("['it\\'s', 2]", ["it's", "2"]), ("", [])):
-        assert parse_list(text) == parts

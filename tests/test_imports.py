@@ -11,6 +11,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import kvbench
 
 PACKAGE = Path(kvbench.__file__).parent
@@ -76,6 +78,14 @@ def test_usage_errors_come_without_importing_torch():
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
+@pytest.mark.slow
+def test_compress_loads_neither_the_report_nor_an_extra():
+    """scripts/try_wheel.sh says what each extra adds."""
+    heavy = "{'wandb', 'matplotlib', 'datasets', 'lm_eval', 'submitit'} & set(sys.modules)"
+    script = f"import sys, kvbench.api, kvbench.tasks.needle; sys.exit(str({heavy} or ''))"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise():
     """From Python, too, and without a trace in the program's environment."""
     script = "import kvbench, os; kvbench.Budget; print({'GOMP_SPINCOUNT'} <= set(os.environ))"
@@ -86,11 +96,6 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise():
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.stdout == f"{bool(own)}\n", done.stderr
         assert re.search(rf"(WAIT_POLICY|SPINCOUNT) = {told}", done.stderr), done.stderr
-
-
-def test_no_test_module_needs_another_one():
-    for path in (Path(__file__).parent).rglob("test_*.py"):
-        assert not re.search(r"^\s*(from|import) (\w+\.)*test_", path.read_text(), re.M), path
 
 
 def test_rooms_import_each_other_one_way():

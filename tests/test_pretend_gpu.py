@@ -13,12 +13,39 @@ import pytest
 from support.pretended import TOOL
 
 TESTS = Path(__file__).parent
+METHODS = ("exact", "snapkv", "h2o", "balancekv", "subgen")
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not TOOL.exists(), reason="needs tools/pretend.py of the shared folder"),
-]
+def needs_tool(test):
+    """A slow test, of the tool beside the checkout."""
+    absent = pytest.mark.skipif(not TOOL.exists(), reason="needs tools/pretend.py")
+    return pytest.mark.slow(absent(test))
+
+
+def test_the_ceiling_of_a_decode_speed_up_is_that_of_the_bytes_read(monkeypatch):
+    monkeypatch.syspath_prepend(TESTS.parent / "scripts")
+    import gpu_check as checks
+
+    llama = checks.LLAMA_8B
+    weights = checks.weight_bytes(llama)
+    embedding = llama["vocab_size"] * llama["hidden_size"]
+    assert weights == 2 * (8_030_261_248 - embedding), "Llama-3.1-8B's parameters"
+    for batch, tokens, expected in ((1, 32, 1.20), (1, 128, 1.67), (8, 32, 2.09), (16, 32, 2.60)):
+        exact = checks.cache_bytes(llama, 1024 * tokens)
+        assert round(checks.ceiling(weights, exact, 0.25 * exact, batch), 2) == expected
+
+
+def test_compute_sanitizer_that_is_not_there_is_one_line():
+    done = subprocess.run(
+        ["bash", "scripts/gpu_sanitize.sh"],
+        cwd=TESTS.parent,
+        env={**os.environ, "SANITIZER": "/no/such/compute-sanitizer"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpu_sanitize.sh needs compute-sanitizer")
+    assert done.stderr.count("\n") == 1
 
 
 def pretending(*command: str, gpus: int) -> subprocess.CompletedProcess[str]:
@@ -38,6 +65,7 @@ def pretending(*command: str, gpus: int) -> subprocess.CompletedProcess[str]:
     )
 
 
+@needs_tool
 def test_what_is_marked_cuda_passes_on_pretend_gpus():
     done = pretending(
         *("-m", "pytest", "-m", "cuda", "-rs", "-p", "support.pretended"),
@@ -64,22 +92,36 @@ def gpu_check(tmp_path: Path, *arguments: str) -> tuple[int, dict, str]:
     )
 
 
+@needs_tool
 def test_gpu_check_goes_through_all_its_sections(tmp_path):
     tests = "-p support.pretended -p no:cacheprovider tests/kernels/test_kernels_cuda.py"
     status, report, said = gpu_check(tmp_path, "--pytest", tests)
     sections = report["sections"]
     assert status == 0, said
     assert list(sections) == [
-        "device", "tests", "parity", "tokens", "kernels", "throughput", "memory", "second",
+        "device", "tests", "parity", "tokens", "kernels", "throughput", "decoding", "memory",
+        "capacity", "second",
     ]  # fmt: skip
     assert all(found["passed"] for found in sections.values()), said
     assert {"exact", "h2o", "balancekv", "subgen_streaming"} <= set(sections["tokens"]["methods"])
     figures = [name for name in sections["parity"] if " float16 " in name]
     assert len(figures) == 2 * 7, "seven figures at two shapes"
     assert set(sections["parity"][figures[0]]) == {"measured", "expected", "at_most"}
-    assert sections["throughput"]["snapkv at 200: decode speed-up"]["expected"] > 1.0
+    decoding, capacity = sections["decoding"], sections["capacity"]
+    for name in METHODS:
+        assert decoding[f"{name} at 100"]["prefill_peak_bytes"] > 0
+        assert decoding[f"{name} at 100, batch 2"]["peak_bytes"] > 0
+        assert capacity[f"{name}: largest batch"] > 0
+        if name != "exact":
+            speedup = decoding[f"{name} at 100, batch 2: decode speed-up, the goal"]
+            assert speedup["expected"] > 1.0
+            assert set(speedup) == {"measured", "expected", "goal_at_least", "reached"}
+            assert capacity[f"{name}: largest batch over exact's"]["measured"] > 1.0
+    assert sections["second"]["left_out"] == {}
+    assert all(found["compiling_s"] == 0 for found in sections.values()), "nothing was"
 
 
+@needs_tool
 def test_gpu_check_says_what_failed(tmp_path):
     status, report, said = gpu_check(
         tmp_path, "--only", "tests", "--pytest", "tests/no_such_file.py"
@@ -92,6 +134,7 @@ def test_gpu_check_says_what_failed(tmp_path):
     assert "tests passed: 0, at least 1" in said
 
 
+@pytest.mark.slow
 def test_gpu_check_does_not_start_without_a_gpu():
     done = subprocess.run(
         [sys.executable, "scripts/gpu_check.py"], cwd=TESTS.parent, capture_output=True, text=True

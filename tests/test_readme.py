@@ -50,9 +50,9 @@ def test_the_readme_is_read_in_three_minutes() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
-def block(section: str, language: str) -> str:
-    """The code block of a section of the README."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def block(section: str, language: str, file: str = "README.md") -> str:
+    """The code block of a section of a README."""
+    text = (ROOT / file).read_text(encoding="utf-8")
     found = re.search(rf"^## {section}\n.*?^```{language}\n(.*?)^```$", text, re.M | re.S)
     assert found, section
     return found[1]
@@ -68,11 +68,16 @@ def test_the_python_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_the_readers_own_task_runs(tmp_path: Path) -> None:
+    """As a command, and as the file of conf/README.md."""
     here = f'kvbench() {{ "{sys.executable}" -m kvbench model=recall_mini logger=none "$@"; }}\n'
     script = here + block("Add your own task", "sh")
+    script += "kvbench task=mine compress_after=context --config-dir=conf"
+    (tmp_path / "conf/task").mkdir(parents=True)
+    file = block("Add your own task", "yaml", "conf/README.md")
+    (tmp_path / "conf/task/mine.yaml").write_text(file)
     done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "balancekv" in done.stdout
+    assert done.stdout.count("report.html") == 2
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,6 @@ from kvbench.errors.options import Count, fits, refusal
 from kvbench.records.durable import make_folder, replace
 from kvbench.run.termination import asks_to_stop, terminable
 
-WORKERS_END_IN = 30.0
-"""Seconds for workers to finish their examples when the command has ended."""
-
 
 def report_error(error: BaseException) -> tuple[str, int]:
     """Say on stderr what is wrong: one line, before it the traceback if it is a bug.
@@ -66,7 +63,7 @@ class JobOutcome:
 
     Attributes:
         overrides: what the job was asked for. runs: the run folders of its methods.
-        said: how many records there are, how many examples failed, or why it did not get to its end.
+        said: how many records there are and how many failed, or why it did not get to its end.
         status: the exit status it would have alone.
     """
 
@@ -98,8 +95,7 @@ class Jobs:
         try:
             done = run_config(config, self._shared)
             runs = tuple(map(str, done.folders.values()))
-            said = f"{done.records} records, {done.written} of them new"
-            said = f"{done.failed} of {done.records} examples failed" if done.failed else said
+            said = f"{done.records} records, {done.failed} of them failed"
             outcome = JobOutcome(typed, runs, said, FAILED if done.failed else 0)
         except BaseException as error:
             if asks_to_stop(error) or isinstance(error, SystemExit):
@@ -318,7 +314,7 @@ def _watch() -> None:
     """End a worker after its example when its standard input ends: the command is no more."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(WORKERS_END_IN)
+    time.sleep(30)  # to finish the example
     os._exit(FAILED)  # what hangs hears no signal
 
 

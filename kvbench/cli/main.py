@@ -29,8 +29,6 @@ from kvbench.errors import FAILED, UserError, complain, nearest, redact
 from kvbench.errors.options import hints_of
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
-INTERRUPTED = 130
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``kvbench`` and ``python -m kvbench``."""
@@ -51,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 status = run(arguments)
     except (KeyboardInterrupt, Terminated) as stop:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another ends at once, untraced
-        status = TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
+        status = TERMINATED if isinstance(stop, Terminated) else 130
         ended = "terminated" if status == TERMINATED else "interrupted"
         complain(f"{ended}; what is done is on disk, the same command goes on from there")
     except BrokenPipeError:  # kvbench list methods | head

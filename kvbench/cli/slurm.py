@@ -68,10 +68,8 @@ class SlurmLauncher(Launcher):
         """Carry out each order as a job of Slurm's; refused where there is no Slurm, or by it."""
         jobs = dict(enumerate(self._submitted(orders)))
         arrays = sorted({job.job_id.partition("_")[0] for job in jobs.values()})
-        count = f"{len(jobs)} job{'s' * (len(jobs) > 1)}"
-        complain(
-            f"{count} in Slurm: {' '.join(arrays)}; logs: {self.folder}; they go on without this command"
-        )
+        where = f"{' '.join(arrays)}; logs: {self.folder}"
+        complain(f"{len(jobs)} jobs in Slurm: {where}; they go on without this command")
         ended: dict[int, float] = {}
         while jobs:
             time.sleep(float(self.config.launcher.poll_s))

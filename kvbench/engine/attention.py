@@ -132,7 +132,7 @@ def kvbench_attention(
         )
     if dropout:
         raise UnsupportedModel(f"{name} runs with dropout {dropout}; call model.eval() first")
-    output = getattr(getattr(module, "o_proj", None), "weight", None)
+    output: Any = getattr(getattr(module, "o_proj", None), "weight", None)
     readable = isinstance(output, Tensor) and output.dim() == 2 and not output.is_meta
     out = kvbench.attend(
         LayerCall(
@@ -205,13 +205,9 @@ def _fused_with_normalisers(
     return None
 
 
-Range = tuple[Tensor, Tensor]
-"""The least and the largest value of each channel."""
-
-
 def grown_range(
-    before: Range | None, value: Tensor, group: int
-) -> tuple[Range | None, Range | None]:
+    before: tuple[Tensor, Tensor] | None, value: Tensor, group: int
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """A range of values [kv_heads, d] at each of t new tokens, for every query of a group
     [kv_heads, group * t, d], and after the last; value [kv_heads, t, d]."""
     if before is None:

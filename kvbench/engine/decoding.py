@@ -152,11 +152,6 @@ class DecodeState(ForkBatch):
             for rows in together.values()
         ]
 
-    @property
-    def all_together(self) -> bool:
-        """Whether no row of any layer goes alone: then a step asks the host for nothing."""
-        return not any(self._alone.values())
-
     def attend(self, call: LayerCall) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing."""
         groups, query = self._groups[call.layer], call.query

@@ -168,6 +168,12 @@ class Fork:
         self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
 
     @property
+    def steps_by_kernel(self) -> bool:
+        """Whether single tokens join every layer through a kernel: then a step asks the host for
+        nothing. A fork of which this is not so decodes alone in some layers."""
+        return all(cache.steps_by_kernel for cache in self.layers.values())
+
+    @property
     def rescores(self) -> bool:
         """Whether the method is to see this prompt repeated before it compresses it."""
         return self.compressed and self.method.rescoring is not None

@@ -114,7 +114,7 @@ def run_batch(
         compress_after: "prompt" (the papers' protocol: the question is in the prefill, so the first
             new token comes from exact attention) or "context" (the context is prefilled and
             compressed; the question's tokens then run through every fork).
-        graphs: whether steps are captured, None: no; changes no token.
+        graphs: how steps run, None: captured where possible; changes no token.
 
     Returns:
         For each prompt, one `Generation` per label; see `run_conversations`.

@@ -5,7 +5,8 @@ library ready), and replayed for the tokens that follow. That is sound because a
 fixed, does the same launches on the same buffers: the new token's id and position, the number of
 entries of every row and the entries themselves are read and written on the device
 (`kvbench.engine.decoding`). Where a step cannot be captured, decoding goes on step by step, and says so
-once.
+once. Rows that decode alone take their steps apart from those of a graph
+(`kvbench.engine.rows.decode_rows`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.decoding import DecodeState
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.states import is_hybrid
 from kvbench.errors import first_line
@@ -58,23 +58,22 @@ class StepGraphs:
         failed: whether a capture has failed; then none is tried again.
     """
 
-    def __init__(self, decode: str = "eager") -> None:
+    def __init__(self, decode: str = "auto") -> None:
         self.decode = decode
         self.failed = False
 
-    def wanted(self, model: PreTrainedModel, state: DecodeState, steps: int) -> bool:
-        """Whether a step of this state, with so many to come, is to be captured."""
+    def wanted(self, model: PreTrainedModel, steps: int) -> bool:
+        """Whether a step, with so many to come, is to be captured."""
         worth = self.decode != "eager" and steps >= FIRST_STEPS + WORTH_STEPS
-        return worth and self.is_possible(model, state)
+        return worth and self.is_possible(model)
 
-    def is_possible(self, model: PreTrainedModel, state: DecodeState) -> bool:
-        """Whether steps of this state can be captured: the model lies on one GPU, no row decodes alone,
-        no layer carries a state, which a capture would move on, and no capture has failed."""
+    def is_possible(self, model: PreTrainedModel) -> bool:
+        """Whether the model's steps can be captured: it lies on one GPU, no layer carries a state, which
+        a capture would move on, and no capture has failed."""
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1 or devices.pop().type != "cuda":
             return False
-        hybrid = is_hybrid(model.config.get_text_config())
-        return not hybrid and state.all_together and not self.failed
+        return not is_hybrid(model.config.get_text_config()) and not self.failed
 
     def capture(
         self, model: PreTrainedModel, step: Callable[[], Tensor]

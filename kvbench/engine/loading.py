@@ -221,7 +221,6 @@ def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
         StrictDataclassFieldValidationError,
     )
 
-    name = f"{what} {spec.path!r}"
     hides_bars = library_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     if hides_bars:
         library_logging.disable_progress_bar()
@@ -255,7 +254,7 @@ def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
             log.debug("%s", traceback_of(error))
             known = isinstance(error, OSError | ValueError)
             line = f"cannot be loaded: {first_line(error) if known else one_line(error)}"
-        raise ModelError(f"{name} {line}") from error
+        raise ModelError(f"{what} {spec.path!r} {line}") from error
     finally:
         if hides_bars:
             library_logging.enable_progress_bar()

@@ -274,7 +274,6 @@ def prefill(
         encoder: of the words in which a method asks for the prompt again (`Rescoring`).
     """
     device = input_device(model)
-    compressible = compressible_layers(model)
     for fork in forks:
         fork.begin_prompt(len(ids))
     tokens = torch.tensor([list(ids)], device=device)
@@ -283,7 +282,7 @@ def prefill(
         positions = torch.arange(len(ids), len(ids) + len(following), device=device)
         forward(model, torch.tensor([list(following)], device=device), positions, state)
 
-    state = PrefillState(forks, compressible, rotary_of(model))
+    state = PrefillState(forks, compressible_layers(model), rotary_of(model))
     synchronize(device)
     start = time.perf_counter()
     positions = torch.arange(len(ids), device=device)

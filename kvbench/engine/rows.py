@@ -77,6 +77,11 @@ class DecodingRow:
         return float(self.uniforms[len(self.chosen)])
 
     @property
+    def steps(self) -> int:
+        """Tokens that will be fed to it at most."""
+        return self.stopping.max_new_tokens - len(self.chosen) + 1
+
+    @property
     def running(self) -> bool:
         """Whether there is something left to decode."""
         return self.fork.failure is None and not self.ended
@@ -143,27 +148,33 @@ def _take(rows: Sequence[DecodingRow], tokens: int, chosen: Tensor, since: float
 
 
 def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
-    """Decode until every row has ended.
+    """Decode until every row has ended: where steps are to be captured, first the rows that go through
+    the kernels, then those that decode alone.
 
     A row that has ended leaves the batch; where steps are replayed, when half of the batch has.
     """
-    batch: _Batch | None = None
     begun = time.perf_counter()
-    while True:
-        # Making a batch and capturing its step are part of what decoding takes.
-        since = time.perf_counter()
-        for row in rows:  # of its own prefill, and of all decoding since
-            limit = row.stopping.timeout_s
-            if limit is not None and row.spent_s + since - begun > limit:
-                row.fork.fail(TimeoutError(f"the example took more than {limit:g} s"))
-        running = [row for row in rows if row.running]
-        if batch is None or batch.is_over(running):
-            if batch is not None:
-                batch.state.settle()
-            if not running:
-                return
-            batch, rows = _Batch(model, running, graphs), running
-        batch.step(since)
+    parts = [rows]
+    if graphs.wanted(model, max((row.steps for row in rows), default=0)):
+        parts = [[r for r in rows if r.fork.steps_by_kernel is kind] for kind in (True, False)]
+    for part in parts:
+        batch: _Batch | None = None
+        while part:
+            # Making a batch and capturing its step are part of what decoding takes.
+            since = time.perf_counter()
+            for row in part:  # of its own prefill, and of all decoding since
+                limit = row.stopping.timeout_s
+                if limit is not None and row.spent_s + since - begun > limit:
+                    row.fork.fail(TimeoutError(f"the example took more than {limit:g} s"))
+            running = [row for row in part if row.running]
+            if batch is None or batch.is_over(running):
+                if batch is not None:
+                    batch.state.settle()
+                part = running
+                if not running:
+                    break
+                batch = _Batch(model, running, graphs)
+            batch.step(since)
 
 
 class _Batch:
@@ -174,14 +185,15 @@ class _Batch:
         self.rows = rows
         device = input_device(model)
         positions = torch.tensor([row.position for row in rows], device=device)
-        left = [row.stopping.max_new_tokens - len(row.chosen) + 1 for row in rows]
+        left = [row.steps for row in rows]
         self.state = DecodeState([row.fork for row in rows], positions, left)
         self.ids = torch.tensor([[row.chosen[-1]] for row in rows], device=device)
         self.draws = _draws(rows, device)
         self.replay: Callable[[], Tensor] | None = None
         self.ended: set[int] = set()
         self.graphs = graphs
-        self.may_capture = graphs.wanted(model, self.state, max(left))
+        alone = not all(row.fork.steps_by_kernel for row in rows)
+        self.may_capture = not alone and graphs.wanted(model, max(left))
 
     def _run(self) -> Tensor:
         """One step, all of it on the device and on the same tensors every time."""

@@ -106,16 +106,10 @@ def entry_table(
         if any(row.stride(2) != 1 for row in rows):
             raise ValueError(f"{name} of an entry are not adjacent in memory (stride 1)")
     for row, (key, value, weight) in enumerate(zip(keys, values, weights, strict=True)):
-        if key.shape[:2] != value.shape[:2] or key.dtype != value.dtype:
-            raise ValueError(
-                f"row {row} has keys {tuple(key.shape)} {key.dtype} and "
-                f"values {tuple(value.shape)} {value.dtype}"
-            )
-        if weight is not None and (weight.shape != key.shape[:2] or weight.dtype != torch.float32):
-            raise ValueError(
-                f"row {row} has log-weights {tuple(weight.shape)} {weight.dtype}; "
-                f"allowed: {tuple(key.shape[:2])} torch.float32"
-            )
+        found = [(tuple(x.shape[:2]), x.dtype) for x in (key, value, weight) if x is not None]
+        wanted = [found[0], found[0], (found[0][0], torch.float32)]
+        if found != wanted[: len(found)]:
+            raise ValueError(f"row {row} has keys, values, log-weights {found}; allowed: {wanted}")
     table = EntryTable(tuple(keys), tuple(values), weights)
     if keys[0].is_cuda:
         _ = table.pointers  # now: while a CUDA graph is captured nothing can come from the host

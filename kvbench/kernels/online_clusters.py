@@ -38,20 +38,13 @@ class OnlineClusters:
         self.room = 0 if most is None else most
         self.points = torch.zeros(heads, self.room + 1, dim, device=delta.device)
 
-    @property
-    def width(self) -> int:
-        """Clusters of the head that has most. A GPU is not asked where `most` bounds them."""
-        if self.most is not None and self.clusters.is_cuda:
-            return self.most
-        return int(self.clusters.max())
-
     def read(self, points: Tensor) -> Tensor:
         """The cluster of each point [h, b, dim], float32, in order: [h, b] int64."""
         places = torch.arange(points.shape[1], device=points.device)
         before = self.clusters[:, None]
         there = self._there()
         best, where = nearest(points, self.points[:, : there.shape[2]], there)
-        rows, order, new = self._start(points, best > self.delta[:, None])
+        rows, order, new = self._start(points, best > self.delta[:, None], there.shape[2])
         if not order.shape[1]:
             return where
         known = new.unsqueeze(1) & (order.unsqueeze(1) <= places[:, None])
@@ -61,22 +54,25 @@ class OnlineClusters:
     def count(self, points: Tensor) -> None:
         """As `read`, for the number of clusters alone."""
         there = self._there()
-        self._start(points, _farther(points, self.points[:, : there.shape[2]], there, self.delta))
+        width = there.shape[2]
+        self._start(points, _farther(points, self.points[:, :width], there, self.delta), width)
 
     def _there(self) -> Tensor:
-        """Which representatives there are, [h, 1, width]."""
-        places = torch.arange(self.width, device=self.clusters.device)
-        return places < self.clusters[:, None, None]
+        """Which representatives there are, [h, 1, width], of the head that has most. A GPU is not asked
+        how many that are where `most` bounds them."""
+        most = self.most if self.clusters.is_cuda else None
+        width = int(self.clusters.max()) if most is None else most
+        return torch.arange(width, device=self.delta.device) < self.clusters[:, None, None]
 
-    def _start(self, points: Tensor, far: Tensor) -> tuple[Tensor, ...]:
-        """Add the representatives among these points; far: those beyond the radius of all earlier ones.
+    def _start(self, points: Tensor, far: Tensor, width: int) -> tuple[Tensor, ...]:
+        """Add the representatives among these points; far: those that are far from all `width` earlier.
 
         Returns:
             the new representatives [h, u, dim], their places among the points [h, u], and [h, u] bool,
             False where a head has fewer than u.
         """
         order, left = _true_ones(far)
-        rows, width = _rows(points, order), self.width
+        rows = _rows(points, order)
         places = torch.arange(order.shape[1], device=points.device)
         new = places < left
         if order.shape[1]:
@@ -146,7 +142,7 @@ def _farther(points: Tensor, others: Tensor, among: Tensor, delta: Tensor) -> Te
     """Whether `nearest` of each point is farther than delta [h], [h, b] bool. On a CPU it is asked only
     for the points that a product's rounding leaves in question."""
     far = torch.ones(points.shape[:2], dtype=torch.bool, device=points.device)
-    asked = slice(None)
+    asked: slice | Tensor = slice(None)
     if not points.is_cuda and others.shape[1]:
         own, theirs, limit = _squared_norm(points), _squared_norm(others), delta.square()[:, None]
         squares = torch.baddbmm(theirs.unsqueeze(1), points, others.mT, alpha=-2)

@@ -80,11 +80,6 @@ def never(count: int, waiting: int) -> int:
     return 0
 
 
-def at_once(count: int, waiting: int) -> int:
-    """The same: all of them."""
-    return waiting
-
-
 def moved(stored: Tensor, places: Tensor) -> Tensor:
     """stored [heads, n, ...] without one row of each head, places [heads], which the last one takes."""
     kept = stored[:, :-1].clone()
@@ -215,17 +210,13 @@ class Quantization:
 
     def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> Codecs:
         """See `Scheme`: keys per channel or per entry, values per entry."""
-        packed = (
-            pack(keys, self, by_channel=not self.by_entry),
-            pack(values, self, by_channel=False),
-        )
-        return self.codec(packed[0]), self.codec(packed[1])
+        return self._codec(keys, not self.by_entry), self._codec(values, False)
 
-    def codec(self, packed: Packed) -> Codec:
-        """A codec of what was packed; it takes no more, unless entries are packed one by one."""
-        make = partial(pack, quantization=self, by_channel=packed.by_channel)
-        due = at_once if self.by_entry else never
-        return Codec(make, due, blocks=(packed,) if packed.count else ())
+    def _codec(self, rows: Tensor, by_channel: bool) -> Codec:
+        """A codec that holds these rows and takes no more, unless entries are packed one by one."""
+        make = partial(pack, quantization=self, by_channel=by_channel)
+        codec = Codec(make, due=lambda _, waiting: waiting).take(rows)[0]
+        return codec if self.by_entry else replace(codec, due=never)
 
     def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
         """See `Scheme`."""

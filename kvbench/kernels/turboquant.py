@@ -156,11 +156,8 @@ class Coder:
 
     def on(self, device: torch.device) -> Coder:
         """On a device."""
-        parts = (self.rotation, self.centroids, self.projection)
-        rotation, centroids, projection = (None if x is None else x.to(device) for x in parts)
-        assert rotation is not None
-        assert centroids is not None
-        return Coder(rotation, centroids, projection, self.bits)
+        projection = None if self.projection is None else self.projection.to(device)
+        return Coder(self.rotation.to(device), self.centroids.to(device), projection, self.bits)
 
     def encode(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """x [heads, n, size] float32 -> packed codes, norms, and with a projection packed signs and the
@@ -306,7 +303,8 @@ class Rotated(ValueBlock):
     def dot(self, query: Tensor) -> Tensor:
         """See `kvbench.kernels.quantize.Block`; no vector is restored: the query is rotated."""
         total: Tensor | float = 0.0
-        for one, q, part in zip(self.coders, self._split(query.float()), self.parts, strict=True):
+        split = split_channels(query, self.order, self.coders)
+        for one, q, part in zip(self.coders, split, self.parts, strict=True):
             found = (q @ one.rotation.T) @ one.looked_up(part[0]).mT
             if one.projection is not None:
                 scale = math.sqrt(math.pi / 2) / q.shape[-1] * part[3].float()
@@ -330,15 +328,12 @@ class Rotated(ValueBlock):
             return out
         return torch.empty_like(out).scatter_(-1, self.order[:, None].expand_as(out), out)
 
-    def _split(self, x: Tensor) -> Sequence[Tensor]:
-        return split_channels(x, self.order, [len(one.rotation) for one in self.coders])
 
-
-def split_channels(x: Tensor, order: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """x [heads, n, d] by sets of channels."""
+def split_channels(x: Tensor, order: Tensor | None, coders: Sequence[Coder]) -> Sequence[Tensor]:
+    """x [heads, n, d] by sets of channels, in float32."""
     if order is not None:
         x = x.gather(-1, order[:, None].expand_as(x))
-    return x.split(list(sizes), dim=-1)
+    return x.float().split([len(one.rotation) for one in coders], dim=-1)
 
 
 def pack_vectors(rows: Tensor, *, coders: tuple[Coder, ...], order: Tensor | None) -> Rotated:
@@ -347,6 +342,6 @@ def pack_vectors(rows: Tensor, *, coders: tuple[Coder, ...], order: Tensor | Non
     Raises:
         ValueError: a norm that the vectors' dtype does not hold.
     """
-    split = split_channels(rows.float(), order, [len(one.rotation) for one in coders])
+    split = split_channels(rows, order, coders)
     parts = tuple(one.encode(x, rows.dtype) for one, x in zip(coders, split, strict=True))
     return Rotated(parts, coders, order)

@@ -74,8 +74,7 @@ class SubGenStream:
     def _sample_values(self, values: Tensor, draws: Tensor, order: Tensor) -> None:
         weight = values.double().square().sum(-1)
         mu = torch.cat([self.mu.unsqueeze(1), weight], 1).cumsum(1)[:, 1:]
-        self.mu = mu[:, -1].clone()
-        chance = torch.where(mu > 0, weight / mu, 0.0)
+        self.mu, chance = mu[:, -1].clone(), torch.where(mu > 0, weight / mu, 0.0)
         # Rounded up to float32, which no comparison with a float32 draw can tell from the float64.
         above = chance.float()
         above = torch.where(above < chance, above.nextafter(torch.ones_like(above)), above)
@@ -152,10 +151,9 @@ class SubGenStreaming(Method):
         older = n - recent
         keys = layer.keys[:, :, :older].reshape(batch * heads, older, dim).float()
         values = layer.values[:, :, :older].reshape(batch * heads, older, -1)
-        delta, most = keys.new_full((batch * heads,), self.delta or 0.0), None
-        if self.delta is None:
-            most = min(clusters, older)
-            delta = _radius(keys, most)
+        most = min(clusters, older) if self.delta is None else None
+        fixed = keys.new_full((batch * heads,), self.delta or 0.0)
+        delta = fixed if most is None else _radius(keys, most)
         stream = SubGenStream(batch * heads, dim, delta, self.t, s, most)
         for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
             draws = uniforms(generator, keys.device, key.shape[1], heads, self.t + s)[0]
@@ -182,13 +180,12 @@ def _radius(keys: Tensor, clusters: int) -> Tensor:
     """A radius per head at which at most `clusters` clusters arise: [h].
 
     Bisection for a small one, with a few clusters to spare for rounding, below the radius that
-    guarantees it: twice that which `clusters` greedy centres cover the keys with (more keys than
-    centres cannot be farther apart than that pairwise, since two would share a centre). The centre
-    that would come next is the farthest key from them.
+    guarantees it: twice that which `clusters` greedy centres cover the keys with, the distance of the
+    centre that would be next (more keys cannot be farther apart, since two would share a centre).
     """
     first = torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device)
-    found = greedy_k_centre(keys, min(clusters + 1, keys.shape[1]), first)
-    centres = rows_at(keys[None], found[None])[0]
+    chosen = greedy_k_centre(keys, min(clusters + 1, keys.shape[1]), first)
+    centres = rows_at(keys[None], chosen[None])[0]
     enough = 2.001 * (centres[:, -1:] - centres[:, :clusters]).square().sum(-1).sqrt().amin(-1)
     too_small = torch.zeros_like(enough)
     target = clusters - 1 - clusters // 32

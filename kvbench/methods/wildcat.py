@@ -168,7 +168,7 @@ class WildCat(Method):
         held[:, :first], held[:, first + room :] = values[:, :first], values[:, last:]
         # On a processor one head at a time, whose tensors stay in its cache; on a GPU all at once.
         together = batch * heads if device.type == "cuda" else 1
-        parts, lows, highs = [], [], []
+        parts, ends = [], []
         for start in range(0, batch * heads, together):
             part = slice(start, start + together)
             k, v = keys[part, first:last], values[part, first:last]
@@ -176,8 +176,7 @@ class WildCat(Method):
                 k, v = (x.index_select(1, places.flatten()) for x in (k, v))
             k = k - keys[part].mean(1, keepdim=True, dtype=torch.float32)
             k, v = (x.unflatten(1, places.shape) for x in (k, v.float()))
-            lows.append(values[part].amin(1))  # faster than both at once
-            highs.append(values[part].amax(1))
+            ends.append((values[part].amin(1), values[part].amax(1)))  # faster than both at once
             coresets = self.coreset(k, v, drawn[:, part], bins, layer)
             held[part, first : first + room] = coresets.numerators.flatten(1, 2)
             parts.append(coresets._replace(numerators=coresets.pivots))  # not held twice
@@ -202,7 +201,7 @@ class WildCat(Method):
             log_weights = torch.zeros(positions.shape, device=device)
             log_weights[:, :, inside] = torch.where(found, coresets.shifts, -math.inf)
             positions[:, :, inside] = torch.where(found, chosen, -1)
-        low, high = (torch.cat(x).unflatten(0, (batch, heads)) for x in (lows, highs))
+        low, high = (torch.cat(x).unflatten(0, (batch, heads)) for x in zip(*ends, strict=True))
         return replace(kept, log_weights=log_weights, denominators=weights, value_range=(low, high))
 
     def coreset(

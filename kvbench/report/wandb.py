@@ -241,24 +241,18 @@ def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -
     frame = tidy(group)
 
     measures = ["score", *(name for name in group.meta.measures if name in group.records)]
-    so_far = pd.concat(
-        [
-            one.records.reindex(columns=measures)
-            .expanding()
-            .mean()
-            .add_prefix(f"{one.manifest.get('method')}/")
-            for one in runs
-        ],
-        axis=1,
-    )
+    means = {
+        str(run.manifest.get("method")): run.records.reindex(columns=measures).expanding().mean()
+        for run in runs
+    }
+    so_far = pd.concat([part.add_prefix(f"{method}/") for method, part in means.items()], axis=1)
     rates = dict.fromkeys(f"rate {v.rate:g}" for v in group.variants if v.rate is not None)
     names = [group.model, group.task, *rates, f"seed{manifest.get('seed')}"]
     hashes = sorted(str(run.manifest.get("config_hash")) for run in runs)
-    methods = [str(run.manifest.get("method")) for run in runs]
     config: dict[str, Any] = {
         "model": group.model,
         "task": group.task,
-        "methods": methods,
+        "methods": list(means),
         "config_hash": hashes,
     }
     config["run"] = dict(manifest.get("identity") or manifest.get("config") or {})
@@ -269,7 +263,7 @@ def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -
         manifest,
         config=config,
         job_type=group.task,
-        tags=list(dict.fromkeys(tag[:64] for tag in (group.model, group.task, *methods))),
+        tags=list(dict.fromkeys(tag[:64] for tag in (group.model, group.task, *means))),
         **where,
     ) as run:
         for row in so_far.to_dict("records"):  # as `Live` showed it
@@ -301,11 +295,12 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
 
     from kvbench.report.frame import totals
 
-    written: list[Path] = []
-    name = f"{manifest['experiment']}/{OVERVIEW}"
+    name, code = (
+        f"{manifest['experiment']}/{OVERVIEW}",
+        run_id(str(manifest["experiment"]), OVERVIEW),
+    )
     about = {"project": logger["project"], "entity": logger["entity"], "job_type": OVERVIEW}
     with _writing(folder, name):
-        code = run_id(str(manifest["experiment"]), OVERVIEW)
         config = {"kind": OVERVIEW}
         with _open(folder, code, name, manifest, config=config, **about) as run:
             total = pd.concat([totals(scores), totals(scores, "ratio")], ignore_index=True)
@@ -324,7 +319,7 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
             run.log_artifact(page)
             for (model, task), part in scores.groupby(["model", "task"], sort=False):
                 run.summary.update({f"{model}/{task}/{k}": v for k, v in scalars_of(part).items()})
-        written += (folder / "wandb").glob(f"offline-run-*-{code}")
+    written = list((folder / "wandb").glob(f"offline-run-*-{code}"))  # none where it failed
     if written and mode == "online":
         _send(written, float(logger["timeout_s"]))
     return bool(written)

@@ -114,7 +114,7 @@ class Job:
     @property
     def warnings(self) -> list[str]:
         """A line for each thing about the job's examples that its numbers do not show."""
-        said, units = [], self.units
+        said, units, spec = [], self.units, self.session.spec
         if units.left_out:
             said.append(f"limit is {self.limit}: nothing runs of {', '.join(units.left_out)}")
         lengths = [each.n for unit in units.mine for each in unit.examples]
@@ -123,7 +123,7 @@ class Job:
         if over:
             said.append(
                 f"{len(over)} of {len(lengths)} prompts are longer than the model's positions: up to "
-                f"{max(over):,} tokens, and it has {positions:,}; their records say so"
+                f"{max(over):,} tokens, and {spec.name} has {positions:,}; their records say so"
             )
         return said
 

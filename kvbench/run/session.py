@@ -47,7 +47,7 @@ class Session:
     seed: int = 0
     compress_after: Literal["prompt", "context"] = "prompt"
     example_timeout: float | None = None
-    decode: str = "eager"
+    decode: str = "auto"
     sampling: Sampling = GREEDY
     shared: dict[str, tuple[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 

@@ -77,19 +77,6 @@ def test_everything_listed_has_a_line_about_it(capsys: Any, kind: Any) -> None:
     assert main(capsys, "list", kind.removesuffix("s"))[1] == out
 
 
-def test_overrides_that_are_right_are_let_through() -> None:
-    fine: list[list[str]] = [
-        ["method=snapkv", "methods.snapkv.kernel_size=7"],
-        ["experiment=demo", "task=needle", "limit=1"],
-        ["model=hf", "model.path=org/name", "model.revision=main"],
-        ["+model.architecture.hidden_size=8"],
-        ["task.files=['a b.jsonl',c.jsonl]"],
-        ["experiment=frontier"],
-    ]
-    for overrides in fine:
-        assert refusal_of(overrides) is None, overrides
-
-
 def test_a_hub_id_or_a_folder_is_a_model_with_one_label(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "2 mine").mkdir()

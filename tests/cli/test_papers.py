@@ -250,19 +250,6 @@ def test_all_visits_every_name_whatever_fails(
         reproduce(words, stopped)
 
 
-@pytest.mark.slow
-def test_a_dry_run_of_all_says_what_each_would_do(
-    capsys: Any, monkeypatch: Any, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["model=recall_mini", "limit=1", "device=cpu", "dry_run=true"]
-    status, out, err = main(capsys, "reproduce", "all", *words)
-    assert (status, list(tmp_path.iterdir())) == (0, []), err
-    for name, item in MADE.items():
-        assert out.count(f"\n{name}\n") == 1
-        assert f"name={name}_small" in out if item.script else True
-
-
 def test_reproduce_runs_what_it_says(capsys: Any, tmp_path: Path) -> None:
     words = ["model=recall_mini", "limit=1", "logger=none", f"results_dir={tmp_path}"]
     narrow = ["task.datasets=[trec]", "task.max_input=300", "method=[exact,uniform]"]

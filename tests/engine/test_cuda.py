@@ -10,8 +10,10 @@ from support.prompts import EVERY_METHOD, facts
 from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
+from kvbench.engine import graphs
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
 from kvbench.engine.prefill import prefill
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
@@ -80,6 +82,17 @@ def test_compression_waits_at_no_layer(name, monkeypatch):
     (few, _), (many, found) = waits(1), waits(3)
     assert many == few, found
     assert few <= 1 + 6
+
+
+@needs_pretend
+def test_a_row_that_decodes_alone_leaves_the_others_their_graph(monkeypatch):
+    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
+    monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
+    model, names, found = model_on(CUDA), ["exact", "snapkv", "topk"], {}
+    eager = answers(model, names, n=40, new=7, graphs=StepGraphs("eager"))
+    replayed = counted(lambda: found.update(answers(model, names, n=40, new=7)), "launch graph")
+    assert found == eager
+    assert sum(replayed.values()) == 6 - FIRST_STEPS, "the steps after the first, of two rows"
 
 
 @needs_pretend

@@ -259,7 +259,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return lambda: step()
 
     monkeypatch.setattr(StepGraphs, "capture", capture)
-    monkeypatch.setattr(StepGraphs, "is_possible", lambda self, model, state: state.all_together)
+    monkeypatch.setattr(StepGraphs, "is_possible", lambda self, model: True)
     monkeypatch.setattr(graphs, "WORTH_STEPS", 4)
     return captured
 
@@ -267,8 +267,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def both_ways(prompts: list[Prompt], **how: Any) -> Any:
     """The answers of steps that are captured, and of steps that are not."""
     model = model_on()
-    eager = run_batch(model, prompts, seed=1, **how)
-    graph = run_batch(model, prompts, seed=1, **how, graphs=StepGraphs("auto"))
+    eager = run_batch(model, prompts, seed=1, **how, graphs=StepGraphs("eager"))
+    graph = run_batch(model, prompts, seed=1, **how)
     return [facts(answer) for answer in graph], [facts(answer) for answer in eager]
 
 
@@ -282,9 +282,16 @@ def test_rows_that_ended_change_nothing_for_those_that_go_on(
     assert pretended == sorted(pretended, reverse=True)
 
 
-def test_what_evicts_is_captured_and_what_goes_row_by_row_is_not(pretended: list[int]) -> None:
-    graph, eager = both_ways([replace(unlike_prompts()[0], stopping=Stopping(30))])
+def test_what_evicts_is_captured_and_what_goes_row_by_row_goes_apart(pretended: list[int]) -> None:
+    prompt = replace(unlike_prompts()[0], stopping=Stopping(30))
+    graph, eager = both_ways([prompt])
     assert graph == eager
+    assert pretended == [len(set(prompt.methods) - set(ALONE))]
+    alone = {name: prompt.methods[name] for name in ALONE if name in prompt.methods}
+    pretended.clear()
+    graph, eager = both_ways([replace(prompt, methods=alone)])
+    assert graph == eager
+    assert alone
     assert not pretended
     both = {name: (evicting(name), ROOM) for name in EVICTING}
     graph, eager = both_ways(
@@ -296,7 +303,7 @@ def test_what_evicts_is_captured_and_what_goes_row_by_row_is_not(pretended: list
 
 
 def test_the_cpu_captures_nothing_and_graph_is_refused_there() -> None:
-    assert not StepGraphs("graph").is_possible(model_on(), None)  # type: ignore[arg-type]
+    assert not StepGraphs().is_possible(model_on())
     spec = ModelSpec(name="x", path="x")
     for decode, said in (
         ("graph", "decode is 'graph' and the device is cpu; allowed there: auto, eager"),
@@ -322,7 +329,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
 
     monkeypatch.setattr(StepGraphs, "capture", capture)
     how = {"seed": 1, "compress_after": compress_after}
-    eager = run_batch(model, prompts, **how)  # type: ignore[arg-type]
+    eager = run_batch(model, prompts, **how, graphs=StepGraphs("eager"))  # type: ignore[arg-type]
     for _ in range(2):
         graph = run_batch(model, prompts, **how, graphs=StepGraphs("graph"))  # type: ignore[arg-type]
         assert [facts(answer) for answer in graph] == [facts(answer) for answer in eager]

@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_refused(monkeypatch):
         (([], []), "0 rows of keys"),
         (([key, key.half()], [key, key.half()]), "keys differ"),
         (([key.mT.contiguous().mT], [key]), "not adjacent"),
-        (([key], [key], [torch.zeros(2, 4)]), "row 0 has log-weights"),
+        (([key], [key], [torch.zeros(2, 4)]), "row 0 has keys, values, log-weights"),
     ]:
         with pytest.raises(ValueError, match=message):
             entry_table(*arguments)

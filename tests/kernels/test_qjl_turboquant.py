@@ -15,7 +15,7 @@ from kvbench.engine.cache import LayerCache
 from kvbench.kernels import turboquant as tq
 from kvbench.kernels.qjl import QJL, orthogonalised, pack_keys
 from kvbench.kernels.quantize import Codec, Quantization, pack, pack_bits, unpack_bits
-from kvbench.kernels.turboquant import TurboQuant, hadamard_rotation, lloyd_max, nearest_code
+from kvbench.kernels.turboquant import TurboQuant, hadamard_rotation, lloyd_max
 from kvbench.kv import CompressedKV, KVError
 from kvbench.methods import build_method
 
@@ -275,21 +275,3 @@ def test_what_cannot_be_stored_says_so():
     for scheme in (TurboQuant(keys="prod"), QJL(outliers=1)):
         first, _ = scheme.codecs(zeros, zeros, layer=0, seed=0)
         assert first.dot(torch.ones(1, 1, 16)).eq(0).all()
-
-
-@pytest.mark.parametrize(
-    ("bits", "d", "codebook"),
-    [(bits, d, "beta") for bits in range(6) for d in (8, 128)] + [(3, 16, "normal")],
-)
-def test_nearest_code_is_that_of_a_search_on_edges_and_beside_them(
-    bits: int, d: int, codebook: str
-) -> None:
-    centroids = torch.from_numpy(lloyd_max(d, bits, codebook)).float()
-    edges = (centroids[1:] + centroids[:-1]) / 2
-    up, down = (torch.nextafter(edges, torch.tensor(side)) for side in (torch.inf, -torch.inf))
-    extremes = torch.tensor([0.0, -0.0, 1.0, -1.0, 3e38, -3e38, 1e-40])
-    random = torch.randn(5000, generator=torch.Generator().manual_seed(bits)) / math.sqrt(d)
-    x = torch.cat([edges, up, down, centroids, extremes, random])[None]
-    found = nearest_code(x, centroids)
-    assert found.dtype == torch.uint8
-    assert torch.equal(found.long(), torch.bucketize(x, edges))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.golden import arrays_of, cases_of
+from support.jobs import Letters
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
@@ -25,17 +26,6 @@ from kvbench.methods import build_method
 from kvbench.methods.base import Method, Repetition, Rescoring
 from kvbench.methods.kvzip import FIRST, FOLLOWING, largest_attention, threshold
 from kvbench.tasks.base import PromptEncoder
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def encode(self, text, *, add_special_tokens=True):
-        return [3 + ord(letter) % 90 for letter in text]
-
-    def decode(self, ids, *, skip_special_tokens=True):
-        return "".join(chr(i) for i in ids)
-
 
 WORDS = PromptEncoder(Letters(), suffix_ids=(7, 8))
 BUDGET = Budget(rate=0.3, sink=5, window=4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -44,13 +43,3 @@ def test_every_method_names_its_paper_and_has_a_yaml_as_has_every_preset():
     for name in available_methods():
         assert method_class(name).paper, name
         assert {name, *(f"{name}_{preset}" for preset in method_class(name).presets)} <= set(LABELS)
-
-
-def test_selecting_many_and_refusing_what_is_unknown():
-    methods = composed("method=[snapkv,h2o,balancekv_released]", "methods.snapkv.kernel_size=7")
-    assert list(methods) == ["snapkv", "h2o", "balancekv_released"]
-    assert methods.snapkv.kernel_size == 7
-    lists = composed("method=[balancekv]", "methods.balancekv.block_size=[64,32]")
-    assert instantiate(lists.balancekv, _convert_="all").block_size == (64, 32)
-    with pytest.raises(Exception, match="kernel"):
-        composed("method=[snapkv]", "methods.snapkv.kernel=7")

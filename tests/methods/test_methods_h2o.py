@@ -7,8 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.jobs import make_job
 from support.method_layers import make_layer, run
 from support.tiny import prompt_ids, tiny_model
@@ -53,48 +51,6 @@ def test_the_heaviest_leave_where_the_lightest_stay_and_a_cache_may_grow():
     assert torch.equal(light.token_scores(layer, budget).argmin(-1), mass.argmax(-1))
     assert (growing.evicts, build_method("h2o").evicts) == (False, True)
     assert run(growing, layer, budget).scores is None
-
-
-@given(
-    capacity=st.integers(1, 12),
-    heads=st.integers(1, 3),
-    steps=st.integers(1, 25),
-    fraction=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-    start=st.integers(0, 12),
-    seed=st.integers(0, 10**6),
-)
-@settings(max_examples=60, deadline=None)
-def test_eviction(capacity, heads, steps, fraction, start, seed):
-    """The cache of a simulated decode, step by step; entries stay in arbitrary slots."""
-    method = build_method("h2o", heavy_fraction=fraction)
-    recent, held = capacity - round(fraction * capacity), min(start, capacity)
-    generator = torch.Generator().manual_seed(seed)
-    positions = torch.arange(held).expand(heads, held).clone()
-    scores = torch.rand(heads, held, generator=generator)
-    plain = [dict(enumerate(row)) for row in scores.tolist()]
-    for newest in range(held, held + steps):  # as in a cache: one position after the other
-        positions = torch.cat([positions, torch.full((heads, 1), newest)], 1)
-        scores = torch.cat([scores, torch.zeros(heads, 1)], 1)
-        attention = torch.rand(heads, positions.shape[1], generator=generator)
-        scores, leaving = method.evict(Held(scores, positions, capacity, sink=0), attention)
-        for head, weights in enumerate(plain):
-            weights[newest] = 0.0
-            for slot, position in enumerate(positions[head].tolist()):
-                weights[position] += float(attention[head, slot])
-            if leaving is not None:
-                candidates = sorted(weights, reverse=True)[recent:]
-                lightest = min(candidates, key=weights.__getitem__)
-                assert int(positions[head, leaving[head]]) == lightest
-                del weights[lightest]
-        if leaving is not None:
-            # The newest takes the slot that became free, as a cache may do, or leaves the last one.
-            slots = leaving.unsqueeze(1)
-            positions = positions.scatter(1, slots, positions[:, -1:])[:, :-1]
-            scores = scores.scatter(1, slots, scores[:, -1:])[:, :-1]
-        assert positions.shape[1] <= capacity
-        for head, weights in enumerate(plain):
-            found = dict(zip(positions[head].tolist(), scores[head].tolist(), strict=True))
-            assert found == pytest.approx(weights, rel=1e-4)
 
 
 @pytest.mark.parametrize("rows", [7, 512])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ from scipy import stats
 from support.golden import arrays_of, assert_near, cases_of, checked
 from support.method_layers import attend, make_layer, run
 
-from kvbench.kernels.pivoted_cholesky import Gaussian, lambert_w, nystroem, pivoted_cholesky
+from kvbench.kernels.pivoted_cholesky import Gaussian, nystroem, pivoted_cholesky
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.wildcat import Bins
@@ -149,11 +148,6 @@ def test_first_pivot_is_drawn_in_proportion_to_the_kernel():
     wanted = keys[0].double().square().sum(-1).exp()
     found = torch.bincount(pivots[:, 0], minlength=12)
     assert stats.chisquare(found.numpy(), (8000 * wanted / wanted.sum()).numpy()).pvalue > 1e-3
-
-
-def test_lambert_w_inverts():
-    w = torch.logspace(-3, math.log10(500), 60, dtype=torch.float64)
-    torch.testing.assert_close(lambert_w(w * w.exp()), w, rtol=1e-9, atol=0)
 
 
 BUDGET = Budget(rate=0.25, sink=4, window=6)

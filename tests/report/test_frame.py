@@ -53,20 +53,6 @@ def test_failures_are_counted_and_never_dropped(tmp_path: Path) -> None:
     assert list(totals_of(group_of(tmp_path / "nan"))["failures"]) == ["1 no score"]
 
 
-def test_only_proven_differences_are_marked(tmp_path: Path) -> None:
-    rng = np.random.default_rng(3)
-    best = 0.3 + 0.3 * rng.random(60)
-    group = group_from(
-        tmp_path,
-        exact=list(best + 0.2),
-        balancekv=list(best),
-        snapkv=list(best - 0.1 + 0.1 * rng.random(60)),
-        uniform=list(best + rng.normal(-0.03, 0.1, 60)),
-    )
-    found = {"exact": set[str](), "balancekv": {"best"}, "snapkv": {"worse"}, "uniform": {"tied"}}
-    assert marks(group) == found, "exact does not compete"
-
-
 RANKED: list[tuple[dict[str, list[float | None]], set[str]]] = [
     ({"exact": [1, 1, 1], "snapkv": [1, 0, 1], "uniform": [0, 1, 1]}, {"snapkv", "uniform"}),
     ({"exact": [1, 1, 1], "snapkv": [1, 0, 1]}, set()),  # one alone is not the best
@@ -189,15 +175,6 @@ def test_several_datasets_count_alike_and_every_seed_is_expected(tmp_path: Path)
     also = scores(group_of(tmp_path / "demo"), also={"both": ["qasper", "hotpotqa"], "x": ["y"]})
     assert totals(also)["mean"]["snapkv"] == pytest.approx((0.805 + 0.405) / 2)
     assert "x" not in set(also["value"]), "an average that lacks a part is left out"
-
-
-def test_fields_are_split_in_their_natural_order_and_costs_stand_beside(tmp_path: Path) -> None:
-    write_run(tmp_path, records=lines_records("exact"))
-    frame = tidy(group_of(tmp_path / "demo"))
-    split = frame[frame["by"] == "num_lines"]
-    assert list(split["value"]) == ["10", "20", "30", "40", "50"]
-    cost = frame[frame["by"] == ""].set_index("measure")["mean"]
-    assert (cost["ratio"], cost["entries_max"]) == (1.0, 1200)
 
 
 def test_variants_are_named_by_what_differs(tmp_path: Path) -> None:

@@ -75,24 +75,6 @@ def test_a_limit_below_the_number_of_datasets_says_which_are_missing(
     assert load_run(result.folders["exact"]).manifest["datasets_left_out"] == []
 
 
-def test_only_what_the_limit_asks_for_is_turned_into_tokens(tmp_path: Path) -> None:
-    lines = LongEvalLines(num_lines=[2, 3, 4], num_examples=2, max_new_tokens=2)
-    read: list[str] = []
-
-    class Counting(Letters):
-        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-            read.append(text)
-            return super().encode(text)
-
-    for limit, most in ((None, 12), (2, 4)):
-        job = make_job(tmp_path, EXACT, plan=TaskPlan(lines, limit), limit=limit)
-        job.session.__dict__["encoder"] = PromptEncoder(Counting())
-        read.clear()
-        assert len(job.units.mine) == (limit or 6)
-        assert len(read) <= most
-    assert job.units.left_out == ("4 lines",)
-
-
 def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
     methods = {"greedy": Greedy(), "broken": Broken(), "snapkv": build_method("snapkv")}
     result = run_job(make_job(tmp_path, methods, limit=2))

@@ -1,4 +1,4 @@
-"""Any command line or results folder is a correct run or an error of one line, never a traceback."""
+"""Any command line is a correct run or an error of one line, never a traceback."""
 
 from __future__ import annotations
 

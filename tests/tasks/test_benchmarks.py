@@ -14,13 +14,13 @@ import pytest
 from hydra.utils import instantiate
 from support.benchmarks import BOOK, WRITERS, write_lines
 from support.command import composed
-from support.encoders import chat, shipped
+from support.encoders import shipped
 from support.paths import ROOT
 
 from kvbench.cli.build import build_job
 from kvbench.engine.sampling import Sampling
 from kvbench.kv import KVError
-from kvbench.run.encoding import encode_examples
+from kvbench.run.runner import run_job
 
 GOLDEN = ROOT / "tests" / "data" / "benchmarks.json"
 
@@ -117,45 +117,30 @@ def test_prompts_limits_and_scores_are_those_committed(name: str, tmp_path: Path
     assert not found
 
 
-def test_golden_turns_stand_before_a_question(tmp_path: Path, monkeypatch: Any) -> None:
-    only = "task.datasets=[kv,vt]"
-    (kv1, a1), (kv2, _) = TURNS["kv"]
-
-    def read(*more: str) -> list[str]:
-        encoded = encode_examples(
-            made("scbench", tmp_path, only, *more).examples(shipped()), shipped()
-        )
-        return [shipped().tokenizer.decode(list(each.question_ids)) for each in encoded]
-
-    texts = read()
-    assert texts[1] == f"{kv1}{a1}\n\n{kv2}"
-    assert any("Which variables have 7?AB, CD\n\nWhich have 8?" in text for text in texts)
-    assert read("task.golden_turns=null")[1] == kv2
-    own = made("scbench", tmp_path, only, "task.golden_turns=false").examples(shipped())
-    assert {example.history for example in own} == {"own"}
-    encoder, roles = chat(), {"user": "user", "assistant": "model"}
-
-    def template(messages: Any, **_: Any) -> str:
-        return "".join(f"<{roles[m['role']]}>{m['content']}</{roles[m['role']]}>" for m in messages)
-
-    monkeypatch.setattr(encoder.tokenizer, "apply_chat_template", template, raising=False)
-    found = encode_examples(made("scbench", tmp_path, only).examples(encoder), encoder)
-    assert encoder.tokenizer.decode(list(found[1].question_ids)) == (
-        f"{kv1}</user><model>{a1}</model><user>{kv2}</user><model>"
-    )
+def test_earlier_answers_may_be_the_methods_own_or_left_out(tmp_path: Path) -> None:
+    for given, history in (("false", "own"), ("null", "none")):
+        turns = made("scbench", tmp_path, "task.datasets=[kv]", f"task.golden_turns={given}")
+        assert {example.history for example in turns.examples(shipped())} == {history}
 
 
 @pytest.mark.slow
-def test_scbench_compresses_before_and_aime_draws_eight_samples(tmp_path: Path) -> None:
+def test_scbench_compresses_before_aime_draws_eight_samples_and_all_run(
+    tmp_path: Path,
+) -> None:
     def job(name: str, *more: str) -> Any:
-        where = ["device=cpu", "task_label=t", "budget.sink=2", "budget.window=2"]
+        where = ["device=cpu", "task_label=t", "budget.sink=2", "budget.window=2", "limit=1"]
+        where += [f"results_dir={tmp_path}", f"experiment_name={name}", "method=[exact,snapkv]"]
         return build_job(composed(f"task={name}", *overrides(name, tmp_path), *where, *more))
 
     assert job("scbench").session.compress_after == "context"
-    assert len(job("scbench").units.every) == 18
-    for name in ROWS:
+    assert len(job("scbench", "limit=null").units.every) == 18
+    for name in ("loogle", "scbench", *ROWS):
         sampling = Sampling(0.6, 0.95, 8) if name.startswith("aime") else Sampling()
-        assert job(name).session.sampling == sampling
-        assert len(job(name).units.every[0].record_ids) == sampling.samples
+        small = job(name, "task.max_new_tokens=2")
+        assert small.session.sampling == sampling
+        if name in ROWS:
+            assert len(small.units.every[0].record_ids) == sampling.samples
+        result = run_job(small)
+        assert (result.failed, result.written > 0) == (0, True), name
     with pytest.raises(KVError, match="has no context; allowed: prompt"):
         job("gsm8k", "compress_after=context").units  # noqa: B018
