@@ -58,12 +58,5 @@ def test_the_cap_holds_at_every_step_and_memory_is_flat() -> None:
         most = (128 + RING.get(name, 0) + 1) * ENTRY * 1.5  # scores and positions count as well
         assert result.cache_bytes_peak <= most, (name, result.cache_bytes_peak, most)
         assert result.cache_bytes_mean < found["exact"].cache_bytes_mean / 2
-    print(
-        {
-            n: (r.cache_bytes_peak, r.cache_bytes_mean, round(r.decode_s, 1))
-            for n, r in found.items()
-        }
-    )
     grown = resident() - seen[len(seen) // 8] if seen else 0
-    print("grown by", grown, "of the exact cache's", NEW * ENTRY)
     assert grown <= 4 * NEW * ENTRY + (64 << 20)
