@@ -171,7 +171,7 @@ NOT_JOINED: list[tuple[Any, bytes | None, str]] = [  # the spec, the file mine.c
     ({"file": "x", "where": "y"}, b"", "paper_table.where is 'y'"),
     ({"file": "x", "rescored": 7}, b"", "paper_table.rescored is 7"),
     ("nowhere", b"", "paper_table"),
-    ({"file": "mine", "where": {"shots": 5}}, HEAD.encode(), "paper_table"),
+    ({"file": "mine", "where": {"shots": 5}}, HEAD.encode(), "mine.csv has no column shots"),
     ("mine", b"\xff\xfe\x00", "mine.csv"),
     ("mine", b'a,b\n"x', "mine.csv"),
     ("mine", b"method,accuracy\nexact,1\n", "mine.csv"),
@@ -196,3 +196,4 @@ def test_what_cannot_be_joined_is_a_warning_of_one_line(
     (warning,) = build_report(tmp_path / "demo").warnings
     assert "\n" not in warning
     assert said in warning
+    assert "paper_table" in warning or "mine.csv" in warning or "rescored" in warning
