@@ -44,8 +44,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ABLE = 0.8
 """Share of whole answers of the exact cache below which a task tells nothing about methods."""
 UNABLE = "needs a model that retrieves"
-ORDER = ("fails", "cannot be told", "holds on average", "holds", UNABLE)
-"""Verdicts; a claim has the first of its comparisons'."""
+ORDER = ("fails", "cannot be told", "holds on average", "holds")
+"""Verdicts; a claim has the first of its comparisons', and only where none has any, what they need."""
 SHOWN = ("id", "claim", "decided by", "difference", "claimed", "units", "holds", "verdict")
 
 
@@ -190,36 +190,41 @@ def judged(
     return Verdict("cannot be told", *told, more)
 
 
-def says_nothing(rows: pd.DataFrame, asked: Mapping[str, Any]) -> bool:
-    """True where the method `able` gives fewer whole answers than `ABLE`, so that the task tells no
-    methods apart."""
-    if "able" not in asked:
-        return False
-    whole = "containment" if "containment" in rows else "score"
-    return bool(rows.loc[rows["method"] == asked["able"], whole].mean() < ABLE)
+def lacking(rows: pd.DataFrame, asked: Mapping[str, Any]) -> str:
+    """What a comparison needs that this model has not; empty where it tells methods apart. The method
+    `able` must give as many whole answers as `ABLE`, and `first` others than the method `unlike`."""
+    if "able" in asked:
+        whole = "containment" if "containment" in rows else "score"
+        if rows.loc[rows["method"] == asked["able"], whole].mean() < ABLE:
+            return UNABLE
+    if "unlike" in asked:
+        both = [asked["first"], asked["unlike"]]
+        answers = rows.pivot(index="example_id", columns="method", values="prediction")[both]
+        if answers[both[0]].equals(answers[both[1]]):
+            return f"needs a model on which {both[0]} differs from {both[1]}"
+    return ""
 
 
 def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
     """A row for each comparison of a claim with each method that it names; `decides` marks the one that
     has the claim's verdict (of several the first). With `minus`, a run of the same units, a comparison
-    is of how much smaller the difference is there; with `able`, a method, it says nothing where that
-    method scores below `ABLE`."""
+    is of how much smaller the difference is there."""
     found: list[tuple[Mapping[str, Any], str, pd.DataFrame]] = []
     rows: list[dict[str, Any]] = []
     for asked in claim["comparisons"]:
         values = table(runs[asked["run"]], asked)
-        unable = says_nothing(runs[asked["run"]], asked)
-        less = None if unable else asked.get("minus")
+        needs = lacking(runs[asked["run"]], asked)
+        less = None if needs else asked.get("minus")
         for other, each in compared(values, asked).items():
             if less:
                 each = each - compared(table(runs[less], asked), asked)[other]
-            found.append((asked, "" if unable else other, each))
+            found.append((asked, needs, each))
             value = f"slope of {asked['value']}" if "slope" in asked else asked["value"]
             said = f"{asked['run']}, {value}: {asked['first']} - {other}"
             said += f", less that of {less}" if less else ""
             said += f", mean over {asked['over']}" if "over" in asked else ""
             rows.append({"comparison": said})
-    told = [one for one in found if one[1]]
+    told = [one for one in found if not one[1]]
     by_run = {one[0]["run"] for one in told}
 
     def family(mean: bool) -> Array:
@@ -231,7 +236,7 @@ def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[
         return joint(tables)
 
     cells, means = (family(False), family(True)) if told else (None, None)
-    for (asked, other, each), row in zip(found, rows, strict=True):
+    for (asked, needs, each), row in zip(found, rows, strict=True):
         verdict = judged(each.to_numpy(float), asked, cells, means)
         by = asked.get("by", 0)
         model = runs[asked["run"]]["model"].iloc[0]
@@ -241,12 +246,13 @@ def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[
             "units": verdict.units,
             "held": verdict.held,
             "cells": verdict.cells,
-            "more": verdict.more if other else None,
-            "result": verdict.verdict if other else UNABLE,
+            "more": None if needs else verdict.more,
+            "result": needs or verdict.verdict,
             "run": asked["run"],
             "model": "random data" if str(model) == "nan" else model,
         }
-    worst = min((row["result"] for row in rows), key=ORDER.index)
+    results = [row["result"] for row in rows]
+    worst = min(results, key=lambda one: ORDER.index(one) if one in ORDER else len(ORDER))
     first = next(row for row in rows if row["result"] == worst)
     about = {key: claim[key] for key in ("id", "place", "claim")} | {"verdict": worst}
     return [about | {"decides": row is first} | row for row in rows]
@@ -352,7 +358,7 @@ def main(given: Sequence[str]) -> None:
             name = one.get(key)
             if name is None or name in runs:
                 continue
-            if key == "run" or not says_nothing(runs[one["run"]], one):
+            if key == "run" or not lacking(runs[one["run"]], one):
                 words = command(name, asked["runs"][name]["command"], options, place)
                 run_once(name, words, place)
                 runs[name] = read_run(place / name)

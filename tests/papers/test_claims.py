@@ -100,6 +100,9 @@ def test_the_worst_comparison_decides_and_what_no_model_can_do_says_nothing() ->
     found = SCRIPT["decided"](claim | {"comparisons": [once, unable]}, runs)
     assert found[0]["verdict"] == "holds"
     assert found[1]["result"] == SCRIPT["UNABLE"]
+    alike = {"here": runs["here"].assign(prediction="p", example_id=np.arange(96) // 2)}
+    (row,) = SCRIPT["decided"](claim | {"comparisons": [once | {"unlike": "b"}]}, alike)
+    assert row["verdict"] == "needs a model on which a differs from b"
     noisy = {"here": rows({"1": 1, "2": 1}, spread=1), "later": rows({"1": 1, "2": 1}, spread=3)}
     widths = []
     for among in ([once], [once, once | {"run": "later"}]):
