@@ -108,17 +108,3 @@ def test_rooms_import_each_other_one_way():
                 p for p in imported(path) - {room} if "__" not in p
             )
     TopologicalSorter(graph).prepare()  # raises where there is a circle
-
-
-TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
-"""What torch's CUDA builds require: `pip install --dry-run torch==<version>` says so."""
-
-
-def test_constraints_hold_for_cpu_and_cuda_builds_of_torch():
-    """A CPU build names no Triton. A CUDA build needs its own, beside which pip finds no torch of the
-    Makefile's version if another one is pinned."""
-    root = PACKAGE.parent
-    torch = re.search(r"^TORCH \?= torch==(\S+)$", (root / "Makefile").read_text(), re.M)
-    triton = re.search(r"^triton==(\S+)$", (root / "constraints.txt").read_text(), re.M)
-    assert TRITON_OF_TORCH[torch.group(1)] == triton.group(1)
-    assert not re.search(r"^(torch|nvidia\S*)==", (root / "constraints.txt").read_text(), re.M)
