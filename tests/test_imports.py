@@ -11,8 +11,6 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import kvbench
 
 PACKAGE = Path(kvbench.__file__).parent
@@ -76,14 +74,6 @@ def test_usage_errors_come_without_importing_torch():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-
-
-@pytest.mark.slow
-def test_compress_loads_neither_the_report_nor_an_extra():
-    """scripts/try_wheel.sh says what each extra adds."""
-    heavy = "{'wandb', 'matplotlib', 'datasets', 'lm_eval', 'submitit'} & set(sys.modules)"
-    script = f"import sys, kvbench.api, kvbench.tasks.needle; sys.exit(str({heavy} or ''))"
-    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise():

@@ -16,7 +16,7 @@ from kvbench.cli.build import build_job
 from kvbench.cli.catalogue import paper_items
 from kvbench.engine.generate import run_forks
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
 
@@ -92,11 +92,6 @@ def test_uniform_in_the_subset_is_balancekv_without_balance(rate: float) -> None
         assert {w for p, w in head if p < touched} <= {1.0, 2.0, 4.0}
     plain = chosen_by(build_method("uniform", scope="subset", weighted=False), budget, layer)
     assert plain == [tuple((p, 1.0) for p, _ in head) for head in subset]
-
-
-def test_uniform_has_two_scopes() -> None:
-    with pytest.raises(KVError, match=r"uniform\.scope is 'all'; allowed: middle \| subset"):
-        build_method("uniform", scope="all")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.benchmarks import write_lines
+from support.paths import write_lines
 
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.data import (
