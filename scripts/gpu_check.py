@@ -37,6 +37,7 @@ import bench_kernels
 import torch
 from bench_engine import Clocked
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from kvbench.engine.faults import free_memory, is_out_of_memory
 from kvbench.engine.fork import Fork
@@ -577,6 +578,17 @@ def _decoded(
     return [after - before for before, after in pairwise(clocked.times)]
 
 
+def _backend(sizes: Sizes, n: int, on: torch.device) -> str:
+    """Which of torch's attention kernels a prefill of n tokens runs."""
+    heads, kv_heads = sizes.model["num_attention_heads"], sizes.model["num_key_value_heads"]
+    wide = sizes.model["hidden_size"] // heads
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": on}
+    query = torch.empty(1, heads, n, wide, **kind)
+    key = torch.empty(1, kv_heads, n, wide, **kind)
+    choice = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=True)
+    return SDPBackend(choice).name
+
+
 def decoding(sizes: Sizes, on: torch.device, out: Figures) -> None:
     """Each method's compression beside its prefill, its decode steps at several batches beside what
     their bytes allow, and its peak of memory."""
@@ -615,6 +627,7 @@ def _steps_of(
     cost, compiled = fork.cost(), COMPILED.names[before:]
     assert cost.cache_bytes is not None
     out.found[what] = {
+        "attention": _backend(sizes, n, on),
         "prefill_s": prefill_s,
         "compress_s": cost.compress_s,
         "compiled": compiled,

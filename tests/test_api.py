@@ -18,9 +18,7 @@ from support.tiny import Broken, Everything, Greedy, prompt_ids
 from support.tiny import tiny_model as _tiny_model
 from support.variants import label
 
-import kvbench
 from kvbench import compare, compress
-from kvbench.cli.catalogue import catalogue
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.fork import prompt_name
@@ -481,33 +479,6 @@ def test_compare_takes_several_rates_prompts_chats_labels_and_failures() -> None
     with compress(model, "snapkv", **SMALL):  # one inside the other
         inner: Any = compare(model, Letters(), "x" * 50, "exact", max_new_tokens=3)
     assert inner.loc["exact", "ratio"] == 1
-
-
-def test_variants_have_the_names_of_the_command_line() -> None:
-    assert kvbench.build_method("balancekv_released") == build_method("balancekv", "released")
-    for name in catalogue("methods"):
-        if not name.startswith(("kvpress", "minference")):
-            assert build_method(name), name
-    with pytest.raises(KVError, match="did you mean 'balancekv_released'"):
-        build_method("balancekv_releasd")
-
-
-def test_pipelines_and_chats_work_as_usual(shipped: Any) -> None:
-    model, tokenizer = shipped
-    pipe = t.pipeline("text-generation", model=model, tokenizer=tokenizer)
-    prompts = ["line one: the value is 7. " * 8, "a short one: " * 3, "and another " * 5]
-    options = {"max_new_tokens": 6, "do_sample": False}
-    plain = pipe(prompts, batch_size=2, return_full_text=False, **options)
-    with compress(model, "exact") as session:
-        assert pipe(prompts, batch_size=2, return_full_text=False, **options) == plain
-    assert len(session.rows) == 3
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    chat = [{"role": "user", "content": prompts[0]}]
-    with compress(model, "snapkv", **SMALL) as session:
-        answer = pipe(chat, **options)[0]["generated_text"][-1]
-    frame = compare(model, tokenizer, chat, ["snapkv"], **SMALL, max_new_tokens=6)
-    assert answer == {"role": "assistant", "content": frame.loc["snapkv", "text"]}
-    assert frame.loc["snapkv", "ratio"] == session.ratio[0]
 
 
 def test_two_models_a_deep_copy_and_a_compiled_model_each_go_their_own_way() -> None:

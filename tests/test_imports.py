@@ -11,8 +11,6 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import kvbench
 
 PACKAGE = Path(kvbench.__file__).parent
@@ -78,14 +76,6 @@ def test_usage_errors_come_without_importing_torch():
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
-@pytest.mark.slow
-def test_compress_loads_neither_the_report_nor_an_extra():
-    """scripts/try_wheel.sh says what each extra adds."""
-    heavy = "{'wandb', 'matplotlib', 'datasets', 'lm_eval', 'submitit'} & set(sys.modules)"
-    script = f"import sys, kvbench.api, kvbench.tasks.needle; sys.exit(str({heavy} or ''))"
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise():
     """From Python, too, and without a trace in the program's environment."""
     script = "import kvbench, os; kvbench.Budget; print({'GOMP_SPINCOUNT'} <= set(os.environ))"
@@ -108,17 +98,3 @@ def test_rooms_import_each_other_one_way():
                 p for p in imported(path) - {room} if "__" not in p
             )
     TopologicalSorter(graph).prepare()  # raises where there is a circle
-
-
-TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
-"""What torch's CUDA builds require: `pip install --dry-run torch==<version>` says so."""
-
-
-def test_constraints_hold_for_cpu_and_cuda_builds_of_torch():
-    """A CPU build names no Triton. A CUDA build needs its own, beside which pip finds no torch of the
-    Makefile's version if another one is pinned."""
-    root = PACKAGE.parent
-    torch = re.search(r"^TORCH \?= torch==(\S+)$", (root / "Makefile").read_text(), re.M)
-    triton = re.search(r"^triton==(\S+)$", (root / "constraints.txt").read_text(), re.M)
-    assert TRITON_OF_TORCH[torch.group(1)] == triton.group(1)
-    assert not re.search(r"^(torch|nvidia\S*)==", (root / "constraints.txt").read_text(), re.M)

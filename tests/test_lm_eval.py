@@ -201,7 +201,8 @@ def harness_job(saved, tmp_path, task, methods, **changes):
     return make_job(tmp_path, methods, session=session, plan=task, task="lm_eval", **changes)
 
 
-def test_our_side_gives_the_numbers_of_its_side(saved, tmp_path):
+def test_our_side_gives_the_numbers_of_its_side(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(FOLDER)  # its files are named as lying there
     task = HarnessTask(tasks=["rte"], include_path=FOLDER)
     methods = {name: build_method(name) for name in ("exact", "snapkv")}
     records = records_of(run_job(harness_job(saved, tmp_path, task, methods, limit=4)))

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Ge, Gt, Lt
 
-from kvbench.errors import UserError
 from kvbench.errors.options import (
     Count,
     Distinct,
@@ -17,7 +16,6 @@ from kvbench.errors.options import (
     Several,
     Share,
     Text,
-    check_options,
     fitted,
     refusal,
 )
@@ -58,20 +56,3 @@ def test_what_a_hint_allows() -> None:
             with pytest.raises(ValueError, match=r"."):
                 fitted(hint, value)
         assert refusal("key", None, hint).startswith(f"key is None; allowed: {words}")
-
-
-def test_lists_are_frozen_and_one_value_stands_for_a_list() -> None:
-    @dataclass(frozen=True)
-    class Options:
-        steps: Any = (1,)
-        nested: Any = ()
-
-    Options.__annotations__.update(steps=Several[Count], nested=Sequence[Sequence[int]])
-    options = Options(steps=4, nested=[[1, 2], []])
-    check_options(options, "task.", UserError)
-    assert (options.steps, options.nested) == ((4,), ((1, 2), ()))
-    assert hash(options)
-    with pytest.raises(
-        UserError, match=r"^task\.steps is \[0\]; allowed: a list of integers >= 1$"
-    ):
-        check_options(Options(steps=[0]), "task.", UserError)

@@ -202,6 +202,10 @@ def _fused_with_normalisers(
         efficient = aten._scaled_dot_product_efficient_attention
         out, logarithms, *_ = efficient(query, key, value, None, True, **options)
         return out, logarithms[:, :, : query.shape[2]]  # padded to whole blocks
+    if chosen == SDPBackend.CUDNN_ATTENTION.value:  # what torch prefers on Hopper
+        cudnn = aten._scaled_dot_product_cudnn_attention
+        out, logarithms, *_ = cudnn(query, key, value, None, True, **options)
+        return out, logarithms.view(query.shape[:3])  # some versions have one more dimension
     return None
 
 

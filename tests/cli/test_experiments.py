@@ -16,7 +16,7 @@ from kvbench.cli.build import build_job
 from kvbench.cli.catalogue import paper_items
 from kvbench.engine.generate import run_forks
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
 
@@ -92,19 +92,6 @@ def test_uniform_in_the_subset_is_balancekv_without_balance(rate: float) -> None
         assert {w for p, w in head if p < touched} <= {1.0, 2.0, 4.0}
     plain = chosen_by(build_method("uniform", scope="subset", weighted=False), budget, layer)
     assert plain == [tuple((p, 1.0) for p, _ in head) for head in subset]
-
-
-def test_table_5_halves_the_same_part_in_both_variants() -> None:
-    config = composed("experiment=balancekv_table5", "budget.rate=0.9")
-    methods, budget = methods_of(config), instantiate(config.budget)
-    layer = make_layer(1064, batch=1, kv_heads=4, dim=8, seed=6)
-    for label in ("uniform", "balancekv"):
-        for head in chosen_by(methods[label], budget, layer):
-            missing = set(range(1000)) - {p for p, _ in head}
-            assert len(missing) == 100
-            assert max(missing) < 200
-    with pytest.raises(KVError, match=r"uniform\.scope is 'all'; allowed: middle \| subset"):
-        build_method("uniform", scope="all")
 
 
 @pytest.mark.parametrize(

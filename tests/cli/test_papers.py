@@ -4,8 +4,6 @@ published numbers and what READMEs and make say agree."""
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -186,32 +184,6 @@ def test_what_a_command_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(reproducing, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lm-eval is not installed; allowed: .*kvbench\[lm-eval\]"):
         lines("balancekv_table1", "model=recall_mini")
-
-
-def test_make_passes_on_what_it_was_given() -> None:
-    told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "reproduce-table1 " in told.stdout
-    words = ["MODEL=recall_mini", "LIMIT=2", "task.data=x", "ARGS=seed=1", "RESULTS=r", "SHARDS=3"]
-    expected = {
-        "model=recall_mini",
-        "limit=2",
-        "task.data=x",
-        "seed=1",
-        "results_dir=r",
-        "shards=3",
-    }
-    for asked, name in [
-        (["reproduce", "EXPERIMENT=balancekv_table1"], "balancekv_table1"),
-        (["reproduce-h2o-table3"], "h2o_table3"),
-        (["reproduce-table1"], "balancekv_table1"),
-        (["reproduce-all"], "all"),
-    ]:
-        line = ["make", "-n", *asked, *words, "VENV=/none"]
-        told = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        (text,) = (text for text in told.splitlines() if " reproduce " in text)
-        found, *given = shlex.split(text.partition(" reproduce ")[2])
-        assert found == name
-        assert expected <= set(given)
 
 
 def test_all_visits_every_name_whatever_fails(

@@ -11,6 +11,7 @@ from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
 from kvbench.engine import graphs
+from kvbench.engine.attention import LayerCall
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
@@ -58,6 +59,19 @@ def test_what_is_not_finite_is_refused_with_its_layer(part, value, name, monkeyp
     heads = model.config.num_key_value_heads
     with pytest.raises(KVError, match=f"{kind} of layer 1, KV head {heads - 1} are not finite"):
         prefill(model, prompt_ids(72), [fork])
+
+
+@needs_pretend
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
+def test_the_prefill_s_attention_tells_its_normalisers(backend, monkeypatch):
+    chosen = getattr(torch.nn.attention.SDPBackend, backend).value
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **options: chosen)
+    query, key, value = (torch.randn(1, 2, 40, 16).to(CUDA) for _ in range(3))
+    out, normalisers = LayerCall(0, query, key, value, 0.25).exact_with_normalisers()
+    logits = query.cpu() @ key.cpu().mT * 0.25
+    logits.masked_fill_(torch.ones(40, 40, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(normalisers.cpu(), logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.cpu(), logits.softmax(-1) @ value.cpu(), rtol=1e-4, atol=1e-4)
 
 
 # --- what the host waits for, counted -------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.interpreted import HAVE_TRITON
+from support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
 SHARED_MEMORY = {
@@ -30,7 +31,7 @@ WALK_ON_BLACKWELL = 112
 
 
 def build(capability: int, cache: Path) -> list[dict]:
-    script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
+    script = ROOT / "scripts" / "benchmarks" / "compile_kernels.py"
     # A process of its own: this one's triton is the interpreter.
     done = subprocess.run(
         [sys.executable, str(script), str(capability)],

@@ -152,7 +152,6 @@ def test_repeated_passes_change_no_other_method_and_are_shared():
     for label in ("pair", "uniform"):
         assert runs[1][label].failure is None, runs[1][label].failure
         assert len(runs[1][label].tokens) == 6
-        assert runs[1][label].compress_s > 5 * runs[1]["snapkv"].compress_s
         assert runs[1][label].entries["mean"] <= BUDGET.capacity(122)
 
 

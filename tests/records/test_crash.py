@@ -71,21 +71,6 @@ def test_what_a_power_cut_may_leave_of_the_last_line(tmp_path: Path, tail: str) 
         assert path.read_bytes() == before + line
 
 
-def test_damage_before_the_last_line_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
-    folder = tmp_path / INNER
-    write_manifest(folder, {})
-    fill(folder, ["a", "b", "c"])
-    path = folder / "records.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    for broken in (b"\0" * 50 + b"\n", lines[1][:-20] + b"\n", b"\xff\n", b"[" * 99_999 + b"\n"):
-        path.write_bytes(lines[0] + broken + lines[2])
-        with pytest.raises(StoreError, match=r"^[^\n]*records\.jsonl, line 2: not JSON[^\n]*$"):
-            load_runs(tmp_path)
-        with pytest.raises(StoreError, match="line 2"), RecordStore(folder):
-            pass
-        assert path.read_bytes() == lines[0] + broken + lines[2]
-
-
 def test_a_record_counts_when_it_and_its_names_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

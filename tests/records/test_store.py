@@ -103,14 +103,17 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
     for bad, message in [
         ("{", "line 1: not JSON"),
         ("[1]", "line 1: not a JSON object"),
+        *((text, "line 1: not JSON") for text in ("\0" * 50, second[:-20], "[" * 99_999)),
         ('{"example_id": "a"}', "line 1: .*lacks experiment"),
         (json.dumps(make_record("a", score="high")), "line 1: score is 'high'; allowed: a valid"),
     ]:
-        path.write_text("\n".join([bad, second, ""]))
+        damaged = "\n".join([bad, second, ""])
+        path.write_text(damaged)
         with pytest.raises(StoreError, match=message):
             load_runs(tmp_path)
         with pytest.raises(StoreError, match="line 1"), RecordStore(folder):
             pass
+        assert path.read_text() == damaged, "nothing is touched"
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(StoreError, match=r"cannot use .*: Not a directory"),

@@ -129,14 +129,9 @@ TALLY = Tally()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def tally(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After the last test: how many heads agreed; hardly any may differ, even by a tie."""
+def tally() -> Iterator[None]:
+    """After the last test: hardly any head may differ, even by a tie."""
     yield
-    plugins = request.config.pluginmanager
-    reporter, capture = (plugins.getplugin(name) for name in ("terminalreporter", "capturemanager"))
-    if TALLY.heads and reporter is not None and capture is not None:
-        with capture.global_and_fixture_disabled():
-            reporter.write_line(f"\nentries identical in {TALLY.same} of {TALLY.heads} heads")
     assert TALLY.same >= 0.995 * TALLY.heads
     TALLY.heads = TALLY.same = 0  # every module that imports the fixture ends here
 

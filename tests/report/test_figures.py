@@ -24,14 +24,13 @@ from support.tables import data, group_of, shown
 
 import kvbench
 from kvbench.errors import UserError
-from kvbench.records.figures import Curve, Heatmap, as_json, figures_in
+from kvbench.records.figures import Curve, Heatmap, as_json
 from kvbench.report.experiment import Group
 from kvbench.report.figures import (
     Drawn,
     figures_of,
     grid_of,
     heatmaps,
-    kept_figure,
     memory_rows,
     pareto,
 )
@@ -136,18 +135,6 @@ def test_a_column_without_one_scored_example_still_draws(tmp_path: Path) -> None
     assert all(one.encoded("svg") for one in drawn(group_of(tmp_path / "demo")).values())
 
 
-def test_figures_travel_as_json() -> None:
-    asked = (
-        Heatmap(x="length", y="depth"),
-        Curve(x="held", y="error", level="kept", guides=(-1.0,)),
-    )
-    assert figures_in({"figures": as_json(asked)}) == asked
-    old = {"kind": "heatmap", "x": "a", "y": "b", "value": None, "finding": "x"}
-    assert figures_in({"figures": [old, {"kind": "ablation"}]}) == (Heatmap(x="a", y="b"),)
-    with pytest.raises(ValueError, match=r"task_meta\.figures: .*y"):
-        figures_in({"figures": [{"kind": "heatmap", "x": "a"}]})
-
-
 SPEC = Curve(
     x="held",
     y="scaled",
@@ -223,29 +210,6 @@ def test_intervals_of_a_curve_are_those_of_its_repetitions(tmp_path: Path) -> No
     assert np.log(curve.frame.loc[0, ["low", "high"]].tolist()) == pytest.approx(
         list(theirs), abs=0.03
     )
-
-
-KEPT = {
-    "tokens": 12,
-    "width": 3,
-    "layers": {"0": [100, 0, 50, 100], "1": [100, 0, 150, 100]},
-    "answer": [6, 9],
-    "unplaced": 0.0,
-}
-
-
-def test_what_each_method_kept_is_drawn_with_the_answer_marked(tmp_path: Path) -> None:
-    for method in ("exact", "snapkv"):
-        records = lines_records(method)[:3]
-        records[1]["kept"] = KEPT
-        meta = TASKS["longeval_lines"][1]
-        write_run(tmp_path, method=method, records=records, task_meta=meta)
-    one = kept_figure(group_of(tmp_path / "demo"))
-    assert one is not None
-    assert one.caption.startswith("Example lines-20-001.")
-    (ax,) = one.figure.axes  # exact keeps everything, and is not drawn
-    assert ax.get_title(loc="left").startswith("snapkv")
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["layer 0", "layer 1"]
 
 
 def test_kept_frames_are_drawn_and_others_refused() -> None:

@@ -13,7 +13,6 @@ import rich.console
 from support.report_runs import (
     LINES_META,
     THROUGHPUT_META,
-    lines_records,
     throughput_records,
     write_demo,
     write_longbench,
@@ -26,7 +25,7 @@ from kvbench.report.build import tables_to_print
 from kvbench.report.experiment import Group, load_experiment
 from kvbench.report.frame import scores, tidy
 from kvbench.report.render import csv, latex, markdown, terminal
-from kvbench.report.table import Column, Table, number, size, value_text
+from kvbench.report.table import Column, Table, value_text
 from kvbench.report.tables import fidelity_table, tables_of, timing_table, verdict
 
 TABLE = Table(
@@ -116,17 +115,6 @@ def test_terminal() -> None:
     assert max(map(len, narrow)) <= 42
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.1234, "0.123"), (12.34, "12.3"), (1234.5, "1234"), (0.0, "0"), (1e-9, "1.00e-09")],
-)
-def test_numbers_have_three_digits(value: float, text: str) -> None:
-    assert number(value) == text
-    assert size(3 * 2**20) == "3.00 MiB"
-    assert value_text(-0.0001, "fraction") == "0.0"
-    assert value_text(0.05, "fraction", signed=True) == "+5.0"
-
-
 def tables(group: Group) -> dict[str, Table]:
     """By what a name adds to the group's."""
     found = tables_of(group, tidy(group))
@@ -179,14 +167,6 @@ def test_several_datasets_and_tasks_are_set_side_by_side(tmp_path: Path) -> None
     *_, overview = tables_to_print(two)
     assert heads(overview) == ["method", "longeval_lines, %", "needle, %"]
     assert [row[0] for row in shown(overview)] == ["exact", "snapkv"]
-
-
-def test_a_sweep_without_exact_says_what_to_add(tmp_path: Path) -> None:
-    for method in ("snapkv", "uniform"):
-        write_run(tmp_path, method=method, records=lines_records(method), task_meta=LINES_META)
-    text = markdown(tables(group_of(tmp_path / "demo"))[""])
-    assert "Δ" not in text
-    assert "add exact to the methods" in text
 
 
 def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:

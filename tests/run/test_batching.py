@@ -12,7 +12,6 @@ import torch
 from support.jobs import Echo, make_job, records_of
 from support.prompts import methods
 
-from kvbench.engine import generate as engine
 from kvbench.engine import memory
 from kvbench.engine import rows as engine_rows
 from kvbench.records.read import load_run
@@ -121,27 +120,6 @@ def test_methods_that_do_not_fit_together_run_one_by_one(
         assert [(r["status"], r["example_id"]) for r in rows] == [
             ("oom", f"e{i}") for i in range(3)
         ]
-
-
-@pytest.mark.parametrize(
-    ("size", "sizes"), [(4, [1, 2, 2, 4, 4, 4, 4]), ("auto", [1, 1, 2, 2, 3, 3, 3])]
-)
-def test_an_example_that_fits_nowhere_leaves_the_others_their_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: Any, sizes: list[int]
-) -> None:
-    real = engine.prefill
-
-    def prefill(model: Any, ids: Any, forks: Any, **options: Any) -> Any:
-        if forks[0].example_id == "e1":
-            raise MemoryError
-        return real(model, ids, forks, **options)
-
-    monkeypatch.setattr(engine, "prefill", prefill)
-    result = run_job(job(tmp_path, ("exact", "h2o"), count=8, batch_size=size))
-    for rows in records_of(result).values():
-        found = {row["example_id"]: row["status"] for row in rows}
-        assert found == {f"e{i}": "oom" if i == 1 else "ok" for i in range(8)}
-    assert batches(result) == sizes
 
 
 # The size itself.

@@ -1,7 +1,4 @@
-"""Command lines to try kvbench with, and what may come of one: a correct run or one line.
-
-Keys come from the YAML files, so that what is added there is tried, too.
-"""
+"""What may come of a command line: a correct run or one line."""
 
 from __future__ import annotations
 
@@ -12,47 +9,16 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from hypothesis import strategies as st
-from omegaconf import OmegaConf
-
 from kvbench.cli import main as cli
-from kvbench.cli.catalogue import KINDS, catalogue
-from support.command import composed
 
 BASE = ["logger=none", "model=tiny_random", "device=cpu", "limit=1", "dry_run=true"]
-TASKS = {
-    "longeval_lines": ["task.num_lines=[5]", "task.max_new_tokens=4"],
-    "throughput": ["task.prompt_tokens=[80]", "task.new_tokens=2", "task.runs=1"],
-    "layer_error_synthetic": ["task.exact=8", "task.synthetic.n=64", "task.seeds=1"],
-    "jsonl": ["task.files=[/nosuch.jsonl]"],
-}
-"""Tasks of every kind, made small."""
-VALUES = re.findall(
-    r"\S+",
-    """
-    0 -1 1 2 0.5 -0.0 1e400 nan inf 0x10 1_0 true null '' ''''' 1/2 3/2 ' é '%s' '{}' 'a=b' 'a,b'
-    [] [[]] {} [1,2] [1,1] [null] [a,b] {a:1} {a:{b:[1]}} {_target_:x} {_target_:os.getcwd} ???
-    [exact] [snapkv,h2o] exact needle tiny_random none local slurm gpus ../../x .. /etc/passwd / ~
-    a/b a,b 1,2 range(1,3) choice(a,b) glob(*) int(3) cuda:99 cpu os.system builtins.dict ${seed}
-    ${nosuch} ${ $ ${task} ${hydra:job.num} ${.seed} ${oc.decode:}
-""",
-)
-VALUES += ["'a b'", "'\ud800'", "'\n'", "a" * 300, "[" * 3000 + "]" * 3000, "{a:" * 300]
-FLAGS = re.findall(
-    r"\S+",
-    """
-    -m --multirun -v -vv --help -h --version --nosuch -x -- - list show --config-dir=/nosuch
-    --config-dir=. reproduce all
-""",
-)
 
 
 @dataclass(frozen=True)
@@ -121,61 +87,6 @@ def ended(
     )
     verbose = any(text.startswith(("-v", "--verbose", "hydra.verbose")) for text in arguments)
     return Ended(status, out.getvalue(), err.getvalue(), sweep, verbose)
-
-
-@lru_cache
-def keys_of(*choices: str) -> list[str]:
-    """Every key of the config that these choices compose to, inner ones included."""
-
-    def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-        for key, value in values.items():
-            yield f"{prefix}{key}"
-            yield from flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else ()
-
-    config: Any = OmegaConf.to_container(composed(*choices), resolve=False)
-    return [key for key in flattened(config) if re.fullmatch(r"(?!dry_run)[\w.]+", key)]
-
-
-TOP = re.findall(
-    r"\S+",
-    """
-    experiment launcher logger method model task shard shards budget@x hydra.verbose hydra.mode
-    hydra.launcher hydra.sweeper.params hydra.nosuch hydra hydra.searchpath +zzz +model.zzz
-    +methods.snapkv.zzz task._args_ +task._partial_ +methods.x +methods.x._target_ ~seed ~methods
-    ~model ~task.seed ++task.data ++methods.exact.quantize
-    """,
-)
-"""Keys that no YAML has, and changes of the config's form."""
-
-
-PLAIN = st.sampled_from(VALUES) | st.integers(-1000, 1000).map(str)
-LISTED = st.lists(PLAIN, min_size=1, max_size=2).map(lambda values: f"[{','.join(values)}]")
-VALUE = PLAIN | LISTED | st.builds("{{a:{}}}".format, PLAIN)
-WORD = st.sampled_from(FLAGS) | st.text(max_size=12)
-
-
-@st.composite
-def command_lines(draw: st.DrawFn) -> list[str]:
-    """A dry run of a small job with a few arguments of any kind, a sweep, or another command."""
-    task = draw(st.sampled_from([*TASKS]))
-    methods = [m for m in catalogue("methods") if not m.startswith(("exact", "kvp", "min"))]
-    job = [f"task={task}", f"method=[exact,{draw(st.sampled_from(methods))}]"]
-    known = keys_of(f"task={task}", job[1], "model=tiny_random", "logger=wandb")
-    parts = [[k for k in known if k.startswith(part)] for part in ("task.", "methods.", "")]
-    keys = st.one_of([st.sampled_from(part) for part in [*parts, TOP] if part])
-    chosen = draw(st.lists(st.builds("{}={}".format, keys, VALUE), min_size=1, max_size=3))
-    if draw(st.integers(0, 9)) == 0:
-        chosen.append(draw(WORD))
-    kind = draw(st.sampled_from(["run", "run", "run", "list", "show", "sweep", "gpus", "slurm"]))
-    if kind == "list":
-        return ["list", *draw(st.lists(st.sampled_from(KINDS) | WORD, max_size=2))]
-    if kind == "show":
-        return ["show", *job, *chosen]
-    if kind == "sweep":
-        chosen += ["-m", f"{draw(keys)}={draw(PLAIN)},{draw(PLAIN)}"]
-    elif kind in ("gpus", "slurm"):
-        chosen += [f"launcher={kind}", *["launcher.workers=2"] * (kind == "gpus")]
-    return with_base([*BASE, *job, *TASKS[task]], chosen)
 
 
 def with_base(base: Sequence[str], chosen: Sequence[str]) -> list[str]:

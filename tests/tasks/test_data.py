@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.benchmarks import write_lines
+from support.paths import write_lines
 
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.data import (
     Source,
     file_digests,
-    hub_answers,
     hub_rows,
     texts_of_dataset,
 )
@@ -138,17 +136,3 @@ def test_a_repository_is_read_by_datasets_where_the_hub_answers(monkeypatch: Any
     with pytest.raises(TaskError, match=r"'some/set' cannot be read \(ConnectionError\)"):
         Source("t", dataset="some/set").digests()
     assert len(asked) == 4, "the library is not asked where the Hub is silent"
-
-
-def test_a_hub_that_is_not_there_is_found_out_at_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
-    monkeypatch.setattr("kvbench.tasks.data.getproxies", dict)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
-        assert not hub_answers(), "bound, not listening: refused"
-        server.listen()
-        assert hub_answers()
-    monkeypatch.setattr("kvbench.tasks.data.getproxies", lambda: {"https": "http://proxy"})
-    assert hub_answers(), "behind a proxy the library finds out itself"

@@ -11,8 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support.benchmarks import write_lines
-from support.paths import DATA
+from support.paths import DATA, write_lines
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rouge import Rouge
 from rouge_score.rouge_scorer import RougeScorer
+from support.paths import ROOT
 
 from kvbench.tasks.base import Example, TaskError
 from kvbench.tasks.longbench import bucket, score
@@ -24,64 +25,8 @@ from kvbench.tasks.metrics import (
 )
 from kvbench.tasks.ruler import Ruler, clean
 
-NAMES = ("Ann", "Bob", "Carl", "Dora")
-CASES: dict[str, list[tuple[str, Any, float]]] = {
-    # prediction, answers (or answers and choices), score; more are in tests/data/benchmarks.json
-    "contains": [("It is the  Red hat!", ["red hat."], 1), ("blue", ["red", "green"], 0)],
-    "exact": [(" The red hat. ", ["red hat"], 1), ("a red hat, I think", ["red hat"], 0)],
-    "f1": [("red coat", ["red hat", "no"], 0.5)],
-    "rouge_l": [("the cat sat on a mat", ["the cat sat on a mat"], 1)],
-    "rouge_2": [(said, ["a dog ran"], 0) for said in ("", "\n", "...", " . ")],
-    "choice": [
-        ("The answer is (C), not A.", ["C"], 1),
-        ("B. because", ["b"], 1),
-        ("A red hat is D", ["A"], 0),
-        ("", ["A"], 0),
-        ("(B)", (["green"], ["red", "green"]), 1),
-        ("dark blue", (["C"], ["red", "green", "dark blue"]), 1),
-    ],
-    "regex": [("I see 17 of them", [r"\b17\b"], 1), ("I see 170", [r"\b17\b"], 0)],
-    "boxed": [
-        (r"first \boxed{41}, then \boxed{42}", ["42"], 1),
-        (r"first \boxed{42}, then \boxed{41}", ["42"], 0),
-        (r"\boxed{\frac{1}{2}}", [r"\dfrac12"], 1),
-        (r"\boxed{\left( 3, \frac{\pi}{2} \right)}", [r"(3,\frac{\pi}{2})"], 1),
-        (r"\boxed{\$1,234.00}", ["1234"], 1),
-        (r"\boxed{-3}", ["3"], 0),
-        (r"\boxed{5\%}", ["5"], 1),
-        (r"\fbox{7}", ["7"], 1),
-        (r"\boxed 7$", ["7"], 1),
-        *((said, ["7"], 0) for said in (r"\boxed{7", r"\boxed", r"\boxed{}")),
-        *((said, ["1"], 0) for said in ("\\boxed{" * 500, "}" * 50 + "\\boxed")),
-    ],
-    "f1_zh": [("北京", ["北京"], 1)],
-    "rouge_l_zh": [("会议讨论了预算", ["会议讨论了预算"], 1)],
-    "retrieval_zh": [("段落3", ["段落3"], 1)],
-    "code_similarity": [
-        ("\n\n# comment\n\nx = 1", ["x = 1"], 0),  # the blank line is compared
-        ("", [""], 1),
-        ("# nothing else", ["x"], 0),
-    ],
-    "math_calc": [
-        ("[1, 4, 9]", ["1", "4", "9"], 1),
-        ("1 4 8", ["1", "4", "9"], 2 / 3),
-        ("4 9", ["1", "4", "9"], 0),
-        ("", ["1", "4", "9"], 0),
-    ],
-    "first_letter": [
-        *((said, (["Bob"], NAMES), 1) for said in ("B. Bob", "The answer is: B")),
-        ("so (maybe) it is B or C", (["Bob"], NAMES), 1),
-        *((said, (["Bob"], NAMES), 0) for said in ("A", "I think the answer is C", "perhaps")),
-    ],
-    "concordance": [("4 2 1 3", ["3, 1, 2, 4"], 0), ("1, 1", ["1, 1"], 0)],
-    "loogle": [(". .", ["Ann"], 0)],
-    "loogle_cloze": [
-        *(
-            (said, ['{"<m0>": "Ann"}'], 0)
-            for said in ("__import__('os').getcwd()", "{" * 5000, "[1]")
-        ),
-    ],
-}
+CASES = json.loads((ROOT / "tests/data/metrics.json").read_text(encoding="utf-8"))
+"""By metric: prediction, answers, choices, score; more are in tests/data/benchmarks.json."""
 GOLDEN = {"retrieval", "count", "classification"} | {
     *("contains_all", "longbench_v2", "first_integer", "word", "first_number", "last_integer"),
     *("code_debug", "last_letter", "substring", "token_f1", "token_f1_zh", "rouge_lsum"),
@@ -93,8 +38,7 @@ GOLDEN = {"retrieval", "count", "classification"} | {
 def test_every_metric_scores_its_cases() -> None:
     assert set(CASES) == set(METRICS) - GOLDEN
     for name, cases in CASES.items():
-        for prediction, given, expected in cases:
-            answers, choices = given if isinstance(given, tuple) else (given, ())
+        for prediction, answers, choices, expected in cases:
             found = METRICS[name](prediction, Key(tuple(answers), tuple(choices)))["score"]
             assert found == pytest.approx(expected, abs=1e-6), (name, prediction)
 

@@ -85,14 +85,6 @@ def test_examples_depend_on_the_seed_alone_and_fillers_are_the_units() -> None:
         assert example.fields["filler"] not in texts, "another seed's fillers are other units"
 
 
-def test_an_answer_ends_once_it_is_whole() -> None:
-    whole = f"It is: {NEEDLE['answer']}"
-    for primary, over in (("containment", True), ("word_recall", True), ("rouge1", False)):
-        example = task(primary=primary).examples(PLAIN)[0]
-        assert example.settled(whole) == over
-        assert not example.settled(whole[:-1])
-
-
 def test_of_every_prefix_the_shares_are_right_to_within_one_example() -> None:
     for sizes in itertools.product(range(1, 7), range(1, 7), range(1, 5)):
         order = balanced_order(sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import re
 from collections import Counter
@@ -15,44 +14,21 @@ from support.encoders import Letters, Words, chat, ids_of, shipped
 
 from kvbench.tasks import ruler
 from kvbench.tasks.base import Example, PromptEncoder, TaskError
-from kvbench.tasks.encoding import encode_split, largest_fitting
+from kvbench.tasks.encoding import encode_split
 from kvbench.tasks.ruler import DEPTHS, GENERATED, PROMPTS, TASKS, Ruler
 
 SPLIT = re.compile(r"(?:^| )\d+\. ")
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, str]:
+def files(shared_file: Any, tmp_path: Path) -> dict[str, str]:
     """Invented essays, SQuAD and HotpotQA in their published formats."""
-    paragraphs = [
-        {
-            "context": f"Town {i} has {i + 20} mills. " + "Nobody counts them. " * 5,
-            "qas": [
-                {
-                    "question": f"How many mills {{has}} town {i}?",
-                    "is_impossible": i % 4 == 3,
-                    "answers": [{"text": f"{i + 20}"}, {"text": f"{i + 20} mills"}],
-                }
-            ],
-        }
-        for i in range(24)
-    ]
-    hotpot = [
-        {
-            "question": f"Which river is near {i}?",
-            "answer": f"River{i}",
-            "context": [[f"Page {i} {j}", [f"River{i} is here.", " Yes."]] for j in range(10)],
-        }
-        for i in range(4)
-    ]
-    contents = {
-        "essays": {"text": "One thing\n\nis  said. Another is not! Why? " * 400},
-        "squad": {"data": [{"title": "A", "paragraphs": paragraphs}]},
-        "hotpotqa": hotpot,
-    }
-    for name, content in contents.items():
+    text = shared_file("golden/tasks/ruler_qa.json").read_text()
+    given = json.loads(text.replace("In which year", "In which {year}"))
+    for name, content in given.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    return {name: str(tmp_path / f"{name}.json") for name in contents}
+    essays = {"essays": str(shared_file("golden/tasks/ruler_essay.json"))}
+    return essays | {name: str(tmp_path / f"{name}.json") for name in given}
 
 
 def made(files: dict[str, str] | None = None, encode: Any = None, **options: Any) -> list[Example]:
@@ -81,7 +57,7 @@ def test_every_string_is_the_originals(shared_file) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_structure_is_the_official_generators(shared_file, tmp_path, task: str) -> None:
+def test_structure_is_the_official_generators(shared_file, files, task: str) -> None:
     path = shared_file("golden/tasks/ruler_structure.py")
     spec = importlib.util.spec_from_file_location("ruler_structure", path)
     assert spec is not None
@@ -89,11 +65,7 @@ def test_structure_is_the_official_generators(shared_file, tmp_path, task: str) 
     checker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(checker)
     templates = json.loads(shared_file("golden/tasks/ruler_templates.json").read_text())
-    for name, data in json.loads(shared_file("golden/tasks/ruler_qa.json").read_text()).items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(data))
-    files = {name: str(tmp_path / f"{name}.json") for name in ("squad", "hotpotqa")}
-    essays = str(shared_file("golden/tasks/ruler_essay.json"))
-    for example in made(files, tasks=[task], lengths=[1536, 4096], essays=essays):
+    for example in made(files, tasks=[task], lengths=[1536, 4096]):
         text, length = prompt(example), example.fields["length"]
         assert checker.check(task, text, list(example.answers), length, templates) == []
         used = len(shipped().encode_text(text)) + example.max_new_tokens
@@ -135,23 +107,6 @@ def test_a_length_that_is_too_short_is_one_line_with_the_least() -> None:
     assert example.context.count("One of the special magic uuids") >= 6
 
 
-@pytest.mark.parametrize(("slope", "wobble"), [(1, 0), (1, 3), (45, 3)])
-def test_the_search_ends_at_the_largest_size_that_fits(slope: int, wobble: int) -> None:
-    def tokens(size: int) -> int:
-        asked.append(size)
-        return 40 + slope * size + (size * 7919 % 5) * wobble // 4
-
-    asked: list[int] = []
-    for room, guess in itertools.product((10, 120, 5000, 40_003), (1, 9000)):
-        fits = [size for size in range(3, 8001) if tokens(size) <= room]
-        asked.clear()
-        found = largest_fitting(tokens, room, least=3, most=8000, guess=guess)
-        assert len(asked) <= 32
-        assert (found is None) == (not fits)
-        assert found is None or fits[-1] - (1 + wobble) <= found <= fits[-1]
-        assert found is None or tokens(found) <= room
-
-
 # draws
 
 
@@ -191,8 +146,8 @@ def test_no_document_stands_twice_and_questions_without_an_answer_are_left_out(f
     for example in made(files, tasks=["qa_1", "qa_2"], lengths=[1536, 8192]):
         bodies = re.split(r"\n*Document \d+:\n", example.context)[1:]
         assert len(set(bodies)) == len(bodies)
-    asked = [e.question for e in made(files, tasks=["qa_1"], num_examples=6)]
-    assert "How many mills {has} town 4?" in asked[3]
+    asked = {e.question for e in made(files, tasks=["qa_1"], num_examples=20)}
+    assert all("In which {year}" in question for question in asked), "not: who paid for it"
 
 
 def test_generation_may_end_once_everything_was_said() -> None:
@@ -219,8 +174,8 @@ def test_wrong_files_are_one_line_and_unused_ones_may_be_missing(tmp_path, files
             made(tasks=["niah_single_2"], essays=str(wrong))
     with pytest.raises(TaskError, match="no file matches essays="):
         made(tasks=["niah_single_2"], essays="/no/such/*.txt")
-    with pytest.raises(TaskError, match=r"that has 4; allowed: num_examples of at most 4"):
-        made(files, tasks=["qa_2"], num_examples=5)
+    with pytest.raises(TaskError, match=r"that has 5; allowed: num_examples of at most 5"):
+        made(files, tasks=["qa_2"], num_examples=6)
     task = Ruler(tasks=["niah_single_2", "qa_1"], **files)
-    assert set(task.digests()) == {"words", "essays.json", "squad.json"}
+    assert set(task.digests()) == {"words", "ruler_essay.json", "squad.json"}
     assert set(Ruler(tasks=["vt"], **files).digests()) == {"words"}

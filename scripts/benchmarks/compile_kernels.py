@@ -1,6 +1,6 @@
-"""Compile the Triton kernels for GPUs that need not be there, exactly as they would be launched.
+"""Compiles the Triton kernels for GPUs that need not be there, exactly as they would be launched.
 
-    python tests/support/compile_kernels.py 90   # sm_90; a line of JSON per kernel compiled
+    python scripts/benchmarks/compile_kernels.py 90   # sm_90; a line of JSON per kernel compiled
 
 The launchers run on tensors without storage under a driver that only names the target, so every
 constant, type, alignment and option is the one a launch on that GPU would have. Nothing is launched.
@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -54,40 +55,38 @@ class NamedTarget:
         return 0
 
 
-def compiled(launch: Callable[[], object]) -> list:
+def compiled(launch: Callable[[], object]) -> list[Any]:
     """Kernels that `launch` would have started, each once."""
     kernels = {}
     run = JITFunction.run
 
-    def warm(self, *args, **kwargs):
+    def warm(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = run(self, *args, **{**kwargs, "warmup": True})
         kernels[kernel.hash] = kernel
         return kernel
 
-    JITFunction.run = warm  # type: ignore[method-assign]
+    JITFunction.run = warm
     try:
         launch()
     finally:
-        JITFunction.run = run  # type: ignore[method-assign]
+        JITFunction.run = run
     return list(kernels.values())
 
 
-def resources(kernel) -> dict[str, int | str]:
+def resources(kernel: Any) -> dict[str, int | str]:
     """What ptxas says of the kernel's registers and spills; shared memory as Triton asks for it."""
-    arch = re.search(r"\.target (\w+)", kernel.asm["ptx"])
-    newer = (
-        int(re.search(r"\d+", arch.group(1)).group()) >= 100
-    )  # Blackwell has an assembler of its own
+    (arch,) = re.findall(r"\.target (\w+)", kernel.asm["ptx"])
+    newer = int(re.findall(r"\d+", arch)[0]) >= 100  # Blackwell has an assembler of its own
     tool = Path(triton.__file__).parent / "backends/nvidia/bin" / f"ptxas{'-blackwell' * newer}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(kernel.asm["ptx"])
         file.flush()
-        command = [str(tool), "-v", f"--gpu-name={arch.group(1)}", file.name, "-o", "/dev/null"]
+        command = [str(tool), "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
         "kernel": kernel.metadata.name,
         "shared": kernel.metadata.shared,
-        "registers": int(re.search(r"Used (\d+) registers", said).group(1)),
+        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
         "spills": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         "stack": sum(map(int, re.findall(r"(\d+) bytes stack frame", said))),
         "warps": kernel.metadata.num_warps,
@@ -110,7 +109,7 @@ def decode(
     dtype: torch.dtype,
     longest: int = 16640,
     lengths: torch.Tensor | None = None,
-    **options: object,
+    **options: Any,
 ) -> None:
     """Eight rows of 16k entries."""
     _triton_decode.attention(
@@ -156,7 +155,7 @@ def evict(
     )
 
 
-def walk(b: int, dim: int, dtype: torch.dtype, n: int = 16384, **options: object) -> None:
+def walk(b: int, dim: int, dtype: torch.dtype, n: int = 16384, **options: Any) -> None:
     """16k tokens of 8 KV heads, a second halving: gathered, weighted, a short last block."""
     index = empty(1, 8, n // b, b, dtype=torch.int64)
     _triton_walk.walk(
@@ -182,7 +181,13 @@ def cut(n: int = 16384) -> None:
 
 
 def mass(
-    m: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, softcap=None, n: int = 16384
+    m: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    softcap: Any = None,
+    n: int = 16384,
 ) -> None:
     """The last m of 16k queries."""
     queries, keys = (empty(1, heads, m, dim, dtype=dtype), empty(1, kv_heads, n, dim, dtype=dtype))
@@ -228,7 +233,7 @@ def variants() -> Iterator[tuple[str, int]]:
         "philox": lambda n: philox(full, n, 2**32 + n),
     }
     short = (902, 916, 917, 1008)
-    cases = {name: (launch, short) for name, launch in of.items()}
+    cases: dict[str, Any] = {name: (launch, short) for name, launch in of.items()}
     cases["decoding"] = decoding, (*short, 1024, 4096, 16400, 131072)
     for name, (launch, lengths) in cases.items():
         each = (compiled(partial(launch, n)) for n in lengths)
@@ -244,7 +249,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "walk bf16 b=256 d=128", lambda: walk(256, 128, brain)
     yield "cut", cut
     for dtype in (full, torch.float64, torch.int64):
-        yield f"philox {dtype}", lambda dtype=dtype: philox(dtype)
+        yield f"philox {dtype}", partial(philox, dtype)
     yield "mass bf16 d=128", lambda: mass(16384, 32, 8, 128, brain)
     yield "first come", lambda: first_come(256)
     yield "kcentre bf16 d=128", lambda: kcentre(16384, 128, brain)
