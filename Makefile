@@ -93,7 +93,7 @@ results-leaderboard: setup
 # The settings of BalanceKV's figure 4 and table 1 on a small model.
 results-papers: setup
 	$(REAL) experiment=balancekv_figure4 experiment_name=figure4 'task.haystack_files=$(TEXTS)' 'task.lengths=[1024,2048,4096,7500]' \
-	  'task.depths=[0,25,50,75,100]' task.num_examples=1 task.share_fillers=false
+	  'task.depths=[0,25,50,75,100]' task.num_examples=1 task.share_fillers=false model.chat_template=auto 'task.end_tokens=[]'
 	$(REAL) experiment=balancekv_table1 experiment_name=table1 hydra.mode=RUN task.data=$(LONGBENCH) task.split=full \
 	  task.protocol=longbench 'task.datasets=[multi_news]' limit=40
 
