@@ -122,7 +122,8 @@ def compared(values: pd.DataFrame, asked: Mapping[str, Any]) -> dict[str, pd.Dat
     """`first` minus `factor` times each of `against` (or the `best` of them), or minus `target`: a table
     [units, cells] for each, by what is subtracted."""
     first, factor = values[asked["first"]], asked.get("factor", 1)
-    others = {f"{asked['target']:g}": asked["target"]} if "target" in asked else {}
+    target = asked.get("target", 0)
+    others = {f"({target})" if target < 0 else f"{target}": target} if "target" in asked else {}
     names = asked.get("against", [])
     if "best" in asked:
         means = values[names].mean()
