@@ -20,7 +20,7 @@ from support.paths import ROOT
 
 RESULTS = ROOT / "results"
 READMES = ("README.md", "results/README.md", "kvbench/assets/recall_mini/README.md")
-COUNTED = "bits?|(new |given )?tokens|[GM]B|layers?|draws?|prompts|examples|cases|essays|articles|minutes"
+COUNTED = "bits?|(new )?tokens|[GM]B|layers?|draws?|prompts|examples|cases|essays|articles|minutes"
 SETUP = re.compile(
     r"SmolLM2-135M|Python 3\.\d+|95 %|Apache-2\.0|layers? \d+(, \d+)*( and \d+)?"
     r"|seeds? \d|(Table|Figure|blocks of) \d+|\(x \+ 1\) / \(n \+ 2\)|Westfall 2008"
