@@ -70,7 +70,8 @@ lint: setup ## ruff, mypy, and how large the house is
 	$(BIN)/mypy
 	$(BIN)/python scripts/house.py
 
-# make results -j2 OMP_NUM_THREADS=1: two of these at a time, each on one core. What is there is not run again.
+# make results -j2 OMP_NUM_THREADS=1: two of these at a time, each on one core. Jobs and claims
+# whose records are there are not run again; scripts are.
 REAL = $(KVBENCH) results_dir=$(RESULTS) logger=none model=smollm2_135m
 TEXTS = [$(ESSAYS)/*.txt]
 LAYERS = task=layer_error task@task.prompts=text 'task.prompts.files=$(TEXTS)' task.num_prompts=12 'task.layers=[1,5,15,30]' \

@@ -199,7 +199,8 @@ def experiments() -> str:
             title = item.title
             rows.append([f"**{title}**", "", ""])
         needs = f"no data: {item.no_data}" if item.no_data is not None else item.needs
-        rows.append([f"`{name}`", item.shows, needs.replace("<", "&lt;")])
+        shows = f"`{item.alias}` under another name" if item.alias else item.shows
+        rows.append([f"`{name}`", shows, needs.replace("<", "&lt;")])
     return markdown(rows)
 
 
