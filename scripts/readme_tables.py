@@ -6,7 +6,7 @@ figures in conf/README.md from results/paper/experiments.yaml.
 
 A table stands between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`; NAME is a key of
 SCORES (columns of several CSV files side by side), of FILES (a CSV file as it is), `statistics`,
-`claims` or `experiments`.
+`claims`, `joint_survival` or `experiments`.
 """
 
 from __future__ import annotations

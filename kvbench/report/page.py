@@ -128,14 +128,15 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     variants = [variant for group in experiment.groups for variant in group.variants]
     rates = sorted({v.rate for v in variants if v.rate is not None}, reverse=True)
     hardware = [manifest.get("hardware") or {} for manifest in manifests]
-    dates = sorted(str(m["started"])[:10] for m in manifests if m.get("started"))
+    starts = [one for m in manifests for one in (*m.get("earlier_starts", ()), m)]
+    dates = sorted(str(one["started"])[:10] for one in starts if one.get("started"))
     failed = [f"{n} {name}" for name, n in sorted(statuses.items()) if name != "ok"]
     found = {
         "methods": [variant.method for variant in variants],
         "rate": [f"{rate:g}" for rate in rates],
         "device": [str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware],
         "date": dates[:1] + dates[-1:],
-        "code revision": [str(m.get("code_revision") or "")[:12] for m in manifests],
+        "code revision": [str(one.get("code_revision") or "")[:12] for one in starts],
         "records": [f"{sum(statuses.values()):,}"],
         "failed": [one.replace("_", " ") for one in failed],
     }

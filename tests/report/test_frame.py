@@ -17,6 +17,7 @@ import kvbench
 from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
 from kvbench.report.experiment import COLUMNS, Group, group_runs, load_experiment
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
+from kvbench.report.page import facts_of
 from kvbench.report.tables import pairs_table, verdict
 
 
@@ -201,17 +202,17 @@ def test_variants_are_named_by_what_differs(tmp_path: Path) -> None:
 
 def test_models_stand_in_the_order_in_which_they_were_started(tmp_path: Path) -> None:
     """Of a run that went on, its first start counts."""
-    starts: list[tuple[str, str, list[str]]] = [
-        ("a", "12", []),
-        ("b", "13", ["10"]),
-        ("c", "11", []),
-    ]
+    starts: Any = [("a", "12", []), ("b", "13", ["10"]), ("c", "11", [])]
     for model, started, earlier in starts:
         folder = write_run(tmp_path, records=lines_records("exact")[:2], model=model)
         made = json.loads((folder / "manifest.json").read_text()) | {"started": started}
-        made["earlier_starts"] = [{"started": hour} for hour in earlier]
+        made["earlier_starts"] = [{"started": hour, "code_revision": "older"} for hour in earlier]
         (folder / "manifest.json").write_text(json.dumps(made))
-    assert [g.model for g in load_experiment(tmp_path / "demo").groups] == ["b", "c", "a"]
+    experiment = load_experiment(tmp_path / "demo")
+    assert [g.model for g in experiment.groups] == ["b", "c", "a"]
+    facts = facts_of(experiment)
+    assert "older" in facts["code revision"], "what measured some of the records"
+    assert facts["date"] == "10, 13"
 
 
 def test_records_are_a_frame_with_documented_columns_and_parquet(tmp_path: Path) -> None:
