@@ -88,8 +88,7 @@ results-leaderboard: setup
 	$(REAL) experiment=leaderboard task=fidelity task@task.prompts=text 'task.prompts.files=$(TEXTS)' task.num_prompts=12 \
 	  'task.rates=[0.5,0.25,0.125]' task.continuation=given
 	$(REAL) experiment=leaderboard -m task=needle 'task.lengths=[512,1024,2048]' task.num_examples=2 task.max_new_tokens=24 budget.rate=0.25,0.125,0.5
-	$(REAL) experiment=leaderboard task=ruler 'task.tasks=[niah_single_1]' 'task.lengths=[1024,2048,4096]' task.num_examples=4 \
-	  budget.rate=0.25
+	$(REAL) experiment=leaderboard -m task=ruler 'task.tasks=[niah_single_1]' 'task.lengths=[1024,2048,4096]' task.num_examples=4 budget.rate=0.25,0.125,0.5
 
 # The settings of BalanceKV's figure 4 and table 1 on a small model.
 results-papers: setup

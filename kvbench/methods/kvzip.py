@@ -14,8 +14,8 @@ from kvbench.methods._select import top_positions, with_sink_and_window
 from kvbench.methods.adakv import keep
 from kvbench.methods.base import Method, Repetition, Rescoring
 
-ROWS = 256
-"""Queries whose attention is held at once."""
+ROWS = 64
+"""Queries whose attention is held at once: few enough that a CPU's cache holds it."""
 
 FIRST = "\n\nRepeat the previous context exactly."
 FOLLOWING = "\n\nRepeat the part of the previous context exactly, starting with "
@@ -33,18 +33,19 @@ def largest_attention(layer: LayerKV, repeated: Repetition, sink: int) -> Tensor
     ).float()
     batch, kv_heads, count, dim = keys.shape
     length = repeated.queries.shape[2]
-    queries = repeated.queries.float().view(batch, kv_heads, -1, length, dim)
+    queries = (repeated.queries.float() * layer.scaling).view(batch, kv_heads, -1, length, dim)
     best = keys.new_zeros(batch, kv_heads, stop - start)
-    place = torch.arange(count, device=keys.device)
+    future = torch.ones(ROWS, ROWS, dtype=torch.bool, device=keys.device).triu(1)
     for begin in range(0, length, ROWS):
         rows = queries[..., begin : begin + ROWS, :]
-        logits = (rows @ keys[:, :, None].mT) * layer.scaling
+        number = rows.shape[3]
+        seen = keys[:, :, : count - length + begin + number]
+        logits = (rows.flatten(2, 3) @ seen.mT).unflatten(2, (-1, number))
         if layer.softcap is not None:
             logits = layer.softcap * torch.tanh(logits / layer.softcap)
-        last = count - length + begin + torch.arange(rows.shape[3], device=keys.device)
-        weights = logits.masked_fill_(place > last[:, None], -torch.inf).softmax(-1)
-        found = weights[..., sink : sink + stop - start].amax((2, 3))
-        best = torch.maximum(best, found)
+        logits[..., -number:].masked_fill_(future[:number, :number], -torch.inf)
+        weights = logits.softmax(-1)[..., sink : sink + stop - start]
+        best = torch.maximum(best, weights.amax((2, 3)))
     return best
 
 
