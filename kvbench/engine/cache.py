@@ -237,7 +237,7 @@ class LayerCache:
         if self.window is not None and self.length >= self.window + GROWTH:
             self._let_pass(self.length - self.window)
         before, after = self.length, self.length + key.shape[1]
-        self._reserve(after)
+        self._reserve(after, GROWTH)
         self.keys[:, before - self.first : after - self.first] = key
         self.values[:, before - self.first_value : after - self.first_value] = value
         self.positions[:, before:after] = positions
@@ -348,15 +348,15 @@ class LayerCache:
                 part[:, : self.length - count] = part[:, count : self.length].clone()
         self.length -= count
 
-    def _reserve(self, entries: int) -> None:
-        """Make the buffers hold `entries` at least; a copy only when they do not."""
+    def _reserve(self, entries: int, more: int = 0) -> None:
+        """Make the buffers hold `entries` at least, or else so many `more`, by a copy."""
         reserved = self.positions.shape[1]
         if entries <= reserved:
             return
         for name in _BUFFERS:
             part = getattr(self, name)
             if part is not None:
-                setattr(self, name, _with_room(part, entries + GROWTH - reserved))
+                setattr(self, name, _with_room(part, entries + more - reserved))
 
 
 def _with_room(part: Tensor, room: int) -> Tensor:

@@ -213,7 +213,7 @@ class _Reading:
     def row(self, fork: Fork) -> DecodingRow:
         """The beginning of a conversation, on a copy where there are several."""
         fork = fork.clone() if len(self.prompt.conversations) > 1 else fork
-        return DecodingRow(fork, self.prompt.stopping, self.start.n, self.start.prefill_s)
+        return DecodingRow(fork, self.prompt.stopping, self.start.prefill_s)
 
 
 @dataclass
@@ -269,7 +269,7 @@ def _ask(
             seed, question.name, question.sample, question.stopping.max_new_tokens
         )
         talk.row = row = DecodingRow(
-            before.fork, question.stopping, before.position, before.prefill_s, sampling, uniforms
+            before.fork, question.stopping, before.prefill_s, sampling, uniforms
         )
         ids = [*unread, *question.ids]
         if row.fork.failure is None and ids:

@@ -64,15 +64,16 @@ needs_real = pytest.mark.skipif(
 needs_pretend = pytest.mark.skipif(not PRETEND, reason="counts on a pretend GPU")
 
 
-def counted(run: Callable[[], Any], kind: str) -> dict[str, int]:
-    """How often each line of kvbench did what is of this kind ("sync", "launch") in `run`."""
+def counted(run: Callable[[], Any], *kinds: str) -> dict[str, int]:
+    """How often each line of kvbench did what is of these kinds ("sync", "launch") in `run`."""
     log = sys.modules["pretend"].LOG
     log.clear()
     run()
     found: dict[str, int] = {}
     for (_, what, where), count in log.events.items():
-        if what.startswith(kind):
-            found[where] = found.get(where, 0) + count
+        if what.startswith(kinds):
+            place = f"{what} at {where}"
+            found[place] = found.get(place, 0) + count
     return found
 
 
