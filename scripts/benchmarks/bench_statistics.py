@@ -238,8 +238,8 @@ def _beyond(rng: Generator, n: int, p: float, anew: float, loss: float) -> bool:
     return bool(abs(ours.mean() - round(float(theirs.mean()), 3)) > margin)
 
 
-def _stratum(values: Array, name: str = "d") -> Stratum:
-    return Stratum(name, values, np.ones(values.shape))
+def _stratum(values: Array) -> Stratum:
+    return Stratum(values, np.ones(values.shape))
 
 
 def _mean(name: str, strata: Sequence[Array], truth: float, bound: float = 0.92) -> Figure:

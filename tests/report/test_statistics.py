@@ -35,9 +35,9 @@ from kvbench.report.stats import (
 )
 
 
-def stratum(values: np.ndarray, name: str = "d") -> Stratum:
+def stratum(values: np.ndarray) -> Stratum:
     values = values.reshape(len(values), -1)
-    return Stratum(name, np.nan_to_num(values), (~np.isnan(values)).astype(float))
+    return Stratum(np.nan_to_num(values), (~np.isnan(values)).astype(float))
 
 
 @pytest.mark.parametrize("n", bench.SIZES)

@@ -155,9 +155,9 @@ LONGBENCH_META = LINES_META | {"breakdown": ["length_bucket"], "figures": []}
 LINES_META |= {"breakdown": ["num_lines"], "figures": []}
 NEEDLE_META = LINES_META | {
     "breakdown": ["length"],
-    "figures": [{"kind": "heatmap", "x": "length", "y": "depth", "value": "score"}],
+    "figures": [{"kind": "heatmap", "x": "length", "y": "depth"}],
 }
-_BARS = {"kind": "bars", "x": "rate", "facet": "layer", "value": "relative_error"}
+_BARS = {"kind": "bars", "x": "rate", "facet": "layer"}
 ERROR_META = {
     **{"version": 1, "score_unit": "relative_error", "lower_is_better": True, "unit": "prompt"},
     **{"breakdown": ["rate"], "figures": [_BARS | {"ylabel": "relative error"}]},
