@@ -21,8 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from numpy.typing import NDArray
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvbench.errors import printable
 from kvbench.records.figures import Bars, Curve, Heatmap, Times
@@ -154,7 +153,7 @@ def _shown(text: str) -> str:
     return printable(text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…")
 
 
-def _label(figure: Figure, axes: Sequence[Axes], x: str, y: str, *, legend: bool = True) -> None:
+def _label(figure: Figure, axes: Sequence[Axes], x: str, y: str) -> None:
     """Labels of the axes, shared where there are several; a legend above them all."""
     if len(axes) == 1:
         axes[0].set_xlabel(x, fontsize=TEXT)
@@ -167,32 +166,22 @@ def _label(figure: Figure, axes: Sequence[Axes], x: str, y: str, *, legend: bool
         for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
             drawn = handle[0] if isinstance(handle, ErrorbarContainer) else handle
             named.setdefault(str(name), drawn)
-    if legend and named:
+    if named:
         longest = max(map(len, named))
         columns = max(1, min(6, len(named), int(figure.get_figwidth() * 15 / (longest + 6))))
         place: dict[str, Any] = {"loc": "outside upper center", "ncols": columns, "fontsize": SMALL}
         figure.legend(list(named.values()), list(named), frameon=False, **place)
 
 
-def _spread(rows: pd.DataFrame) -> NDArray[np.float64]:
-    """Distances of the bounds from the mean, 0 where there are none."""
-    distances = [rows["mean"] - rows["low"], rows["high"] - rows["mean"]]
-    return np.nan_to_num(np.clip(np.array(distances, dtype=float), 0, None))
-
-
 def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: Any) -> None:
     """Means with their intervals; `across`: intervals lie along x."""
-    mean, spread = rows["mean"].to_numpy(float), _spread(rows)
+    mean, low, high = (rows[key].to_numpy(float) for key in ("mean", "low", "high"))
     x, y = (mean, at) if across else (at, mean)
     style = style_of(str(rows["method"].iloc[0]))
     size = {"*": 8.5, "P": 6.0, "X": 6.0}.get(style.marker, 4.8)
-    look: dict[str, Any] = {
-        "color": style.color,
-        "marker": style.marker,
-        "markersize": size,
-        "elinewidth": 0.9,
-    }
-    look["xerr" if across else "yerr"] = spread
+    look: dict[str, Any] = {"color": style.color, "marker": style.marker, "markersize": size}
+    spread = np.nan_to_num(np.clip([mean - low, high - mean], 0, None))  # 0 where none is known
+    look |= {"elinewidth": 0.9, "xerr" if across else "yerr": spread}
     ax.errorbar(x, y, **look | more)
 
 
@@ -308,7 +297,7 @@ def _beside(points: pd.DataFrame, step: float, *, log: bool) -> pd.Series:
 
 def _plain_ticks(axis: Any, locator: LogLocator) -> None:
     axis.set_major_locator(locator)
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -32,8 +32,7 @@ ALPHA = 1 - LEVEL
 FEWEST = 10
 """Units (prompts); of fewer nothing is said about a difference."""
 DRAWS = 10_000
-_TAIL = (1 + LEVEL) / 2
-_Z = float(ndtri(_TAIL))
+_Z = float(ndtri((1 + LEVEL) / 2))
 
 
 class Estimate(NamedTuple):
@@ -169,7 +168,7 @@ def mean_intervals(strata: Sequence[Stratum], *, fraction: bool) -> list[Estimat
     return _estimates(found, low, high, np.full(len(mean), np.nan))
 
 
-def wilson(p: Array, units: Array, quantile: Array | float = _Z) -> tuple[Array, Array]:
+def wilson(p: Array, units: Array, quantile: Array | float) -> tuple[Array, Array]:
     """Wilson's bounds of proportions, with the Poisson bound for three or fewer of a kind.
 
     Args:

@@ -12,7 +12,7 @@ from itertools import takewhile
 from math import gcd, lcm
 from operator import eq
 from tempfile import TemporaryFile
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from annotated_types import Ge, Le
 
@@ -253,7 +253,7 @@ class Example:
     may_be_empty: bool = True
     settled: Callable[[str], bool] | None = field(default=None, compare=False)
     context_id: str | None = None
-    history: str = "none"
+    history: Literal["none", "golden", "own"] = "none"
     golden: str | None = None
     evidence: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)

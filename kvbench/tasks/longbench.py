@@ -349,8 +349,8 @@ class BalanceKVProtocol(OfficialProtocol):
     ) -> EncodedPrompt:
         """See `OfficialProtocol.encode`."""
         ids, boundary = _encoded(encoder, prompt, cut, chat=self._chat(encoder, dataset))
-        known = [size for size in (limit, encoder.max_input) if size is not None]
-        return truncate_middle(ids, boundary, min([self.max_input, *known]))
+        known = [size for size in (limit, encoder.max_input, self.max_input) if size is not None]
+        return truncate_middle(ids, boundary, min(known))
 
     def _chat(self, encoder: PromptEncoder, dataset: str) -> bool:
         family = encoder.family or ""
@@ -469,21 +469,13 @@ class LongBench(Task):
 
     @cached_property
     def _sources(self) -> Mapping[str, Source]:
-        """By dataset."""
-        end = "_e" if self.split == "e" else ""
-        return {n: source_of(n + end, self.data, self.revision) for n in self.datasets or ()}
-
-    @cached_property
-    def _digests(self) -> Mapping[str, str]:
-        end = "_e" if self.split == "e" else ""
-        return {
-            name + end: " ".join(source.digests().values())
-            for name, source in self._sources.items()
-        }
+        """By the name of a dataset's file."""
+        names = [name + "_e" * (self.split == "e") for name in self.datasets or ()]
+        return {name: source_of(name, self.data, self.revision) for name in names}
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each dataset's file (of a mirror, its commit)."""
-        return self._digests
+        return {name: " ".join(one.digests().values()) for name, one in self._sources.items()}
 
     def examples(self, encoder: PromptEncoder) -> Sequence[LongBenchExample]:
         """One of each dataset in turn, each dataset sorted by ``_id``.
@@ -493,7 +485,7 @@ class LongBench(Task):
         """
         known: dict[int, int] = {}  # one object per token id: a set has tens of millions of tokens
         queues = []
-        for name, source in self._sources.items():
+        for name, source in zip(self.datasets or (), self._sources.values(), strict=True):
             make = partial(self._example, encoder, name, prompt_template(name), known)
             queues.append([make(row) for row in rows_of(source, name)[: self.per_dataset]])
         turns = chain.from_iterable(zip_longest(*queues))

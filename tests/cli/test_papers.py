@@ -75,20 +75,6 @@ def test_a_status_is_what_a_page_shows() -> None:
     }
 
 
-def test_clustergens_figure_1_is_as_its_caption_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four models, TriviaQA, about 5,600 tokens but OPT's 2,048, a random layer and head, k = 16."""
-    lines = [
-        dict(word.split("=", 1) for word in li) for li in command_lines("clustergen_figure1", [])
-    ]
-    models = [line.get("model.path", line["model"]) for line in lines]
-    assert models == ["opt_6_7b", "mosaicml/mpt-7b", "llama31_8b_instruct", "gemma2_9b"]
-    assert [line["task.max_input"] for line in lines] == ["2048", "5600", "5600", "5600"]
-    for line in lines:
-        assert (line["task"], line["task.datasets"]) == ("longbench", "[triviaqa]")
-        assert (line["layers"], line["head"], line["centres"]) == ("random", "random", "16")
-        assert line["generate"] == "0"
-
-
 def test_experiments_and_published_files_are_in_the_list() -> None:
     for name, said in EXPERIMENTS.items():
         if (name.partition("_")[0] in PAPERS and "table" in name) or said.get("paper_table"):

@@ -228,9 +228,3 @@ def test_equal_methods_are_seldom_shown_to_differ_and_a_worse_one_is() -> None:
     means = [0.6] * 6 + [0.5]
     found = [6 in bench.worse(bench.answers(rng, 300, means, 0.7)) for _ in range(12)]
     assert np.mean(found) >= 0.6
-
-
-@pytest.mark.slow
-def test_every_figure_of_the_benchmark_keeps_its_bound() -> None:
-    missed = [str(figure) for figure in bench.figures(2000) if not figure.kept]
-    assert not missed
