@@ -286,7 +286,16 @@ class OfficialProtocol:
             TaskError: a model that the protocol cannot prompt, or whose maximum is not known.
         """
         chat = encoder.chat and dataset not in FIRST_LINE | CODE
-        most = self._maximum(encoder, DATASETS[dataset].new_tokens, chat, limit)
+        known = [size for size in (limit, encoder.max_input) if size is not None]
+        if not known:
+            if encoder.max_positions is None:
+                raise TaskError(
+                    "longbench: the model's config names no maximum length; allowed: model.max_input "
+                    "or task.max_input, in tokens"
+                )
+            around = len(encoder.render_chat("")) if chat else 0  # characters: not less than tokens
+            known = [max(2, encoder.max_positions - DATASETS[dataset].new_tokens - around)]
+        most = min(known)
         plain, _ = encoder.encode_prompt(prompt, cut, special=True)
         left_out = 0
         if len(plain) > most:
@@ -297,21 +306,6 @@ class OfficialProtocol:
             cut = max(0, len(prompt) - question)
         ids, boundary = _encoded(encoder, prompt, cut, chat=chat)
         return EncodedPrompt(ids, boundary, left_out)
-
-    @staticmethod
-    def _maximum(encoder: PromptEncoder, new_tokens: int, chat: bool, limit: int | None) -> int:
-        """The model's maximum of prompt tokens, without those of the chat template."""
-        known = [size for size in (limit, encoder.max_input) if size is not None]
-        if known:
-            return min(known)
-        if encoder.max_positions is None:
-            raise TaskError(
-                "longbench: the model's config names no maximum length; allowed: model.max_input or "
-                "task.max_input, in tokens"
-            )
-        # characters: at least as many as tokens
-        around = len(encoder.render_chat("")) if chat else 0
-        return max(2, encoder.max_positions - new_tokens - around)
 
     def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, bool]:
         """Tokens that end an answer (None: all that the model knows), and whether one may come first."""
