@@ -513,9 +513,11 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     return [Drawn(f"{stem(group)}-scaling", title, text, figure)]
 
 
+@_styled
 def kept_figure(group: Group) -> Drawn | None:
     """What each method kept of one example (see `kvbench.engine.kept.strips_of`), the latest of those
-    that most methods say it of; None where no record says it."""
+    that most methods say it of: a row of strips per variant, some layers from top to bottom. None where
+    no record says it."""
     if "kept" not in group.records:
         return None
     said = group.records.dropna(subset=["kept"])
@@ -525,13 +527,27 @@ def kept_figure(group: Group) -> Drawn | None:
     counts = said.groupby(["seed", "example_id"], sort=False)["variant"].transform("size")
     last = said[counts == counts.max()].iloc[-1]
     said = said[said["seed"].eq(last["seed"]) & said["example_id"].eq(last["example_id"])]
-    strips = {}
-    for variant in (v for v in group.variants if v.label in set(said["variant"])):
-        kept = said["kept"][said["variant"] == variant.label].iloc[0]
+    notes = said.set_index("variant")["kept"]
+    shown = [variant for variant in group.variants if variant.label in notes.index][:_MOST_PANELS]
+    most = max(min(_MOST_LAYERS, len(notes[variant.label]["layers"])) for variant in shown)
+    figure, axes = new_panels(len(shown), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
+    for ax, variant in zip(axes, shown, strict=True):
+        kept = notes[variant.label]
         held = pd.DataFrame({int(k): np.array(layer) / 100 for k, layer in kept["layers"].items()})
-        held.index *= kept["width"]
-        held.attrs = {"method": variant.method, **kept}
-        strips[variant.label] = held
+        held = held.sort_index(axis=1).iloc[:, :: math.ceil(held.shape[1] / _MOST_LAYERS)]
+        top = max(1.0, float(held.to_numpy().max()))
+        color, edges = style_of(variant.method).color, [*held.index * kept["width"], kept["tokens"]]
+        for row, layer in enumerate(held):
+            heights = held[layer].to_numpy() / top * 0.86 - row
+            ax.stairs(heights, edges, baseline=-row, fill=True, color=color, linewidth=0)
+        if kept.get("answer"):
+            ax.axvspan(*kept["answer"], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
+        ax.set_xlim(0, kept["tokens"])
+        ax.set_ylim(1 - held.shape[1], 1)
+        ax.set_yticks([0.43 - row for row in range(held.shape[1])], [f"layer {i}" for i in held])
+        ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
+        ax.set_title(f"{_shown(variant.label)}   ×{top:.1f}", loc="left", pad=2)
+    axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
     caption = (
         f"Example {printable(str(last['example_id']))}. From left to right the prompt's tokens; height:"
         " the weight that a layer's cache holds of each piece, per token and mean over KV heads (full"
@@ -539,34 +555,4 @@ def kept_figure(group: Group) -> Drawn | None:
         " answer stands. Entries that are no single token's are not shown."
     )
     title = f"What each method kept: {group.task} on {group.model}"
-    figure = _strips(dict(list(strips.items())[:_MOST_PANELS]))
     return Drawn(f"kept-{stem(group)}", title, caption, figure)
-
-
-@_styled
-def _strips(strips: Mapping[str, pd.DataFrame]) -> Figure:
-    """One row of strips per label, each with its method's colour; some layers from top to bottom.
-
-    Args:
-        strips: the weight held per token, by the first token of a piece and by layer; in ``attrs`` the
-            method, the prompt's tokens and, where it is known, from which to before which the answer is.
-    """
-    most = max(min(_MOST_LAYERS, held.shape[1]) for held in strips.values())
-    figure, axes = new_panels(len(strips), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
-    for ax, (label, whole) in zip(axes, strips.items(), strict=True):
-        about, held = whole.attrs, whole.sort_index(axis=1)
-        held = held.iloc[:, :: math.ceil(held.shape[1] / _MOST_LAYERS)]
-        top = max(1.0, float(held.to_numpy().max()))
-        color, edges = style_of(about["method"]).color, [*held.index, about["tokens"]]
-        for row, layer in enumerate(held):
-            heights = held[layer].to_numpy() / top * 0.86 - row
-            ax.stairs(heights, edges, baseline=-row, fill=True, color=color, linewidth=0)
-        if about.get("answer"):
-            ax.axvspan(*about["answer"], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
-        ax.set_xlim(0, about["tokens"])
-        ax.set_ylim(1 - held.shape[1], 1)
-        ax.set_yticks([0.43 - row for row in range(held.shape[1])], [f"layer {i}" for i in held])
-        ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
-        ax.set_title(f"{_shown(label)}   ×{top:.1f}", loc="left", pad=2)
-    axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
-    return figure
