@@ -147,7 +147,14 @@ class SubGenStreaming(Method):
         """Algorithm 1 after the older tokens of `layer`, its batch and KV heads flattened."""
         batch, heads, n, dim = layer.keys.shape
         recent = budget.window if self.recent is None else self.recent
-        s, clusters = self._shares(budget.capacity(n) - recent)
+        room = budget.capacity(n) - recent
+        s = max(1, room // 2) if self.s is None else self.s
+        clusters = (room - s) // self.t
+        if clusters < 1:
+            raise KVError(
+                f"subgen_streaming.s is {s}; allowed: an s that leaves t = {self.t} of a cluster "
+                f"in the {max(room, 0)} entries beside the recent ones"
+            )
         older = n - recent
         keys = layer.keys[:, :, :older].reshape(batch * heads, older, dim).float()
         values = layer.values[:, :, :older].reshape(batch * heads, older, -1)
@@ -159,21 +166,6 @@ class SubGenStreaming(Method):
             draws = uniforms(generator, keys.device, key.shape[1], heads, self.t + s)[0]
             stream.read(key, value, draws.repeat(1, batch, 1))
         return stream
-
-    def _shares(self, room: int) -> tuple[int, int]:
-        """s, and the clusters for which it leaves room.
-
-        Raises:
-            KVError: for none.
-        """
-        s = max(1, room // 2) if self.s is None else self.s
-        clusters = (room - s) // self.t
-        if clusters < 1:
-            raise KVError(
-                f"subgen_streaming.s is {s}; allowed: an s that leaves t = {self.t} of a cluster "
-                f"in the {max(room, 0)} entries beside the recent ones"
-            )
-        return s, clusters
 
 
 def _radius(keys: Tensor, clusters: int) -> Tensor:
