@@ -15,7 +15,6 @@ from support.jobs import make_job, records_of
 from support.paths import ROOT
 from support.tiny import CONFIGS
 
-from kvbench.engine import scoring
 from kvbench.engine.loading import ModelSpec
 from kvbench.errors import UserError
 from kvbench.lm_eval import KVBenchLM
@@ -158,17 +157,6 @@ def test_draws_depend_on_the_context_alone(saved):
     both = [logprob for logprob, _ in lm.loglikelihood([one, two], disable_tqdm=True)]
     assert both == pytest.approx(apart[::-1], abs=1e-5)
     assert lm.records[0]["ratio"] < 0.12
-
-
-def test_prefills_are_shared(saved, monkeypatch):
-    lm = KVBenchLM(saved, "snapkv", device="cpu")
-    prefills = []
-    inner = scoring.prefill
-    monkeypatch.setattr(
-        "kvbench.engine.scoring.prefill", lambda *a, **k: prefills.append(1) or inner(*a, **k)
-    )
-    lm.loglikelihood(likelihoods(*((LONG, f" {word}") for word in WORDS)), disable_tqdm=True)
-    assert len(prefills) == 1
 
 
 def harness_job(saved, tmp_path, task, methods, **changes):

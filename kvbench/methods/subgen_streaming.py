@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvbench.errors.options import Count, NonNegative, Whole
 from kvbench.kernels.kcentre import greedy_k_centre
@@ -59,8 +60,10 @@ class SubGenStream:
 
     def _sample_clusters(self, keys: Tensor, draws: Tensor, order: Tensor) -> None:
         where = self.found.read(keys)
-        if self.found.room > self.counts.shape[1]:
-            self._widen(self.found.room - self.counts.shape[1])
+        more = self.found.room - self.counts.shape[1]
+        if more > 0:
+            self.counts = F.pad(self.counts, (0, more))
+            self.slots = F.pad(self.slots, (0, 0, 0, more), value=-1)
         # The size of its cluster when a key has joined: keys of earlier blocks and of this one.
         same = where.unsqueeze(1) == where.unsqueeze(2)
         size = self.counts.gather(1, where) + same.tril_().sum(-1)
@@ -83,12 +86,6 @@ class SubGenStream:
         taken = weight.gather(1, last.clamp(min=0))
         self.sampled_weights = torch.where(last >= 0, taken, self.sampled_weights)
         self.sampled = torch.where(last >= 0, self.seen + last, self.sampled)
-
-    def _widen(self, more: int) -> None:
-        for name, empty in (("counts", 0), ("slots", -1)):
-            old = getattr(self, name)
-            room = old.new_full((old.shape[0], more, *old.shape[2:]), empty)
-            setattr(self, name, torch.cat([old, room], dim=1))
 
     def numerator(self) -> Sample:
         """Of the sum of exp(q.k) v: weights mu / (s ||v||^2)."""
