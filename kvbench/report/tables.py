@@ -338,14 +338,8 @@ def timing_table(group: Group) -> Table:
     )
 
 
-_DISTANCES = {
-    "kl": "",
-    "max_kl": "",
-    "agreement": "fraction",
-    "difference": "",
-    "perplexity_ratio": "",
-}
-"""Record fields of a fidelity probe and their units."""
+_DISTANCES = ("kl", "max_kl", "agreement", "difference", "perplexity_ratio", "ratio")
+"""Record fields of a fidelity probe; agreement is a fraction."""
 
 
 def fidelity_table(group: Group) -> Table:
@@ -353,8 +347,8 @@ def fidelity_table(group: Group) -> Table:
     numbers have in every other table."""
     records, by = group.records, "rate" if "rate" in group.records else "dataset"
     parts: list[Any] = []
-    for name, unit in {**_DISTANCES, "ratio": ""}.items():
-        meta = replace(group.meta, score_unit=unit)
+    for name in _DISTANCES:
+        meta = replace(group.meta, score_unit="fraction" if name == "agreement" else "")
         rows = scores(replace(group, meta=meta, records=records.assign(score=records[name])), by)
         rows = rows[rows["measure"].eq("score")].set_index(["value", "method", "variant"])
         ends = rows[["mean", "low", "high"]].set_axis([name, f"{name}_low", f"{name}_high"], axis=1)
