@@ -180,7 +180,7 @@ class Job:
             "dataset": self.task,
             "example_id": outcome.example_id,
             "status": "ok",
-            "saves_memory": method.saves_memory or getattr(method, "quantize", None) is not None,
+            "saves_memory": method.saves_memory or method.quantize is not None,
             **outcome.fields,
         }
 

@@ -33,19 +33,8 @@ if os.environ.get("KVBENCH_PRETEND") and "pretend" not in sys.modules:
         query, key, value, bias, told, dropout=0.0, is_causal=False, debug=False, *, scale=None
     ):  # type: ignore
         """The same; its logarithms have one more dimension."""
-        out, logarithms, *_ = flash(query, key, value, dropout, is_causal, scale=scale)
-        none = query.new_empty(0)
-        return (
-            out,
-            logarithms[..., None],
-            none,
-            none,
-            query.shape[2],
-            key.shape[2],
-            none,
-            none,
-            none,
-        )
+        out, logarithms, *rest = flash(query, key, value, dropout, is_causal, scale=scale)
+        return out, logarithms[..., None], *rest
 
     CUDA_ONLY = torch.library.Library("aten", "IMPL")
     CUDA_ONLY.impl("_scaled_dot_product_flash_attention", flash, "CPU")
