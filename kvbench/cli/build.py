@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
 from typing import Any, get_args
@@ -114,6 +114,13 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         method: Method = constructed(node, f"methods.{label}", Method)
         method.quantization()  # refuses a scheme that cannot be
         methods[label] = method, budget
+    unlike = [label for label, (method, _) in methods.items() if not method.by_head]
+    alone = unlike or settings.batch_size == "auto" or settings.example_timeout is not None
+    if spec.parallel is not None and alone:
+        raise KVError(
+            "model.parallel is 'tensor'; allowed with it: batch_size=<number>, example_timeout=null, "
+            f"methods that choose for each KV head by itself (not: {', '.join(unlike) or '-'})"
+        )
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
@@ -156,6 +163,8 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
 def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
     """Run one job and print its tables; `shared` as of `build_job`."""
     job = build_job(config, shared)
+    if job.session.spec.place[0]:  # the first rank alone writes, shows and logs
+        return replace(run_job(job), folders={})
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}
     logs = logger.pop("name") == "wandb"
