@@ -211,11 +211,12 @@ class Fork:
 
     def agree(self) -> None:
         """Fail where any rank has, for the same reason, as ranks take every step together."""
-        said = first_line if type(self.failure) is RuntimeError else one_line  # agreed on before
-        own = None if self.failure is None else said(self.failure)
-        told = [reason for reason in gathered(own, self.ranks) if reason is not None]
-        if self.ranks > 1 and told and not isinstance(self.failure, BudgetExceeded):
-            self.fail(RuntimeError(min(told, key=lambda reason: "non-finite" in reason)))
+        if self.ranks > 1:
+            said = first_line if type(self.failure) is RuntimeError else one_line  # agreed before
+            own = None if self.failure is None else said(self.failure)
+            told = [reason for reason in gathered(own, self.ranks) if reason is not None]
+            if told and not isinstance(self.failure, BudgetExceeded):
+                self.fail(RuntimeError(min(told, key=lambda reason: "non-finite" in reason)))
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""

@@ -234,8 +234,8 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
     with ExitStack() as stack:
         stores: dict[str, RecordStore] = {}
         suffix = None if job.shard is None else job.shard.suffix
-        # in one order, so that two jobs that share methods cannot wait for each other
         rank, ranks = job.session.spec.place
+        # in one order, so that two jobs that share methods cannot wait for each other
         for label, folder in sorted(folders.items()) if rank == 0 else ():
             store = RecordStore(folder, job.lock_timeout, suffix, job.results_dir)
             stores[label] = stack.enter_context(store)

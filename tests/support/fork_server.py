@@ -77,7 +77,9 @@ class ForkServer:
             deaf: sleep in code that runs no Python and so hears no signal; an example that does is
                 given up half a second after its time.
         """
-        return self._start(folder, {"main": list(arguments), "stall": stall, "deaf": deaf, "env": env})
+        return self._start(
+            folder, {"main": list(arguments), "stall": stall, "deaf": deaf, "env": env}
+        )
 
     def job(self, folder: Path, kill: tuple[int, float] | None = None) -> Child:
         """A small job on a tiny model, results below `folder`.
