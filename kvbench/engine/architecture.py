@@ -88,7 +88,7 @@ def gathered(value: Any, ranks: int) -> list[Any]:
     """The values of all ranks that share a model, in their order: every one of them has to call."""
     if ranks == 1 or not dist.is_initialized():
         return [value]
-    found = [None] * ranks
+    found: list[Any] = [None] * ranks
     dist.all_gather_object(found, value)
     return found
 

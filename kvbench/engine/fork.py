@@ -385,7 +385,7 @@ def copies_at_once(forks: Sequence[Fork], most: int, device: torch.device) -> in
     copy = sum(cache.reserved_bytes() for fork in forks for cache in fork.layers.values())
     if most == 1 or total is None or used is None or not copy:
         return most
-    fits = gathered((total - used) // (2 * copy), forks[0].ranks)
+    fits: list[int] = gathered((total - used) // (2 * copy), forks[0].ranks)
     return max(1, min(most, *fits))
 
 

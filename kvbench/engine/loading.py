@@ -141,7 +141,7 @@ class ModelSpec:
     @property
     def place(self) -> tuple[int, int]:
         """This process's number among those that share the model, and how many torchrun started."""
-        named = os.environ if self.parallel is not None else {}
+        named: Mapping[str, str] = os.environ if self.parallel is not None else {}
         return int(named.get("RANK", 0)), int(named.get("WORLD_SIZE", 1))
 
     @property
