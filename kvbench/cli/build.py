@@ -114,13 +114,6 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         method: Method = constructed(node, f"methods.{label}", Method)
         method.quantization()  # refuses a scheme that cannot be
         methods[label] = method, budget
-    unlike = [label for label, (method, _) in methods.items() if not method.by_head]
-    alone = unlike or settings.batch_size == "auto" or settings.example_timeout is not None
-    if spec.parallel is not None and alone:
-        raise KVError(
-            "model.parallel is 'tensor'; allowed with it: batch_size=<number>, example_timeout=null, "
-            f"methods that choose for each KV head by itself (not: {', '.join(unlike) or '-'})"
-        )
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()

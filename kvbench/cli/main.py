@@ -8,7 +8,6 @@ This module imports no torch, so that --help, list, show and usage errors come a
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import re
 import signal
@@ -91,9 +90,6 @@ def show_config(arguments: Sequence[str]) -> int:
 def run(arguments: Sequence[str]) -> int:
     """Run a job, or the jobs of a sweep; print what they came to; return the exit status."""
     options = _parsed(arguments)
-    if os.environ.get("RANK", "0") != "0":  # of torchrun's processes the first tells what all do
-        logging.disable()
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     if options.help or not arguments:
         first, _, rest = (config_dir() / "help.txt").read_text("utf-8").partition("\n\n\n")
         groups = "\n".join(

@@ -83,6 +83,17 @@ class Job:
     lock_timeout: float = 10.0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        unlike = [
+            k for k, (method, _) in self.methods.items() if not getattr(method, "by_head", True)
+        ]
+        alone = unlike or self.batch_size == "auto" or self.session.example_timeout is not None
+        if self.session.spec.parallel is not None and alone:
+            raise KVError(
+                "model.parallel is 'tensor'; allowed with it: batch_size=<number>, example_timeout=null, "
+                f"methods that choose for each KV head by itself (not: {', '.join(unlike) or '-'})"
+            )
+
     @cached_property
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`; made once, as it digests files."""
