@@ -84,14 +84,12 @@ class Job:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unlike = [
-            k for k, (method, _) in self.methods.items() if not getattr(method, "by_head", True)
-        ]
+        unlike = [k for k, pair in self.methods.items() if not getattr(pair[0], "by_head", True)]
         alone = unlike or self.batch_size == "auto" or self.session.example_timeout is not None
         if self.session.spec.parallel is not None and alone:
             raise KVError(
-                "model.parallel is 'tensor'; allowed with it: batch_size=<number>, example_timeout=null, "
-                f"methods that choose for each KV head by itself (not: {', '.join(unlike) or '-'})"
+                "model.parallel is 'tensor'; allowed with it: batch_size=<number>, example_timeout="
+                f"null, methods that choose for each KV head by itself (not: {unlike or '-'})"
             )
 
     @cached_property

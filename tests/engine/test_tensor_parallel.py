@@ -23,7 +23,7 @@ JOB += ["method=[exact,snapkv,h2o,streaming_llm,uniform]", "task.max_new_tokens=
 LAME = "+methods.{0}={{_target_:engine.test_tensor_parallel.Lame,at:{0}}}"
 REFUSED = [
     ("model.random_weights=true", "parallel is 'tensor' and model.random_weights is true"),
-    ("method=[exact,spatten]", r"methods that choose .* itself \(not: spatten\)"),
+    ("method=[exact,spatten]", r"methods that choose .* itself \(not: .'spatten'"),
     ("batch_size=auto", "allowed with it: batch_size=<number>"),
     ("limit=1", "nproc-per-node is 3; allowed for 'asset:recall_mini': 2$"),
 ]
