@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
 from typing import Any, get_args
@@ -116,7 +116,6 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         methods[label] = method, budget
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
-    unhashed = task.unhashed if isinstance(task, Task) else ()
     session = Session(
         spec=spec,
         device=device,
@@ -136,7 +135,9 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         plan=plan,
         methods=methods,
         method_configs=settings.methods,
-        task_config={k: v for k, v in settings.task.items() if k not in unhashed},
+        task_config={
+            k: v for k, v in settings.task.items() if k not in getattr(task, "unhashed", ())
+        },
         budget_config=settings.budget,
         limit=settings.limit,
         shard=Shard.parse(settings.shard),
@@ -156,6 +157,8 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
 def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
     """Run one job and print its tables; `shared` as of `build_job`."""
     job = build_job(config, shared)
+    if job.session.spec.place[0]:  # the first rank alone writes, shows and logs
+        return replace(run_job(job), folders={})
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}
     logs = logger.pop("name") == "wandb"

@@ -210,6 +210,9 @@ class Method:
     their positions, with the queries of the last tokens): it chooses entries by their keys, values and
     those queries, or by chance, and its weights multiply."""
 
+    by_head: ClassVar[bool] = True
+    """False where what a KV head keeps depends on the layer's others: then no process has only some."""
+
     quantize: Scheme | Mapping[str, Any] | None = None
     """How the kept entries are stored: ``{bits: 4, group_size: 64}``, or ``{scheme: qjl}`` with that
     scheme's options (`SCHEMES`); None: as they are."""
