@@ -116,6 +116,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         methods[label] = method, budget
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
+    unhashed = task.unhashed if isinstance(task, Task) else ()
     session = Session(
         spec=spec,
         device=device,
@@ -135,9 +136,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         plan=plan,
         methods=methods,
         method_configs=settings.methods,
-        task_config={
-            k: v for k, v in settings.task.items() if k not in getattr(task, "unhashed", ())
-        },
+        task_config={k: v for k, v in settings.task.items() if k not in unhashed},
         budget_config=settings.budget,
         limit=settings.limit,
         shard=Shard.parse(settings.shard),
