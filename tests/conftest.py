@@ -21,7 +21,9 @@ from support.fork_server import ForkServer
 if find_spec("hypothesis"):  # not on a GPU node, where scripts/gpu_check.py runs some of the tests
     from hypothesis import settings
 
-    settings.register_profile("kvbench", derandomize=True, deadline=None)  # the same cases every time
+    settings.register_profile(
+        "kvbench", derandomize=True, deadline=None
+    )  # the same cases every time
     settings.load_profile("kvbench")
 
 if not torch.cuda.is_available():  # before anything imports triton; see interpreted.py
