@@ -125,7 +125,6 @@ def test_a_prompt_is_compressed_alike_alone_and_in_a_batch() -> None:
         single = model.generate(torch.tensor([prompt_ids(50, 0)]), max_new_tokens=12)
     assert together[0, 80:].tolist() == single[0, 50:].tolist()
     assert session.entries == [Budget(**SMALL).capacity(n) for n in (*LENGTHS, 50)]
-    assert len(session.last) == 1
     first: Any = session.rows[0]
     assert first.compressed
     assert first.ratio == session.cache_bytes[0] / session.exact_bytes[0] < 0.5
@@ -223,7 +222,7 @@ def test_an_exception_inside_leaves_the_model_as_it_was(
         with pytest.raises(ZeroDivisionError, match="bang"):
             model.generate(**batch(40), stopping_criteria=[Bang()])
         model.generate(**batch(40))
-    assert session.last[0].cache_bytes_end is not None
+    assert session.rows[-1].cache_bytes_end is not None
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -311,7 +310,7 @@ def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> No
         out = model.generate(ids, past_key_values=given, **options)
         assert out[0, 150:].tolist() == expected
         assert given.get_seq_length() == 155
-        row: Any = session.last[0]
+        row: Any = session.rows[-1]
         assert (row.prompt_tokens, row.cache_bytes) == (120, context.cache_bytes)
         assert row.cache_bytes_end >= row.cache_bytes
         model.generate(ids, max_new_tokens=2, do_sample=False)  # another generation in between

@@ -71,11 +71,6 @@ class Prompt:
     note_kept: bool = False
     encoder: PromptEncoder | None = None
 
-    @property
-    def ids(self) -> list[int]:
-        """The whole prompt."""
-        return [*self.context_ids, *self.question_ids]
-
 
 def run_forks(
     model: PreTrainedModel,
@@ -241,7 +236,8 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
         Fork(label, method, budget, seed, prompt.example_id, room=room)
         for label, (method, budget) in prompt.methods.items()
     ]
-    start = prefill(model, prompt.ids, forks, encoder=prompt.encoder)
+    ids = [*prompt.context_ids, *prompt.question_ids]
+    start = prefill(model, ids, forks, encoder=prompt.encoder)
     spent_s = time.perf_counter() - begun
     kept = {
         fork.label: strips_of(fork, start.n, fork.compressible)

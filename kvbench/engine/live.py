@@ -233,7 +233,7 @@ class Context:
             KVError: an empty question, text without a tokenizer, a wrong `max_new_tokens`.
             BudgetExceeded, and whatever the method raises; the cache is then unchanged.
         """
-        ids = self._ids_of(question)
+        ids = token_ids(question, self.tokenizer, "the question", special=False)
         ((answer, row),) = self._answers([ids], max_new_tokens, stop)
         if keep:
             self._ids += [*ids, *row.chosen]
@@ -245,7 +245,7 @@ class Context:
     ) -> list[Any]:
         """The answers to several questions, each as `ask` gives it, decoded together; as many at once
         as half of the free memory has room for copies of the cache."""
-        asked = [self._ids_of(question) for question in questions]
+        asked = [token_ids(one, self.tokenizer, "the question", special=False) for one in questions]
         at_once = copies_at_once([self._fork], len(asked), input_device(self.model))
         return [
             answer
@@ -284,9 +284,6 @@ class Context:
             said = answer.tokens if decode is None else stopping.cut(decode(answer.tokens))
             found.append((said, row))
         return found
-
-    def _ids_of(self, question: Any) -> list[int]:
-        return token_ids(question, self.tokenizer, "the question", special=False)
 
 
 def _held(cost: Cost) -> tuple[dict[str, float], int]:
@@ -410,11 +407,6 @@ class Compression:
         """What the cache of every batch row of every prompt so far costs, in order (`generate` repeats a
         prompt for each beam and each returned sequence)."""
         return [row for rows in self._calls for row in rows]
-
-    @property
-    def last(self) -> list[Cost]:
-        """Those of the latest call."""
-        return self._calls[-1] if self._calls else []
 
     @property
     def entries(self) -> list[float]:

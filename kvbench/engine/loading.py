@@ -32,7 +32,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as library_logging
 
-from kvbench.engine.architecture import check_serves_interface, full_layers, kv_heads
+from kvbench.engine.architecture import check_serves_interface, kv_heads
 from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.packaged import (
@@ -302,11 +302,6 @@ def _origin(path: str, revision: str | None) -> dict[str, Any]:
     `path` is a folder, or the Hub cannot be reached (which it would retry for half a minute)."""
     local = local_path(path) != path or Path(path).exists() or not hub_answers()
     return {"revision": revision, "local_files_only": local}
-
-
-def full_attention_layers(spec: ModelSpec) -> list[int]:
-    """Numbers from 1 of the model's layers with full attention, by its config; loads no model."""
-    return [layer + 1 for layer in full_layers(load_config(spec).get_text_config())]
 
 
 def load_model(

@@ -20,12 +20,18 @@ from hydra.utils import instantiate
 
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.config import expanded
-from kvbench.engine.loading import full_attention_layers, resolve_device, resolve_dtype
+from kvbench.engine.architecture import full_layers
+from kvbench.engine.loading import ModelSpec, load_config, resolve_device, resolve_dtype
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV
 from kvbench.probes.base import encoded_prompts
 from kvbench.run.session import Session
+
+
+def full_attention_layers(spec: ModelSpec) -> list[int]:
+    """Numbers from 1 of the model's layers with full attention, by its config; loads no model."""
+    return [layer + 1 for layer in full_layers(load_config(spec).get_text_config())]
 
 
 def spread(layers: Sequence[int], most: int | None) -> list[int]:

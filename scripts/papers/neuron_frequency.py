@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from _common import Run, spread, started
+from _common import Run, full_attention_layers, spread, started
 from _neurons import WIKITEXT, counts_of, heavy_of
-
-from kvbench.engine.loading import full_attention_layers
 
 
 def main(given: Sequence[str]) -> None:
