@@ -20,18 +20,13 @@ from hydra.utils import instantiate
 
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.config import expanded
-from kvbench.engine.architecture import full_layers
-from kvbench.engine.loading import ModelSpec, load_config, resolve_device, resolve_dtype
+from kvbench.engine.architecture import compressible_layers
+from kvbench.engine.loading import resolve_device, resolve_dtype
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV
 from kvbench.probes.base import encoded_prompts
 from kvbench.run.session import Session
-
-
-def full_attention_layers(spec: ModelSpec) -> list[int]:
-    """Numbers from 1 of the model's layers with full attention, by its config; loads no model."""
-    return [layer + 1 for layer in full_layers(load_config(spec).get_text_config())]
 
 
 def spread(layers: Sequence[int], most: int | None) -> list[int]:
@@ -80,7 +75,7 @@ class Run(SimpleNamespace):
 
     def captured(self, ids: Sequence[int], layers: Any) -> Iterator[tuple[int, LayerKV]]:
         """A prompt's layers: a list of numbers from 1, so many evenly, or (None) all of them."""
-        every = full_attention_layers(self.session.spec)
+        every = [layer + 1 for layer in compressible_layers(self.session.model)]
         wanted = layers if isinstance(layers, list) else spread(every, layers)
         held = capture_layers(self.session.model, ids, [layer - 1 for layer in wanted])
         return ((layer, held[layer - 1]) for layer in wanted)
