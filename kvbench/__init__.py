@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from kvbench.kv import Budget
     from kvbench.methods import build_method
     from kvbench.report.experiment import load
-    from kvbench.report.figures import draw_kept
 
 __version__ = "0.2.0"
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "build_method",
     "compare",
     "compress",
-    "draw_kept",
     "kept",
     "load",
     "load_model",
@@ -29,7 +27,6 @@ __all__ = [
 _HOMES = {
     "Budget": "kv",
     "build_method": "methods",
-    "draw_kept": "report.figures",
     "load": "report.experiment",
 }
 """Where a name is that is not in `kvbench.api`."""

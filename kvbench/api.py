@@ -246,7 +246,7 @@ def kept(
     seed: int = 0,
     **options: Any,
 ) -> pd.DataFrame:
-    """Every entry that a method's cache holds of a prompt; `kvbench.draw_kept` makes a figure of it.
+    """Every entry that a method's cache holds of a prompt.
 
     Args:
         model, tokenizer, prompt: as for `compare`.

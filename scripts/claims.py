@@ -36,7 +36,8 @@ from hydra.utils import instantiate
 
 from kvbench import load
 from kvbench.cli.config import composed, expanded, hydra_of_conf
-from kvbench.engine.loading import full_attention_layers
+from kvbench.engine.architecture import full_layers
+from kvbench.engine.loading import load_config
 from kvbench.errors import UserError, complain
 from kvbench.report.stats import Array, Estimate, Scores, differences, together
 
@@ -66,7 +67,7 @@ def claims_for(model: str) -> dict[str, Any]:
     from the first to the last."""
     with hydra_of_conf() as hydra:
         spec = instantiate(composed(hydra, expanded([f"model={model}"])).model, _convert_="all")
-    every = full_attention_layers(spec)
+    every = [layer + 1 for layer in full_layers(load_config(spec).get_text_config())]
     shown = [layer for layer in (1, 2, 5) if layer in every]
     spread = sorted({every[round(i * (len(every) - 1) / 6)] for i in range(7)})
     numbers = {"$SHOWN": shown, "$SPREAD": spread, "$BOTH": sorted({*shown, *spread})}

@@ -565,10 +565,7 @@ def _decoded(
 ) -> list[float]:
     """The seconds of each decode step that the forks take together, of so many new tokens."""
     clocked = Clocked(new)
-    rows = [
-        DecodingRow(fork, Stopping(new) if i else clocked, fork.tokens)
-        for i, fork in enumerate(forks)
-    ]
+    rows = [DecodingRow(fork, Stopping(new) if i else clocked) for i, fork in enumerate(forks)]
     for row in rows:
         row.take(token, True)
     decode_rows(model, rows, graphs)

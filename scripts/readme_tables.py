@@ -89,10 +89,9 @@ class Column:
         )
 
 
-def _needle(rate: float) -> Column:
-    return Column(
-        f"needle, {rate:g}", f"leaderboard/needle-{MODEL}", {"rate": rate, "by": "dataset"}
-    )
+def _found(heading: str, task: str, rate: float) -> Column:
+    where = {"rate": rate, "by": "dataset"}
+    return Column(f"{heading}, {rate:g}", f"leaderboard/{task}-{MODEL}", where)
 
 
 def _at_quarter(
@@ -104,8 +103,8 @@ def _at_quarter(
 SCORES: dict[str, Sequence[Column]] = {
     "leaderboard": (
         Column("ratio, 0.25", f"leaderboard/needle-{MODEL}", {"rate": 0.25}, "ratio", 3),
-        *map(_needle, (0.5, 0.25, 0.125)),
-        Column("RULER, 0.25", f"leaderboard/ruler-{MODEL}", {"by": "dataset"}),
+        *(_found("needle", "needle", rate) for rate in (0.5, 0.25, 0.125)),
+        *(_found("RULER", "ruler", rate) for rate in (0.5, 0.25, 0.125)),
         *(_at_quarter(*column) for column in (
             ("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
             ("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),

@@ -16,12 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from absl import logging as absl_logging
-from hypothesis import settings
 from support.fork_server import ForkServer
 
-settings.register_profile("kvbench", derandomize=True, deadline=None)  # the same cases every time
-settings.load_profile("kvbench")
+if find_spec("hypothesis"):  # not on a GPU node, where scripts/gpu_check.py runs some of the tests
+    from hypothesis import settings
+
+    settings.register_profile(
+        "kvbench", derandomize=True, deadline=None
+    )  # the same cases every time
+    settings.load_profile("kvbench")
 
 if not torch.cuda.is_available():  # before anything imports triton; see interpreted.py
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -42,7 +45,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # rouge-score loads absl, whose log handler keeps the stderr of that moment, pytest's captured one, and
 # closes it when Hydra sets up logging while a test has redirected stderr: let it keep the real one.
-absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
+if find_spec("absl"):
+    from absl import logging as absl_logging
+
+    absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

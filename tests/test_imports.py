@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from functools import cache
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import kvbench
@@ -86,15 +85,3 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise():
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.stdout == f"{bool(own)}\n", done.stderr
         assert re.search(rf"(WAIT_POLICY|SPINCOUNT) = {told}", done.stderr), done.stderr
-
-
-def test_rooms_import_each_other_one_way():
-    """No circle among the rooms, entry points included."""
-    graph: dict[str, set[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if not room.startswith("__"):
-            graph.setdefault(room, set()).update(
-                p for p in imported(path) - {room} if "__" not in p
-            )
-    TopologicalSorter(graph).prepare()  # raises where there is a circle

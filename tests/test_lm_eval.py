@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import lm_eval
@@ -16,7 +15,6 @@ from support.jobs import make_job, records_of
 from support.paths import ROOT
 from support.tiny import CONFIGS
 
-from kvbench.engine import scoring
 from kvbench.engine.loading import ModelSpec
 from kvbench.errors import UserError
 from kvbench.lm_eval import KVBenchLM
@@ -159,40 +157,6 @@ def test_draws_depend_on_the_context_alone(saved):
     both = [logprob for logprob, _ in lm.loglikelihood([one, two], disable_tqdm=True)]
     assert both == pytest.approx(apart[::-1], abs=1e-5)
     assert lm.records[0]["ratio"] < 0.12
-
-
-def test_prefills_are_shared(saved, monkeypatch):
-    lm = KVBenchLM(saved, "snapkv", device="cpu")
-    prefills = []
-    inner = scoring.prefill
-    monkeypatch.setattr(
-        "kvbench.engine.scoring.prefill", lambda *a, **k: prefills.append(1) or inner(*a, **k)
-    )
-    lm.loglikelihood(likelihoods(*((LONG, f" {word}") for word in WORDS)), disable_tqdm=True)
-    assert len(prefills) == 1
-
-
-def task_folder(tmp_path):
-    """One task of two choices that shares its context, written here."""
-    data = tmp_path / "kv_pairs.jsonl"
-    docs = [
-        {"q": text(40, seed=i), "a": "the mat", "b": "they all", "label": i % 2} for i in range(4)
-    ]
-    data.write_text("\n".join(map(json.dumps, docs)))
-    config = {
-        "task": "kv_pairs",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "doc_to_text": "{{q}}",
-        "doc_to_target": "label",
-        "doc_to_choice": "{{[a, b]}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-        "metadata": {"version": 1.0},
-    }
-    (tmp_path / "kv_pairs.yaml").write_text(json.dumps(config))  # JSON is YAML
-    return tmp_path
 
 
 def harness_job(saved, tmp_path, task, methods, **changes):

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
 from typing import Any, get_args
@@ -156,6 +156,8 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
 def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
     """Run one job and print its tables; `shared` as of `build_job`."""
     job = build_job(config, shared)
+    if job.session.spec.place[0]:  # the first rank alone writes, shows and logs
+        return replace(run_job(job), folders={})
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}
     logs = logger.pop("name") == "wandb"

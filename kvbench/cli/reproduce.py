@@ -26,8 +26,6 @@ from kvbench.errors import UserError, nearest, needs_extra
 
 Run = Callable[[Sequence[str]], int]
 ALL = "all"
-SMALL_MODELS = ("recall_mini", "tiny_random")
-"""Models of conf/model that come with the package and read no English."""
 INVENTED = "${FIXTURES}"
 """In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
 OF_JOBS = {"batch_size", "decode", "dry_run", "example_timeout"}
@@ -94,7 +92,7 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     if item.no_data:
         raise UserError(f"{name} has no experiment: {item.no_data}")
     given = dict(text.partition("=")[::2] for text in overrides)
-    small = given.get("model") in SMALL_MODELS
+    small = given.get("model") in ("recall_mini", "tiny_random")  # they read no English
     # in a wheel they are in the package
     places = config_dir().parent / "fixtures", config_dir().resolve().parent / "tests" / "data"
     invented = next(str(place) for place in places if place.is_dir())

@@ -235,9 +235,13 @@ class LayerCache:
             key = key.repeat_interleave(stored // key.shape[0], dim=0)
             value = value.repeat_interleave(stored // value.shape[0], dim=0)
         if self.window is not None and self.length >= self.window + GROWTH:
-            self._let_pass(self.length - self.window)
+            count = self.length - self.window  # entries of a sliding layer lie by position
+            for part in (getattr(self, name) for name in _BUFFERS):
+                if part is not None:
+                    part[:, : self.window] = part[:, count : self.length].clone()
+            self.length = self.window
         before, after = self.length, self.length + key.shape[1]
-        self._reserve(after)
+        self._reserve(after, GROWTH)
         self.keys[:, before - self.first : after - self.first] = key
         self.values[:, before - self.first_value : after - self.first_value] = value
         self.positions[:, before:after] = positions
@@ -340,23 +344,15 @@ class LayerCache:
             if now > before:
                 part[:, : n - now] = part[:, now - before : n - before].clone()
 
-    def _let_pass(self, count: int) -> None:
-        """Let go of the first entries of a sliding layer, which lie in the order of their positions."""
-        for name in _BUFFERS:
-            part = getattr(self, name)
-            if part is not None:
-                part[:, : self.length - count] = part[:, count : self.length].clone()
-        self.length -= count
-
-    def _reserve(self, entries: int) -> None:
-        """Make the buffers hold `entries` at least; a copy only when they do not."""
+    def _reserve(self, entries: int, more: int = 0) -> None:
+        """Make the buffers hold `entries` at least, or else so many `more`, by a copy."""
         reserved = self.positions.shape[1]
         if entries <= reserved:
             return
         for name in _BUFFERS:
             part = getattr(self, name)
             if part is not None:
-                setattr(self, name, _with_room(part, entries + GROWTH - reserved))
+                setattr(self, name, _with_room(part, entries + more - reserved))
 
 
 def _with_room(part: Tensor, room: int) -> Tensor:

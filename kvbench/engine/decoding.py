@@ -9,7 +9,6 @@ copied, nothing is counted on the host, so that a step can be captured in a CUDA
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from kvbench.kernels.decode_attention import (
     weighted_decode_attention,
 )
 from kvbench.kernels.eviction import EvictionTable, evict_entries
+from kvbench.kernels.philox import to_device
 
 ENDLESS = (1 << 31) - 2
 """Entries that no cache reaches."""
@@ -43,9 +43,10 @@ class _Counters:
         self.positions, self.moves = positions, torch.ones_like(positions)
         caches = [cache for group in groups for cache in group.caches]
         limits = [limit for group in groups for limit in group.limits]
-        kind: dict[str, Any] = {"dtype": torch.int32, "device": positions.device}
-        self.lengths = torch.tensor([cache.length for cache in caches], **kind)
-        self.limits, self.grows = torch.tensor(limits, **kind), torch.ones_like(self.lengths)
+        lengths = torch.tensor([cache.length for cache in caches], dtype=torch.int32)
+        self.lengths = to_device(lengths, positions.device)
+        self.limits = to_device(torch.tensor(limits, dtype=torch.int32), positions.device)
+        self.grows = torch.ones_like(self.lengths)
         self.held = self.lengths + 1
         self._tell()
 
@@ -102,20 +103,22 @@ class DecodeState(ForkBatch):
 
     Args:
         forks: one per batch row.
-        positions: [rows] int64, of the first token to be fed; kept, and moved on in place.
         steps: tokens that will be fed to each row at most: room for them is reserved here.
+        device: where the token ids are.
 
     Attributes:
+        positions: [rows] int64, of the token to be fed; moved on in place.
         taken: steps so far.
     """
 
-    def __init__(self, forks: Sequence[Fork], positions: Tensor, steps: Sequence[int]) -> None:
+    def __init__(self, forks: Sequence[Fork], steps: Sequence[int], device: torch.device) -> None:
+        first = [fork.tokens for fork in forks]
+        positions = to_device(torch.tensor(first), device)
         super().__init__(list(forks), positions)
         self.taken = 0
         self._ended: set[int] = set()
         self._groups: dict[int, list[_Group]] = {}
         self._alone: dict[int, list[int]] = {}
-        first = positions.tolist()
         for layer in self.forks[0].layers:
             self._sort(layer, first, steps)
         by_device: dict[torch.device, list[_Group]] = {positions.device: []}

@@ -29,9 +29,8 @@ def release_frames(error: BaseException) -> None:
     """Release the tensors that the error's traceback keeps alive; the traceback stays readable."""
     seen: set[int] = set()
     each: BaseException | None = error
-    while (
-        each is not None and id(each) not in seen
-    ):  # contexts set by hand may go round in a circle
+    # Contexts set by hand may go round in a circle.
+    while each is not None and id(each) not in seen:
         seen.add(id(each))
         traceback.clear_frames(each.__traceback__)
         each = each.__context__

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.engine import memory
+from kvbench.engine.architecture import gathered
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache, RaggedCache, RecompressedCache
 from kvbench.engine.faults import release_frames
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
+from kvbench.errors import first_line, one_line
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
@@ -125,6 +128,7 @@ class Fork:
         unaudited: layers whose entries are still to be counted, by `audit_prompt`.
         after_prompt: the cost at the end of the prefill. bytes_end: at the last `audit`.
         failure: what stopped this fork, if anything did; the other forks go on.
+        ranks: processes with a fork each, of their own KV heads; each makes draws of its own.
     """
 
     label: str
@@ -148,6 +152,7 @@ class Fork:
     after_prompt: Cost | None = None
     bytes_end: int | None = None
     failure: Exception | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.method.whole_pass is not None:
@@ -163,8 +168,11 @@ class Fork:
         evicts = self.method.evicts and self.method.uses_budget
         return self.budget.limit(n) if evicts else None
 
-    def begin_prompt(self, n: int) -> None:
+    def begin_prompt(self, n: int, ranks: int = 1) -> None:
         """Compress the prompt of n tokens that is about to be read, unless its capacity holds all."""
+        self.ranks = ranks
+        if ranks > 1:
+            self.example_id += f"\0rank {dist.get_rank()}"
         self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
 
     @property
@@ -200,6 +208,15 @@ class Fork:
         release_frames(failure)
         for held in (self.layers, self.compressible, self.carried, self.unaudited):
             held.clear()
+
+    def agree(self) -> None:
+        """Fail where any rank has, for the same reason, as ranks take every step together."""
+        if self.ranks > 1:
+            said = first_line if type(self.failure) is RuntimeError else one_line  # agreed before
+            own = None if self.failure is None else said(self.failure)
+            told = [reason for reason in gathered(own, self.ranks) if reason is not None]
+            if told and not isinstance(self.failure, BudgetExceeded):
+                self.fail(RuntimeError(min(told, key=lambda reason: "non-finite" in reason)))
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
@@ -286,13 +303,15 @@ class Fork:
 
     def end_prompt(self, n: int, exact: ExactBytes) -> None:
         """Note what is held of the prompt's n tokens, which have been read and compressed."""
+        self.agree()
         self.exact, self.exact_at = exact, [exact.at(n)]
         held: dict[str, Any] = {}
         if self.failure is None:
             layers = [self.layers[layer] for layer in self.compressible]
-            entries = torch.cat([cache.prompt_entries.cpu() for cache in layers])
+            own = torch.cat([cache.prompt_entries.cpu() for cache in layers])
+            entries = torch.cat(gathered(own, self.ranks))
             counts = {"mean": float(entries.float().mean()), "max": int(entries.max())}
-            held = {"entries": counts, "cache_bytes": self.cache_bytes()}
+            held = {"entries": counts, "cache_bytes": sum(gathered(self.cache_bytes(), self.ranks))}
             held["extras"] = self.method.extras(n, self.shapes)
         self.after_prompt = Cost(
             prompt_tokens=n,
@@ -305,6 +324,7 @@ class Fork:
     def cost(self) -> Cost:
         """What the cache costs, by what is known since the prefill and the last `audit`."""
         assert self.after_prompt is not None, "the prompt has not been read"
+        self.agree()
         self.read_clocks()
         cost = replace(self.after_prompt, compress_s=self.compress_s)
         if self.bytes_end is None:
@@ -314,11 +334,13 @@ class Fork:
             int(cache.entries().max()) < int(cache.prompt_entries.max()) + self.appended
             for cache in layers
         )
-        held = [cache.held_bytes() for cache in self.layers.values()]
+        own = self.bytes_end, [cache.held_bytes() for cache in self.layers.values()]
+        ends, every = zip(*gathered(own, self.ranks), strict=True)
+        held = [layer for rank in every for layer in rank]
         states = state_bytes(self.states)
         return replace(
             cost,
-            cache_bytes_end=self.bytes_end,
+            cache_bytes_end=sum(ends),
             cache_bytes_peak=sum(peak for peak, _ in held) + states,
             cache_bytes_mean=sum(mean for _, mean in held) + states,
             exact_bytes_mean=sum(self.exact_at) / len(self.exact_at),
@@ -363,7 +385,8 @@ def copies_at_once(forks: Sequence[Fork], most: int, device: torch.device) -> in
     copy = sum(cache.reserved_bytes() for fork in forks for cache in fork.layers.values())
     if most == 1 or total is None or used is None or not copy:
         return most
-    return max(1, min(most, (total - used) // (2 * copy)))
+    fits: list[int] = gathered((total - used) // (2 * copy), forks[0].ranks)
+    return max(1, min(most, *fits))
 
 
 class ForkBatch:
@@ -405,3 +428,4 @@ class ForkBatch:
                     out[row] = fork.layers[call.layer].step(call.of_row(row), positions[row])
                 except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                     fork.fail(failure)
+                    out[row] = torch.nan  # ends the row on other ranks, too

@@ -71,11 +71,6 @@ class Prompt:
     note_kept: bool = False
     encoder: PromptEncoder | None = None
 
-    @property
-    def ids(self) -> list[int]:
-        """The whole prompt."""
-        return [*self.context_ids, *self.question_ids]
-
 
 def run_forks(
     model: PreTrainedModel,
@@ -213,7 +208,7 @@ class _Reading:
     def row(self, fork: Fork) -> DecodingRow:
         """The beginning of a conversation, on a copy where there are several."""
         fork = fork.clone() if len(self.prompt.conversations) > 1 else fork
-        return DecodingRow(fork, self.prompt.stopping, self.start.n, self.start.prefill_s)
+        return DecodingRow(fork, self.prompt.stopping, self.start.prefill_s)
 
 
 @dataclass
@@ -241,7 +236,8 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
         Fork(label, method, budget, seed, prompt.example_id, room=room)
         for label, (method, budget) in prompt.methods.items()
     ]
-    start = prefill(model, prompt.ids, forks, encoder=prompt.encoder)
+    ids = [*prompt.context_ids, *prompt.question_ids]
+    start = prefill(model, ids, forks, encoder=prompt.encoder)
     spent_s = time.perf_counter() - begun
     kept = {
         fork.label: strips_of(fork, start.n, fork.compressible)
@@ -269,7 +265,7 @@ def _ask(
             seed, question.name, question.sample, question.stopping.max_new_tokens
         )
         talk.row = row = DecodingRow(
-            before.fork, question.stopping, before.position, before.prefill_s, sampling, uniforms
+            before.fork, question.stopping, before.prefill_s, sampling, uniforms
         )
         ids = [*unread, *question.ids]
         if row.fork.failure is None and ids:

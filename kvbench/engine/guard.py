@@ -43,10 +43,6 @@ _SDPA = ("flash", "mem_efficient", "math", "cudnn")
 """Kernels of torch's attention."""
 
 
-def _kernels() -> tuple[bool, ...]:
-    return tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDPA)
-
-
 def _set_kernels(enabled: tuple[bool, ...]) -> None:
     for name, flag in zip(_SDPA, enabled, strict=True):
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(flag)
@@ -68,7 +64,10 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,
     ),
-    "torch's attention kernels": (_kernels, _set_kernels),
+    "torch's attention kernels": (
+        lambda: tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDPA),
+        _set_kernels,
+    ),
     "the working directory": (os.getcwd, os.chdir),
     "the environment": (partial(dict, os.environ), _set_environment),
     "torch's global generator": (torch.get_rng_state, torch.set_rng_state),

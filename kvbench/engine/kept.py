@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvbench.engine.architecture import gathered
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.fork import Fork
 
@@ -33,6 +34,8 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
                 each = each * one.denominators[:, : one.length].cpu()
             positions += held.unbind()
             weights += each.unbind()
+        ranks = zip(*gathered((positions, weights), fork.ranks), strict=True)
+        positions, weights = ([head for own in every for head in own] for every in ranks)
         yield layer, pad_sequence(positions, True, -1), pad_sequence(weights, True)
 
 

@@ -22,6 +22,8 @@ from transformers.cache_utils import Cache
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on, rotary_of
 from kvbench.engine.attention import LayerCall
+from kvbench.engine.cache import GROWTH
+from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Cost, Fork, ForkBatch, copies_at_once, prompt_name
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import end_token_ids, model_end_ids
@@ -65,9 +67,11 @@ class LiveCache(Cache):
         self.forks, self.rows = list(forks), list(rows)
         self.seen = seen
         self.open = True  # until the generation that it belongs to is over
+        self.steps: DecodeState | None = None  # of single tokens, one after the other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
         """An independent copy; if the model is copied too, it belongs to that copy."""
+        self.settle()
         forks = [fork.clone() for fork in self.forks]
         model = memo.get(id(self.model), self.model)
         return LiveCache(model, forks, self.rows, self.seen)
@@ -107,6 +111,7 @@ class LiveCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: row i goes on from row ``beam_idx[i]``; a row from which several do is copied."""
+        self.settle()
         indices = beam_idx.tolist()
         self.forks = [
             self.forks[index].clone() if index in indices[:place] else self.forks[index]
@@ -116,6 +121,39 @@ class LiveCache(Cache):
     def crop(self, tokens: int) -> None:
         """Refused: what a method dropped does not come back."""
         raise UnsupportedGeneration("a compressed cache cannot be cropped; call generate again")
+
+    def begin_pass(self, batch: int, count: int, mask: Tensor | None) -> ForkBatch:
+        """Attention state of a pass that feeds so many tokens to every row. Single tokens go on with
+        that of the token before, in room for `GROWTH` tokens, until something else happens.
+
+        Args:
+            mask: of all tokens; None where it hides none of the new ones.
+
+        Raises:
+            UnsupportedGeneration: another number of rows; hidden tokens.
+        """
+        if batch != len(self.forks):
+            raise UnsupportedGeneration(
+                f"the batch has {batch} rows and the cache {len(self.forks)}; allowed: as many"
+            )
+        if mask is not None and not bool(mask[:, -count:].all()):
+            raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
+        taken = self.forks[0].appended % GROWTH
+        if count == 1 and taken and self.steps is not None:
+            return self.steps
+        self.settle()
+        if count > 1:
+            first = torch.tensor([fork.tokens for fork in self.forks])
+            return ForkBatch(self.forks, first[:, None] + torch.arange(count))
+        room, device = [GROWTH - taken] * batch, input_device(self.model)
+        self.steps = DecodeState(self.forks, room, device)
+        return self.steps
+
+    def settle(self) -> None:
+        """Something else than single tokens follows: tell the forks what they hold."""
+        if self.steps is not None:
+            self.steps.settle()
+        self.steps = None
 
 
 class Context:
@@ -151,6 +189,7 @@ class Context:
         if fork.failure is not None:
             raise fork.failure
         self._fork, cost = fork, fork.cost()
+        self._graphs = StepGraphs()  # one for all questions: a capture that fails is tried once
         self.entries, self.cache_bytes = _held(cost)
         self.exact_bytes, self.compress_s = cost.exact_bytes, cost.compress_s
         self.prefill_s = start.prefill_s
@@ -194,7 +233,7 @@ class Context:
             KVError: an empty question, text without a tokenizer, a wrong `max_new_tokens`.
             BudgetExceeded, and whatever the method raises; the cache is then unchanged.
         """
-        ids = self._ids_of(question)
+        ids = token_ids(question, self.tokenizer, "the question", special=False)
         ((answer, row),) = self._answers([ids], max_new_tokens, stop)
         if keep:
             self._ids += [*ids, *row.chosen]
@@ -206,7 +245,7 @@ class Context:
     ) -> list[Any]:
         """The answers to several questions, each as `ask` gives it, decoded together; as many at once
         as half of the free memory has room for copies of the cache."""
-        asked = [self._ids_of(question) for question in questions]
+        asked = [token_ids(one, self.tokenizer, "the question", special=False) for one in questions]
         at_once = copies_at_once([self._fork], len(asked), input_device(self.model))
         return [
             answer
@@ -234,9 +273,9 @@ class Context:
         stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
         unread = self._ids[self.tokens :]
         with kvbench_attention_on(model), torch.inference_mode():
-            rows = [DecodingRow(self._fork.clone(), stopping, self.tokens) for _ in asked]
+            rows = [DecodingRow(self._fork.clone(), stopping) for _ in asked]
             feed_questions(model, rows, [[*unread, *ids] for ids in asked])
-            decode_rows(model, [row for row in rows if row.chosen], StepGraphs())
+            decode_rows(model, [row for row in rows if row.chosen], self._graphs)
         found: list[tuple[Any, DecodingRow]] = []
         for row in rows:
             answer = row.finish()
@@ -245,9 +284,6 @@ class Context:
             said = answer.tokens if decode is None else stopping.cut(decode(answer.tokens))
             found.append((said, row))
         return found
-
-    def _ids_of(self, question: Any) -> list[int]:
-        return token_ids(question, self.tokenizer, "the question", special=False)
 
 
 def _held(cost: Cost) -> tuple[dict[str, float], int]:
@@ -373,11 +409,6 @@ class Compression:
         return [row for rows in self._calls for row in rows]
 
     @property
-    def last(self) -> list[Cost]:
-        """Those of the latest call."""
-        return self._calls[-1] if self._calls else []
-
-    @property
     def entries(self) -> list[float]:
         """Entries per layer and KV head after compression, mean over both, of each row."""
         return [_held(row)[0]["mean"] for row in self.rows]
@@ -436,8 +467,10 @@ class Compression:
         mask, given = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         self._check_call(kwargs)
         if isinstance(given, LiveCache):
+            if self._thread and given is self._cache:
+                mask = None  # inside generate it has grown by ones, and to look would be to wait
             self._continue_with(given)
-            state = ForkBatch(given.forks, _positions(given, batch, count, mask))
+            state = given.begin_pass(batch, count, mask)
             config = self.model.config.get_text_config()
             if is_hybrid(config):
                 given.layers = state.past(config).layers
@@ -530,6 +563,9 @@ class Compression:
                 if fork.failure is not None:
                     raise fork.failure
                 fork.fed(count)
+            if cache.steps is not None:
+                cache.steps.move_on()
+                cache.steps.taken += 1
             return
         for number, fork in enumerate(cache.forks):
             fork.states = row_of(states_in(cache), number)
@@ -552,24 +588,13 @@ class Compression:
         failed, self._prefill = self._prefill is not None, None
         if cache is None:
             return
+        cache.settle()
         cache.open = False
         if failed or not audit:
             return
         for fork in cache.forks:
             fork.audit()
         cache.rows[:] = [fork.cost() for fork in cache.forks[: len(cache.rows)]]
-
-
-def _positions(cache: LiveCache, batch: int, count: int, mask: Tensor | None) -> Tensor:
-    """Positions [rows, tokens] of the tokens fed in a decode step."""
-    if batch != len(cache.forks):
-        raise UnsupportedGeneration(
-            f"the batch has {batch} rows and the cache {len(cache.forks)}; allowed: as many"
-        )
-    if mask is not None and not bool(mask[:, -count:].all()):
-        raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
-    first = [fork.tokens for fork in cache.forks]
-    return torch.tensor(first)[:, None] + torch.arange(count)
 
 
 def _left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:

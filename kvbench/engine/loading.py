@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,10 +28,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as library_logging
 
-from kvbench.engine.architecture import check_serves_interface, full_layers
+from kvbench.engine.architecture import check_serves_interface, kv_heads
 from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.packaged import (
@@ -41,7 +42,8 @@ from kvbench.engine.packaged import (
     unpacked,
     unpacking,
 )
-from kvbench.errors import UserError, first_line, needs_extra, one_line, traceback_of
+from kvbench.engine.states import is_hybrid
+from kvbench.errors import UserError, first_line, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
 from kvbench.tasks.base import PromptEncoder, tokenizing
 from kvbench.tasks.data import hub_answers, quiet_hub
@@ -55,9 +57,6 @@ ASSET_PREFIX = "asset:"
 """``path: asset:recall_mini`` names a model that ships with the package."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-PACKAGES = {"bnb4": "bitsandbytes", "bnb8": "bitsandbytes", "gguf": "gguf"}
-"""What each choice of `ModelSpec.quantization` needs beside transformers."""
 
 _MARK = "KVBENCH_PROMPT_GOES_HERE"
 
@@ -88,6 +87,8 @@ class ModelSpec:
         architecture: a transformers config (`model_type` and its fields) for `random_weights`.
         device_map, max_memory: accelerate's, "auto" or a device by module, and what "auto" may use of
             each device; None: one device. Where a model lies is not part of a run's hash.
+        parallel: "tensor" divides weights and KV heads among the processes that torchrun starts
+            (transformers from 5.17 on). Each makes its own draws: others than one process would make.
         trust_remote_code: run code from the model repository. Off unless written in a config.
         quantization, gguf_file: packed weights: "bnb4" and "bnb8" pack them while they are read, "gguf"
             reads them from that file of `path` (None: the only one of a folder).
@@ -107,6 +108,7 @@ class ModelSpec:
     architecture: Mapping[str, Any] | None = None
     device_map: str | Mapping[str, Any] | None = None
     max_memory: Mapping[Any, Any] | None = None
+    parallel: Literal["tensor"] | None = None
     trust_remote_code: bool = False
     quantization: Literal["bnb4", "bnb8", "gguf"] | None = None
     gguf_file: Text | None = None
@@ -119,11 +121,12 @@ class ModelSpec:
             log.warning("%s; taking %s of the Hub", missing_line(self.path), self.otherwise)
             object.__setattr__(self, "path", self.otherwise)
         object.__setattr__(self, "otherwise", None)
-        if self.quantization is not None and self.random_weights:
-            raise ModelError(
-                f"model.quantization is {self.quantization!r} and model.random_weights is true; "
-                "allowed: null, since only weights that are read from files are packed"
-            )
+        for name in ("quantization", "parallel", "device_map") if self.random_weights else ():
+            if (value := getattr(self, name)) not in (None, "auto"):
+                raise ModelError(
+                    f"model.{name} is {value!r} and model.random_weights is true; allowed: null, since "
+                    "only weights that are read from files are packed or spread over devices"
+                )
         if self.gguf_file is not None and self.quantization != "gguf":
             raise ModelError(
                 f"model.gguf_file is {self.gguf_file!r} and model.quantization {self.quantization!r}; "
@@ -134,11 +137,12 @@ class ModelSpec:
                 f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never, "
                 "or a Jinja template"
             )
-        if self.device_map not in (None, "auto") and self.random_weights:
-            raise ModelError(
-                f"model.device_map is {self.device_map!r} and model.random_weights is true; allowed: "
-                "null or auto, since only weights that are read from files are spread over devices"
-            )
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This process's number among those that share the model, and how many torchrun started."""
+        named: Mapping[str, str] = os.environ if self.parallel is not None else {}
+        return int(named.get("RANK", 0)), int(named.get("WORLD_SIZE", 1))
 
     @property
     def label(self) -> str:
@@ -300,11 +304,6 @@ def _origin(path: str, revision: str | None) -> dict[str, Any]:
     return {"revision": revision, "local_files_only": local}
 
 
-def full_attention_layers(spec: ModelSpec) -> list[int]:
-    """Numbers from 1 of the model's layers with full attention, by its config; loads no model."""
-    return [layer + 1 for layer in full_layers(load_config(spec).get_text_config())]
-
-
 def load_model(
     spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> PreTrainedModel:
@@ -328,7 +327,7 @@ def load_model(
                     )
         else:
             model = _with_weights(spec, config, device, dtype)
-    placed = spec.device_map is not None or spec.quantization in ("bnb4", "bnb8")
+    placed = spec.device_map is not None or spec.parallel or spec.quantization in ("bnb4", "bnb8")
     if spec.random_weights or not placed:
         model = model.to(device)
     return model.eval()
@@ -352,6 +351,7 @@ def _with_weights(
         "device_map": dict(place) if isinstance(place, Mapping) else place,
         "max_memory": None if spec.max_memory is None else dict(spec.max_memory),
         **packed,
+        **_divided(spec, config.get_text_config()),
     }
     verbosity = library_logging.get_verbosity()
     library_logging.set_verbosity_error()  # what is wrong with a checkpoint becomes a line of ours
@@ -385,6 +385,25 @@ def _with_weights(
     return model
 
 
+def _divided(spec: ModelSpec, config: PreTrainedConfig) -> dict[str, Any]:
+    """What `from_pretrained` is told where several processes share a model with this text config.
+
+    Raises:
+        ModelError: its KV heads cannot be divided among them.
+    """
+    if spec.parallel is None:
+        return {}
+    plan, heads, (_, ranks) = config.base_model_tp_plan or {}, kv_heads(config), spec.place
+    whole = is_hybrid(config) or plan.get("layers.*.self_attn.k_proj") != "colwise"
+    allowed = [n for n in range(2, heads + 1) if heads % n == 0 and not whole]
+    if ranks not in allowed:
+        raise ModelError(
+            f"model.parallel is 'tensor' and torchrun --nproc-per-node is {ranks}; allowed for "
+            f"{spec.path!r}: {' or '.join(map(str, allowed)) or 'model.parallel=null'}"
+        )
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}
+
+
 def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
     """Refuse a model whose index or config names weight files that are not safetensors. The library's
     ``use_safetensors`` checks only the name of the first file, and would unpickle the others.
@@ -416,11 +435,10 @@ def _gguf_options(spec: ModelSpec) -> dict[str, Any]:
     """What transformers' loaders of config, tokenizer and weights are told; nothing without GGUF.
 
     Raises:
-        ModelError: the package is missing, or there is no one file.
+        ModelError: there is no one file.
     """
     if spec.quantization != "gguf":
         return {}
-    _check_package(spec)
     if spec.gguf_file is not None:
         return {"gguf_file": spec.gguf_file}
     there = sorted(path.name for path in Path(local_path(spec.path)).glob("*.gguf"))
@@ -436,31 +454,15 @@ def _gguf_options(spec: ModelSpec) -> dict[str, Any]:
 def _packing(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """What `from_pretrained` is told of quantized weights. bitsandbytes packs them while reading, as
     its 4 bits "nf4" (QLoRA, 2305.14314, section 3), and computes in `dtype`; GGUF's blocks are unpacked
-    to `dtype` at once, so that no kernel is fetched from the Hub.
-
-    Raises:
-        ModelError: the package is missing.
-    """
+    to `dtype` at once, so that no kernel is fetched from the Hub."""
     if spec.quantization is None:
         return {}
     if spec.quantization == "gguf":
         return {**_gguf_options(spec), **unpacking()}
-    _check_package(spec)
     four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
     how = four if spec.quantization == "bnb4" else {"load_in_8bit": True}
     placed = {} if spec.device_map is not None else {"device_map": {"": str(device)}}
     return {"quantization_config": BitsAndBytesConfig(**how), **placed}
-
-
-def _check_package(spec: ModelSpec) -> None:
-    """Raises:
-    ModelError: the package that the quantization needs is not installed.
-    """
-    package = PACKAGES[str(spec.quantization)]
-    if find_spec(package) is None:
-        raise ModelError(
-            f"model.quantization is {spec.quantization}: {needs_extra(package, 'quantized')}"
-        )
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:

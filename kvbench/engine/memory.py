@@ -12,11 +12,9 @@ from pathlib import Path
 
 import torch
 
-_STATUS, _PEAK_RESET, _INFO = (
-    Path("/proc/self/status"),
-    Path("/proc/self/clear_refs"),
-    Path("/proc/meminfo"),
-)
+_STATUS = Path("/proc/self/status")
+_PEAK_RESET = Path("/proc/self/clear_refs")
+_INFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 

@@ -63,6 +63,7 @@ def layer_kv(
     normalisers: Tensor | None = None,
 ) -> LayerKV:
     """What methods are given of a layer: the `index`-th of `count`."""
+    output = getattr(call.output, "to_local", lambda: call.output)()  # of a rank: of its own heads
     layer = LayerKV(
         call.key,
         call.value,
@@ -71,7 +72,7 @@ def layer_kv(
         count,
         call.scaling,
         softcap=call.softcap,
-        output=None if call.output is None else call.output.detach().clone,
+        output=None if output is None else output.detach().clone,
         rotary=rotary,
     )
     if normalisers is not None:
@@ -273,9 +274,9 @@ def prefill(
     Args:
         encoder: of the words in which a method asks for the prompt again (`Rescoring`).
     """
-    device = input_device(model)
+    device, ranks = input_device(model), getattr(model, "tp_size", None) or 1
     for fork in forks:
-        fork.begin_prompt(len(ids))
+        fork.begin_prompt(len(ids), ranks)
     tokens = torch.tensor([list(ids)], device=device)
 
     def feed(following: Sequence[int], state: AttentionState) -> None:
@@ -290,6 +291,7 @@ def prefill(
     state.rescore(ids, encoder, feed)
     synchronize(device)
     seconds = time.perf_counter() - start - state.settle()
+    state.exact.layers = [(token * ranks, window) for token, window in state.exact.layers]
     state.exact.states = state_bytes(state.states)
     for fork in forks:
         fork.states = clone_of(state.states)

@@ -51,7 +51,6 @@ class DecodingRow:
     """One fork's generation in the making: a row of the decoding batch.
 
     Attributes:
-        position: of the next token to be fed.
         prefill_s: seconds of its prompt's prefill. spent_s: wall seconds before the rows of all prompts
             were joined. decode_s: its share of the decoding since.
         chosen: its answer so far, the ending token included; `ended` with it.
@@ -60,7 +59,6 @@ class DecodingRow:
 
     fork: Fork
     stopping: Stopping
-    position: int
     prefill_s: float = 0.0
     sampling: Sampling = GREEDY
     uniforms: Tensor | None = None
@@ -126,7 +124,7 @@ def feed_questions(
         places = [i for i, question in enumerate(questions) if len(question) == length]
         fed = [rows[i] for i in places]
         ids = torch.tensor([questions[i] for i in places], device=device)
-        first = torch.tensor([row.position for row in fed], device=device)
+        first = torch.tensor([row.fork.tokens for row in fed], device=device)
         positions = first[:, None] + torch.arange(length, device=device)
         synchronize(device)
         since = time.perf_counter()
@@ -142,7 +140,6 @@ def _take(rows: Sequence[DecodingRow], tokens: int, chosen: Tensor, since: float
     for row, token, sound in zip(rows, chosen, finite, strict=True):
         if row.running:
             row.fork.fed(tokens)
-            row.position += tokens
             row.decode_s += seconds
             row.take(token, bool(sound))
 
@@ -184,9 +181,8 @@ class _Batch:
         self.model = model
         self.rows = rows
         device = input_device(model)
-        positions = torch.tensor([row.position for row in rows], device=device)
         left = [row.steps for row in rows]
-        self.state = DecodeState([row.fork for row in rows], positions, left)
+        self.state = DecodeState([row.fork for row in rows], left, device)
         self.ids = torch.tensor([[row.chosen[-1]] for row in rows], device=device)
         self.draws = _draws(rows, device)
         self.replay: Callable[[], Tensor] | None = None

@@ -303,7 +303,7 @@ def greedy_continuation(
     """What the fork answers when it decodes greedily, the ending token included; the fork itself stays
     as it is."""
     twin = fork.clone()
-    row = DecodingRow(twin, stopping, reading.start.n)
+    row = DecodingRow(twin, stopping)
     feed_questions(model, [row], [list(reading.lead)])
     decode_rows(model, [row], StepGraphs())
     if twin.failure is not None:

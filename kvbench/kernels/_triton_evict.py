@@ -11,8 +11,8 @@ from kvbench.kernels._triton_decode import TABLE_COLUMNS
 
 RULE_COLUMNS = tl.constexpr(8)
 """int64 columns of `EvictionTable.numbers`."""
-BLOCK = 1024
-"""Entries that a program looks at at a time."""
+BLOCK = 4096
+"""Entries that a program looks at together: many, since batch 1 has as many programs as heads."""
 
 
 @triton.jit
@@ -126,5 +126,5 @@ def evict(
         D=triton.next_power_of_2(dim),
         E=triton.next_power_of_2(value_dim),
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=16,
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
+from kvbench.kernels.philox import to_device
 from kvbench.kernels.quantize import CACHED
 
 
@@ -70,7 +71,7 @@ class EntryTable:
             strides += [0, 0] if weight is None else weight.stride()
             address = 0 if weight is None else weight.data_ptr()
             table.append([key.data_ptr(), value.data_ptr(), address, *strides, key.shape[1]])
-        return torch.tensor(table, dtype=torch.int64).to(self.keys[0].device)
+        return to_device(torch.tensor(table, dtype=torch.int64), self.keys[0].device)
 
 
 def entry_table(

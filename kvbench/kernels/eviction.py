@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
 from kvbench.kernels.decode_attention import EntryTable, on_device
+from kvbench.kernels.philox import to_device
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class EvictionTable:
                 self.rules, self.limits, self.scores, self.positions, self.places, strict=True
             )
         ]
-        return torch.tensor(table, dtype=torch.int64).to(self.positions[0].device)
+        return to_device(torch.tensor(table, dtype=torch.int64), self.positions[0].device)
 
 
 def evict_entries(

@@ -104,9 +104,9 @@ def count_clusters(points: Tensor, delta: Tensor, most: int) -> Tensor:
 def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
     """Distance (l2) to the nearest of `others`, and which that is, the first on a tie.
 
-    Distances are float32 roots of summed squared differences. On a CPU a matrix product finds the
-    nearest, and differences are taken to it and, where the product's rounding leaves several in
-    question, to all.
+    Distances are float32 roots of summed squared differences. On CUDA a kernel forms them all; elsewhere
+    a matrix product finds the nearest, and differences are taken to it and, where the product's
+    rounding leaves several in question, to all.
 
     Args:
         points: [h, b, dim]. others: [h, m, dim].
@@ -118,10 +118,10 @@ def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tens
     heads, b, dim = points.shape
     if not others.shape[1]:
         return points.new_full((heads, b), math.inf), among.new_zeros(heads, b, dtype=torch.int64)
-    if points.is_cuda:
-        apart = torch.cdist(points, others, compute_mode="donot_use_mm_for_euclid_dist")
-        distance, index = apart.masked_fill(~among, math.inf).min(-1)
-        return distance, index
+    if use_triton("online_clusters", "auto", points, rows_on_chip=False):
+        from kvbench.kernels import _triton_clusters
+
+        return _triton_clusters.nearest(points, others, among)
     own, theirs = _squared_norm(points), _squared_norm(others)
     squares = torch.baddbmm(theirs.unsqueeze(1), points, others.mT, alpha=-2)  # less `own`
     squares.masked_fill_(~among, math.inf)
@@ -189,12 +189,11 @@ def _first_come(points: Tensor, free: Tensor, found: OnlineClusters) -> Tensor:
     """
     u, dim = points.shape[1:]
     room = torch.full_like(found.clusters, u) if found.most is None else found.most - found.clusters
-    radius = found.delta.view(-1, 1, 1)
     if use_triton("online_clusters", "auto", points, rows_on_chip=False):
         from kvbench.kernels import _triton_clusters
 
-        apart = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
-        return _triton_clusters.first_come(apart <= radius, free, room)
+        return _triton_clusters.first_come(points, found.delta, free, room)
+    radius = found.delta.view(-1, 1, 1)
     norms = _squared_norm(points)
     norms = norms.unsqueeze(1) + norms.unsqueeze(2)
     over = torch.baddbmm(norms, points, points.mT, alpha=-2).sub_(radius.square())

@@ -43,6 +43,7 @@ class AdaKV(Wrapper):
 
     paper: ClassVar[str] = "arXiv 2407.11550; kvpress AdaKVPress"
     needs: ClassVar[str] = "token_scores"
+    by_head: ClassVar[bool] = False
 
     safeguard: Fraction = 0.2
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvbench.errors.options import NonNegative, Several
 from kvbench.kernels.balanced_cut import halve
@@ -197,18 +198,18 @@ class BalanceKV(Method):
             if size < blocks * b:
                 starts = torch.arange(blocks, device=keys.device) * b
                 counts = (size - starts).clamp(0, b).expand(shape[:3])
-            weighs = step and values is not None
+            weighs, beyond = step and values is not None, (0, blocks * b - size)  # padded with 0
             positive = balanced_walk(
                 keys,
                 values,
-                blocked(order[:, :, :size], blocks * b).view(shape),
+                F.pad(order[:, :, :size], beyond).view(shape),
                 uniforms[step][:, :, :blocks],
                 gamma=float(gamma),
                 offset=self.value_offset,
                 temperature=self.temperature,
                 beta=self.beta,
                 counts=counts,
-                weights=blocked(weights[:, :, :size], blocks * b).view(shape) if weighs else None,
+                weights=F.pad(weights[:, :, :size], beyond).view(shape) if weighs else None,
                 centre=self.centre,
             ).view(*order.shape[:2], -1)[:, :, :size]
             cut = halve if self.selection == "cut" else partial(smaller_classes, b=b)
@@ -290,15 +291,6 @@ def smaller_classes(
         torch.cat([order[:, :, keep], order[:, :, m:]], dim=-1),
         torch.cat([2 * weights[:, :, keep], weights[:, :, m:]], dim=-1),
     )
-
-
-def blocked(x: Tensor, places: int) -> Tensor:
-    """x [batch, kv_heads, c] continued to `places` with zeros (False; index of a valid row)."""
-    if x.shape[2] == places:
-        return x.contiguous()
-    padded = x.new_zeros(*x.shape[:2], places)
-    padded[:, :, : x.shape[2]] = x
-    return padded
 
 
 def per_halving(method: BalanceKV, option: str, count: int) -> tuple[Any, ...]:

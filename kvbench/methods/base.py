@@ -210,6 +210,9 @@ class Method:
     their positions, with the queries of the last tokens): it chooses entries by their keys, values and
     those queries, or by chance, and its weights multiply."""
 
+    by_head: ClassVar[bool] = True
+    """False where what a KV head keeps depends on the layer's others: then no process has only some."""
+
     quantize: Scheme | Mapping[str, Any] | None = None
     """How the kept entries are stored: ``{bits: 4, group_size: 64}``, or ``{scheme: qjl}`` with that
     scheme's options (`SCHEMES`); None: as they are."""
@@ -385,27 +388,22 @@ class Method:
         return None
 
 
-def preset_of(method: Method) -> str | None:
-    """Name of the preset whose options `method` has, whatever its others are; None: of none."""
-    for name, options in type(method).presets.items():
-        made = type(method)(**options)
-        if options and all(getattr(method, key) == getattr(made, key) for key in options):
-            return name
-    return None
-
-
 def allowed_entries(
     method: Method, budget: Budget, n: int, num_layers: int
 ) -> tuple[int, str | None]:
     """Entries per KV head that the audit allows in all layers together, and the name of the preset that
-    holds more than the budget, None where none does. A method is not its own judge: what it asks for
-    beyond the budget without such a name is not granted."""
+    holds more than the budget, None where none does: one whose options the method has, whatever its
+    others are. A method is not its own judge: what it asks for beyond the budget without such a name is
+    not granted."""
     granted = num_layers * (budget.capacity(n) if method.saves_memory else n)
     asked = method.total_capacity(replace(budget), n, num_layers)
     if asked <= granted:
         return asked, None
-    preset = preset_of(method)
-    return (granted, None) if preset is None else (asked, preset)
+    for name, options in type(method).presets.items():
+        made = type(method)(**options)
+        if options and all(getattr(method, key) == getattr(made, key) for key in options):
+            return asked, name
+    return granted, None
 
 
 def rule_of(method: Method, capacity: int, sink: int) -> Eviction | None:

@@ -164,6 +164,7 @@ class KVPress(Method):
     """
 
     paper: ClassVar[str] = "package kvpress (arXiv 2510.00636); each press names its own paper"
+    by_head: ClassVar[bool] = False  # of some presses
 
     press: str = "SnapKVPress"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)

@@ -86,6 +86,7 @@ class KVzip(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2505.23416; github.com/snu-mllab/KVzip"
+    by_head: ClassVar[bool] = False  # with level: pair
 
     chunk: Count = 2000
     level: Literal["pair", "uniform"] = "pair"

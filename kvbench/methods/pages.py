@@ -35,6 +35,7 @@ class Pages(Wrapper):
 
     paper: ClassVar[str] = "pages of a paged cache (arXiv 2309.06180), all heads alike"
     needs: ClassVar[str] = "token_scores"
+    by_head: ClassVar[bool] = False
 
     size: Count = 16
     tokens: Literal["max", "mean"] = "max"

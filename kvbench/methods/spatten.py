@@ -35,6 +35,7 @@ class SpAtten(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2012.09852, as in arXiv 2306.14048, Table 11"
+    by_head: ClassVar[bool] = False
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
         """Falling over the first third of the layers."""

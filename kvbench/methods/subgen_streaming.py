@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvbench.errors.options import Count, NonNegative, Whole
 from kvbench.kernels.kcentre import greedy_k_centre
@@ -59,8 +60,10 @@ class SubGenStream:
 
     def _sample_clusters(self, keys: Tensor, draws: Tensor, order: Tensor) -> None:
         where = self.found.read(keys)
-        if self.found.room > self.counts.shape[1]:
-            self._widen(self.found.room - self.counts.shape[1])
+        more = self.found.room - self.counts.shape[1]
+        if more > 0:
+            self.counts = F.pad(self.counts, (0, more))
+            self.slots = F.pad(self.slots, (0, 0, 0, more), value=-1)
         # The size of its cluster when a key has joined: keys of earlier blocks and of this one.
         same = where.unsqueeze(1) == where.unsqueeze(2)
         size = self.counts.gather(1, where) + same.tril_().sum(-1)
@@ -83,12 +86,6 @@ class SubGenStream:
         taken = weight.gather(1, last.clamp(min=0))
         self.sampled_weights = torch.where(last >= 0, taken, self.sampled_weights)
         self.sampled = torch.where(last >= 0, self.seen + last, self.sampled)
-
-    def _widen(self, more: int) -> None:
-        for name, empty in (("counts", 0), ("slots", -1)):
-            old = getattr(self, name)
-            room = old.new_full((old.shape[0], more, *old.shape[2:]), empty)
-            setattr(self, name, torch.cat([old, room], dim=1))
 
     def numerator(self) -> Sample:
         """Of the sum of exp(q.k) v: weights mu / (s ||v||^2)."""
@@ -147,7 +144,14 @@ class SubGenStreaming(Method):
         """Algorithm 1 after the older tokens of `layer`, its batch and KV heads flattened."""
         batch, heads, n, dim = layer.keys.shape
         recent = budget.window if self.recent is None else self.recent
-        s, clusters = self._shares(budget.capacity(n) - recent)
+        room = budget.capacity(n) - recent
+        s = max(1, room // 2) if self.s is None else self.s
+        clusters = (room - s) // self.t
+        if clusters < 1:
+            raise KVError(
+                f"subgen_streaming.s is {s}; allowed: an s that leaves t = {self.t} of a cluster "
+                f"in the {max(room, 0)} entries beside the recent ones"
+            )
         older = n - recent
         keys = layer.keys[:, :, :older].reshape(batch * heads, older, dim).float()
         values = layer.values[:, :, :older].reshape(batch * heads, older, -1)
@@ -159,21 +163,6 @@ class SubGenStreaming(Method):
             draws = uniforms(generator, keys.device, key.shape[1], heads, self.t + s)[0]
             stream.read(key, value, draws.repeat(1, batch, 1))
         return stream
-
-    def _shares(self, room: int) -> tuple[int, int]:
-        """s, and the clusters for which it leaves room.
-
-        Raises:
-            KVError: for none.
-        """
-        s = max(1, room // 2) if self.s is None else self.s
-        clusters = (room - s) // self.t
-        if clusters < 1:
-            raise KVError(
-                f"subgen_streaming.s is {s}; allowed: an s that leaves t = {self.t} of a cluster "
-                f"in the {max(room, 0)} entries beside the recent ones"
-            )
-        return s, clusters
 
 
 def _radius(keys: Tensor, clusters: int) -> Tensor:

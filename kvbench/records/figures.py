@@ -13,17 +13,16 @@ from pydantic.dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Heatmap:
-    """The mean of `value` by two record fields, a panel per variant."""
+    """The mean score by two record fields, a panel per variant."""
 
     x: str
     y: str
-    value: str = "score"
     kind: Literal["heatmap"] = "heatmap"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """Bars of `value` by the record field `x`, a panel per value of `facet`.
+    """The mean score by the record field `x`, a panel per value of `facet`.
 
     Attributes:
         repeat: the record field over whose values the standard deviation is drawn.
@@ -32,7 +31,6 @@ class Bars:
 
     x: str
     facet: str | None = None
-    value: str = "score"
     repeat: str = "seed"
     ylabel: str | None = None
     kind: Literal["bars"] = "bars"
@@ -45,7 +43,7 @@ class Curve:
     Attributes:
         x, y: record fields. level: the field that was set; y is averaged over the records of a level.
         unit: record field of the independent repetitions, which intervals resample.
-        fit_least, fit_most: levels the slope is fitted over (None: all).
+        fit_most: up to which level the slope is fitted (None: all).
         guides: slopes drawn in grey. expected: slope predicted, by the beginning of a label.
         compare: method whose curve the others are divided by, at the last level fitted.
     """
@@ -57,7 +55,6 @@ class Curve:
     unit: str = "replicate"
     xlabel: str | None = None
     ylabel: str | None = None
-    fit_least: float | None = None
     fit_most: float | None = None
     guides: tuple[float, ...] = ()
     expected: Mapping[str, float] = field(default_factory=dict)
@@ -80,7 +77,9 @@ class Distances:
 
 
 Figure = Heatmap | Bars | Curve | Times | Distances
-_FIGURE: TypeAdapter[Figure] = TypeAdapter(Annotated[Figure, Field(discriminator="kind")])
+_FIGURES: TypeAdapter[tuple[Figure, ...]] = TypeAdapter(
+    tuple[Annotated[Figure, Field(discriminator="kind")], ...]
+)
 
 
 def as_json(figures: Iterable[Figure]) -> list[dict[str, Any]]:
@@ -89,19 +88,14 @@ def as_json(figures: Iterable[Figure]) -> list[dict[str, Any]]:
 
 
 def figures_in(meta: Mapping[str, Any]) -> tuple[Figure, ...]:
-    """The figures that a manifest's ``task_meta`` asks for; of a kind that is no longer drawn: none.
+    """The figures that a manifest's ``task_meta`` asks for.
 
     Raises:
-        ValueError: one lacks a key, or holds a value of a wrong type.
+        ValueError: one is of no kind above, lacks a key, or holds a value of a wrong type.
     """
-    found: list[Figure] = []
-    for spec in meta.get("figures") or ():
-        if spec.get("kind") in ("heatmap", "bars", "scaling", "throughput", "fidelity"):
-            given = {key: value for key, value in spec.items() if value is not None}
-            try:
-                found.append(_FIGURE.validate_python(given))
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                raise ValueError(f"task_meta.figures: {where}: {first['msg']}") from error
-    return tuple(found)
+    try:
+        return _FIGURES.validate_python(meta.get("figures") or ())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"task_meta.figures: {where}: {first['msg']}") from error

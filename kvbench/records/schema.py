@@ -100,10 +100,9 @@ def parsed(kind: TypeAdapter[Any], content: bytes, where: str) -> dict[str, Any]
         StoreError: it is none.
     """
     try:
-        found: dict[str, Any] = kind.validate_json(content)
+        return kind.validate_json(content)
     except ValidationError as error:
         raise StoreError(f"{where}: {_explanation(error)}") from error
-    return found
 
 
 def _explanation(error: ValidationError) -> str:

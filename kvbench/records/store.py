@@ -94,23 +94,18 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
             system refuses.
     """
     path = folder / MANIFEST
-    lock = FileLock(str(folder / ".lock-manifest"))
     with disk_errors(path):
         make_folder(folder)
         try:
-            lock.acquire(timeout=60)
+            with FileLock(str(folder / ".lock-manifest"), timeout=60):
+                before = [read_manifest(path)] if path.is_file() else []
+                starts = [start for one in before for start in one.get("earlier_starts", [])]
+                starts += [{key: one.get(key) for key in EACH_START} for one in before]
+                content = {"format": FORMAT, "earlier_starts": starts, **manifest}
+                text = json.dumps(jsonable(content, "manifest"), indent=2)
+                replace(path, f"{text}\n".encode())
         except Timeout:
             raise StoreError(f"{path} is locked by another process for 60 s") from None
-    try:
-        before = [read_manifest(path)] if path.is_file() else []
-        starts = [start for one in before for start in one.get("earlier_starts", [])]
-        starts += [{key: one.get(key) for key in EACH_START} for one in before]
-        content = {"format": FORMAT, "earlier_starts": starts, **manifest}
-        with disk_errors(path):
-            text = json.dumps(jsonable(content, "manifest"), indent=2)
-            replace(path, f"{text}\n".encode())
-    finally:
-        lock.release()
     return path
 
 

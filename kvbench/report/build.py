@@ -89,7 +89,12 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         figures = figures_of(group, frame)
         sections.append(Section(group, verdict(group, frame), shown, figures, answers))
     ranked = [part for part in parts if is_ranked(part[0])]
-    shared = _shared_tables(ranked)
+    shared = [
+        paper_table(parts)
+        for parts in _by(ranked, "task")
+        if len(parts) > 1 or AVERAGE in set(parts[0][1]["value"])
+    ]
+    shared += _overviews(ranked)
     drawn = [one for section in sections for one in section.figures]
     page = render_page(experiment, sections, shared, compared, warnings)
     every = [*shared, *compared, *(t for section in sections for t in section.tables), *hidden]
@@ -142,22 +147,16 @@ def _by(parts: Sequence[Part], key: str) -> list[list[Part]]:
     return list(found.values())
 
 
-def _shared_tables(ranked: Sequence[Part]) -> list[Table]:
-    """Tables of several models or datasets, as a paper would print them; and those of several tasks."""
-    found = [
-        paper_table(parts)
-        for parts in _by(ranked, "task")
-        if len(parts) > 1 or AVERAGE in set(parts[0][1]["value"])
-    ]
-    return found + [overview_table(parts) for parts in _by(ranked, "model") if len(parts) > 1]
+def _overviews(ranked: Sequence[Part]) -> list[Table]:
+    """Of models with several tasks."""
+    return [overview_table(parts) for parts in _by(ranked, "model") if len(parts) > 1]
 
 
 def tables_to_print(experiment: Experiment) -> list[Table]:
     """The tables to print after a job: one per model and task, then all tasks of each model."""
     parts = [(group, tidy(group)) for group in experiment.groups]
     tables = [score_table(*part) if is_ranked(part[0]) else tables_of(*part)[0] for part in parts]
-    ranked = [part for part in parts if is_ranked(part[0])]
-    return tables + [overview_table(one) for one in _by(ranked, "model") if len(one) > 1]
+    return tables + _overviews([part for part in parts if is_ranked(part[0])])
 
 
 def write_tables(tables: Sequence[Table], folder: Path) -> list[Path]:

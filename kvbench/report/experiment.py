@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,14 +98,10 @@ class TaskMeta:
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
         """Read a manifest, with the defaults above for what it does not say."""
         meta = manifest.get("task_meta") or {}
-        given: dict[str, Any] = {
-            k: meta[k] for k in ("score_unit", "lower_is_better", "unit") if k in meta
-        }
-        keys = "breakdown", "measures"
-        lists: dict[str, Any] = {
-            k: tuple(v for v in meta.get(k) or () if v != "dataset") for k in keys
-        }
-        return TaskMeta(**given, **lists, figures=figures_in(meta))
+        given: dict[str, Any] = {f.name: meta[f.name] for f in fields(TaskMeta) if f.name in meta}
+        for key in ("breakdown", "measures"):
+            given[key] = tuple(name for name in given.get(key) or () if name != "dataset")
+        return TaskMeta(**given | {"figures": figures_in(meta)})
 
     def figure(self, kind: type[F]) -> F | None:
         """The first figure asked for of this type."""
@@ -138,6 +134,11 @@ class Group:
     def labels(self) -> list[str]:
         """Of the variants."""
         return [variant.label for variant in self.variants]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """By label what figures call the variants: the label but for the rate."""
+        return {variant.label: variant.without_rate for variant in self.variants}
 
     @cached_property
     def compressed(self) -> frozenset[str]:

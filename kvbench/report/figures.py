@@ -21,10 +21,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from numpy.typing import NDArray
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from kvbench.errors import UserError, printable
+from kvbench.errors import printable
 from kvbench.records.figures import Bars, Curve, Heatmap, Times
 from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
 from kvbench.report.frame import totals
@@ -98,17 +97,15 @@ class Drawn:
 def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
     """Every figure that the group's task asks for, and those that its records allow; the score against
     memory first."""
-    asked = {type(one): one for one in reversed(group.meta.figures)}
-    curve, heatmap, bar = (asked.get(kind) for kind in (Curve, Heatmap, Bars))
     if group.good["score"].notna().sum() == 0:
         return []
-    if isinstance(curve, Curve):
+    if curve := group.meta.figure(Curve):
         return curve_figures(group, curve)
-    if Times in asked:  # seconds and bytes stand in their table
+    if group.meta.figure(Times):  # seconds and bytes stand in their table
         return []
     found = [memory(group, frame)]
-    found += [heatmaps(group, heatmap)] if isinstance(heatmap, Heatmap) else []
-    found += [bars(group, bar)] if isinstance(bar, Bars) else []
+    found += [heatmaps(group, spec)] if (spec := group.meta.figure(Heatmap)) else []
+    found += [bars(group, bar)] if (bar := group.meta.figure(Bars)) else []
     for _, part in frame[~frame["by"].isin(["", "dataset"])].groupby("by", sort=False):
         if part["value"].nunique() > 1:
             found.append(breakdown(group, part))
@@ -156,7 +153,7 @@ def _shown(text: str) -> str:
     return printable(text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…")
 
 
-def _label(figure: Figure, axes: Sequence[Axes], x: str, y: str, *, legend: bool = True) -> None:
+def _label(figure: Figure, axes: Sequence[Axes], x: str, y: str) -> None:
     """Labels of the axes, shared where there are several; a legend above them all."""
     if len(axes) == 1:
         axes[0].set_xlabel(x, fontsize=TEXT)
@@ -169,32 +166,22 @@ def _label(figure: Figure, axes: Sequence[Axes], x: str, y: str, *, legend: bool
         for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
             drawn = handle[0] if isinstance(handle, ErrorbarContainer) else handle
             named.setdefault(str(name), drawn)
-    if legend and named:
+    if named:
         longest = max(map(len, named))
         columns = max(1, min(6, len(named), int(figure.get_figwidth() * 15 / (longest + 6))))
         place: dict[str, Any] = {"loc": "outside upper center", "ncols": columns, "fontsize": SMALL}
         figure.legend(list(named.values()), list(named), frameon=False, **place)
 
 
-def _spread(rows: pd.DataFrame) -> NDArray[np.float64]:
-    """Distances of the bounds from the mean, 0 where there are none."""
-    distances = [rows["mean"] - rows["low"], rows["high"] - rows["mean"]]
-    return np.nan_to_num(np.clip(np.array(distances, dtype=float), 0, None))
-
-
 def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: Any) -> None:
     """Means with their intervals; `across`: intervals lie along x."""
-    mean, spread = rows["mean"].to_numpy(float), _spread(rows)
+    mean, low, high = (rows[key].to_numpy(float) for key in ("mean", "low", "high"))
     x, y = (mean, at) if across else (at, mean)
     style = style_of(str(rows["method"].iloc[0]))
     size = {"*": 8.5, "P": 6.0, "X": 6.0}.get(style.marker, 4.8)
-    look: dict[str, Any] = {
-        "color": style.color,
-        "marker": style.marker,
-        "markersize": size,
-        "elinewidth": 0.9,
-    }
-    look["xerr" if across else "yerr"] = spread
+    look: dict[str, Any] = {"color": style.color, "marker": style.marker, "markersize": size}
+    spread = np.nan_to_num(np.clip([mean - low, high - mean], 0, None))  # 0 where none is known
+    look |= {"elinewidth": 0.9, "xerr" if across else "yerr": spread}
     ax.errorbar(x, y, **look | more)
 
 
@@ -272,12 +259,8 @@ def lines(
             _errorbar(ax, at, rows, across=False, label=named, **line)
             if "ringed" in rows:
                 of = rows["ringed"].to_numpy(bool)
-                look: dict[str, Any] = {
-                    "facecolors": "none",
-                    "edgecolors": "0.25",
-                    "linewidths": 0.8,
-                }
-                ax.scatter(at[of], rows["mean"][of], s=80, zorder=5, **look)
+                ring: dict[str, Any] = {"s": 80, "facecolors": "none", "edgecolors": "0.25"}
+                ax.scatter(at[of], rows["mean"][of], linewidths=0.8, zorder=5, **ring)
         if "x" in log:
             ax.set_xscale("log", base=2)
             few = frame["x"].max() < 4 * frame["x"].min()
@@ -314,7 +297,7 @@ def _beside(points: pd.DataFrame, step: float, *, log: bool) -> pd.Series:
 
 def _plain_ticks(axis: Any, locator: LogLocator) -> None:
     axis.set_major_locator(locator)
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -364,9 +347,8 @@ def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
         held = [ratio.get(key) for key in zip(mine["variant"], mine["value"], strict=True)]
         rows = _scaled(group, mine, x=held, label=mine["variant"])
     else:
-        total, names = totals(frame), {v.label: v.without_rate for v in group.variants}
-        x = totals(frame, "ratio")["mean"]
-        rows = _scaled(group, total, x=x, label=total["variant"].map(names))
+        total, x = totals(frame), totals(frame, "ratio")["mean"]
+        rows = _scaled(group, total, x=x, label=total["variant"].map(group.names))
     return rows.dropna(subset=["mean", "x"])
 
 
@@ -401,18 +383,18 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
     lowest = part["rate"].min()
     part = part[part["measure"].eq("score") & (part["rate"].eq(lowest) | part["rate"].isna())]
     by, ticks = str(part["by"].iloc[0]), list(part["value"].unique())
-    names = {v.label: v.without_rate for v in group.variants}
-    rows = _scaled(group, part, x=part["value"].map(ticks.index), label=part["variant"].map(names))
+    label = part["variant"].map(group.names)
+    rows = _scaled(group, part, x=part["value"].map(ticks.index), label=label)
     joined = all(tick[:1].isdigit() for tick in ticks)
     grey = rest_of(rows, lower=group.meta.lower_is_better)
-    label = _AXES.get(by, words(by))
+    xlabel = _AXES.get(by, words(by))
     return Drawn(
         f"{stem(group)}-by-{by}",
         f"{group.task}: score by {words(by)}",
         "Mean and 95 % interval over examples. Values are evenly spaced."
         + (f" At rate {lowest:g}." if lowest == lowest else "")
         + (f" In colour: the {_MOST_LINES} best means." if grey else ""),
-        lines({"": rows}, label, _score(group), ticks=ticks, joined=joined, grey=grey),
+        lines({"": rows}, xlabel, _score(group), ticks=ticks, joined=joined, grey=grey),
     )
 
 
@@ -420,8 +402,7 @@ def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
     """y x x means of one variant over the cells that any variant has; NaN where nothing was scored."""
     records = group.records.dropna(subset=[spec.x, spec.y])
     mine = group.good[group.good["variant"] == label]
-    mine = mine.assign(value=pd.to_numeric(mine[spec.value]))
-    grid = mine.pivot_table(index=spec.y, columns=spec.x, values="value", aggfunc="mean")
+    grid = mine.pivot_table(index=spec.y, columns=spec.x, values="score", aggfunc="mean")
     return grid.reindex(
         index=sorted(records[spec.y].unique()), columns=sorted(records[spec.x].unique())
     )
@@ -430,7 +411,7 @@ def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
 @_styled
 def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
     """The first variants on one colour scale, which all of them share."""
-    if not {spec.x, spec.y, spec.value} <= set(group.records):
+    if not {spec.x, spec.y} <= set(group.records):
         return None
     scale = 100.0 if group.percent else 1.0
     grids = {label: grid_of(group, label, spec) * scale for label in group.labels}
@@ -443,11 +424,11 @@ def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
         image = _heat(ax, grids[label], float(low), float(high))
         ax.set_title(_shown(label))
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
-    bar.ax.set_ylabel(_score(group) if spec.value == "score" else words(spec.value), fontsize=TEXT)
+    bar.ax.set_ylabel(_score(group), fontsize=TEXT)
     assert bar.solids is not None
     bar.solids.set_rasterized(True)  # hundreds of shades, one picture
     _label(figure, axes, *(_AXES.get(name, words(name)) for name in (spec.x, spec.y)))
-    title = f"{group.task}: {words(spec.value)} by {words(spec.x)} and {words(spec.y)}"
+    title = f"{group.task}: score by {words(spec.x)} and {words(spec.y)}"
     text = "Means on one colour scale; grey cells have no scored example."
     if len(grids) > len(shown):
         text += f" Of {len(grids)} variants."
@@ -488,11 +469,10 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     repeat = good[spec.repeat if spec.repeat in good else "seed"].astype(str)
     if spec.repeat == "seed" and "draw" in good:
         repeat = repeat + "/" + good["draw"].astype(str)
-    value = spec.value if spec.value in good else "score"
-    good = good.assign(value=pd.to_numeric(good[value]), repeat=repeat)
+    good = good.assign(repeat=repeat)
     good["panel"] = good[spec.facet].map(as_text) if spec.facet in good else ""
     keys = ["panel", "method", "variant", spec.x]
-    means = good.groupby([*keys, "repeat"], sort=False)["value"].mean()
+    means = good.groupby([*keys, "repeat"], sort=False)["score"].mean()
     rows = means.groupby(level=keys, sort=False).agg(["mean", "std"]).reset_index()
     rows = rows.sort_values("variant", key=lambda of: of.map(group.labels.index), kind="stable")
     ticks = sorted(rows[spec.x].unique(), reverse=spec.x == "rate")
@@ -505,7 +485,7 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     named = f"{words(spec.facet or '')} "
     parts = sorted(rows.groupby("panel"), key=lambda part: natural_order(part[0]))
     panels = {named + str(one) if one else "": part for one, part in parts}
-    ylabel, names = spec.ylabel or words(value), [as_text(tick) for tick in ticks]
+    ylabel, names = spec.ylabel or "score", [as_text(tick) for tick in ticks]
     figure = lines(panels, _AXES.get(spec.x, words(spec.x)), ylabel, ticks=names, joined=False)
     text = f"Means; lines: the standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
     return Drawn(f"{stem(group)}-bars", f"{group.task}: {ylabel} by {words(spec.x)}", text, figure)
@@ -533,9 +513,11 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     return [Drawn(f"{stem(group)}-scaling", title, text, figure)]
 
 
+@_styled
 def kept_figure(group: Group) -> Drawn | None:
     """What each method kept of one example (see `kvbench.engine.kept.strips_of`), the latest of those
-    that most methods say it of; None where no record says it."""
+    that most methods say it of: a row of strips per variant, some layers from top to bottom. None where
+    no record says it."""
     if "kept" not in group.records:
         return None
     said = group.records.dropna(subset=["kept"])
@@ -545,13 +527,27 @@ def kept_figure(group: Group) -> Drawn | None:
     counts = said.groupby(["seed", "example_id"], sort=False)["variant"].transform("size")
     last = said[counts == counts.max()].iloc[-1]
     said = said[said["seed"].eq(last["seed"]) & said["example_id"].eq(last["example_id"])]
-    strips = {}
-    for variant in (v for v in group.variants if v.label in set(said["variant"])):
-        kept = said["kept"][said["variant"] == variant.label].iloc[0]
+    notes = said.set_index("variant")["kept"]
+    shown = [variant for variant in group.variants if variant.label in notes.index][:_MOST_PANELS]
+    most = max(min(_MOST_LAYERS, len(notes[variant.label]["layers"])) for variant in shown)
+    figure, axes = new_panels(len(shown), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
+    for ax, variant in zip(axes, shown, strict=True):
+        kept = notes[variant.label]
         held = pd.DataFrame({int(k): np.array(layer) / 100 for k, layer in kept["layers"].items()})
-        held.index *= kept["width"]
-        held.attrs = {"method": variant.method, **kept}
-        strips[variant.label] = held
+        held = held.sort_index(axis=1).iloc[:, :: math.ceil(held.shape[1] / _MOST_LAYERS)]
+        top = max(1.0, float(held.to_numpy().max()))
+        color, edges = style_of(variant.method).color, [*held.index * kept["width"], kept["tokens"]]
+        for row, layer in enumerate(held):
+            heights = held[layer].to_numpy() / top * 0.86 - row
+            ax.stairs(heights, edges, baseline=-row, fill=True, color=color, linewidth=0)
+        if kept.get("answer"):
+            ax.axvspan(*kept["answer"], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
+        ax.set_xlim(0, kept["tokens"])
+        ax.set_ylim(1 - held.shape[1], 1)
+        ax.set_yticks([0.43 - row for row in range(held.shape[1])], [f"layer {i}" for i in held])
+        ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
+        ax.set_title(f"{_shown(variant.label)}   ×{top:.1f}", loc="left", pad=2)
+    axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
     caption = (
         f"Example {printable(str(last['example_id']))}. From left to right the prompt's tokens; height:"
         " the weight that a layer's cache holds of each piece, per token and mean over KV heads (full"
@@ -559,55 +555,4 @@ def kept_figure(group: Group) -> Drawn | None:
         " answer stands. Entries that are no single token's are not shown."
     )
     title = f"What each method kept: {group.task} on {group.model}"
-    figure = _strips(dict(list(strips.items())[:_MOST_PANELS]))
     return Drawn(f"kept-{stem(group)}", title, caption, figure)
-
-
-def draw_kept(*frames: pd.DataFrame) -> Figure:
-    """A strip per layer of what each frame of `kvbench.kept` holds: the tokens from left to right, the
-    weight held of them as height.
-
-    Raises:
-        UserError: no frame, or one that `kvbench.kept` did not make.
-    """
-    strips: dict[str, pd.DataFrame] = {}
-    for frame in frames:
-        words_of, method = frame.attrs.get("words"), frame.attrs.get("method")
-        if not words_of or not method:
-            raise UserError("a frame does not say its prompt; allowed: what kvbench.kept returned")
-        held = frame.pivot_table(index="position", columns="layer", values="weight", aggfunc="sum")
-        held = held.reindex(range(len(words_of))).fillna(0.0) / frame["head"].nunique()
-        held.attrs = {"method": method, "tokens": len(words_of)}
-        strips[method if method not in strips else f"{method} {len(strips) + 1}"] = held
-    if not strips:
-        raise UserError("no frames; allowed: one or more of kvbench.kept")
-    return _strips(strips)
-
-
-@_styled
-def _strips(strips: Mapping[str, pd.DataFrame]) -> Figure:
-    """One row of strips per label, each with its method's colour; some layers from top to bottom.
-
-    Args:
-        strips: the weight held per token, by the first token of a piece and by layer; in ``attrs`` the
-            method, the prompt's tokens and, where it is known, from which to before which the answer is.
-    """
-    most = max(min(_MOST_LAYERS, held.shape[1]) for held in strips.values())
-    figure, axes = new_panels(len(strips), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
-    for ax, (label, whole) in zip(axes, strips.items(), strict=True):
-        about, held = whole.attrs, whole.sort_index(axis=1)
-        held = held.iloc[:, :: math.ceil(held.shape[1] / _MOST_LAYERS)]
-        top = max(1.0, float(held.to_numpy().max()))
-        color, edges = style_of(about["method"]).color, [*held.index, about["tokens"]]
-        for row, layer in enumerate(held):
-            heights = held[layer].to_numpy() / top * 0.86 - row
-            ax.stairs(heights, edges, baseline=-row, fill=True, color=color, linewidth=0)
-        if about.get("answer"):
-            ax.axvspan(*about["answer"], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
-        ax.set_xlim(0, about["tokens"])
-        ax.set_ylim(1 - held.shape[1], 1)
-        ax.set_yticks([0.43 - row for row in range(held.shape[1])], [f"layer {i}" for i in held])
-        ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
-        ax.set_title(f"{_shown(label)}   ×{top:.1f}", loc="left", pad=2)
-    axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
-    return figure

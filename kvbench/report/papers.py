@@ -77,13 +77,3 @@ def notes_on(differs: Sequence[str] | None) -> list[str]:
         return []
     found = [" ".join(str(line).split()) for line in differs] or ["in no setting that is known."]
     return [f"{HEADING}: {line}" for line in found]
-
-
-def comments_on(paper_table: Any, differs: Sequence[str] | None = None) -> list[str]:
-    """The known differences as comments of a YAML.
-
-    Raises:
-        PaperError: see `specs_of`.
-    """
-    specs_of(paper_table)
-    return [f"# {note}" for note in notes_on(differs)]

@@ -106,7 +106,7 @@ def slopes(group: Group, spec: figures.Curve) -> pd.DataFrame:
     rows = []
     for curve in curves:
         level = curve.frame["level"]
-        levels = level[level.between(spec.fit_least or 0.0, spec.fit_most or math.inf)].tolist()
+        levels = level[level <= (spec.fit_most or math.inf)].tolist()
         if not levels:
             continue
         least, split, most = levels[0], levels[len(levels) // 2], levels[-1]

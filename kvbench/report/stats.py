@@ -16,7 +16,6 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -33,8 +32,7 @@ ALPHA = 1 - LEVEL
 FEWEST = 10
 """Units (prompts); of fewer nothing is said about a difference."""
 DRAWS = 10_000
-_TAIL = (1 + LEVEL) / 2
-_Z = float(ndtri(_TAIL))
+_Z = float(ndtri((1 + LEVEL) / 2))
 
 
 class Estimate(NamedTuple):
@@ -61,7 +59,6 @@ class Stratum:
         sums, counts: [units, variants] sum of a unit's scores and how many there are (0 = missing).
     """
 
-    name: str
     sums: Array
     counts: Array
 
@@ -91,19 +88,14 @@ class Scores:
 
     def stratum(self, values: Array) -> Stratum:
         """Columns [pairs, k] summed within each unit."""
-        order, starts = self._by_unit
+        order = np.argsort(self.units, kind="stable")
+        starts = np.unique(self.units[order], return_index=True)[1]
         values = values[order]
         known = ~np.isnan(values)
         sums, counts = np.where(known, values, 0.0), known.astype(float)
         if len(starts) < len(order):
             sums, counts = (np.add.reduceat(part, starts, axis=0) for part in (sums, counts))
-        return Stratum(self.name, sums, counts)
-
-    @cached_property
-    def _by_unit(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """The pairs in the order of their units, and where each unit begins."""
-        order = np.argsort(self.units, kind="stable")
-        return order, np.unique(self.units[order], return_index=True)[1]
+        return Stratum(sums, counts)
 
 
 def ratio(sums: ArrayLike, counts: ArrayLike) -> Array:
@@ -176,7 +168,7 @@ def mean_intervals(strata: Sequence[Stratum], *, fraction: bool) -> list[Estimat
     return _estimates(found, low, high, np.full(len(mean), np.nan))
 
 
-def wilson(p: Array, units: Array, quantile: Array | float = _Z) -> tuple[Array, Array]:
+def wilson(p: Array, units: Array, quantile: Array | float) -> tuple[Array, Array]:
     """Wilson's bounds of proportions, with the Poisson bound for three or fewer of a kind.
 
     Args:

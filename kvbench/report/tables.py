@@ -89,8 +89,7 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     if table["rate"].nunique() > 1:
         rates = table["rate"].where(table["variant"].map(group.baseline).notna())
         table["group"] = [f"rate {rate:g}" if rate == rate else "" for rate in rates]
-        names = {v.label: v.without_rate for v in group.variants}
-        table["variant"] = table["variant"].map(names)
+        table["variant"] = table["variant"].map(group.names)
     unit, count = group.meta.score_unit, len(group.datasets)
     name = group.datasets[0] if count == 1 else f"average of {count} datasets"
     columns = [METHOD, Column("total", str(name), score_format(unit))]
@@ -339,14 +338,8 @@ def timing_table(group: Group) -> Table:
     )
 
 
-_DISTANCES = {
-    "kl": "",
-    "max_kl": "",
-    "agreement": "fraction",
-    "difference": "",
-    "perplexity_ratio": "",
-}
-"""Record fields of a fidelity probe and their units."""
+_DISTANCES = ("kl", "max_kl", "agreement", "difference", "perplexity_ratio", "ratio")
+"""Record fields of a fidelity probe; agreement is a fraction."""
 
 
 def fidelity_table(group: Group) -> Table:
@@ -354,8 +347,8 @@ def fidelity_table(group: Group) -> Table:
     numbers have in every other table."""
     records, by = group.records, "rate" if "rate" in group.records else "dataset"
     parts: list[Any] = []
-    for name, unit in {**_DISTANCES, "ratio": ""}.items():
-        meta = replace(group.meta, score_unit=unit)
+    for name in _DISTANCES:
+        meta = replace(group.meta, score_unit="fraction" if name == "agreement" else "")
         rows = scores(replace(group, meta=meta, records=records.assign(score=records[name])), by)
         rows = rows[rows["measure"].eq("score")].set_index(["value", "method", "variant"])
         ends = rows[["mean", "low", "high"]].set_axis([name, f"{name}_low", f"{name}_high"], axis=1)
@@ -431,8 +424,7 @@ def verdict(group: Group, frame: pd.DataFrame) -> str:
         return slope_verdict(slopes(group, curve))
     total, change = totals(frame), totals(frame, "difference")
     text, signed = (score_format(group.meta.score_unit, signed=s) for s in (False, True))
-    names = {v.label: v.without_rate for v in group.variants}
-    said = []
+    names, said = group.names, []
     for peers in sorted(group.peers, key=lambda of: -(group.variants[of[0]].rate or 0))[-_RATES:]:
         mine = total.loc[[group.labels[i] for i in peers]].dropna(subset=["mean"])
         mine = mine.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")

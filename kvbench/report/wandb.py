@@ -295,10 +295,8 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
 
     from kvbench.report.frame import totals
 
-    name, code = (
-        f"{manifest['experiment']}/{OVERVIEW}",
-        run_id(str(manifest["experiment"]), OVERVIEW),
-    )
+    name = f"{manifest['experiment']}/{OVERVIEW}"
+    code = run_id(str(manifest["experiment"]), OVERVIEW)
     about = {"project": logger["project"], "entity": logger["entity"], "job_type": OVERVIEW}
     with _writing(folder, name):
         config = {"kind": OVERVIEW}

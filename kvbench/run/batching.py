@@ -207,6 +207,8 @@ class Runner:
         except BaseException as failure:
             if asks_to_stop(failure):
                 raise
+            if self.session.spec.parallel is not None:  # other ranks wait for this one's part
+                raise SystemExit(f"kvbench: {name}: {one_line(failure)}") from failure
             level = logging.INFO if len(work) > 1 else logging.WARNING
             log.log(level, "%s: %s", name, one_line(failure))
             log.debug("%s", traceback_of(failure))

@@ -13,7 +13,6 @@ from kvbench.tasks.base import Example, PromptEncoder
 
 MOST_EVIDENCE, MOST_PIECE = 400, 40
 """Characters that a record keeps of the part of a prompt which holds the answer, and of a piece."""
-HISTORIES = ("none", "golden", "own")
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
     and that of one with its method's own answers with what comes between an answer and a message.
 
     Raises:
-        KVError: an unknown history, or examples of one context id that have different contexts.
+        KVError: examples of one context id that have different contexts.
     """
     found: list[EncodedExample] = []
     contexts: dict[Any, tuple[int, ...]] = {}
@@ -91,11 +90,6 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
     for example in examples:
         encoded = encode_example(example, encoder, contexts)
         name, question = encoded.context, encoded.question_ids
-        if example.history not in HISTORIES:
-            raise KVError(
-                f"example {example.id!r} has history {example.history!r}; allowed: "
-                f"{', '.join(HISTORIES)}"
-            )
         if firsts.setdefault(name, encoded).context_ids != encoded.context_ids:
             raise KVError(
                 f"example {example.id!r} has context_id {name!r} and another context than the first "

@@ -195,9 +195,7 @@ class TaskPlan:
                 dict.fromkeys(e.dataset for e in every)
             )
 
-        found: tuple[list[EncodedExample], list[str]]
-        found = session.once("examples", (self.task, self.limit), make)
-        return found
+        return session.once("examples", (self.task, self.limit), make)
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Generate with every method from one prefill, and score."""

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from kvbench.engine.estimate import cache_shape
 from kvbench.errors import printable
-from kvbench.methods.base import Method
 from kvbench.records.read import recorded
 from kvbench.run.runner import Job
 
@@ -44,10 +43,9 @@ def print_dry_run(job: Job, name: str = "") -> None:
         f"up to {sum(each.example.max_new_tokens for each in asked):,} new ones per method"
     )
     tokens = tokens if asked else "tokens as the task says"
-    place = next(iter(job.runs.values())).folder.parent
-    session = job.session
+    place, session = next(iter(job.runs.values())).folder.parent, job.session
     lines = [
-        f"{job.session.spec.label} x {job.task}: dry run, nothing written",
+        f"{session.spec.label} x {job.task}: dry run, nothing written",
         f"  {examples}",
         f"  {tokens}",
         f"  compressed after the {session.compress_after}, on {session.device}, "
@@ -65,19 +63,17 @@ def print_dry_run(job: Job, name: str = "") -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "capacity", "cache", "exact cache", "on disk", "run"):
         table.add_column(column, justify="left" if column in ("method", "run") else "right")
-    shape = cache_shape(job.session.spec, session.dtype)
+    shape = cache_shape(session.spec, session.dtype)
     for label, (method, budget) in job.methods.items():
         memory = ["-", "-", "-"]
-        if asked and isinstance(method, Method):  # rows that a task brings are no methods
+        if asked:
             capacity = budget.capacity(median) if method.saves_memory else median
             memory = [str(capacity), "unknown", "unknown"]
             if shape is not None:
                 exact = shape.bytes(median, median)
                 held = shape.bytes(median, capacity, method.quantization())
-                memory[1:] = [
-                    f"{held / MIB:.3f} MiB ({held / exact:.0%})",
-                    f"{exact / MIB:.3f} MiB",
-                ]
+                memory[1] = f"{held / MIB:.3f} MiB ({held / exact:.0%})"
+                memory[2] = f"{exact / MIB:.3f} MiB"
         there = f"{len(done[label])}/{len(wanted)}"
         table.add_row(escape(label), *memory, there, job.runs[label].folder.name)
     out.print(table)

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvbench.engine.architecture import gathered
 from kvbench.engine.faults import device_is_usable
 from kvbench.engine.limits import in_main_thread
 from kvbench.errors import redact
@@ -81,6 +82,15 @@ class Job:
     retry_failed: bool = False
     lock_timeout: float = 10.0
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unlike = [k for k, pair in self.methods.items() if not getattr(pair[0], "by_head", True)]
+        alone = unlike or self.batch_size == "auto" or self.session.example_timeout is not None
+        if self.session.spec.parallel is not None and alone:
+            raise KVError(
+                "model.parallel is 'tensor'; allowed with it: batch_size=<number>, example_timeout="
+                f"null, methods that choose for each KV head by itself (not: {unlike or '-'})"
+            )
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -180,7 +190,7 @@ class Job:
             "dataset": self.task,
             "example_id": outcome.example_id,
             "status": "ok",
-            "saves_memory": method.saves_memory or getattr(method, "quantize", None) is not None,
+            "saves_memory": method.saves_memory or method.quantize is not None,
             **outcome.fields,
         }
 
@@ -233,14 +243,16 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
     with ExitStack() as stack:
         stores: dict[str, RecordStore] = {}
         suffix = None if job.shard is None else job.shard.suffix
+        rank, ranks = job.session.spec.place
         # in one order, so that two jobs that share methods cannot wait for each other
-        for label, folder in sorted(folders.items()):
+        for label, folder in sorted(folders.items()) if rank == 0 else ():
             store = RecordStore(folder, job.lock_timeout, suffix, job.results_dir)
             stores[label] = stack.enter_context(store)
             if job.retry_failed:
                 store.drop_failed()
             write_manifest(folder, job.manifest(label))
-        done = {label: store.done for label, store in stores.items()}
+        done = {k: stores[k].done if stores else recorded(folders[k]) for k in folders}
+        done = gathered(done, ranks)[0]  # by the first rank, before it writes
         every = [
             (u, {k: job.methods[k] for k, ids in done.items() if not ids.issuperset(u.record_ids)})
             for u in units.mine
@@ -255,7 +267,7 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
 
         def save(outcomes: Sequence[Outcome]) -> None:
             nonlocal written
-            for outcome in outcomes:
+            for outcome in outcomes if stores else ():
                 record = job.record(outcome)
                 written += stores[outcome.method].append(record)
                 progress.add(outcome.method, {name: record.get(name) for name in measures})

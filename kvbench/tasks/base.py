@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import gcd, lcm
 from operator import eq
-from tempfile import TemporaryFile
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from annotated_types import Ge, Le
 
@@ -55,38 +52,22 @@ def check_length(text: str) -> None:
 def tokenizing(tokenizer: object) -> Iterator[None]:
     """A tokenizer's own failures as one line: its files may hold a pattern that some text breaks.
 
-    Its Rust code reports a panic on stderr at length before it is an exception here: what is written
-    there meanwhile is kept back, and passed on unless it came to that.
-
     Raises:
-        TaskError: whatever the library raised, a panic included.
+        TaskError: whatever the library raised, a panic of its Rust code included.
     """
-    has_stderr = sys.__stderr__ is not None and not sys.__stderr__.closed  # else 2 may be any file
-    with TemporaryFile() as kept, ExitStack() as stack:
-        if has_stderr:
-            real = os.dup(2)
-            stack.callback(os.close, real)
-            stack.callback(os.dup2, real, 2)
-            os.dup2(kept.fileno(), 2)
-        panic = False
-        try:
-            yield
-        except BaseException as error:
-            panic = type(error).__name__ == "PanicException"
-            wish_to_stop = not panic and not isinstance(error, Exception)
-            if wish_to_stop or isinstance(error, MemoryError | TimeoutError | TaskError):
-                raise
-            line = (str(error).strip().splitlines() or ["no message"])[0]
-            name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
-            raise TaskError(
-                f"tokenizer {name!r} cannot encode a text: {type(error).__name__}: {line}; allowed: "
-                "one that can"
-            ) from error
-        finally:
-            kept.seek(0)
-            said = b"" if panic else kept.read()
-            if said and has_stderr:
-                os.write(real, said)
+    try:
+        yield
+    except BaseException as error:
+        panic = type(error).__name__ == "PanicException"
+        wish_to_stop = not panic and not isinstance(error, Exception)
+        if wish_to_stop or isinstance(error, MemoryError | TimeoutError | TaskError):
+            raise
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
+        raise TaskError(
+            f"tokenizer {name!r} cannot encode a text: {type(error).__name__}: {line}; allowed: "
+            "one that can"
+        ) from error
 
 
 class Tokenizer(Protocol):
@@ -253,7 +234,7 @@ class Example:
     may_be_empty: bool = True
     settled: Callable[[str], bool] | None = field(default=None, compare=False)
     context_id: str | None = None
-    history: str = "none"
+    history: Literal["none", "golden", "own"] = "none"
     golden: str | None = None
     evidence: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)

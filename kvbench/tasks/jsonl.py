@@ -23,7 +23,7 @@ from kvbench.errors.options import Count, Distinct
 from kvbench.tasks.base import Example, NewTokens, PromptEncoder, Task, TaskError
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_context, encode_question, parted
-from kvbench.tasks.metrics import METRICS, REGEX_SECONDS, Key
+from kvbench.tasks.metrics import METRICS, REGEX_SECONDS, Key, stands
 from kvbench.tasks.template import PromptTemplate
 
 Row = Mapping[str, Any]
@@ -38,7 +38,7 @@ OF_SUBSETS = (
     *("template", "answer_prefix", "metric", "pattern", "chat", "max_new_tokens", "stop"),
     "merge_answers",
 )
-HISTORIES = {None: "none", True: "golden", False: "own"}
+HISTORIES: Mapping[bool | None, Any] = {None: "none", True: "golden", False: "own"}
 """What `golden_turns` says of an example's history."""
 
 
@@ -109,9 +109,7 @@ class Reader:
         if value is None and self.fields.get(role) is None:
             return ""
         if not isinstance(value, str | int | float):
-            raise TaskError(
-                f"jsonl: {place}: field {self.fields[role]!r} is {_shown(value)}; allowed: text"
-            )
+            raise self._wrong(role, value, place, "text")
         return str(value)
 
     def asked(self, row: Row, place: str) -> list[Row]:
@@ -125,15 +123,9 @@ class Reader:
         if several is not None:
             items = _literal(several) if isinstance(several, str) else several
             if not isinstance(items, list) or not all(isinstance(i, Mapping) for i in items):
-                name = self.fields["questions"]
-                raise TaskError(
-                    f"jsonl: {place}: field {name!r} is {_shown(several)}; allowed: a list of objects"
-                )
+                raise self._wrong("questions", several, place, "a list of objects")
             return [{**row, **item} for item in items]
-        question, answers = (
-            None if self.fields.get(role) is None else self.value(role, row, place)
-            for role in ("question", "answers")
-        )
+        question, answers = (self.value(role, row, place) for role in ("question", "answers"))
         if not isinstance(question, list):
             return [row]
         if not isinstance(answers, list) or len(answers) != len(question):
@@ -162,11 +154,12 @@ class Reader:
         one = isinstance(value, str) or not isinstance(value, Sequence)
         several = [value] if one else list(value)
         if not several or not all(isinstance(each, str | int | float) for each in several):
-            raise TaskError(
-                f"jsonl: {place}: field {self.fields[role]!r} is {_shown(value)}; allowed: a text, a "
-                "number, or a list of them"
-            )
+            raise self._wrong(role, value, place, "a text, a number, or a list of them")
         return tuple(map(str, several))
+
+    def _wrong(self, role: str, value: Any, place: str, allowed: str) -> TaskError:
+        name = self.fields[role]
+        return TaskError(f"jsonl: {place}: field {name!r} is {_shown(value)}; allowed: {allowed}")
 
 
 def _literal(text: str) -> Any:
@@ -311,17 +304,13 @@ class Jsonl(Task):
         options = {option: getattr(self, option) for option in where}
         return Source("jsonl", tuple(self.files), **options)
 
-    @cached_property
-    def _digests(self) -> Mapping[str, str]:
+    def digests(self) -> Mapping[str, str]:
+        """sha256 of each file; of what `datasets` reads from the Hub, its commit."""
         return {
             f"{name}/{file}" if name else file: sha
             for name, part in self._parts.items()
             for file, sha in part._source.digests().items()
         }
-
-    def digests(self) -> Mapping[str, str]:
-        """sha256 of each file; of what `datasets` reads from the Hub, its commit."""
-        return self._digests
 
     def examples(self, encoder: PromptEncoder) -> Sequence[RowExample]:
         """A context of each data set in turn, with all its questions, in the order of the files.
@@ -417,7 +406,7 @@ class Jsonl(Task):
                 context_id=None if len(group) == 1 else group[0].id,
                 history=HISTORIES[self.golden_turns],
                 golden=", ".join(prompt.answers) if self.metric == "contains_all" else None,
-                settled=partial(_found, prompt.answers) if self.metric == "contains" else None,
+                settled=partial(stands, prompt.answers) if self.metric == "contains" else None,
                 fields={**prompt.fields, "truncated_tokens": cut},
                 metric=self.metric,
                 key=Key(prompt.answers, prompt.choices, self.pattern),
@@ -483,7 +472,3 @@ def _check_pattern(option: str, pattern: str | None) -> None:
         raise TaskError(
             f"task.{option} is {pattern!r}, which is no regular expression: {problem}"
         ) from problem
-
-
-def _found(answers: Sequence[str], text: str) -> bool:
-    return METRICS["contains"](text, Key(tuple(answers)))["score"] == 1.0

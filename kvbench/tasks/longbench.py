@@ -286,7 +286,16 @@ class OfficialProtocol:
             TaskError: a model that the protocol cannot prompt, or whose maximum is not known.
         """
         chat = encoder.chat and dataset not in FIRST_LINE | CODE
-        most = self._maximum(encoder, DATASETS[dataset].new_tokens, chat, limit)
+        known = [size for size in (limit, encoder.max_input) if size is not None]
+        if not known:
+            if encoder.max_positions is None:
+                raise TaskError(
+                    "longbench: the model's config names no maximum length; allowed: model.max_input "
+                    "or task.max_input, in tokens"
+                )
+            around = len(encoder.render_chat("")) if chat else 0  # characters: not less than tokens
+            known = [max(2, encoder.max_positions - DATASETS[dataset].new_tokens - around)]
+        most = min(known)
         plain, _ = encoder.encode_prompt(prompt, cut, special=True)
         left_out = 0
         if len(plain) > most:
@@ -297,21 +306,6 @@ class OfficialProtocol:
             cut = max(0, len(prompt) - question)
         ids, boundary = _encoded(encoder, prompt, cut, chat=chat)
         return EncodedPrompt(ids, boundary, left_out)
-
-    @staticmethod
-    def _maximum(encoder: PromptEncoder, new_tokens: int, chat: bool, limit: int | None) -> int:
-        """The model's maximum of prompt tokens, without those of the chat template."""
-        known = [size for size in (limit, encoder.max_input) if size is not None]
-        if known:
-            return min(known)
-        if encoder.max_positions is None:
-            raise TaskError(
-                "longbench: the model's config names no maximum length; allowed: model.max_input or "
-                "task.max_input, in tokens"
-            )
-        # characters: at least as many as tokens
-        around = len(encoder.render_chat("")) if chat else 0
-        return max(2, encoder.max_positions - new_tokens - around)
 
     def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, bool]:
         """Tokens that end an answer (None: all that the model knows), and whether one may come first."""
@@ -349,8 +343,8 @@ class BalanceKVProtocol(OfficialProtocol):
     ) -> EncodedPrompt:
         """See `OfficialProtocol.encode`."""
         ids, boundary = _encoded(encoder, prompt, cut, chat=self._chat(encoder, dataset))
-        known = [size for size in (limit, encoder.max_input) if size is not None]
-        return truncate_middle(ids, boundary, min([self.max_input, *known]))
+        known = [size for size in (limit, encoder.max_input, self.max_input) if size is not None]
+        return truncate_middle(ids, boundary, min(known))
 
     def _chat(self, encoder: PromptEncoder, dataset: str) -> bool:
         family = encoder.family or ""
@@ -469,21 +463,13 @@ class LongBench(Task):
 
     @cached_property
     def _sources(self) -> Mapping[str, Source]:
-        """By dataset."""
-        end = "_e" if self.split == "e" else ""
-        return {n: source_of(n + end, self.data, self.revision) for n in self.datasets or ()}
-
-    @cached_property
-    def _digests(self) -> Mapping[str, str]:
-        end = "_e" if self.split == "e" else ""
-        return {
-            name + end: " ".join(source.digests().values())
-            for name, source in self._sources.items()
-        }
+        """By the name of a dataset's file."""
+        names = [name + "_e" * (self.split == "e") for name in self.datasets or ()]
+        return {name: source_of(name, self.data, self.revision) for name in names}
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each dataset's file (of a mirror, its commit)."""
-        return self._digests
+        return {name: " ".join(one.digests().values()) for name, one in self._sources.items()}
 
     def examples(self, encoder: PromptEncoder) -> Sequence[LongBenchExample]:
         """One of each dataset in turn, each dataset sorted by ``_id``.
@@ -493,7 +479,7 @@ class LongBench(Task):
         """
         known: dict[int, int] = {}  # one object per token id: a set has tens of millions of tokens
         queues = []
-        for name, source in self._sources.items():
+        for name, source in zip(self.datasets or (), self._sources.values(), strict=True):
             make = partial(self._example, encoder, name, prompt_template(name), known)
             queues.append([make(row) for row in rows_of(source, name)[: self.per_dataset]])
         turns = chain.from_iterable(zip_longest(*queues))

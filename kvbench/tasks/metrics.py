@@ -94,6 +94,11 @@ def containment(prediction: str, answer: str) -> float:
     return float((wanted.rstrip(".!?") or wanted) in " ".join(prediction.lower().split()))
 
 
+def stands(answers: Sequence[str], text: str) -> bool:
+    """Whether a text holds one of the answers, so that what may follow takes nothing away."""
+    return any(containment(text, answer) for answer in answers)
+
+
 def word_recall(prediction: str, answer: str) -> float:
     """Share of the answer's words, repetitions counted, that the prediction has; letters and digits
     make words, punctuation does not count."""

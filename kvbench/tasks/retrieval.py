@@ -32,7 +32,7 @@ from kvbench.tasks.encoding import (
     parted,
 )
 from kvbench.tasks.haystack import QUALITIES, THINGS
-from kvbench.tasks.metrics import METRICS, Key, containment
+from kvbench.tasks.metrics import METRICS, Key, containment, stands
 
 PAIRS, KEY, CONTEXT, QUESTION = "{pairs}", "{key}", "{context}", "{question}"
 
@@ -111,7 +111,7 @@ class KeyValue(HiddenKeys):
                 question=question.replace(KEY, pairs[place][0]),
                 answers=(pairs[place][1],),
                 dataset=f"{size} pairs",
-                settled=partial(_stands, pairs[place][1]),
+                settled=partial(stands, (pairs[place][1],)),
                 fields={"num_pairs": size, "depth": int(10 * round(10 * place / max(1, size - 1)))},
             )
             for query, place in enumerate(places)
@@ -124,10 +124,6 @@ class KeyValue(HiddenKeys):
 
 def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
-def _stands(value: str, text: str) -> bool:
-    return containment(text, value) == 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

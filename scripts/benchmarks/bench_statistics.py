@@ -180,7 +180,7 @@ def p_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
             apart = [(one.p < ALPHA) != (one.low > 0 or one.high < 0) for one in found]
             name = f"p and interval disagree, {name} differences, n = {n}"
             yield Figure(name, float(np.mean(apart)), 0.0, most=True)
-    strata = [_stratum(_signs(rng, n, studies, 0.2, 0.2), f"d{i}") for i, n in enumerate(LONGBENCH)]
+    strata = [_stratum(_signs(rng, n, studies, 0.2, 0.2)) for n in LONGBENCH]
     rate = float(np.mean([one.p < ALPHA for one in differences(strata, fraction=True)]))
     yield Figure("false positives, average of 13 datasets", rate, 0.06, most=True)
 
@@ -238,8 +238,8 @@ def _beyond(rng: Generator, n: int, p: float, anew: float, loss: float) -> bool:
     return bool(abs(ours.mean() - round(float(theirs.mean()), 3)) > margin)
 
 
-def _stratum(values: Array, name: str = "d") -> Stratum:
-    return Stratum(name, values, np.ones(values.shape))
+def _stratum(values: Array) -> Stratum:
+    return Stratum(values, np.ones(values.shape))
 
 
 def _mean(name: str, strata: Sequence[Array], truth: float, bound: float = 0.92) -> Figure:

@@ -201,11 +201,12 @@ def kcentre(n: int, dim: int, dtype: torch.dtype, count: int | None = None) -> N
     _triton_kcentre.greedy_k_centre(points, empty(8, n), count or 65, first)
 
 
-def first_come(b: int, heads: int = 8) -> None:
-    free = empty(heads, b, dtype=torch.bool)
-    _triton_clusters.first_come(
-        empty(heads, b, b, dtype=torch.bool), free, empty(heads, dtype=torch.int64)
-    )
+def first_come(b: int, heads: int = 8, dim: int = 128) -> None:
+    """Which of b points become representatives, and which of 900 is nearest to each."""
+    points, free = empty(heads, b, dim), empty(heads, b, dtype=torch.bool)
+    _triton_clusters.first_come(points, empty(heads), free, empty(heads, dtype=torch.int64))
+    among = empty(heads, 1, 900, dtype=torch.bool)
+    _triton_clusters.nearest(points, empty(heads, 900, dim), among)
 
 
 def philox(dtype: torch.dtype, n: int = 16384, key: int = 2**61) -> None:

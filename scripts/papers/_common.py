@@ -20,7 +20,8 @@ from hydra.utils import instantiate
 
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.config import expanded
-from kvbench.engine.loading import full_attention_layers, resolve_device, resolve_dtype
+from kvbench.engine.architecture import compressible_layers
+from kvbench.engine.loading import resolve_device, resolve_dtype
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV
@@ -74,7 +75,7 @@ class Run(SimpleNamespace):
 
     def captured(self, ids: Sequence[int], layers: Any) -> Iterator[tuple[int, LayerKV]]:
         """A prompt's layers: a list of numbers from 1, so many evenly, or (None) all of them."""
-        every = full_attention_layers(self.session.spec)
+        every = [layer + 1 for layer in compressible_layers(self.session.model)]
         wanted = layers if isinstance(layers, list) else spread(every, layers)
         held = capture_layers(self.session.model, ids, [layer - 1 for layer in wanted])
         return ((layer, held[layer - 1]) for layer in wanted)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from _common import Run, spread, started
 from _neurons import WIKITEXT, counts_of, heavy_of
 
-from kvbench.engine.loading import full_attention_layers
+from kvbench.engine.architecture import compressible_layers
 
 
 def main(given: Sequence[str]) -> None:
@@ -23,7 +23,8 @@ def main(given: Sequence[str]) -> None:
     for prompt, ids in run.prompts():
         counts = counts_of(run.session.model, [ids])
         heavy = heavy_of(counts, run.above * len(ids))
-        for layer in spread(full_attention_layers(run.session.spec), run.layers):
+        every = [layer + 1 for layer in compressible_layers(run.session.model)]
+        for layer in spread(every, run.layers):
             often = (counts[layer].double() / len(ids)).sort(descending=True).values
             for rank in run.ranks:
                 row = {"prompt": prompt, "layer": layer, "rank": rank}

@@ -10,12 +10,9 @@ import torch
 from hydra.utils import instantiate
 from support.command import composed
 from support.method_layers import make_layer, run
-from support.tiny import prompt_ids, tiny_model
 
 from kvbench.cli.build import build_job
 from kvbench.cli.catalogue import paper_items
-from kvbench.engine.generate import run_forks
-from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
@@ -124,23 +121,3 @@ def test_twenty_per_cent_is_twenty_per_cent(
     assert job.methods["local"][0].evicts
     runs = paper_items()[experiment].runs
     assert all(any(shlex.quote(word) in line for line in runs) for word in more)
-
-
-def test_local_holds_what_h2o_holds_to_the_last_token() -> None:
-    """In bytes, measured: both variants of H2O's tables stay at their share; by default Local grows."""
-    model = tiny_model("opt")
-    model.set_attn_implementation("kvbench")
-    config = composed("experiment=h2o_table3")
-    methods = methods_of(config)
-    budget = Budget(total_rate=0.2, sink=8, window=8)
-    ids = prompt_ids(100)
-    labels = ("local", "h2o")
-    forks = {label: (methods[label], budget) for label in labels}
-    forks["grows"] = (build_method("local"), budget)
-    answers = run_forks(model, ids, [], forks, Stopping(12), seed=0, example_id="x")
-    for label in labels:
-        assert answers[label].failure is None
-        assert answers[label].entries == {"mean": 20, "max": 20}
-        assert answers[label].cache_bytes_end == answers[label].cache_bytes
-    assert answers["grows"].cache_bytes == answers["local"].cache_bytes
-    assert answers["grows"].cache_bytes_end > answers["grows"].cache_bytes  # type: ignore[operator]

@@ -10,12 +10,14 @@ from support.prompts import EVERY_METHOD, facts
 from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
+from kvbench import compress
 from kvbench.engine import graphs
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Prompt, run_batch
-from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
+from kvbench.engine.live import Context
 from kvbench.engine.prefill import prefill
+from kvbench.engine.scoring import read, score
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
 from kvbench.methods import build_method
@@ -28,6 +30,7 @@ METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
 def model_on(device, layers=2, kind="llama"):
     model = tiny_model(kind, layers=layers)
     model.set_attn_implementation("kvbench")
+    model.generation_config.eos_token_id = None  # no token ends an answer
     return model.to(device)
 
 
@@ -74,50 +77,77 @@ def test_the_prefill_s_attention_tells_its_normalisers(backend, monkeypatch):
     torch.testing.assert_close(out.cpu(), logits.softmax(-1) @ value.cpu(), rtol=1e-4, atol=1e-4)
 
 
-# --- what the host waits for, counted -------------------------------------------------------------
+# --- what the host waits for and launches, counted ------------------------------------------------
+
+
+def prefilled(model, method, batch, new):
+    fork = Fork("m", method, SMALL, 0, "x", room=new)
+    prefill(model, prompt_ids(72), [fork])
+    assert (fork.failure, fork.compress_s > 0) == (None, True)
+
+
+def generated(model, method, batch, new):
+    ids = torch.tensor([prompt_ids(40, i) for i in range(batch)], device=CUDA)
+    shown = torch.arange(40) >= torch.arange(2, 2 + batch)[:, None]  # the rest is padding
+    with compress(model, method, sink=4, window=4):
+        model.generate(ids, attention_mask=shown.long().to(CUDA), max_new_tokens=new)
+
+
+def asked(model, method, batch, new):
+    context = Context(model, method, SMALL, prompt_ids(40))
+    context.ask_all([prompt_ids(5, i) for i in range(batch)], max_new_tokens=new)
+
+
+def scored(model, method, batch, new):
+    pair = {"m": (method, SMALL)}
+    reading = read(model, prompt_ids(40), pair, seed=3, example_id="x", room=new)
+    found = score(model, reading, [prompt_ids(new, i) for i in range(batch)])["m"]
+    assert [one.failure for one in found] == [None] * batch
+
+
+def cost(way, name, layers, batch, new):
+    """Waits and launches, and their lines."""
+    model, method = model_on(CUDA, layers), build_method(METHODS[name][0], **METHODS[name][1])
+    found = counted(lambda: way(model, method, batch, new), "sync", "launch")
+    return [sum(n for x, n in found.items() if x.startswith(k)) for k in ("sync", "launch")], found
 
 
 @needs_pretend
 @pytest.mark.parametrize(
-    "name", ["exact", "streaming_llm", "snapkv", "h2o", "pyramidkv", "uniform"]
+    ("way", "name"),
+    [
+        *((prefilled, n) for n in ("streaming_llm", "snapkv", "h2o", "pyramidkv", "uniform")),
+        *((generated, name) for name in ("exact", "snapkv")),
+    ],
 )
-def test_compression_waits_at_no_layer(name, monkeypatch):
+def test_compression_waits_at_no_layer(way, name, monkeypatch):
     """Whether keys are finite, entries, seals and clocks are read once per prompt."""
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-
-    def waits(layers):
-        method = build_method(METHODS[name][0], **METHODS[name][1])
-        model, fork = model_on(CUDA, layers), Fork(name, method, SMALL, 0, "x", room=2)
-        found = counted(lambda: prefill(model, prompt_ids(72), [fork]), "sync")
-        assert fork.failure is None
-        assert fork.compress_s > 0
-        return sum(found.values()), found
-
-    (few, _), (many, found) = waits(1), waits(3)
+    ((few, _), _), ((many, _), found) = cost(way, name, 1, 2, 1), cost(way, name, 3, 2, 1)
     assert many == few, found
-    assert few <= 1 + 6
+    assert few <= (7 if way is prefilled else 12)
 
 
 @needs_pretend
-def test_a_row_that_decodes_alone_leaves_the_others_their_graph(monkeypatch):
+@pytest.mark.parametrize(
+    ("way", "name", "waits", "a_layer"),
+    [
+        *((generated, name, 1, 45) for name in ("exact", "snapkv", "h2o")),
+        *((asked, name, 1, 0) for name in ("exact", "h2o")),  # a graph
+        *((scored, name, 0, 0) for name in ("exact", "snapkv")),  # tokens are fed together
+    ],
+)
+def test_a_token_waits_for_itself_and_no_launch_is_one_row_s(
+    way, name, waits, a_layer, monkeypatch
+):
     monkeypatch.setenv("KVBENCH_KERNELS", "auto")
     monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
-    model, names, found = model_on(CUDA), ["exact", "snapkv", "topk"], {}
-    eager = answers(model, names, n=40, new=7, graphs=StepGraphs("eager"))
-    replayed = counted(lambda: found.update(answers(model, names, n=40, new=7)), "launch graph")
-    assert found == eager
-    assert sum(replayed.values()) == 6 - FIRST_STEPS, "the steps after the first, of two rows"
 
+    def a_token(layers, batch):
+        (few, _), (many, found) = (cost(way, name, layers, batch, new) for new in (6, 8))
+        assert many[0] - few[0] == 2 * waits, found
+        return (many[1] - few[1]) / 2
 
-@needs_pretend
-@pytest.mark.parametrize("name", ["exact", "snapkv", "h2o"])
-def test_a_decode_step_waits_for_its_token_only(name, monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    model = model_on(CUDA)
-
-    def waits(new):
-        found = counted(lambda: answers(model, [name], n=40, new=new), "sync")
-        return sum(found.values()), found
-
-    (few, _), (many, found) = waits(2), waits(5)
-    assert many - few == 3, found
+    alone, together = a_token(1, 1), a_token(1, 4)
+    assert together == alone
+    assert a_token(2, 4) - together <= a_layer

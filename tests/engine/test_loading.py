@@ -247,15 +247,6 @@ def test_bitsandbytes_packs_the_weights_while_they_are_read(name: str, worst: fl
     assert {(one.failure, len(one.tokens)) for one in found.values()} == {(None, 4)}
 
 
-def test_a_package_that_is_missing_is_one_line(monkeypatch: Any) -> None:
-    monkeypatch.setattr(loading, "find_spec", lambda package: None)
-    for name, package in loading.PACKAGES.items():
-        with pytest.raises(ModelError) as caught:
-            recall(quantization=name)
-        wanted = f"{package} is not installed; allowed: pip install 'kvbench[quantized]'"
-        assert str(caught.value) == f"model.quantization is {name}: {wanted}"
-
-
 def halves(first: str, second: str) -> dict[str, str]:
     """A device map with the embedding and two of four layers on `first`, the rest on `second`."""
     layers = {f"model.layers.{i}": first if i < 2 else second for i in range(4)}

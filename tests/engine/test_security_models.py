@@ -145,7 +145,7 @@ FOLDERS: dict[str, tuple[Harm, str]] = {
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_a_folder_that_does_harm_or_is_broken_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     harm, says = FOLDERS[kind]
     mark = tmp_path / "owned"
@@ -157,14 +157,12 @@ def test_a_folder_that_does_harm_or_is_broken_is_one_line(
         raise AssertionError("a pickle was opened")
 
     monkeypatch.setattr(torch, "load", opened)
-    monkeypatch.setenv("RUST_BACKTRACE", "1")
     with pytest.raises((ModelError, TaskError), match=r"^[^\n]*$") as error:
         loaded(folder)
     assert str(folder) in str(error.value)
     assert says in str(error.value)
     assert "was opened" not in str(error.value)
     assert not mark.exists()
-    assert "panicked" not in capfd.readouterr().err
 
 
 def test_folders_that_are_odd_and_well(tmp_path: Path) -> None:

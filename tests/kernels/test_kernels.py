@@ -3,11 +3,11 @@ are interpreted on the CPU at small awkward shapes, and run on CUDA at full size
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.attention import by_definition, draw
 from support.interpreted import DEVICE, HAVE_TRITON
 from support.method_layers import walk_by_definition
@@ -155,45 +155,36 @@ def test_walk_over_equal_keys_and_strided_ones(how):
     assert torch.equal(found, balanced_walk.balanced_walk(keys, values, index, uniforms, **options))
 
 
-@given(
-    b=st.integers(2, 40),
-    blocks=st.integers(1, 4),
-    d=st.integers(1, 9),
-    gamma=st.sampled_from([0.01, 0.1, 4.0]),
-    temperature=st.sampled_from([0.0, 0.5, 1.0]),
-    beta=st.sampled_from([0.0, 0.7, -0.4]),
-    centre=st.sampled_from(["mean", "released", "none"]),
-    norm=st.sampled_from([1.0, 30.0, 1e3]),
-    tiles=st.sampled_from([(1, 1, 1), (3, 2, 16), (128, 8, 64)]),
-    with_values=st.booleans(),
-    seed=st.integers(0, 10**6),
-)
-@settings(max_examples=40, deadline=None)
-def test_walk_in_float64_is_the_definition(
-    b, blocks, d, gamma, temperature, beta, centre, norm, tiles, with_values, seed
-):
+@pytest.mark.parametrize("seed", range(8))
+def test_walk_in_float64_is_the_definition(seed, monkeypatch):
     """Sign by sign, whatever the tiles."""
-    g = generator(seed)
-    keys = 0.6 * norm * torch.randn(blocks * b, d, generator=g, dtype=torch.float64)
-    values = 0.5 * torch.randn(blocks * b, d + 1, generator=g, dtype=torch.float64)
-    index = torch.randperm(blocks * b, generator=g).view(blocks, b)
-    uniforms = torch.rand(blocks, b, generator=g)
-    counts = torch.randint(0, b + 1, (blocks,), generator=g)
-    weights = 2.0 ** torch.randint(0, 4, (blocks, b), generator=g).double()
-    options = {"gamma": gamma, "offset": 0.025, "temperature": temperature, "beta": beta}
-    with pytest.MonkeyPatch.context() as patch:
+    dice, g = random.Random(seed), generator(seed)
+    for _ in range(5):
+        b, blocks, d = dice.randint(2, 40), dice.randint(1, 4), dice.randint(1, 9)
+        centre = dice.choice(["mean", "released", "none"])
+        scale = 0.6 * dice.choice([1.0, 30.0, 1e3])
+        keys = scale * torch.randn(blocks * b, d, generator=g, dtype=torch.float64)
+        values = 0.5 * torch.randn(blocks * b, d + 1, generator=g, dtype=torch.float64)
+        values = values if dice.random() < 0.5 else None
+        index = torch.randperm(blocks * b, generator=g).view(blocks, b)
+        uniforms = torch.rand(blocks, b, generator=g)
+        counts = torch.randint(0, b + 1, (blocks,), generator=g)
+        weights = 2.0 ** torch.randint(0, 4, (blocks, b), generator=g).double()
+        options = {"gamma": dice.choice([0.01, 0.1, 4.0]), "offset": 0.025, "centre": centre}
+        options["temperature"] = dice.choice([0.0, 0.5, 1.0])
+        options["beta"] = dice.choice([0.0, 0.7, -0.4])
+        tiles = dice.choice([(1, 1, 1), (3, 2, 16), (128, 8, 64)])
         for name, value in zip(("GROUP", "CHUNK", "STRIP"), tiles, strict=True):
-            patch.setattr(balanced_walk, name, value)
-        given_values = values if with_values else None
-        more = {"counts": counts, "weights": weights, "centre": centre, **options}
-        positive = balanced_walk.balanced_walk(keys, given_values, index, uniforms, **more)
-    for block, n in enumerate(counts.tolist()):
-        if n:
-            rows = index[block, :n]
-            v = values[rows] * weights[block, :n, None] if with_values else None
-            how = {"padded": b - n, "centre": centre, **options}
-            expected = walk_by_definition(keys[rows], v, uniforms[block], **how)
-            np.testing.assert_array_equal(positive[block, :n].numpy(), expected)
+            monkeypatch.setattr(balanced_walk, name, value)
+        more = {"counts": counts, "weights": weights, **options}
+        positive = balanced_walk.balanced_walk(keys, values, index, uniforms, **more)
+        for block, n in enumerate(counts.tolist()):
+            if n:
+                rows = index[block, :n]
+                v = None if values is None else values[rows] * weights[block, :n, None]
+                how = {"padded": b - n, **options}
+                expected = walk_by_definition(keys[rows], v, uniforms[block], **how)
+                np.testing.assert_array_equal(positive[block, :n].numpy(), expected)
 
 
 def test_walk_without_gamma_is_a_fair_coin():
@@ -472,28 +463,24 @@ def test_kcentre(case, how):
     check_centres(points, centres, first)
 
 
-@given(
-    n=st.integers(1, 150),
-    dim=st.integers(1, 6),
-    batch=st.integers(1, 3),
-    share=st.floats(0.0, 1.0),
-    candidates=st.sampled_from([1, 3, 64]),
-    seed=st.integers(0, 10**6),
-)
-@settings(max_examples=50, deadline=None)
-def test_kcentre_in_passes_of_any_size(n, dim, batch, share, candidates, seed):
-    points = torch.randn(batch, n, dim, generator=generator(seed))
-    first = torch.randint(0, n, (batch,), generator=generator(seed))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kcentre, "CANDIDATES", candidates)
-        centres = greedy_k_centre(points, round(share * n), first)
-    check_centres(points, centres, first)
-    if centres.shape[1]:
-        rows = points.gather(1, centres.unsqueeze(-1).expand(-1, -1, dim))
-        nearest = nearest_centre(points, centres)
-        apart = (points.unsqueeze(2) - rows.unsqueeze(1)).double().norm(dim=-1)
-        found = apart.gather(2, nearest.unsqueeze(-1)).squeeze(-1)
-        torch.testing.assert_close(found, apart.amin(-1), atol=2e-3, rtol=0)  # near ties may swap
+@pytest.mark.parametrize("seed", range(8))
+def test_kcentre_in_passes_of_any_size(seed, monkeypatch):
+    dice = random.Random(seed)
+    for _ in range(6):
+        batch, n, dim = dice.randint(1, 3), dice.randint(1, 150), dice.randint(1, 6)
+        points = torch.randn(batch, n, dim, generator=generator(n))
+        first = torch.randint(0, n, (batch,), generator=generator(n))
+        monkeypatch.setattr(kcentre, "CANDIDATES", dice.choice([1, 3, 64]))
+        centres = greedy_k_centre(points, dice.randint(0, n), first)
+        check_centres(points, centres, first)
+        if centres.shape[1]:
+            rows = points.gather(1, centres.unsqueeze(-1).expand(-1, -1, dim))
+            nearest = nearest_centre(points, centres)
+            apart = (points.unsqueeze(2) - rows.unsqueeze(1)).double().norm(dim=-1)
+            found = apart.gather(2, nearest.unsqueeze(-1)).squeeze(-1)
+            torch.testing.assert_close(
+                found, apart.amin(-1), atol=2e-3, rtol=0
+            )  # near ties may swap
 
 
 def test_a_centre_is_nearest_to_itself():

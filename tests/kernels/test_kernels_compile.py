@@ -68,7 +68,7 @@ def test_every_configuration_builds(capability, tmp_path):
     told = build(capability, tmp_path)
     kernels = [kernel for kernel in told if "kernel" in kernel]
     check(kernels, capability)
-    assert len({kernel["kernel"] for kernel in kernels}) == 15
+    assert len({kernel["kernel"] for kernel in kernels}) == 16
     if capability != 90:
         return
     split = next(kernel for kernel in kernels if kernel["kernel"] == "split_kernel")

@@ -433,9 +433,9 @@ def test_balancekv_weights_of_each_kind():
 # -- BalanceKV with protected tokens -------------------------------------------------------------
 
 
-def needle_layer(n=200, layer_index=1, needles=(60, 61, 150)):
+def needle_layer(layer_index=1, needles=(60, 61, 150)):
     """Keys around one direction, but for the needles, which point the other way."""
-    layer = make_layer(n, kv_heads=2, dim=8, layer_index=layer_index)
+    layer = make_layer(200, kv_heads=2, dim=8, layer_index=layer_index)
     keys = 0.3 * layer.keys + torch.eye(8)[0]
     keys[:, 0, list(needles)] -= 3 * torch.eye(8)[0]
     return replace(layer, keys=keys)

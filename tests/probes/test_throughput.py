@@ -7,10 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.command import composed
 from support.jobs import SMALL, make_job, records_of
 
-from kvbench.cli.build import build_job
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
 from kvbench.engine import rows as engine_rows
@@ -143,15 +141,3 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
     spec = replace(made.session.spec, architecture={"max_position_embeddings": 64})
     with pytest.raises(KVError, match="60 prompt and 5 new tokens are 65; model tiny has 64 posi"):
         made.plan.units(replace(made.session, spec=spec), made.methods)
-
-
-def test_an_experiment_runs_small(tmp_path):
-    """Its own rows on the tiny model, on a CPU: the whole way from the config to the records."""
-    words = ["experiment=balancekv_table2", "task_label=throughput", "device=cpu"]
-    words += ["model=tiny_random", "task.prompt_tokens=[128]", "task.new_tokens=4", "task.runs=1"]
-    words += ["budget.sink=8", "budget.window=8", f"results_dir={tmp_path}"]
-    result = run_job(build_job(composed(*words)))
-    assert result.failed == 0
-    records = records_of(result, times=True)
-    assert set(records) >= {"exact", "h2o", "balancekv"}
-    assert all(row["tokens_per_s"] > 0 for rows in records.values() for row in rows)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy.stats import ttest_1samp
 from support.report_runs import (
@@ -22,8 +21,6 @@ from support.report_runs import (
 )
 from support.tables import data, group_of, shown
 
-import kvbench
-from kvbench.errors import UserError
 from kvbench.records.figures import Curve, Heatmap, as_json
 from kvbench.report.experiment import Group
 from kvbench.report.figures import (
@@ -210,15 +207,3 @@ def test_intervals_of_a_curve_are_those_of_its_repetitions(tmp_path: Path) -> No
     assert np.log(curve.frame.loc[0, ["low", "high"]].tolist()) == pytest.approx(
         list(theirs), abs=0.03
     )
-
-
-def test_kept_frames_are_drawn_and_others_refused() -> None:
-    frame = pd.DataFrame(
-        {"layer": [0, 0], "head": [0, 0], "position": [1, -1], "weight": [1.0, 2.0]}
-    )
-    frame.attrs = {"words": ["a", "b"], "method": "snapkv"}
-    figure = kvbench.draw_kept(frame, frame)
-    assert [ax.get_title(loc="left") for ax in figure.axes] == ["snapkv   ×1.0", "snapkv 2   ×1.0"]
-    for frames in ((), (pd.DataFrame(),)):
-        with pytest.raises(UserError):
-            kvbench.draw_kept(*frames)

@@ -53,6 +53,8 @@ def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
     parsed = Parsed(text)
     assert parsed.scripts == 1
     assert parsed.handlers == []
+    assert HOSTILE not in text
+    assert "owned" in text, "model output stays text"
     assert all(address.startswith("data:image/svg+xml") for address in parsed.fetched)
     assert len(text.encode()) < 2_000_000
     assert text.count("[low, high] is a 95 % interval") == 1, "footnotes stand once"
@@ -80,12 +82,6 @@ def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
     stem = "longeval_lines-recall_mini"
     assert {f"{stem}.csv", f"{stem}.md", f"{stem}.tex", "overview-recall_mini.md"} <= names
     assert f"{stem}-ratio.pdf" in {path.name for path in demo.figures}
-
-
-def test_model_output_stays_text(demo: ReportPaths) -> None:
-    text = demo.page.read_text()
-    assert HOSTILE not in text
-    assert "owned" in text
 
 
 def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:

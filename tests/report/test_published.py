@@ -13,7 +13,7 @@ from support.tables import heads, shown
 
 from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
-from kvbench.report.papers import comments_on
+from kvbench.report.papers import notes_on
 from kvbench.report.published import beside, published_tables
 
 PAPER = Path(__file__).parents[2] / "results" / "paper"
@@ -158,9 +158,7 @@ def test_known_differences_reach_the_page_with_and_without_a_published_table(
         assert page.count("differs from the paper: 50 examples a dataset") == 1
         assert ("ours beside balancekv_table1" in page) is (spec is not None)
         assert (folder / "tables" / "balancekv_table1-published.csv").is_file() is bool(spec)
-    assert comments_on(None, ["a", "b"]) == [f"# differs from the paper: {x}" for x in "ab"]
-    assert comments_on("x", []) == ["# differs from the paper: in no setting that is known."]
-    assert comments_on("x") == []
+    assert notes_on([]) == ["differs from the paper: in no setting that is known."]
 
 
 NOT_JOINED: list[tuple[Any, bytes | None, str]] = [  # the spec, the file mine.csv, what is said

@@ -172,7 +172,6 @@ def test_what_stands_between_turns_comes_from_the_chat_template() -> None:
     ("options", "compress_after", "says"),
     [
         ({"context_id": "c"}, "context", "'c1q0' has context_id 'c' and another context"),
-        ({"history": "gold"}, "context", "history 'gold'; allowed: none, golden, own"),
         ({"history": "own"}, "prompt", r"the methods' own answers.*allowed: context"),
         ({"questions": ("",)}, "context", "has no question; allowed: prompt"),
     ],

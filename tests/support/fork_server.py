@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
@@ -65,16 +66,20 @@ class ForkServer:
         *arguments: str,
         stall: tuple[str, int] | None = None,
         deaf: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> Child:
         """The command line in `folder`.
 
         Args:
+            env: variables that it has beside its own.
             stall: (name, k): print "stalled" and sleep in place of the k-th call (from 1) of the
                 function of that name.
             deaf: sleep in code that runs no Python and so hears no signal; an example that does is
                 given up half a second after its time.
         """
-        return self._start(folder, {"main": list(arguments), "stall": stall, "deaf": deaf})
+        return self._start(
+            folder, {"main": list(arguments), "stall": stall, "deaf": deaf, "env": env}
+        )
 
     def job(self, folder: Path, kill: tuple[int, float] | None = None) -> Child:
         """A small job on a tiny model, results below `folder`.
@@ -104,6 +109,7 @@ def _child(request: dict[str, Any]) -> None:
             os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.chdir(request["cwd"])
         if "main" in request:
+            os.environ.update(request["env"] or {})
             from kvbench.cli.main import main
 
             if request["stall"] is not None:

@@ -33,19 +33,8 @@ if os.environ.get("KVBENCH_PRETEND") and "pretend" not in sys.modules:
         query, key, value, bias, told, dropout=0.0, is_causal=False, debug=False, *, scale=None
     ):  # type: ignore
         """The same; its logarithms have one more dimension."""
-        out, logarithms, *_ = flash(query, key, value, dropout, is_causal, scale=scale)
-        none = query.new_empty(0)
-        return (
-            out,
-            logarithms[..., None],
-            none,
-            none,
-            query.shape[2],
-            key.shape[2],
-            none,
-            none,
-            none,
-        )
+        out, logarithms, *rest = flash(query, key, value, dropout, is_causal, scale=scale)
+        return out, logarithms[..., None], *rest
 
     CUDA_ONLY = torch.library.Library("aten", "IMPL")
     CUDA_ONLY.impl("_scaled_dot_product_flash_attention", flash, "CPU")
@@ -64,15 +53,16 @@ needs_real = pytest.mark.skipif(
 needs_pretend = pytest.mark.skipif(not PRETEND, reason="counts on a pretend GPU")
 
 
-def counted(run: Callable[[], Any], kind: str) -> dict[str, int]:
-    """How often each line of kvbench did what is of this kind ("sync", "launch") in `run`."""
+def counted(run: Callable[[], Any], *kinds: str) -> dict[str, int]:
+    """How often each line of kvbench did what is of these kinds ("sync", "launch") in `run`."""
     log = sys.modules["pretend"].LOG
     log.clear()
     run()
     found: dict[str, int] = {}
     for (_, what, where), count in log.events.items():
-        if what.startswith(kind):
-            found[where] = found.get(where, 0) + count
+        if what.startswith(kinds):
+            place = f"{what} at {where}"
+            found[place] = found.get(place, 0) + count
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.experiment import Group, load_experiment
-from kvbench.report.frame import costs, scores
+from kvbench.report.frame import scores, totals
 from kvbench.report.table import Table
 
 
@@ -19,11 +19,9 @@ def group_of(folder: Path, task: str | None = None) -> Group:
     return found
 
 
-def totals_of(group: Group, measure: str = "score", by: str = "dataset") -> pd.DataFrame:
+def totals_of(group: Group, measure: str = "score") -> pd.DataFrame:
     """By variant the rows of the last value: an average, or the only one."""
-    frame = costs(group) if by == "" else scores(group, by)
-    frame = frame[frame["measure"] == measure]
-    return frame[~frame.duplicated("variant", keep="last")].set_index("variant")
+    return totals(scores(group), measure).drop(columns="variant")
 
 
 def shown(table: Table) -> list[list[str]]:

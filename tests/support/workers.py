@@ -37,11 +37,9 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(
-    what: Callable[[], object], process: subprocess.Popen[str], seconds: float = 240
-) -> None:
+def wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> None:
     """Until `what` is true, while the command waits for its jobs."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 240
     while not what():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "took too long"

@@ -73,11 +73,10 @@ def test_wrong_files_of_lines_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="git clone"):
         lines(files=[str(bad)])
     case = {"prompt": "x", "expected_number": 1, "random_idx": ["a-b", 0]}
-    numbers = (10**300, "7" * 400, 7e400)
     for text, said in (
         ("{}\n", "line 1 is not a test case"),
         ("", "no test case"),
-        *((json.dumps(case | {"expected_number": n}), "at most 18 digits") for n in numbers),
+        (json.dumps(case | {"expected_number": 7e400}), "line 1 is not a test case"),
         (json.dumps(case), "after a blank line"),
     ):
         bad.write_text(text)

@@ -1,0 +1,74 @@
+"""One model over two processes (gloo, on CPUs): records as of one process, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from support.command import composed
+from support.fork_server import ForkServer
+from support.stores import rows_below
+
+from kvbench.cli.build import build_job
+from kvbench.errors import UserError
+from kvbench.kv import keep_all
+from kvbench.methods.base import Method
+
+JOB = ["logger=none", "model=recall_mini", "task=longeval_lines", "task.num_lines=[20]", "limit=2"]
+JOB += ["method=[exact,snapkv,h2o,streaming_llm,uniform]", "task.max_new_tokens=6", "batch_size=2"]
+LAME = "+methods.{0}={{_target_:engine.test_tensor_parallel.Lame,at:{0}}}"
+REFUSED = [
+    ("model.random_weights=true", "parallel is 'tensor' and model.random_weights is true"),
+    ("method=[exact,spatten]", r"methods that choose .* itself \(not: .'spatten'"),
+    ("batch_size=auto", "allowed with it: batch_size=<number>"),
+    ("limit=1", "nproc-per-node is 3; allowed for 'asset:recall_mini': 2$"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lame(Method):
+    """Fails on the second rank alone, as it compresses or at a step."""
+
+    saves_memory: ClassVar[bool] = False
+    at: str
+
+    def compress(self, layer: Any, budget: Any, generator: Any) -> Any:
+        assert (self.at, layer.layer_index, os.environ["RANK"]) != ("compress", 1, "1")
+        return keep_all(layer)
+
+    def evict(self, held: Any, attention: Any) -> Any:
+        assert (self.at, os.environ["RANK"]) != ("evict", "1")
+        return None, None
+
+
+@pytest.mark.slow
+def test_records_are_those_of_one_process(server: ForkServer, tmp_path: Path) -> None:
+    """Only draws are others. What fails on one rank is a record, and ends no other method."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    job = [*JOB, "model.parallel=tensor", LAME.format("compress"), LAME.format("evict")]
+    children = [server.kvbench(tmp_path, *JOB, "results_dir=one")]
+    for rank in ("0", "1"):
+        env = {**at, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        children.append(server.kvbench(tmp_path, *job, "results_dir=two", env=env))
+    assert [child.process.join(200) or child.process.exitcode for child in children] == [0, 1, 0]
+    assert children[2].err.read_text() == ""
+    found = [list(rows_below(tmp_path / name).values()) for name in ("one", "two")]
+    hashes = {row.pop("config_hash") for runs in found for rows in runs for row in rows}
+    one, two = ({rows[0]["method"]: rows for rows in runs} for runs in found)
+    failed = [row["error"] for name in ("compress", "evict") for row in two.pop(name)]
+    assert failed == ["RuntimeError: AssertionError"] * 4
+    drawn = [(a["entries"], a["cache_bytes"]) for each in (one, two) for a in each.pop("uniform")]
+    assert (drawn[:2], len(hashes)) == (drawn[2:], 12)
+    assert one == two
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED)
+def test_what_cannot_be_divided_is_one_line(given: str, said: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UserError, match=said):
+        _ = build_job(composed(*JOB, "model.parallel=tensor", given)).session.model
