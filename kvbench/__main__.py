@@ -7,7 +7,8 @@ import sys
 from kvbench.cli.main import main
 
 if __name__ == "__main__":
-    if os.environ.get("RANK", "0") != "0":  # of torchrun's processes the first tells what all do
+    # Of torchrun's processes the first tells what all do; other launchers set a RANK as well.
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
         logging.disable()
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     main()
