@@ -194,7 +194,7 @@ class Settings:
     device: Device
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     compress_after: Literal["prompt", "context"]
-    decode: Literal["auto", "eager", "graph"]
+    decode: Literal["auto", "eager", "graph", "compiled"]
     example_timeout: Positive | None
     batch_size: Literal["auto"] | Count
     retry_failed: bool

@@ -156,7 +156,11 @@ def register() -> None:
     transformers then builds none, and does not look through the position ids for packed sequences,
     which would make every step wait for the device.
     """
-    AttentionInterface.register(IMPLEMENTATION, kvbench_attention)
+    AttentionInterface.register(IMPLEMENTATION, _ATTENTION)
+
+
+_ATTENTION = torch.compiler.disable(kvbench_attention)
+"""As it is where torch compiles the model around it."""
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

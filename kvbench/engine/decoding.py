@@ -8,7 +8,7 @@ copied, nothing is counted on the host, so that a step can be captured in a CUDA
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class _Group:
     Args:
         rows: their places in the batch; caches: theirs.
         several: whether there are other rows.
+        kind: what the rows have in common.
 
     Attributes:
         index: `rows` on the device, None where they are all.
@@ -81,7 +82,9 @@ class _Group:
         slots: where in the device's counters their lengths are.
     """
 
-    def __init__(self, rows: list[int], caches: list[LayerCache], several: bool) -> None:
+    def __init__(
+        self, rows: list[int], caches: list[LayerCache], several: bool, kind: Hashable
+    ) -> None:
         self.rows, self.caches, self.device = rows, caches, caches[0].keys.device
         self.index = torch.tensor(rows, device=self.device) if several else None
         self.limits = [max(c.granted, c.length) if c.evicts else ENDLESS for c in caches]
@@ -96,6 +99,14 @@ class _Group:
         if rules:
             scores, positions = [c.scores for c in caches], [c.positions for c in caches]
             self.evictions = EvictionTable(rules, self.limits, scores, positions, rows)
+        self.kind = (tuple(rows), kind, self.table.longest, self.table.aligned)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """On a GPU, all that its kernels are told of the rows."""
+        told = None if self.evictions is None else self.evictions.numbers
+        parts = (self.index, self.table.pointers, told)
+        return [part for part in parts if part is not None]
 
 
 class DecodeState(ForkBatch):
@@ -131,6 +142,18 @@ class DecodeState(ForkBatch):
             device: _Counters(positions.to(device), groups) for device, groups in by_device.items()
         }
 
+    @property
+    def kind(self) -> Hashable:
+        """What a captured step has fixed of these rows: see `kvbench.engine.graphs`."""
+        return tuple((n, *(group.kind for group in each)) for n, each in self._groups.items())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """On a GPU, all that a step reads of the rows and moves on; as many for rows of one kind."""
+        counted = [part for each in self._counters.values() for part in vars(each).values()]
+        told = [part for group in self._all_groups() for part in group.tensors]
+        return [part for part in counted if isinstance(part, Tensor)] + told
+
     def _all_groups(self, row: int | None = None) -> list[_Group]:
         """The groups of all layers, or those with this row."""
         groups = [group for groups in self._groups.values() for group in groups]
@@ -151,8 +174,8 @@ class DecodeState(ForkBatch):
             kind = (keys.shape[0], keys.shape[2], values.shape[2], keys.dtype, leaves)
             together.setdefault(kind, []).append(row)
         self._groups[layer] = [
-            _Group(rows, [caches[row] for row in rows], len(rows) < len(caches))
-            for rows in together.values()
+            _Group(rows, [caches[row] for row in rows], len(rows) < len(caches), kind)
+            for kind, rows in together.items()
         ]
 
     def attend(self, call: LayerCall) -> Tensor:

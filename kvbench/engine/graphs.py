@@ -1,18 +1,19 @@
 """Decode steps as a captured CUDA graph: one launch a token in place of a thousand.
 
 A step is captured after the first few have run as they are (so that every kernel is compiled and every
-library ready), and replayed for the tokens that follow. That is sound because a step, once its rows are
-fixed, does the same launches on the same buffers: the new token's id and position, the number of
-entries of every row and the entries themselves are read and written on the device
-(`kvbench.engine.decoding`). Where a step cannot be captured, decoding goes on step by step, and says so
-once. Rows that decode alone take their steps apart from those of a graph
-(`kvbench.engine.rows.decode_rows`).
+library ready), and replayed for the tokens that follow, and for later prompts of like rows. That is
+sound because a step, once its rows are fixed, does the same launches on the same buffers: the new
+token's id and position, the number of entries of every row, where they lie and the entries themselves
+are read and written on the device (`kvbench.engine.decoding`). Where a step cannot be captured, decoding
+goes on step by step, and says so once. Rows that decode alone take their steps apart from those of a
+graph (`kvbench.engine.rows.decode_rows`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,14 +26,19 @@ from kvbench.kv import KVError
 
 log = logging.getLogger(__name__)
 
-DECODES = ("auto", "eager", "graph")
-"""How decode steps run: ``graph`` and ``auto`` capture them where that is possible."""
+DECODES = ("auto", "eager", "graph", "compiled")
+"""How decode steps run: all but ``eager`` capture them where that is possible; ``compiled`` has torch
+compile the model for them before, which fuses a layer's norms and position encoding (12 launches and the
+three of our attention, where eager steps have 44), and takes seconds."""
 
 FIRST_STEPS = 3
 """Steps that run as they are before one is captured."""
 
 WORTH_STEPS = 16
 """Steps to come below which capturing costs more than it saves."""
+
+KEPT = 4
+"""Captured steps that are kept; each holds the memory of one step."""
 
 
 def check_decode(value: object, device: torch.device) -> str:
@@ -44,7 +50,8 @@ def check_decode(value: object, device: torch.device) -> str:
     if value not in DECODES:
         raise KVError(f"decode is {value!r}; allowed: {', '.join(DECODES)}")
     if value == "graph" and device.type != "cuda":
-        raise KVError(f"decode is 'graph' and the device is {device}; allowed there: auto, eager")
+        others = ", ".join(other for other in DECODES if other != value)
+        raise KVError(f"decode is 'graph' and the device is {device}; allowed there: {others}")
     return str(value)
 
 
@@ -61,6 +68,17 @@ class StepGraphs:
     def __init__(self, decode: str = "auto") -> None:
         self.decode = decode
         self.failed = False
+        self._kept: dict[Hashable, tuple[Callable[[], Tensor], Sequence[Tensor]]] = {}
+        self._compiled: Any = None
+
+    def stepping(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model as its steps run it."""
+        if self.decode != "compiled":
+            return model
+        if self._compiled is None:
+            as_eager = {"emulate_precision_casts": True}  # rounds where eager steps do
+            self._compiled = torch.compile(model, options=as_eager)
+        return cast("PreTrainedModel", self._compiled)
 
     def wanted(self, model: PreTrainedModel, steps: int) -> bool:
         """Whether a step, with so many to come, is to be captured."""
@@ -75,14 +93,30 @@ class StepGraphs:
             return False
         return not is_hybrid(model.config.get_text_config()) and not self.failed
 
+    def recall(self, kind: Hashable, tensors: Sequence[Tensor]) -> Callable[[], Tensor] | None:
+        """The step of an earlier batch of this kind, see `capture`; None if there was none. From here on
+        these tensors, with what they hold, lie in the memory of the earlier batch's, which the step
+        works on."""
+        replay, captured = self._kept.get(kind, (None, ()))
+        for earlier, now in zip(captured, tensors, strict=replay is not None):
+            earlier.copy_(now)
+            now.set_(earlier)
+        return replay
+
     def capture(
-        self, model: PreTrainedModel, step: Callable[[], Tensor]
+        self,
+        model: PreTrainedModel,
+        step: Callable[[], Tensor],
+        kind: Hashable,
+        tensors: Sequence[Tensor],
     ) -> Callable[[], Tensor] | None:
         """A function that does what `step` does, by replaying it; None if it could not be captured.
         Capturing runs nothing.
 
         Args:
             step: works on the same tensors at every call and returns one, always the same afterwards.
+            kind: equal for batches whose steps differ in what these tensors hold, and in nothing else.
+            tensors: all that the step reads and writes, beside the model and what they point to.
         """
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
@@ -93,6 +127,7 @@ class StepGraphs:
             # Ending a capture that went wrong raises, and then torch does not leave its stream.
             torch.cuda.set_stream(stream)
             if is_out_of_memory(failure):
+                self._kept.clear()
                 raise
             self.failed = True
             log.warning(
@@ -104,4 +139,7 @@ class StepGraphs:
             graph.replay()
             return result
 
+        self._kept[kind] = replay, tensors
+        if len(self._kept) > KEPT:
+            del self._kept[next(iter(self._kept))]
         return replay

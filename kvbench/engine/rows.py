@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,7 +178,7 @@ class _Batch:
     """Rows that take their steps together, until some of them leave."""
 
     def __init__(self, model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
-        self.model = model
+        self.model, self.stepping = model, graphs.stepping(model)
         self.rows = rows
         device = input_device(model)
         left = [row.steps for row in rows]
@@ -190,11 +190,18 @@ class _Batch:
         self.graphs = graphs
         alone = not all(row.fork.steps_by_kernel for row in rows)
         self.may_capture = not alone and graphs.wanted(model, max(left))
+        if self.may_capture:
+            self.replay = graphs.recall(*self._fixed())
+
+    def _fixed(self) -> tuple[Hashable, list[Tensor]]:
+        """What a captured step has fixed, and the tensors that it works on."""
+        own = [part for part in (self.ids, self.draws) if part is not None]
+        return (self.rows[0].sampling, self.state.kind), [*own, *self.state.tensors]
 
     def _run(self) -> Tensor:
         """One step, all of it on the device and on the same tensors every time."""
         positions = self.state.positions[:, None]
-        logits = forward(self.model, self.ids, positions, self.state)
+        logits = forward(self.stepping, self.ids, positions, self.state)
         picked = self.rows[0].sampling.pick(logits, self.draws)
         self.ids.copy_(picked[0, :, None])
         self.state.move_on()
@@ -202,9 +209,9 @@ class _Batch:
 
     def step(self, since: float) -> None:
         """One token for every row that has not ended; its clock has run `since` then."""
-        if self.may_capture and self.state.taken == FIRST_STEPS:
+        if self.may_capture and self.replay is None and self.state.taken == FIRST_STEPS:
             self.may_capture = False
-            self.replay = self.graphs.capture(self.model, self._run)
+            self.replay = self.graphs.capture(self.model, self._run, *self._fixed())
         for place, row in enumerate(self.rows):
             if not row.running and place not in self.ended:
                 self.ended.add(place)

@@ -44,8 +44,9 @@ class EntryTable:
 
     @cached_property
     def longest(self) -> int:
-        """Entries the largest buffer has room for."""
-        return max(key.shape[1] for key in self.keys)
+        """Entries the largest buffer has room for, up to a power of two: steps over tables of like size
+        then launch alike."""
+        return 1 << (max(key.shape[1] for key in self.keys) - 1).bit_length()
 
     @cached_property
     def reserved(self) -> int:

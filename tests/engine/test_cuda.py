@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from support.jobs import SMALL
@@ -110,6 +112,20 @@ def cost(way, name, layers, batch, new):
     model, method = model_on(CUDA, layers), build_method(METHODS[name][0], **METHODS[name][1])
     found = counted(lambda: way(model, method, batch, new), "sync", "launch")
     return [sum(n for x, n in found.items() if x.startswith(k)) for k in ("sync", "launch")], found
+
+
+@needs_pretend
+def test_a_captured_step_serves_later_prompts(monkeypatch):
+    monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
+    steps, names = graphs.StepGraphs(), ("exact", "h2o", "balancekv", "streaming_llm")
+    monkeypatch.setattr(steps, "capture", capture := Mock(side_effect=steps.capture))
+    on_gpu, on_cpu = model_on(CUDA), model_on(CPU)
+    for n in (72, 69):
+        monkeypatch.setenv("KVBENCH_KERNELS", "auto")
+        found = answers(on_gpu, names, n, new=12, graphs=steps)
+        monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+        assert found == answers(on_cpu, names, n, new=12)
+    assert capture.call_count == 1
 
 
 @needs_pretend

@@ -6,6 +6,8 @@ replayed; the graphs themselves where there is a GPU.
 
 from __future__ import annotations
 
+import re
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from support.jobs import Echo, make_job, records_of
 from support.pretended import needs_real
 from support.prompts import facts, methods, unlike_prompts
 from support.tiny import prompt_ids, tiny_model
+from torch._inductor.utils import run_and_get_code
 
 from kvbench import compress
 from kvbench.engine import graphs
@@ -250,7 +253,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps count as captured on a CPU, and are run again instead of replayed; their rows."""
     captured = []
 
-    def capture(self: Any, model: Any, step: Any) -> Any:
+    def capture(self: Any, model: Any, step: Any, *_: Any) -> Any:
         captured.append(len(step.__self__.rows))
         return lambda: step()
 
@@ -260,11 +263,13 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return captured
 
 
-def both_ways(prompts: list[Prompt], *where: str, **how: Any) -> Any:
+def both_ways(
+    prompts: list[Prompt], *where: str, steps: StepGraphs | None = None, **how: Any
+) -> Any:
     """The answers of steps that are captured, and of steps that are not."""
     model = model_on(*where)
     eager = run_batch(model, prompts, seed=1, **how, graphs=StepGraphs("eager"))
-    graph = run_batch(model, prompts, seed=1, **how)
+    graph = run_batch(model, prompts, seed=1, **how, graphs=steps)
     return [facts(answer) for answer in graph], [facts(answer) for answer in eager]
 
 
@@ -311,11 +316,23 @@ def test_the_cpu_captures_nothing_and_graph_is_refused_there() -> None:
     assert not StepGraphs().is_possible(model_on())
     spec = ModelSpec(name="x", path="x")
     for decode, said in (
-        ("graph", "decode is 'graph' and the device is cpu; allowed there: auto, eager"),
-        ("fast", "decode is 'fast'; allowed: auto, eager, graph"),
+        ("graph", "decode is 'graph' and the device is cpu; allowed there: auto, eager, compiled"),
+        ("fast", "decode is 'fast'; allowed: auto, eager, graph, compiled"),
     ):
         with pytest.raises(KVError, match=said):
             Session(spec, torch.device("cpu"), torch.float32, decode=decode)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_step_has_the_tokens_of_eager_ones_and_fewer_launches() -> None:
+    """Attention's own three launches are not in compiled code: at most 20 a layer with them."""
+    how = StepGraphs("compiled")
+    (graph, eager), codes = run_and_get_code(both_ways, capturable_prompts(12)[:1], steps=how)
+    assert graph == eager
+    called = [re.findall(r"(?:cpp_fused\w*|extern_kernels\.\w+)\(", code) for code in codes]
+    calls = [call for code in called for call in code]
+    assert 12 <= len(calls) <= 17, "of one layer, and what is around the layers"
 
 
 @pytest.mark.cuda
@@ -327,9 +344,13 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
 ) -> None:
     steps = StepGraphs()
     monkeypatch.setattr(StepGraphs, "capture", capture := Mock(side_effect=steps.capture))
-    for _ in range(2):
-        prompts = capturable_prompts(60)
-        graph, eager = both_ways(prompts, "cuda", architecture, compress_after=compress_after)
+    captured = []
+    for shorter in range(2):
+        prompts = [replace(p, context_ids=p.context_ids[shorter:]) for p in capturable_prompts(60)]
+        how: dict[str, Any] = {"steps": steps, "compress_after": compress_after}
+        graph, eager = both_ways(prompts, "cuda", architecture, **how)
         assert graph == eager
-    assert capture.call_count >= 2
+        captured.append(capture.call_count)
+    assert captured[0] >= 2
+    assert captured[1] < 2 * captured[0], "steps are replayed for later prompts"
     assert not steps.failed
