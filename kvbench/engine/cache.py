@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.engine import guard
@@ -139,8 +140,8 @@ class LayerCache:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
         come is not counted, nor what the window has passed, nor positions."""
         count = self.length if self.window is None else min(self.length, self.window)
-        numbers = (self.log_weights, self.scores, self.denominators)
-        held = sum(part[:, :count].nbytes for part in numbers if part is not None)
+        numbers = self._buffers(("log_weights", "scores", "denominators")).values()
+        held = sum(part[:, :count].nbytes for part in numbers)
         held += sum(part.nbytes for part in (*(self.packed or ()), *(self.value_range or ())))
         sides = ((self.keys, self.first), (self.values, self.first_value))
         return held + sum(part[:, : count - first].nbytes for part, first in sides)
@@ -167,36 +168,34 @@ class LayerCache:
 
     def reserved_bytes(self) -> int:
         """Bytes of the buffers, which a copy has of its own."""
-        parts = (getattr(self, name) for name in _BUFFERS)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in self._buffers().values())
+
+    def _buffers(self, names: Sequence[str] = _BUFFERS) -> dict[str, Tensor]:
+        """Those of these buffers that there are."""
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def clone(self) -> LayerCache:
         """A copy that shares nothing with this one that either of them writes to."""
         twin = copy.copy(self)
-        for name in _BUFFERS:
-            part = getattr(self, name)
-            setattr(twin, name, None if part is None else part.clone())
+        for name, part in self._buffers().items():
+            setattr(twin, name, part.clone())
         return twin
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all entries lie in the buffers with key and value, and attention is an ordinary
-        softmax over all of them."""
+    def steps_by_kernel(self) -> bool:
+        """Whether single tokens can join through `kvbench.kernels.decode_attention`: all entries lie in
+        the buffers with key and value, attention is an ordinary softmax over all of them, and the cache
+        grows, or evicts by a rule (`Method.eviction`) for which it holds what is needed."""
+        rule = self.rule
         return (
             self.packed is None
             and self.window is None
             and not self.restricts
             and not self.keys_only
             and self.denominators is None
+            and (not self.evicts or rule is not None)
+            and (rule is None or rule.leaves == "oldest" or self.scores is not None)
         )
-
-    @property
-    def steps_by_kernel(self) -> bool:
-        """Whether single tokens can join through `kvbench.kernels.decode_attention`: the cache is plain
-        and grows, or evicts by a rule (`Method.eviction`) for which it holds what is needed."""
-        if not self.evicts or not self.is_plain:
-            return self.is_plain
-        return self.rule is not None and (self.rule.leaves == "oldest" or self.scores is not None)
 
     def expect(self, position: int, tokens: int) -> None:
         """Make ready for so many tokens, the first at `position`, that a kernel will append."""
@@ -236,18 +235,16 @@ class LayerCache:
             value = value.repeat_interleave(stored // value.shape[0], dim=0)
         if self.window is not None and self.length >= self.window + GROWTH:
             count = self.length - self.window  # entries of a sliding layer lie by position
-            for part in (getattr(self, name) for name in _BUFFERS):
-                if part is not None:
-                    part[:, : self.window] = part[:, count : self.length].clone()
+            for part in self._buffers().values():
+                part[:, : self.window] = part[:, count : self.length].clone()
             self.length = self.window
         before, after = self.length, self.length + key.shape[1]
         self._reserve(after, GROWTH)
         self.keys[:, before - self.first : after - self.first] = key
         self.values[:, before - self.first_value : after - self.first_value] = value
         self.positions[:, before:after] = positions
-        for part in (self.log_weights, self.scores):
-            if part is not None:  # the place may be one that an evicted entry left
-                part[:, before:after] = 0
+        for part in self._buffers(("log_weights", "scores")).values():
+            part[:, before:after] = 0  # the place may be one that an evicted entry left
         if self.denominators is not None:
             self.denominators[:, before:after] = 1
         self.length = after
@@ -316,9 +313,8 @@ class LayerCache:
         if leaving is None:
             return
         row = torch.arange(self.keys.shape[0], device=self.keys.device)
-        for part in (getattr(self, name) for name in (PER_ENTRY if self.packed else _BUFFERS)):
-            if part is not None:
-                part[row, leaving] = part[:, n - 1].clone()
+        for part in self._buffers(PER_ENTRY if self.packed else _BUFFERS).values():
+            part[row, leaving] = part[:, n - 1].clone()
         if self.packed is not None:  # all of the entries, the new one too
             self.packed = Packed(*(codec.without(leaving) for codec in self.packed))
             self.first, self.first_value = self._packed_counts()
@@ -349,18 +345,13 @@ class LayerCache:
         reserved = self.positions.shape[1]
         if entries <= reserved:
             return
-        for name in _BUFFERS:
-            part = getattr(self, name)
-            if part is not None:
-                setattr(self, name, _with_room(part, entries + more - reserved))
+        for name, part in self._buffers().items():
+            setattr(self, name, _with_room(part, entries + more - reserved))
 
 
 def _with_room(part: Tensor, room: int) -> Tensor:
     """A copy of part [kv_heads, n, ...] with `room` more entries, zeros."""
-    n = part.shape[1]
-    wider = part.new_empty(part.shape[0], n + room, *part.shape[2:])
-    wider[:, :n], wider[:, n:] = part, 0
-    return wider
+    return F.pad(part, [*[0, 0] * (part.dim() - 2), 0, room]).contiguous()
 
 
 class RaggedCache(LayerCache):
@@ -375,7 +366,7 @@ class RaggedCache(LayerCache):
         make: makes the cache of what one head holds.
     """
 
-    is_plain = False
+    steps_by_kernel = False
     rule = None
 
     def __init__(self, held: CompressedKV, make: Callable[[CompressedKV], LayerCache]) -> None:
@@ -456,7 +447,7 @@ class RecompressedCache(LayerCache):
         queries: the last ones fed, [heads, at most rule.queries, head_dim], whose bytes are counted.
     """
 
-    is_plain = False
+    steps_by_kernel = False
 
     def __init__(
         self,

@@ -39,15 +39,6 @@ def _set_environment(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-_SDPA = ("flash", "mem_efficient", "math", "cudnn")
-"""Kernels of torch's attention."""
-
-
-def _set_kernels(enabled: tuple[bool, ...]) -> None:
-    for name, flag in zip(_SDPA, enabled, strict=True):
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(flag)
-
-
 _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -64,21 +55,22 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,
     ),
-    "torch's attention kernels": (
-        lambda: tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDPA),
-        _set_kernels,
-    ),
     "the working directory": (os.getcwd, os.chdir),
     "the environment": (partial(dict, os.environ), _set_environment),
     "torch's global generator": (torch.get_rng_state, torch.set_rng_state),
     "CUDA's global generator": (torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all),
     "numpy's global generator": (partial(np.random.get_state, legacy=False), np.random.set_state),
     "Python's global generator": (random.getstate, random.setstate),
+    **{
+        f"torch's {name} attention": (
+            getattr(torch.backends.cuda, f"{name}_sdp_enabled"),
+            getattr(torch.backends.cuda, f"enable_{name}_sdp"),
+        )
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    },
 }
 """Process-wide settings that a call could leave changed: by name (as in messages), how each is read
 and set."""
-
-_UNPRINTED = ("generator", "environment")
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -109,33 +101,27 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
     left_out = set() if torch.cuda.is_initialized() else {"CUDA's global generator"}
     left_out |= set() if is_foreign(method) else {"the environment"}
     before = {name: read() for name, (read, _) in _PROCESS.items() if name not in left_out}
+    changed: list[str] = []
     try:
         yield
-    except BaseException as failure:
-        _restore(before)
-        # No subclass of these: SIGTERM raises one of its own.
-        if type(failure) in (SystemExit, GeneratorExit):
-            raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
-        raise
-    changed = _restore(before)
+    except (SystemExit, GeneratorExit) as failure:
+        if type(failure) not in (SystemExit, GeneratorExit):  # SIGTERM raises one of its own
+            raise
+        raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
+    finally:
+        for name, value in before.items():
+            read, write = _PROCESS[name]
+            now = read()
+            if not _same(now, value):
+                write(value)
+                unprinted = name.endswith(("generator", "environment"))
+                said = "in another state" if unprinted else f"at {now} (it was {value})"
+                changed.append(f"{name} {said}")
     if changed:
         hint = "its own generator" if "generator" in changed[0] else "to leave it as it was"
         raise SharedStateChanged(
             f"method {label!r} left {changed[0]}, which others use; allowed: {hint}"
         )
-
-
-def _restore(before: Mapping[str, Any]) -> list[str]:
-    """Restore the settings that differ from these values; returns a phrase for each."""
-    changed = []
-    for name, value in before.items():
-        read, write = _PROCESS[name]
-        now = read()
-        if not _same(now, value):
-            write(value)
-            said = "in another state" if name.endswith(_UNPRINTED) else f"at {now} (it was {value})"
-            changed.append(f"{name} {said}")
-    return changed
 
 
 def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:

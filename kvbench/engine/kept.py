@@ -23,8 +23,7 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
     differs; 0 for padding."""
     for layer in layers:
         cache = fork.layers[layer]
-        positions: list[Tensor] = []
-        weights: list[Tensor] = []
+        heads: list[tuple[Tensor, Tensor]] = []
         for one in cache.heads if isinstance(cache, RaggedCache) else [cache]:
             held = one.positions[:, : one.length].cpu()
             each = torch.ones(held.shape)
@@ -32,10 +31,9 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
                 each = one.log_weights[:, : one.length].exp().cpu()
             if one.denominators is not None:
                 each = each * one.denominators[:, : one.length].cpu()
-            positions += held.unbind()
-            weights += each.unbind()
-        ranks = zip(*gathered((positions, weights), fork.ranks), strict=True)
-        positions, weights = ([head for own in every for head in own] for every in ranks)
+            heads += zip(held, each, strict=True)
+        every = (head for own in gathered(heads, fork.ranks) for head in own)
+        positions, weights = map(list, zip(*every, strict=True))
         yield layer, pad_sequence(positions, True, -1), pad_sequence(weights, True)
 
 

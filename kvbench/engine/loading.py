@@ -271,28 +271,23 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
         ModelError: it cannot be loaded, or its fields are not those of a model.
         UnsupportedModel: see `check_serves_interface`.
     """
-    if spec.architecture is None:
-        return _config_of_path(spec)
-    with one_line_failures("model", spec):
-        fields = {**spec.architecture, **spec.config}
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    check_serves_interface(config)
-    return config
-
-
-def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
-    path = local_path(spec.path)
-    folder = Path(path)
-    if spec.quantization != "gguf" and folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelError(
-            f"model path {spec.path!r} has no config.json but GGUF files; allowed: "
-            "model.quantization=gguf"
-        )
-    where = {**_origin(spec.path, spec.revision), **_gguf_options(spec)}
-    with one_line_failures("model", spec):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            path, trust_remote_code=spec.trust_remote_code, **where, **spec.config
-        )
+    config: PreTrainedConfig
+    if spec.architecture is not None:
+        with one_line_failures("model", spec):
+            fields = {**spec.architecture, **spec.config}
+            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    else:
+        path = Path(local_path(spec.path))
+        if spec.quantization != "gguf" and path.is_dir() and not (path / "config.json").is_file():
+            raise ModelError(
+                f"model path {spec.path!r} has no config.json but GGUF files; allowed: "
+                "model.quantization=gguf"
+            )
+        where = {**_origin(spec.path, spec.revision), **_gguf_options(spec)}
+        with one_line_failures("model", spec):
+            config = AutoConfig.from_pretrained(
+                str(path), trust_remote_code=spec.trust_remote_code, **where, **spec.config
+            )
     check_serves_interface(config)
     return config
 
@@ -316,7 +311,8 @@ def load_model(
         ModelError: what cannot be loaded, and what to do.
     """
     register()
-    config = load_config(spec) if spec.random_weights else _config_of_path(spec)
+    # The weights of files go into the config that lies beside them.
+    config = load_config(spec if spec.random_weights else replace(spec, architecture=None))
     with one_line_failures("model", spec):
         if spec.random_weights:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -485,8 +481,18 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
 
     Raises:
         ModelError: `chat_template: always` and the tokenizer has none; a template that does not write a
-            message once, as it is.
+            message once, as it is; a stop token that the tokenizer does not have.
     """
+    vocabulary = tokenizer.get_vocab() if spec.stop_tokens else {}
+    for token in spec.stop_tokens:
+        if token not in vocabulary:
+            raise ModelError(
+                f"model.stop_tokens names {token!r}, which the tokenizer of {spec.path!r} does not "
+                "have; allowed: tokens of its vocabulary"
+            )
+    ends = {vocabulary[token] for token in spec.stop_tokens}
+    end = getattr(tokenizer, "eos_token_id", None)
+    made = PromptEncoder(tokenizer, end_ids=frozenset(ends if end is None else {*ends, end}))
 
     def encode(text: str, *, special: bool = False) -> list[int]:
         with one_line_failures("tokenizer of model", spec), tokenizing(tokenizer):
@@ -501,58 +507,31 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
     if not has_template or spec.chat_template == "never":
         plain, whole = encode("a"), encode("a", special=True)
         before_text = whole.index(plain[0]) if plain and plain[0] in whole else 0
-        return PromptEncoder(tokenizer, tuple(whole[:before_text]), ())
+        return replace(made, prefix_ids=tuple(whole[:before_text]))
     with one_line_failures("chat template of model", spec):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
-    times = str(text).count(_MARK)
+        text = made.render_chat(_MARK)
+    times = text.count(_MARK)
     if times != 1:
         raise ModelError(
             f"the chat template of model {spec.path!r} prints a message {times} times"
             f"{'' if times else ', or changes it'}; allowed: once, as it is (or "
             "model.chat_template=never)"
         )
-    before, _, after = str(text).partition(_MARK)
-    return PromptEncoder(tokenizer, tuple(encode(before)), tuple(encode(after)))
+    before, _, after = text.partition(_MARK)
+    prefix, suffix = tuple(encode(before)), tuple(encode(after))
+    return replace(made, prefix_ids=prefix, suffix_ids=suffix, chat=True)
 
 
-def with_model_facts(
-    encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
-) -> PromptEncoder:
-    """The encoder with the facts about the model that benchmark protocols use.
-
-    Raises:
-        ModelError: a stop token that the tokenizer does not have.
-    """
+def model_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
+    """`prompt_encoder`, with the facts about the model that benchmark protocols use."""
     config = load_config(spec).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     return replace(
-        encoder,
+        prompt_encoder(tokenizer, spec),
         family=str(config.model_type),
-        chat=bool(getattr(tokenizer, "chat_template", None)) and spec.chat_template != "never",
         max_input=spec.max_input,
         max_positions=positions if isinstance(positions, int) else None,
-        end_ids=stop_token_ids(tokenizer, spec),
     )
-
-
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> frozenset[int]:
-    """The tokenizer's end token and the model's `stop_tokens`.
-
-    Raises:
-        ModelError: a stop token that the tokenizer does not have.
-    """
-    vocabulary = tokenizer.get_vocab() if spec.stop_tokens else {}
-    for token in spec.stop_tokens:
-        if token not in vocabulary:
-            raise ModelError(
-                f"model.stop_tokens names {token!r}, which the tokenizer of {spec.path!r} does not "
-                "have; allowed: tokens of its vocabulary"
-            )
-    ids = {vocabulary[token] for token in spec.stop_tokens}
-    end = tokenizer.eos_token_id
-    return frozenset(ids if end is None else {*ids, end})
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

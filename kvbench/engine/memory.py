@@ -13,9 +13,6 @@ from pathlib import Path
 import torch
 
 _STATUS = Path("/proc/self/status")
-_PEAK_RESET = Path("/proc/self/clear_refs")
-_INFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def reset_peak(device: torch.device) -> bool:
@@ -25,7 +22,7 @@ def reset_peak(device: torch.device) -> bool:
             torch.cuda.reset_peak_memory_stats(index)
         return True
     try:
-        _PEAK_RESET.write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
     return True
@@ -51,11 +48,11 @@ def total_bytes(device: torch.device) -> int | None:
         held = [torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())]
         used_gpus = {i for i, size in enumerate(held) if size} | {device.index or 0}
         return sum(held[i] + torch.cuda.mem_get_info(i)[0] for i in used_gpus)
-    used, free = _kibibytes(_STATUS, "VmRSS"), _kibibytes(_INFO, "MemAvailable")
+    used, free = _kibibytes(_STATUS, "VmRSS"), _kibibytes(Path("/proc/meminfo"), "MemAvailable")
     if used is None or free is None:
         return None
     try:
-        limit = int(_CGROUP.read_text())
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):  # no such file, or "max": no limit of its own
         limit = used + free
     return min(limit, used + free)

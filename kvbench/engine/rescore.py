@@ -108,8 +108,7 @@ def sequences(
         text = rescoring.first if start == sink else rescoring.following
         if text and encoder is not None:
             ask = encoder.encode_text(text)
-        if start > sink and rescoring.overlap:
-            ask += ids[max(sink, start - rescoring.overlap) : start]
+        ask += ids[max(sink, start - rescoring.overlap) : start]
         if words and encoder is not None:
             ask += encoder.suffix_ids
         yield start, stop, [*ask, *ids[start:stop]]

@@ -18,7 +18,7 @@ from kvbench.engine.attention import LayerCall, exact_attention
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.prefill import Prefill, forward, forward_rows, input_device, layer_kv, prefill
+from kvbench.engine.prefill import Prefill, forward_rows, input_device, layer_kv, prefill
 from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError
@@ -123,19 +123,16 @@ def feed_continuations(
     longest, lead = max(len(tokens) for _, tokens in rows), list(reading.lead)
     fed = [[*lead, *repeat_last(tokens, longest)[:-1]] for _, tokens in rows]
     ids = torch.tensor(fed, device=device).view(len(rows), -1)
-    position, first = reading.start.n, 0
+    positions = reading.start.n + torch.arange(ids.shape[1], device=device)
+    begin, first = 0, 0 if lead else 1
     if not lead:
         yield 0, reading.start.logits.expand(len(rows), 1, -1)
-        first = 1
-    elif len(lead) > 1:
-        positions = torch.arange(position, position + len(lead) - 1, device=device)
-        forward(model, ids[:, : len(lead) - 1], positions, ForkBatch(forks, positions))
-        ids, position = ids[:, len(lead) - 1 :], position + len(lead) - 1
-    for part in chunks(len(rows), ids.shape[1], vocabulary(model)):
-        chunk = ids[:, part.start : part.stop]
-        positions = torch.arange(position + part.start, position + part.stop, device=device)
-        logits = forward_rows(model, chunk, positions, ForkBatch(forks, positions))
-        yield first + part.start, logits
+    for part in chunks(len(rows), longest - first, vocabulary(model)):
+        end = max(0, len(lead) - 1) + part.stop
+        state = ForkBatch(forks, positions[begin:end])
+        logits = forward_rows(model, ids[:, begin:end], state.positions, state, keep=len(part))
+        yield first + part.start, logits[:, -len(part) :]
+        begin = end
     for fork in forks:
         fork.fed(len(fed[0]))
         if fork.failure is None:

@@ -8,7 +8,7 @@ in place; the rows of a pass therefore lie side by side, and each fork's state i
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,51 +91,41 @@ def states_in(cache: Cache) -> dict[int, State]:
 
 def row_of(states: States, row: int) -> dict[int, State]:
     """The states of one row, views of those of all rows."""
-    return {index: _like(state, lambda x: x[row : row + 1]) for index, state in states.items()}
+    return {index: _made_of([state], lambda x: x[row : row + 1]) for index, state in states.items()}
 
 
 def clone_of(states: States) -> dict[int, State]:
     """A copy that goes on separately."""
-    return {index: _like(state, Tensor.clone) for index, state in states.items()}
+    return {index: _made_of([state], Tensor.clone) for index, state in states.items()}
 
 
 def state_bytes(states: States) -> int:
     """Bytes held."""
-    parts = (part for state in states.values() for kind in _KINDS for part in _parts(state, kind))
-    return sum(part.nbytes for _, part in parts)
+    held = (getattr(state, kind).values() for state in states.values() for kind in _KINDS)
+    return sum(part.nbytes for parts in held for part in parts if part is not None)
 
 
 def joined_cache(config: PreTrainedConfig, rows: Sequence[dict[int, State]]) -> PassingCache:
     """The cache of a pass whose rows go on from these states, which become views of it."""
     cache = PassingCache(config)
     for index in states_in(cache):
-        parts = [row[index] for row in rows]
-        whole = parts[0]
-        if len(parts) > 1:
-            whole = copy.copy(parts[0])
-            for kind in _KINDS:
-                named = {
-                    name: torch.cat([getattr(part, kind)[name] for part in parts])
-                    for name, _ in _parts(parts[0], kind)
-                }
-                setattr(whole, kind, {**getattr(parts[0], kind), **named})
-            for number, row in enumerate(rows):
-                row[index] = row_of({index: whole}, number)[index]
+        whole = _made_of([row[index] for row in rows], lambda *parts: torch.cat(parts))
+        for number, row in enumerate(rows):
+            row[index] = row_of({index: whole}, number)[index]
         cache.layers[index] = whole
     return cache
 
 
-def _parts(state: State, kind: str) -> list[tuple[int, Tensor]]:
-    return [(name, part) for name, part in getattr(state, kind).items() if part is not None]
-
-
-def _like(state: State, change: Any) -> State:
-    """A state with every tensor changed."""
-    twin = copy.copy(state)
+def _made_of(states: Sequence[State], change: Callable[..., Tensor]) -> State:
+    """A state of which every tensor is made of those of these states."""
+    twin = copy.copy(states[0])
     for kind in _KINDS:
-        parts = {name: change(part) for name, part in _parts(state, kind)}
-        setattr(twin, kind, {**getattr(state, kind), **parts})
+        made = dict(getattr(twin, kind))
+        for name, part in made.items():
+            if part is not None:
+                made[name] = change(*(getattr(state, kind)[name] for state in states))
+        setattr(twin, kind, made)
     for flags in ("has_previous_state", "is_conv_states_initialized", "conv_kernel_size"):
-        setattr(twin, flags, dict(getattr(state, flags)))
-    twin.is_recurrent_states_initialized = dict(state.is_recurrent_states_initialized)
+        setattr(twin, flags, dict(getattr(twin, flags)))
+    twin.is_recurrent_states_initialized = dict(twin.is_recurrent_states_initialized)
     return twin

@@ -21,7 +21,7 @@ from kvbench.engine.estimate import shape_of
 from kvbench.engine.prefill import CaptureState, compressible_layers, forward_rows, input_device
 from kvbench.engine.scoring import CHUNK_LOGITS, vocabulary
 from kvbench.kernels.decode_attention import products
-from kvbench.kv import Budget, CompressedKV, KVError
+from kvbench.kv import Budget, CompressedKV, KVError, Rotary
 from kvbench.methods.base import Method, rule_of
 
 POSITIONS = ("cache", "absolute")
@@ -165,37 +165,28 @@ def nll_of(logits: Tensor, target: Tensor) -> Tensor:
     return -logprobs.gather(-1, target[:, None])[:, 0].cpu()
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Rotary position encoding of the first dimensions, halves paired, by fixed frequencies.
+def rotary(frequencies: Tensor) -> Rotary:
+    """The table of rotary positions by fixed frequencies [pairs], exact at any position."""
 
-    Attributes:
-        frequencies: [pairs] float32.
-    """
-
-    frequencies: Tensor
-
-    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [..., tokens, dim] at positions [tokens], in float32."""
-        return rotated(x, *self.table(positions.to(x.device)))
-
-    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions [tokens], each [tokens, 2 * pairs] float32."""
-        frequencies = self.frequencies.to(positions.device)
-        angles = (positions[:, None].double() * frequencies.double()).repeat(1, 2)
+    def table(positions: Tensor) -> tuple[Tensor, Tensor]:
+        turns = frequencies.to(positions.device, torch.float64)
+        angles = (positions[:, None].double() * turns).repeat(1, 2)
         return angles.cos().float(), angles.sin().float()
+
+    return table
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., tokens, dim] rotated by cosines and sines [..., tokens, width], in float32."""
+    """x [..., tokens, dim], of which the first dimensions are rotated by cosines and sines [..., tokens,
+    width], halves paired; in float32."""
     part, rest = x.float().split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     one, two = part.chunk(2, dim=-1)
     return torch.cat([part * cos + torch.cat([-two, one], dim=-1) * sin, rest], dim=-1)
 
 
 @torch.inference_mode()
-def rotation_of(model: PreTrainedModel) -> Rotation | None:
-    """The model's rotary encoding; None where positions enter with the embedding (OPT).
+def rotation_of(model: PreTrainedModel) -> Rotary | None:
+    """The model's rotary table; None where positions enter with the embedding (OPT).
 
     The rotation is verified on the first layer: a key at position 0 is not rotated, and rotated here to
     another position it must equal the model's own key there.
@@ -207,7 +198,7 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     named = [buffer for name, buffer in buffers.items() if name.endswith("inv_freq")]
     if not named:
         return None
-    rotation = Rotation(named[0].float())
+    rotation = rotary(named[0].float())
     ids = torch.tensor([[5, 3, 4]], device=input_device(model)) % vocabulary(model)
     there = torch.tensor([3, 17, 40], device=ids.device)
     keys = []
@@ -216,7 +207,8 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
         forward_rows(model, ids, positions, state, keep=1)
         keys.append(state.layers[0].keys)
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
-    apart = (rotation(keys[0], there) - keys[1].float()).abs().max()
+    turned = rotated(keys[0], *rotation(there.to(keys[0].device)))
+    apart = (turned - keys[1].float()).abs().max()
     if float(apart) > tolerance * float(keys[1].abs().max()):
         raise UnsupportedModel(
             f"{type(model).__name__} encodes positions otherwise than by fixed rotary frequencies; "
@@ -235,26 +227,20 @@ class BandState:
             None: keys keep their positions, or learn them with the embedding.
     """
 
-    def __init__(self, start: int, recent: int, rotation: Rotation | None = None) -> None:
+    def __init__(self, start: int, recent: int, rotation: Rotary | None = None) -> None:
         self.most, self.rotation, self.seen = start + recent, rotation, 0
         self.start, self.recent = start, recent
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def times(self) -> Tensor:
-        """The time (token number) at which each held entry was read."""
-        first = min(self.start, self.seen)
-        last = range(max(first, self.seen - self.recent), self.seen)
-        return torch.tensor([*range(first), *last], dtype=torch.int64)
+        self._layers: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
         """See `BandState`."""
-        key, value, device = call.key[0], call.value[0], call.key.device
+        key, value = call.key[0], call.value[0]
+        now = torch.arange(self.seen, self.seen + call.query.shape[2], device=key.device)
+        times = now  # the token number at which each entry was read
         if call.layer in self._layers:
-            keys, values = self._layers[call.layer]
+            keys, values, before = self._layers[call.layer]
             key, value = torch.cat([keys, key], dim=1), torch.cat([values, value], dim=1)
-        now = torch.arange(self.seen, self.seen + call.query.shape[2], device=device)
-        times = torch.cat([self.times.to(device), now])
+            times = torch.cat([before, now])
         heads, kv_heads = call.query.shape[1], key.shape[0]
         query = call.query[0].view(kv_heads, heads // kv_heads, len(now), -1)
         logits = self._logits(query, key[:, None], now, times) * call.scaling
@@ -263,7 +249,7 @@ class BandState:
         weights = capped(logits, call.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
         out = weights.to(value.dtype) @ value[:, None]
         kept = (times < self.start) | (times > now[-1] - self.recent)
-        self._layers[call.layer] = key[:, kept], value[:, kept]
+        self._layers[call.layer] = key[:, kept], value[:, kept], times[kept]
         return out.reshape(1, heads, len(now), -1)
 
     def _logits(self, query: Tensor, key: Tensor, now: Tensor, times: Tensor) -> Tensor:
@@ -277,15 +263,16 @@ class BandState:
             return products(query, key)
         first = int((times < self.start).sum())
         base = times[first] if first < len(times) else now[0]
-        recent = self.rotation(query, now - base) @ self.rotation(key, times - base).mT
-        place = now.clamp(max=self.most)
-        begin = self.rotation(query, place) @ self.rotation(key[:, :, :first], times[:first]).mT
+        places, held = self.rotation(now - base), self.rotation(times - base)
+        recent = rotated(query, *places) @ rotated(key, *held).mT
+        places, held = self.rotation(now.clamp(max=self.most)), self.rotation(times[:first])
+        begin = rotated(query, *places) @ rotated(key[:, :, :first], *held).mT
         return torch.cat([begin, recent[..., first:]], dim=-1)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the keys and values held."""
-        return sum(part.nbytes for held in self._layers.values() for part in held)
+        return sum(key.nbytes + value.nbytes for key, value, _ in self._layers.values())
 
 
 class _PlacedCache(LayerCache):
@@ -298,7 +285,7 @@ class _PlacedCache(LayerCache):
 
     table: tuple[Tensor, Tensor]
 
-    def dot_keys(self, query: Tensor, begin: int = 0) -> Tensor:
+    def dot_keys(self, query: Tensor) -> Tensor:
         """q.k of the newest token's query [kv_heads, q, d] with all that is held."""
         n = self.length
         places = self.positions[:, :n].argsort(-1).argsort(-1)
@@ -318,7 +305,7 @@ class EvictingState:
     """
 
     def __init__(
-        self, method: Method, budget: Budget, tokens: int, rotation: Rotation | None
+        self, method: Method, budget: Budget, tokens: int, rotation: Rotary | None
     ) -> None:
         self.most, self.rotation, self.seen = budget.capacity(tokens), rotation, 0
         self.method, self.sink = method, budget.sink
@@ -337,13 +324,12 @@ class EvictingState:
         rule = rule_of(self.method, self.most, self.sink)
         scores = none if rule is None or rule.leaves != "oldest" else None
         held = CompressedKV(call.key[:, :, :0], call.value[:, :, :0], None, none.long(), scores)
-        room = self.most + 1
-        size: dict[str, Any] = {"capacity": self.most, "sink": self.sink}
+        room, packs = self.most + 1, self.method.quantization()
+        how: dict[str, Any] = {"capacity": self.most, "sink": self.sink, "quantization": packs}
         if self.rotation is None:
-            packs = self.method.quantization()
-            return LayerCache(held, room, self.method, quantization=packs, **size)
-        cache = _PlacedCache(held, room, self.method, **size)
-        cache.table = self.rotation.table(torch.arange(room, device=call.key.device))
+            return LayerCache(held, room, self.method, **how)
+        cache = _PlacedCache(held, room, self.method, **how)
+        cache.table = self.rotation(torch.arange(room, device=call.key.device))
         return cache
 
     @property

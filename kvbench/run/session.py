@@ -18,8 +18,7 @@ from kvbench.engine.loading import (
     load_config,
     load_model,
     load_tokenizer,
-    prompt_encoder,
-    with_model_facts,
+    model_encoder,
 )
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
@@ -73,8 +72,7 @@ class Session:
     def encoder(self) -> PromptEncoder:
         """Text to token ids, with what this model puts around a prompt."""
         load_config(self.spec)  # before anything is fetched for a model that cannot be run
-        encoder = prompt_encoder(self.tokenizer, self.spec)
-        return with_model_facts(encoder, self.tokenizer, self.spec)
+        return model_encoder(self.tokenizer, self.spec)
 
     @cached_property
     def model(self) -> Model:

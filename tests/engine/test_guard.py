@@ -73,8 +73,8 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "torch's deterministic algorithms at 2 (it was 0)": lambda: torch.use_deterministic_algorithms(
         True
     ),
-    "torch's attention kernels at (True, True, False, True)": lambda: (
-        torch.backends.cuda.enable_math_sdp(False)
+    "torch's math attention at False (it was True)": lambda: torch.backends.cuda.enable_math_sdp(
+        False
     ),
     "the working directory at /": lambda: os.chdir("/"),
     "the environment in another state": lambda: os.environ.update(KVBENCH_FAULT="1"),

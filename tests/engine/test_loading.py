@@ -195,6 +195,11 @@ def test_random_weights_need_no_download_and_follow_the_seed():
     assert torch.equal(state, torch.random.get_rng_state()), "the caller's generator is untouched"
 
 
+def test_weights_of_files_go_into_the_config_beside_them() -> None:
+    architecture = {"model_type": "llama", "num_hidden_layers": 2}
+    assert recall(architecture=architecture).config.to_dict() == recall().config.to_dict()
+
+
 def logits(model: Any, ids: list[int]) -> torch.Tensor:
     """[ids, vocabulary] float32, by transformers' own attention."""
     before = model.config._attn_implementation

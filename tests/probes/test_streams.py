@@ -18,9 +18,10 @@ from kvbench.engine.attention import LayerCall, UnsupportedModel
 from kvbench.engine.streams import (
     BandState,
     EvictingState,
-    Rotation,
     read_text,
     recomputed,
+    rotary,
+    rotated,
     rotation_of,
     stream,
 )
@@ -89,9 +90,9 @@ def test_h2o_counts_places_by_age():
     those that are not recent leaves."""
     torch.manual_seed(0)
     size, dim = 8, 16
-    rotation = Rotation(1.0 / 100 ** (torch.arange(8) / 8))
+    table = rotary(1.0 / 100 ** (torch.arange(8) / 8))
     method = build_method("h2o")
-    state = EvictingState(method, Budget(size=size, sink=0, window=0), 40, rotation)
+    state = EvictingState(method, Budget(size=size, sink=0, window=0), 40, table)
     held = [[], []]
     for step in range(40):
         q, k, v = torch.randn(1, 4, 1, dim), torch.randn(1, 2, 1, dim), torch.randn(1, 2, 1, dim)
@@ -100,8 +101,9 @@ def test_h2o_counts_places_by_age():
         state.seen += 1
         for head, entries in enumerate(held):
             entries.append([step, k[0, head], v[0, head], 0.0])
-            keys = torch.cat([rotation(e[1], torch.tensor([i])) for i, e in enumerate(entries)])
-            query = rotation(q[0, 2 * head : 2 * head + 2], torch.tensor([len(entries) - 1]))[:, 0]
+            keys = rotated(torch.cat([e[1] for e in entries]), *table(torch.arange(len(entries))))
+            query = rotated(q[0, 2 * head : 2 * head + 2], *table(torch.tensor([len(entries) - 1])))
+            query = query[:, 0]
             weights = (0.25 * query.double() @ keys.double().T).softmax(-1)
             want = weights @ torch.cat([e[2] for e in entries]).double()
             torch.testing.assert_close(

@@ -15,7 +15,7 @@ from support.paths import DATA, write_lines
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvbench.engine.loading import ModelError, ModelSpec, local_path, prompt_encoder, stop_token_ids
+from kvbench.engine.loading import ModelError, ModelSpec, local_path, prompt_encoder
 from kvbench.engine.stopping import Stopping
 from kvbench.tasks import longbench
 from kvbench.tasks.base import TaskError
@@ -118,8 +118,7 @@ def encoder(family: str, template: str, special: list[str], stop: list[str], pos
     made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos or None, eos_token=end)
     made.chat_template = template
     spec = ModelSpec(name="m", path="x", stop_tokens=stop)
-    facts = {"family": family, "chat": True, "max_positions": positions}
-    return replace(prompt_encoder(made, spec), end_ids=stop_token_ids(made, spec), **facts)
+    return replace(prompt_encoder(made, spec), family=family, max_positions=positions)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +221,7 @@ def test_samsum_stops_at_a_newline_that_is_not_its_first_token(llama) -> None:
     assert examples(llama, datasets=["qasper"], protocol="longbench")[0].end_ids is None
     spec = ModelSpec(name="m", path="x", stop_tokens=["<|nothing|>"])
     with pytest.raises(ModelError, match=r"names '<\|nothing\|>', which the tokenizer of 'x' does"):
-        stop_token_ids(llama.tokenizer, spec)
+        prompt_encoder(llama.tokenizer, spec)
 
 
 def released(prediction: str, dataset: str, llama: bool) -> str:
