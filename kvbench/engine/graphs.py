@@ -76,7 +76,7 @@ class StepGraphs:
         if self.decode != "compiled":
             return model
         if self._compiled is None:
-            as_eager = {"emulate_precision_casts": True}  # rounds where eager steps do
+            as_eager: dict[str, Any] = {"emulate_precision_casts": True}  # rounds where eager does
             self._compiled = torch.compile(model, options=as_eager)
         return cast("PreTrainedModel", self._compiled)
 
@@ -100,7 +100,7 @@ class StepGraphs:
         replay, captured = self._kept.get(kind, (None, ()))
         for earlier, now in zip(captured, tensors, strict=replay is not None):
             earlier.copy_(now)
-            now.set_(earlier)
+            now.set_(earlier)  # type: ignore[call-overload]
         return replay
 
     def capture(
