@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import islice, pairwise, product
+from itertools import islice, pairwise, product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -715,6 +715,22 @@ def capacity(sizes: Sizes, on: torch.device, out: Figures) -> None:
         took = time.perf_counter() - begun
 
 
+def compiled(sizes: Sizes, on: torch.device, out: Figures) -> None:
+    """Steps of a model that torch has compiled (decode=compiled) beside those of the model as it is."""
+    model, n, found = _llama(sizes, on), sizes.contexts[0], {}
+    for decode in ("auto", "compiled"):
+        graphs = StepGraphs(decode)
+        for _ in range(2):  # the first time compiles and captures
+            (found[decode],), _ = _generated(model, n, sizes.new_tokens, "snapkv", graphs)
+        each = found[decode].decode_s / found[decode].new_tokens
+        out.found[f"{decode} at {n}"] = {"step_s": each, "capture_failed": graphs.failed}
+    pairs = zip(*(result.tokens for result in found.values()), strict=True)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    out.found["equal tokens from the first on"] = alike
+    share = found["compiled"].decode_s / found["auto"].decode_s
+    out.goal("compiled steps over others", share, 1 if sizes.timed else float("inf"), most=True)
+
+
 def second(sizes: Sizes, on: torch.device, out: Figures) -> None:
     """The kernels and the methods on the last GPU, while the first is the current one."""
     if torch.cuda.device_count() < 2:
@@ -731,7 +747,7 @@ def second(sizes: Sizes, on: torch.device, out: Figures) -> None:
 def main() -> int:
     """Exit status: 0 where every section passed."""
     sections = (
-        device, parity, tokens, kernels, throughput, decoding, memory, capacity, second,
+        device, parity, tokens, kernels, throughput, decoding, memory, capacity, second, compiled,
     )  # fmt: skip
     names = [section.__name__ for section in sections]
     names.insert(1, "tests")

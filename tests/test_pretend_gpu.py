@@ -100,7 +100,7 @@ def test_gpu_check_goes_through_all_its_sections(tmp_path):
     assert status == 0, said
     assert list(sections) == [
         "device", "tests", "parity", "tokens", "kernels", "throughput", "decoding", "memory",
-        "capacity", "second",
+        "capacity", "second", "compiled",
     ]  # fmt: skip
     assert all(found["passed"] for found in sections.values()), said
     assert {"exact", "h2o", "balancekv", "subgen_streaming"} <= set(sections["tokens"]["methods"])

@@ -19,6 +19,7 @@ TOOL = Path(__file__).resolve().parents[3] / "shared" / "tools" / "pretend.py"
 if os.environ.get("KVBENCH_PRETEND") and "pretend" not in sys.modules:
     # Wrappers made outside inference mode cannot be viewed inside.
     torch.inference_mode = lambda mode=True: torch.no_grad() if mode else torch.enable_grad()  # type: ignore
+    torch.compile = lambda model, **options: model  # type: ignore  # knows no wrappers
     sys.path.insert(0, str(TOOL.parent))
     import pretend  # type: ignore[import-not-found]
 
