@@ -407,8 +407,6 @@ def test_models_that_cannot_be_compressed_are_refused() -> None:
     ).eval()
     with torch.device("meta"):
         nothing = t.LlamaForCausalLM(tiny_model("llama").config)
-    eyes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "image_size": 8}
-    parts = {"vision_config": t.CLIPVisionConfig(**eyes), "text_config": tiny_model("llama").config}
     encoder = t.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     wrongs: list[tuple[Any, str]] = [
         (t.T5ForConditionalGeneration(encoder), "encoder-decoder"),
@@ -416,7 +414,6 @@ def test_models_that_cannot_be_compressed_are_refused() -> None:
         (tiny_model("llama").model, "no language-model head"),
         (nothing, "LlamaForCausalLM lies on the device meta, which holds no weights"),
         (drops, "does not pass keyword"),
-        (t.LlavaForConditionalGeneration(t.LlavaConfig(**parts)), "Llava.* reads more than text"),
         (t.BloomForCausalLM(t.BloomConfig(vocab_size=9, hidden_size=8, n_head=2)), "Bloom"),
     ]
     for wrong, message in wrongs:
@@ -488,6 +485,27 @@ def test_two_models_a_deep_copy_and_a_compiled_model_each_go_their_own_way() -> 
     compiled: Any = torch.compile(model, backend="eager")
     with compress(compiled, "snapkv", **SMALL):
         assert torch.equal(compiled.generate(**inputs), wanted)
+
+
+def test_the_text_part_of_a_vision_language_model_is_compressed() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 8}
+    vision = t.CLIPVisionConfig(**sizes, num_attention_heads=2, patch_size=4, projection_dim=16)
+    text = tiny_model("llama").config
+    config = t.LlavaConfig(vision_config=vision, text_config=text, image_token_index=96)
+    model: Any = t.LlavaForConditionalGeneration(config).eval()
+    ids = torch.tensor([[min(i, 95) for i in prompt_ids(55)] + [96] * 4 + [5]])
+    image = torch.randn(1, 3, 8, 8)
+    inputs = {"input_ids": ids, "pixel_values": image, "max_new_tokens": 5, "do_sample": False}
+    plain, before = model.generate(**inputs), state_of(model)
+    with compress(model, "exact"):
+        assert torch.equal(model.generate(**inputs), plain)
+    with compress(model, "snapkv", **SMALL) as session:
+        model.generate(**inputs)
+    assert (session.rows[0].prompt_tokens, session.ratio[0] < 0.5) == (60, True)
+    assert state_of(model) == before
+    marked = torch.zeros_like(ids)  # an image's tokens see each other both ways
+    with compress(model, "exact"), pytest.raises(UnsupportedGeneration, match="token_type_ids is"):
+        model(ids, pixel_values=image, token_type_ids=marked)
 
 
 def test_two_threads_do_not_generate_inside_one_compress() -> None:

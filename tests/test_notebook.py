@@ -28,5 +28,5 @@ def test_the_notebook_runs_and_shows_what_it_says(tmp_path: Path) -> None:
     *cells, last = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     text = json.dumps([cell["outputs"] for cell in cells])
     assert last["outputs"][0]["text"].strip() in text
-    assert "allowed: none, since compress brings its own cache" in text
+    assert "which a compressed cache cannot serve; allowed" in text
     assert '"image/png"' in text

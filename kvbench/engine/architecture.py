@@ -112,7 +112,8 @@ def rotary_of(model: PreTrainedModel) -> Rotary | None:
 
 @contextmanager
 def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
-    """The model uses kvbench's attention function within the context, and its own again afterwards.
+    """The model uses kvbench's attention function within the context, and its own again afterwards; of a
+    vision-language model the language model alone.
 
     Raises:
         UnsupportedModel: the model is no causal language model that can be switched.
@@ -132,22 +133,20 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
         raise UnsupportedModel(f"{name} is an encoder-decoder; allowed: decoder-only models")
     if not hasattr(model, "generate"):
         raise UnsupportedModel(f"{name} has no language-model head; allowed: a ...ForCausalLM")
-    if model.config.get_text_config() is not model.config:
-        raise UnsupportedModel(
-            f"{name} reads more than text; allowed: the language model in it, if it can be loaded alone"
-        )
-    if getattr(model.config, "use_bidirectional_attention", None):
+    text = model.config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None):
         raise UnsupportedModel(
             f"{name} attends both ways within its prompt; allowed: causal models"
         )
     register()
-    before = model.config._attn_implementation
+    before = text._attn_implementation
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
-        if model.config._attn_implementation != IMPLEMENTATION:
+        next(part for part in parts if part.config is text).set_attn_implementation(IMPLEMENTATION)
+        if text._attn_implementation != IMPLEMENTATION:
             raise UnsupportedModel(
                 f"{name} does not use transformers' attention interface; allowed: models that do"
             )
         yield
     finally:
-        model.config._attn_implementation = before
+        text._attn_implementation = before

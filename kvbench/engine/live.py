@@ -496,6 +496,8 @@ class Compression:
             use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
         if kwargs.get("output_attentions"):
             raise _refused("output_attentions", True)
+        if kwargs.get("token_type_ids") is not None:
+            raise _refused("token_type_ids", kwargs["token_type_ids"])
         if torch.is_grad_enabled():
             raise UnsupportedGeneration(
                 "compress does not keep gradients; allowed: generate, or calls under torch.no_grad()"
@@ -638,9 +640,10 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1),
     "use_cache": (None, True),
     "output_attentions": (None, False),
+    "token_type_ids": (None,),
 }
 """Values that a compressed cache can serve, of options of `generate`: it takes no tokens back, is of one
-prompt that is read at once, and computes no attention matrix."""
+prompt that is read at once, computes no attention matrix, and knows no tokens that see later ones."""
 
 
 def _refused(name: str, value: Any) -> UnsupportedGeneration:
