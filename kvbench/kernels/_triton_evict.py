@@ -17,7 +17,7 @@ RULE_COLUMNS = tl.constexpr(8)
 """int64 columns of `EvictionTable.numbers`."""
 STAYS = tl.constexpr(0x7FFFFFFF << 32)
 """Key of an entry that may not leave: after all others; of place 0, which leaves where all stay."""
-BLOCK = 1024
+BLOCK = 512
 """Entries of a piece: few, since at batch 1 only the pieces of the heads fill the device."""
 
 
@@ -140,5 +140,6 @@ def evict(
             D=triton.next_power_of_2(dim),
             E=triton.next_power_of_2(value_dim),
             BLOCK=BLOCK,
-            num_warps=4,
+            # No entry in two threads: one might read the score to which the other has added.
+            num_warps=max(1, BLOCK // 128),
         )

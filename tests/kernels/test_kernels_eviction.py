@@ -13,8 +13,8 @@ from kvbench.methods.base import Eviction
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
 IMPLEMENTATIONS = ["torch", pytest.param("triton", marks=needs_triton)]
 DIM, VALUE_DIM = 16, 8
-LIMITS, LENGTHS, RESERVED = [48, 7, 1100, 9], [48, 3, 1100, 9], [49, 12, 1103, 10]
-"""Four rows: full, not full, of two pieces of the kernel, and one that has ended."""
+LIMITS, LENGTHS, RESERVED = [64, 7, 1100, 9], [64, 3, 1100, 9], [65, 12, 1103, 10]
+"""Four rows: full, not full, of several pieces of the kernel, and one that has ended."""
 ENDED = 3
 
 
@@ -63,7 +63,7 @@ def rows(weighs, heads, seed=0):
     return keys, values, weights, positions, scores
 
 
-@pytest.mark.parametrize(("heads", "piece"), [(1, 1024), (2, 16)])
+@pytest.mark.parametrize(("heads", "piece"), [(1, 512), (2, 32)])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "rule",
