@@ -84,7 +84,7 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
     keys, values, weights, positions, scores = rows(weighs, heads)
     table = entry_table(keys, values, weights)
     places = [2, 0, 3, 1]  # among the rows of a larger batch
-    fed = torch.tensor([100, 7, 90, 3000, 5], device=DEVICE)
+    fed = torch.tensor([100, 7, 190, 3000, 5], device=DEVICE)
     going = torch.tensor([1, int(places[ENDED] != 1), 1, 1, 1], device=DEVICE)
     mass = torch.randint(0, 3, (4, heads, table.longest)).float().to(DEVICE)
 
