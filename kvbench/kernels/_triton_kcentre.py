@@ -318,8 +318,8 @@ def kcentre_options(n: int, dim: int, itemsize: int) -> dict[str, Any]:
 
 
 def passes(count: int, candidates: int) -> int:
-    """Passes that are launched: the first find few, later ones a fifth of the candidates. Simulated keys,
-    each like its neighbours, need 106 of 122 at n = 32,768 for 8,192 centres (were a tile's points
+    """Passes that are launched: the first find few, later ones a fifth of the candidates. Simulated
+    keys, each like its neighbours, need 106 of 122 at n = 32,768 for 8,192 centres (were a tile's points
     neighbours, 169) and 276 of 362 at 131,072 for 32,768."""
     return 2 + min(40, count // 16) + -(-5 * count // candidates)
 
