@@ -1,4 +1,8 @@
-"""Triton kernel of `eviction`: a program per (row, KV head) adds up, chooses and overwrites."""
+"""Triton kernel of `eviction`: split over the entries, then reduced, as `_triton_decode`'s.
+
+The first launch has a program per piece of a KV head of a row: it adds up and finds the least worth of
+its entries. The second has one per (row, KV head): the least of all pieces is overwritten.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ from kvbench.kernels._triton_decode import TABLE_COLUMNS
 
 RULE_COLUMNS = tl.constexpr(8)
 """int64 columns of `EvictionTable.numbers`."""
-BLOCK = 4096
-"""Entries that a program looks at together: many, since batch 1 has as many programs as heads."""
+STAYS = tl.constexpr(0x7FFFFFFF << 32)
+"""Key of an entry that may not leave: after all others; of place 0, which leaves where all stay."""
+BLOCK = 512
+"""Entries of a piece: few, since at batch 1 only the pieces of the heads fill the device."""
 
 
 @triton.jit
@@ -23,7 +29,7 @@ def _move(pointer, stride, new, leaving, SIZE: tl.constexpr, WIDTH: tl.constexpr
     tl.store(pointer + leaving * stride + columns, entry, mask=columns < SIZE)
 
 
-@triton.jit(do_not_specialize=["lengths", "longest"])
+@triton.jit(do_not_specialize=["lengths", "longest", "pieces"])
 def evict_kernel(
     table,
     rules,
@@ -31,9 +37,12 @@ def evict_kernel(
     mass,  # [rows, kv_heads, longest] float32, where rules weigh
     positions,  # of the tokens fed to the whole batch
     going,
+    least,  # [rows, kv_heads, pieces] int64, between the launches: worth x 2^32 + place
     keys,  # of any row: for its type
     longest,
+    pieces,
     kv_heads,
+    SECOND: tl.constexpr,
     WEIGHS: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -41,57 +50,56 @@ def evict_kernel(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row_head = tl.program_id(0).to(tl.int64)
+    row_head, piece = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, head = row_head // kv_heads, row_head % kv_heads
+    new = tl.load(lengths + row).to(tl.int64)
+    if piece * BLOCK > new:
+        return
     entries, rule = table + row * TABLE_COLUMNS, rules + row * RULE_COLUMNS
     place = tl.load(rule + 7)
-    new = tl.load(lengths + row).to(tl.int64)
     if (tl.load(going + place) == 0) | (new >= tl.load(entries + 9)):
         return
-    newest = tl.load(positions + place)
     offset = head * tl.load(rule + 2)
     to_position = tl.load(rule + 1).to(tl.pointer_type(tl.int64)) + offset
     to_score = tl.load(rule).to(tl.pointer_type(tl.float32)) + offset
-    sink, latest = tl.load(rule + 4), newest - tl.load(rule + 5)  # what lies between may leave
-    sign = tl.where(tl.load(rule + 6) != 0, -1.0, 1.0)
-    received = mass + row_head * longest
-
-    # Of each lane the least worth so far and, as blocks come in order, its first place.
-    never = 0x7FFFFFFFFFFFFFFF
-    least = tl.full([BLOCK], float("inf") if WEIGHS else never, tl.float32 if WEIGHS else tl.int64)
-    at = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, new + 1, BLOCK):
-        here = start + tl.arange(0, BLOCK).to(tl.int64)
+    least += row_head * pieces
+    lane = tl.arange(0, BLOCK)
+    if not SECOND:
+        here = piece * BLOCK + lane
         held = here <= new
-        position = tl.load(to_position + here, mask=here < new, other=0)
-        position = tl.where(here == new, newest, position)
-        free = held & (position >= sink) & (position <= latest)
+        newest = tl.load(positions + place)
+        worth = tl.load(to_position + here, mask=here < new, other=newest)
+        tl.store(to_position + here, worth, mask=here == new)
+        free = held & (worth >= tl.load(rule + 4)) & (worth <= newest - tl.load(rule + 5))
         if WEIGHS:
             score = tl.load(to_score + here, mask=here < new, other=0.0)
-            score += tl.load(received + here, mask=held, other=0.0)
+            score += tl.load(mass + row_head * longest + here, mask=held, other=0.0)
             tl.store(to_score + here, score, mask=held)
-            worth = tl.where(free, sign * score, float("inf"))
-        else:
-            worth = tl.where(free, position, never)
-        at = tl.where(worth < least, here, at)
-        least = tl.minimum(least, worth)
-    tl.debug_barrier()  # the place that leaves is written a second time, by another thread
-    if new < tl.load(rule + 3):
-        tl.store(to_position + new, newest)
-        return
-    leaving = tl.min(tl.where(least == tl.min(least, 0), at, never), 0)
-    tl.store(to_position + leaving, newest)
-    if WEIGHS:
-        tl.store(to_score + leaving, tl.load(received + new))
-    weight = tl.load(entries + 2)
-    if weight != 0:  # a new token's is 0
-        pointer = weight.to(tl.pointer_type(tl.float32)) + head * tl.load(entries + 7)
-        tl.store(pointer + leaving * tl.load(entries + 8), 0.0)
-    dtype: tl.constexpr = keys.dtype.element_ty
-    key = tl.load(entries).to(tl.pointer_type(dtype)) + head * tl.load(entries + 3)
-    value = tl.load(entries + 1).to(tl.pointer_type(dtype)) + head * tl.load(entries + 5)
-    _move(key, tl.load(entries + 4), new, leaving, DIM, D)
-    _move(value, tl.load(entries + 6), new, leaving, VALUE_DIM, E)
+            score = tl.where(tl.load(rule + 6) != 0, -score, score)
+            free &= score < float("inf")  # nor does NaN leave
+            # Bits are in the numbers' order once those below 0 are turned round, and 0 has no sign.
+            bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+            worth = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+        tl.store(least + piece, tl.min(tl.where(free, (worth << 32) | here, STAYS), 0))
+    elif new >= tl.load(rule + 3):
+        leaving = tl.full([], STAYS, tl.int64)
+        for start in range(0, new // BLOCK + 1, BLOCK):  # what lies beyond was not written
+            part = start + lane
+            found = tl.load(least + part, mask=part <= new // BLOCK, other=STAYS)
+            leaving = tl.minimum(leaving, tl.min(found, 0))
+        leaving &= 0xFFFFFFFF  # the place
+        tl.store(to_position + leaving, tl.load(to_position + new))
+        if WEIGHS:
+            tl.store(to_score + leaving, tl.load(to_score + new))
+        weight = tl.load(entries + 2)
+        if weight != 0:  # a new token's is 0
+            pointer = weight.to(tl.pointer_type(tl.float32)) + head * tl.load(entries + 7)
+            tl.store(pointer + leaving * tl.load(entries + 8), 0.0)
+        dtype: tl.constexpr = keys.dtype.element_ty
+        key = tl.load(entries).to(tl.pointer_type(dtype)) + head * tl.load(entries + 3)
+        value = tl.load(entries + 1).to(tl.pointer_type(dtype)) + head * tl.load(entries + 5)
+        _move(key, tl.load(entries + 4), new, leaving, DIM, D)
+        _move(value, tl.load(entries + 6), new, leaving, VALUE_DIM, E)
 
 
 @on_its_device
@@ -107,24 +115,31 @@ def evict(
     values: Tensor,
     longest: int,
 ) -> None:
-    """`evict_entries` on CUDA: one launch."""
+    """`evict_entries` on CUDA: two launches."""
     kv_heads, _, dim = keys.shape
     value_dim = values.shape[2]
-    evict_kernel[(numbers.shape[0] * kv_heads,)](
-        pointers,
-        numbers,
-        lengths,
-        positions if mass is None else mass,
-        positions,
-        going,
-        keys,
-        longest,
-        kv_heads,
-        WEIGHS=mass is not None,
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        D=triton.next_power_of_2(dim),
-        E=triton.next_power_of_2(value_dim),
-        BLOCK=BLOCK,
-        num_warps=16,
-    )
+    programs, pieces = numbers.shape[0] * kv_heads, triton.cdiv(longest, BLOCK)
+    least = positions.new_empty(programs, pieces)
+    for second in (False, True):
+        evict_kernel[(programs, 1 if second else pieces)](
+            pointers,
+            numbers,
+            lengths,
+            positions if mass is None else mass,
+            positions,
+            going,
+            least,
+            keys,
+            longest,
+            pieces,
+            kv_heads,
+            SECOND=second,
+            WEIGHS=mass is not None,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            D=triton.next_power_of_2(dim),
+            E=triton.next_power_of_2(value_dim),
+            BLOCK=BLOCK,
+            # No entry in two threads: one might read the score to which the other has added.
+            num_warps=max(1, BLOCK // 128),
+        )

@@ -119,7 +119,7 @@ def evict_entries(
 ) -> None:
     """A token was appended to each row at place `lengths[row]` and has attended: add the attention to
     the scores, and where the row now holds more than its limit, put the new entry in the place of the
-    one that leaves. One launch for all rows.
+    one that leaves. Two launches for all rows.
 
     Args:
         lengths: before the token: see `weighted_decode_attention`; not changed. Afterwards a row

@@ -437,6 +437,8 @@ def points_of(kind, batch, n, dim):
     if kind == "clustered":
         hubs = 4 * torch.randn(batch, 6, dim, generator=g)
         points = hubs[:, torch.randint(6, (n,), generator=g)] + 0.3 * points
+    if kind == "far neighbours":
+        points[:, 48:72] *= 20
     return points
 
 
@@ -491,7 +493,7 @@ def test_a_centre_is_nearest_to_itself():
 @needs_triton
 @pytest.mark.parametrize(
     ("kind", "passes"),
-    [("spread", 5), pytest.param("clustered", 20, marks=pytest.mark.slow)],
+    [("spread", 5), ("far neighbours", 8), pytest.param("clustered", 20, marks=pytest.mark.slow)],
 )
 def test_kcentre_by_passes_of_many_programs(kind, passes, monkeypatch):
     """The same centres in the same order, whether the passes find all or one program has to finish."""
@@ -514,7 +516,7 @@ def test_kcentre_by_passes_of_many_programs(kind, passes, monkeypatch):
     points, first = points_of(kind, 2, 150, 5), torch.tensor([3, 149])
     found = greedy_k_centre(*put(points), 24, *put(first), implementation="triton").cpu()
     assert torch.equal(found, greedy_k_centre(points, 24, first, implementation="torch"))
-    assert filled == [24, 24] if passes == 20 else 1 < max(filled) < 24
+    assert filled == [24, 24] if passes >= 8 else 1 < max(filled) < 24
 
 
 @needs_triton

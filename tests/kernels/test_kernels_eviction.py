@@ -13,8 +13,8 @@ from kvbench.methods.base import Eviction
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
 IMPLEMENTATIONS = ["torch", pytest.param("triton", marks=needs_triton)]
 DIM, VALUE_DIM = 16, 8
-LIMITS, LENGTHS, RESERVED = [40, 7, 1100, 9], [40, 3, 1100, 9], [41, 12, 1103, 10]
-"""Four rows: full, not full, of two blocks of the kernel, and one that has ended."""
+LIMITS, LENGTHS, RESERVED = [64, 7, 1100, 9], [64, 3, 1100, 9], [65, 12, 1103, 10]
+"""Four rows: full, not full, of several pieces of the kernel, and one that has ended."""
 ENDED = 3
 
 
@@ -29,7 +29,7 @@ def by_hand(rule, entries, received, limit):
     newest = entries[-1][0]
     free = [i for i, (p, *_) in enumerate(entries) if rule.sink <= p <= newest - rule.recent]
     part, sign = {"oldest": (0, 1), "lightest": (1, 1), "heaviest": (1, -1)}[rule.leaves]
-    leaving = min(free, key=lambda i: sign * entries[i][part])
+    leaving = min(free or [0], key=lambda i: sign * entries[i][part])
     last = entries.pop()
     if leaving < len(entries):
         entries[leaving] = last
@@ -52,16 +52,18 @@ def rows(weighs, heads, seed=0):
     ]
     scores = [
         # Few values, so that several entries are the lightest.
-        torch.randint(0, 5, (heads, n), generator=random).float().to(DEVICE) if weighs else None
+        torch.randint(-3, 2, (heads, n), generator=random).float().to(DEVICE) if weighs else None
         for n in RESERVED
     ]
+    if weighs:
+        scores[0][:, 7:9] = torch.tensor([torch.inf, -torch.inf])
     for weight, length in zip(weights, LENGTHS, strict=True):
         if weight is not None:
             weight[:, length] = 0.0
     return keys, values, weights, positions, scores
 
 
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("heads", "piece"), [(1, 512), (2, 32)])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "rule",
@@ -71,15 +73,18 @@ def rows(weighs, heads, seed=0):
         Eviction("lightest", recent=3),
         Eviction("heaviest", recent=3),
         Eviction("lightest", sink=2),
+        Eviction("heaviest", sink=2990),  # the newest alone may leave, or none: then the first does
     ],
     ids=str,
 )
-def test_by_hand(rule, implementation, heads):
+def test_by_hand(rule, implementation, heads, piece, monkeypatch):
+    if implementation == "triton":
+        monkeypatch.setattr("kvbench.kernels._triton_evict.BLOCK", piece)
     weighs = rule.leaves != "oldest"
     keys, values, weights, positions, scores = rows(weighs, heads)
     table = entry_table(keys, values, weights)
     places = [2, 0, 3, 1]  # among the rows of a larger batch
-    fed = torch.tensor([100, 7, 90, 3000, 5], device=DEVICE)
+    fed = torch.tensor([100, 7, 190, 3000, 5], device=DEVICE)
     going = torch.tensor([1, int(places[ENDED] != 1), 1, 1, 1], device=DEVICE)
     mass = torch.randint(0, 3, (4, heads, table.longest)).float().to(DEVICE)
 
