@@ -93,6 +93,8 @@ class _Group:
             [cache.keys for cache in caches],
             [cache.values for cache in caches],
             [cache.log_weights for cache in caches],
+            # The same for rows of like size: a captured step serves them all.
+            longest=1 << max(cache.keys.shape[1] - 1 for cache in caches).bit_length(),
         )
         rules = [cache.rule for cache in caches if cache.rule is not None]
         self.evictions: EvictionTable | None = None

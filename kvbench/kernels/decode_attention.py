@@ -28,11 +28,13 @@ class EntryTable:
     Attributes:
         keys, values: one [kv_heads, reserved, dim] per row; `reserved` differs between rows.
         log_weights: one [kv_heads, reserved] float32 or None (all zero) per row; -inf hides an entry.
+        longest: entries for which launches are made, at least what the largest buffer has room for.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     log_weights: tuple[Tensor | None, ...]
+    longest: int
 
     @property
     def rows(self) -> int:
@@ -41,12 +43,6 @@ class EntryTable:
     @property
     def kv_heads(self) -> int:
         return self.keys[0].shape[0]
-
-    @cached_property
-    def longest(self) -> int:
-        """Entries the largest buffer has room for, up to a power of two: steps over tables of like size
-        then launch alike."""
-        return 1 << (max(key.shape[1] for key in self.keys) - 1).bit_length()
 
     @cached_property
     def reserved(self) -> int:
@@ -79,6 +75,8 @@ def entry_table(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     log_weights: Sequence[Tensor | None] | None = None,
+    *,
+    longest: int = 0,
 ) -> EntryTable:
     """The table of these rows' buffers (or views of a pool), which are held, not copied.
 
@@ -89,6 +87,7 @@ def entry_table(
         keys, values: per row [kv_heads, reserved, dim]; all rows of one dtype, device, kv_heads and
             dim (of values: their own dim); numbers of an entry adjacent in memory.
         log_weights: per row [kv_heads, reserved] float32, or None where all are zero.
+        longest: make launches for so many entries, if that is more than the largest buffer's.
 
     Raises:
         ValueError: no rows, or rows that differ in what they must share.
@@ -112,7 +111,8 @@ def entry_table(
         wanted = [found[0], found[0], (found[0][0], torch.float32)]
         if found != wanted[: len(found)]:
             raise ValueError(f"row {row} has keys, values, log-weights {found}; allowed: {wanted}")
-    table = EntryTable(tuple(keys), tuple(values), weights)
+    longest = max(longest, *(key.shape[1] for key in keys))
+    table = EntryTable(tuple(keys), tuple(values), weights, longest)
     if keys[0].is_cuda:
         _ = table.pointers  # now: while a CUDA graph is captured nothing can come from the host
     return table
