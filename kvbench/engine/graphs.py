@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,12 +73,10 @@ class StepGraphs:
 
     def stepping(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model as its steps run it."""
-        if self.decode != "compiled":
-            return model
-        if self._compiled is None:
+        if self.decode == "compiled" and self._compiled is None:
             as_eager: dict[str, Any] = {"emulate_precision_casts": True}  # rounds where eager does
             self._compiled = torch.compile(model, options=as_eager)
-        return cast("PreTrainedModel", self._compiled)
+        return model if self._compiled is None else self._compiled
 
     def wanted(self, model: PreTrainedModel, steps: int) -> bool:
         """Whether a step, with so many to come, is to be captured."""

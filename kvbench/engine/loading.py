@@ -471,6 +471,8 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
             **_origin(path, None if spec.tokenizer else spec.revision),
             **({} if spec.tokenizer else _gguf_options(spec)),
         )
+    if not spec.tokenizer and (spec.quantization == "gguf" or spec.path.startswith(PACKAGE_PREFIX)):
+        tokenizer.eos_token_id = load_config(spec).eos_token_id  # transformers 5.17 reads another
     if "{" in spec.chat_template:  # a template itself
         tokenizer.chat_template = spec.chat_template
     return tokenizer
