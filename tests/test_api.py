@@ -506,6 +506,9 @@ def test_the_text_part_of_a_vision_language_model_is_compressed() -> None:
     marked = torch.zeros_like(ids)  # an image's tokens see each other both ways
     with compress(model, "exact"), pytest.raises(UnsupportedGeneration, match="token_type_ids is"):
         model(ids, pixel_values=image, token_type_ids=marked)
+    model.config = copy.deepcopy(config)  # not the one that its text part reads
+    with pytest.raises(UnsupportedModel, match="attention interface"), compress(model, "exact"):
+        pass
 
 
 def test_two_threads_do_not_generate_inside_one_compress() -> None:

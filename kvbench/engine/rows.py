@@ -197,7 +197,8 @@ class _Batch:
     def _fixed(self) -> tuple[Hashable, list[Tensor]]:
         """What a captured step has fixed, and the tensors that it works on."""
         own = [part for part in (self.ids, self.draws) if part is not None]
-        return (self.rows[0].sampling, self.state.kind), [*own, *self.state.tensors]
+        weights = tuple(part.data_ptr() for part in self.model.parameters())
+        return (self.rows[0].sampling, weights, self.state.kind), [*own, *self.state.tensors]
 
     def _run(self) -> Tensor:
         """One step, all of it on the device and on the same tensors every time."""

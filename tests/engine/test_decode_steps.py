@@ -312,6 +312,21 @@ def test_a_context_tries_a_capture_that_fails_once(
     assert pretended == [1]
 
 
+def test_a_step_is_recalled_for_rows_of_like_size_and_the_weights_it_was_captured_with(
+    pretended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger chunks round otherwise, and a run that is resumed captures where it goes on."""
+    kinds: list[Any] = []
+    monkeypatch.setattr(StepGraphs, "recall", lambda self, kind, tensors: kinds.append(kind))
+    monkeypatch.setattr("kvbench.kernels.decode_attention.multiprocessors", lambda device: 3)
+    model, pairs = model_on(), {name: (build_method("exact"), ROOM) for name in "ab"}
+    for n, moved in ((280, False), (279, False), (400, False), (280, True)):
+        for part in model.parameters() if moved else ():
+            part.data = part.data.clone()
+        run_batch(model, [Prompt(prompt_ids(n), [], pairs, Stopping(9), "p")], seed=1)
+    assert [kinds.index(kind) for kind in kinds] == [0, 0, 2, 3]
+
+
 def test_the_cpu_captures_nothing_and_graph_is_refused_there() -> None:
     assert not StepGraphs().is_possible(model_on())
     spec = ModelSpec(name="x", path="x")
