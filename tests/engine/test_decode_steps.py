@@ -310,9 +310,7 @@ def test_a_context_tries_a_capture_that_fails_once(
     assert pretended == [1]
 
 
-def test_a_step_is_recalled_for_rows_of_like_size_and_the_weights_it_was_captured_with(
-    pretended: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_step_is_recalled(pretended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[Any] = []  # larger chunks round otherwise, and a run that goes on captures anew
     monkeypatch.setattr(StepGraphs, "recall", lambda self, kind, tensors: kinds.append(kind))
     monkeypatch.setattr("kvbench.kernels.decode_attention.multiprocessors", lambda device: 3)
