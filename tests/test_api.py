@@ -503,8 +503,13 @@ def test_the_text_part_of_a_vision_language_model_is_compressed() -> None:
         model.generate(**inputs)
     assert (session.rows[0].prompt_tokens, session.ratio[0] < 0.5) == (60, True)
     assert state_of(model) == before
-    with compress(model, "exact"), pytest.raises(UnsupportedGeneration, match="token_type_ids is"):
-        model(ids, pixel_values=image, token_type_ids=torch.zeros_like(ids))
+    model.create_masks_for_generate = None  # an image's tokens see each other both ways
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        with compress(model, "exact"), pytest.raises(UnsupportedGeneration, match=f"^{name} is"):
+            model(ids, pixel_values=image, **{name: ids})
+    model.config = copy.deepcopy(config)  # not the one that its text part reads
+    with pytest.raises(UnsupportedModel, match="attention interface"):
+        compress(model, "exact").__enter__()
 
 
 def test_two_threads_do_not_generate_inside_one_compress() -> None:

@@ -142,7 +142,9 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
     before = text._attn_implementation
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     try:
-        next(part for part in parts if part.config is text).set_attn_implementation(IMPLEMENTATION)
+        holder = next((part for part in parts if part.config is text), None)
+        if holder is not None:
+            holder.set_attn_implementation(IMPLEMENTATION)
         if text._attn_implementation != IMPLEMENTATION:
             raise UnsupportedModel(
                 f"{name} does not use transformers' attention interface; allowed: models that do"

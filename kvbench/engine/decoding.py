@@ -89,7 +89,7 @@ class _Group:
         self.index = torch.tensor(rows, device=self.device) if several else None
         self.limits = [max(c.granted, c.length) if c.evicts else ENDLESS for c in caches]
         self.slots = slice(0)
-        self.table = entry_table(
+        self.table = table = entry_table(
             [cache.keys for cache in caches],
             [cache.values for cache in caches],
             [cache.log_weights for cache in caches],
@@ -101,14 +101,7 @@ class _Group:
         if rules:
             scores, positions = [c.scores for c in caches], [c.positions for c in caches]
             self.evictions = EvictionTable(rules, self.limits, scores, positions, rows)
-        self.kind = (tuple(rows), kind, self.table.longest, self.table.aligned)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """On a GPU, all that its kernels are told of the rows."""
-        told = None if self.evictions is None else self.evictions.numbers
-        parts = (self.index, self.table.pointers, told)
-        return [part for part in parts if part is not None]
+        self.kind = (tuple(rows), kind, table.longest, table.chunk, table.aligned)
 
 
 class DecodeState(ForkBatch):
@@ -152,9 +145,11 @@ class DecodeState(ForkBatch):
     @property
     def tensors(self) -> list[Tensor]:
         """On a GPU, all that a step reads of the rows and moves on; as many for rows of one kind."""
-        counted = [part for each in self._counters.values() for part in vars(each).values()]
-        told = [part for group in self._all_groups() for part in group.tensors]
-        return [part for part in counted if isinstance(part, Tensor)] + told
+        told = [part for each in self._counters.values() for part in vars(each).values()]
+        for group in self._all_groups():
+            told += [group.index, group.table.pointers]
+            told += [] if group.evictions is None else [group.evictions.numbers]
+        return [part for part in told if isinstance(part, Tensor)]
 
     def _all_groups(self, row: int | None = None) -> list[_Group]:
         """The groups of all layers, or those with this row."""

@@ -37,9 +37,6 @@ FIRST_STEPS = 3
 WORTH_STEPS = 16
 """Steps to come below which capturing costs more than it saves."""
 
-KEPT = 4
-"""Captured steps that are kept; each holds the memory of one step."""
-
 
 def check_decode(value: object, device: torch.device) -> str:
     """`value`, if it names a way to decode on this device.
@@ -60,15 +57,18 @@ class StepGraphs:
 
     Args:
         decode: one of `DECODES`.
+        most: captured steps that are kept, each with the memory of a step; 0 where the model may change
+            between two batches (its adapters, its hooks, where it lies).
 
     Attributes:
         failed: whether a capture has failed; then none is tried again.
+        kept: captured steps, by kind, and the tensors that they work on.
     """
 
-    def __init__(self, decode: str = "auto") -> None:
-        self.decode = decode
+    def __init__(self, decode: str = "auto", most: int = 6) -> None:
+        self.decode, self.most = decode, most
         self.failed = False
-        self._kept: dict[Hashable, tuple[Callable[[], Tensor], Sequence[Tensor]]] = {}
+        self.kept: dict[Hashable, tuple[Callable[[], Tensor], Sequence[Tensor]]] = {}
         self._compiled: Any = None
 
     def stepping(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -95,7 +95,7 @@ class StepGraphs:
         """The step of an earlier batch of this kind, see `capture`; None if there was none. From here on
         these tensors, with what they hold, lie in the memory of the earlier batch's, which the step
         works on."""
-        replay, captured = self._kept.get(kind, (None, ()))
+        replay, captured = self.kept.get(kind, (None, ()))
         for earlier, now in zip(captured, tensors, strict=replay is not None):
             earlier.copy_(now)
             now.set_(earlier)  # type: ignore[call-overload]
@@ -125,7 +125,7 @@ class StepGraphs:
             # Ending a capture that went wrong raises, and then torch does not leave its stream.
             torch.cuda.set_stream(stream)
             if is_out_of_memory(failure):
-                self._kept.clear()
+                self.kept.clear()
                 raise
             self.failed = True
             log.warning(
@@ -137,7 +137,7 @@ class StepGraphs:
             graph.replay()
             return result
 
-        self._kept[kind] = replay, tensors
-        if len(self._kept) > KEPT:
-            del self._kept[next(iter(self._kept))]
+        self.kept[kind] = replay, tensors
+        if len(self.kept) > self.most:
+            del self.kept[next(iter(self.kept))]
         return replay

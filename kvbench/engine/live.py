@@ -189,7 +189,7 @@ class Context:
         if fork.failure is not None:
             raise fork.failure
         self._fork, cost = fork, fork.cost()
-        self._graphs = StepGraphs()  # one for all questions: a capture that fails is tried once
+        self._graphs = StepGraphs(most=0)  # for all questions: a capture that fails is tried once
         self.entries, self.cache_bytes = _held(cost)
         self.exact_bytes, self.compress_s = cost.exact_bytes, cost.compress_s
         self.prefill_s = start.prefill_s
@@ -494,10 +494,10 @@ class Compression:
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
             use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
-        if kwargs.get("output_attentions"):
-            raise _refused("output_attentions", True)
-        if kwargs.get("token_type_ids") is not None:
-            raise _refused("token_type_ids", kwargs["token_type_ids"])
+        own = ["mm_token_type_ids"] if hasattr(self.model, "create_masks_for_generate") else []
+        for name in ("output_attentions", "token_type_ids", *own):  # masks of such tokens (Molmo2)
+            if (given := kwargs.get(name)) is not None and given is not False:
+                raise _refused(name, given)
         if torch.is_grad_enabled():
             raise UnsupportedGeneration(
                 "compress does not keep gradients; allowed: generate, or calls under torch.no_grad()"
@@ -649,7 +649,7 @@ prompt that is read at once, computes no attention matrix, and knows no tokens t
 
 def _refused(name: str, value: Any) -> UnsupportedGeneration:
     shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
-    allowed = " or ".join(map(repr, _ALLOWED[name]))
+    allowed = " or ".join(map(repr, _ALLOWED.get(name, (None,))))
     return UnsupportedGeneration(
         f"{name} is {shown!r}, which a compressed cache cannot serve; allowed: {allowed}"
     )

@@ -472,7 +472,9 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
             **({} if spec.tokenizer else _gguf_options(spec)),
         )
     if not spec.tokenizer and (spec.quantization == "gguf" or spec.path.startswith(PACKAGE_PREFIX)):
-        tokenizer.eos_token_id = load_config(spec).eos_token_id  # transformers 5.17 reads another
+        end = getattr(load_config(spec).get_text_config(), "eos_token_id", None)
+        if isinstance(end, int):  # transformers 5.17 reads another
+            tokenizer.eos_token_id = end
     if "{" in spec.chat_template:  # a template itself
         tokenizer.chat_template = spec.chat_template
     return tokenizer

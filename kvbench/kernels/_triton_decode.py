@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels._choice import multiprocessors, on_its_device
+from kvbench.kernels._choice import on_its_device
 
 TABLE_COLUMNS = tl.constexpr(10)
 """int64 columns of `EntryTable.pointers`."""
@@ -289,16 +289,6 @@ def split_options(
     }
 
 
-def chunk_length(entries: int, device: torch.device) -> int:
-    """Entries per program, when all (row, KV head) pairs together have room for `entries`.
-
-    Four programs per multiprocessor keep all of them busy to the end although rows differ; a power
-    of two from 128 (below, the second kernel costs more than the first) to 4096.
-    """
-    share = -(-entries // (4 * multiprocessors(device)))
-    return min(4096, max(128, triton.next_power_of_2(share)))
-
-
 @on_its_device
 def attention(
     query: Tensor,
@@ -308,7 +298,7 @@ def attention(
     kv_heads: int,
     value_dim: int,
     longest: int,
-    entries: int,
+    chunk: int,
     aligned: bool,
     scaling: float,
     softcap: float | None,
@@ -318,7 +308,6 @@ def attention(
     rows, heads, dim = query.shape
     group = heads // kv_heads
     query = query.contiguous()
-    chunk = chunk_length(entries, query.device)
     splits = max(1, -(-longest // chunk))
     out = query.new_empty(rows, heads, value_dim)
     parts = query.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)

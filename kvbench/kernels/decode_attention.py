@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvbench.kernels._choice import use_triton
+from kvbench.kernels._choice import multiprocessors, use_triton
 from kvbench.kernels.philox import to_device
 from kvbench.kernels.quantize import CACHED
 
@@ -45,9 +45,15 @@ class EntryTable:
         return self.keys[0].shape[0]
 
     @cached_property
-    def reserved(self) -> int:
-        """(row, KV head, entry) places in all."""
-        return self.kv_heads * sum(key.shape[1] for key in self.keys)
+    def chunk(self) -> int:
+        """Entries of a program on a GPU.
+
+        Four programs per multiprocessor keep all of them busy to the end although rows differ; a power
+        of two from 128 (below, the second launch costs more than the first) to 4096.
+        """
+        places = self.kv_heads * sum(key.shape[1] for key in self.keys)
+        share = -(-places // (4 * multiprocessors(self.keys[0].device)))
+        return min(4096, max(128, 1 << (share - 1).bit_length()))
 
     @cached_property
     def aligned(self) -> bool:
@@ -180,7 +186,7 @@ def weighted_decode_attention(
         kv_heads=kv_heads,
         value_dim=held[1].shape[2],
         longest=table.longest,
-        entries=table.reserved,
+        chunk=table.chunk,
         aligned=table.aligned,
         scaling=scaling,
         softcap=softcap,

@@ -206,6 +206,7 @@ class Throughput(Probe):
             if known is None:
                 batch = setting.batch
                 if batch == "largest":
+                    session.graphs.kept.clear()
                     batch = largest_batch(lambda size: run(size, 2), device, self.most_batch)
                 run(batch, 32)
                 known = self._known[key] = batch
@@ -217,6 +218,7 @@ class Throughput(Probe):
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             known = self._known[key] = failed(failure)
         if not isinstance(known, int):
+            session.graphs.kept.clear()
             free_memory(device)  # out of the except block: the traceback is gone
             return dict(known)
         prefill = fields["prefill_s"] + (fields["compress_s"] or 0.0)

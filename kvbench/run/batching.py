@@ -136,6 +136,7 @@ class Runner:
         if not again:
             return
         log.info("%d of them run again in smaller batches", len(again))
+        self.session.graphs.kept.clear()
         free_memory(device)
         half = len(group) // 2
         fits_nowhere = False
@@ -167,6 +168,7 @@ class Runner:
         if len(methods) > 1 and again and device_is_usable(self.session.device):
             log.info("%s: once more, one at a time: %s", unit.id, ", ".join(sorted(again)))
             for label in (label for label in methods if label in again):
+                self.session.graphs.kept.clear()
                 free_memory(self.session.device)
                 others = [outcome for outcome in outcomes if outcome.method != label]
                 alone, _ = settled({label: methods[label]}, others)

@@ -34,7 +34,7 @@ class Session:
     Attributes:
         seed: of the methods' draws (and of random weights).
         compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_batch`.
-        decode: how decode steps run, see `kvbench.engine.graphs`; changes no answer.
+        decode: how decode steps run, see `kvbench.engine.graphs`; "compiled" alone may round otherwise.
         sampling: how the tokens of an answer are chosen, and how many answers are given.
         example_timeout: seconds; an example that takes longer is recorded as a timeout; None: no limit.
         shared: what the sessions of a process have in common, see `once`.

@@ -119,7 +119,7 @@ def decode(
         kv_heads=kv_heads,
         value_dim=dim,
         longest=longest,
-        entries=8 * kv_heads * longest,
+        chunk=512,
         aligned=True,
         scaling=dim**-0.5,
         **{"softcap": None, "return_mass": False, **options},

@@ -263,9 +263,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return captured
 
 
-def both_ways(
-    prompts: list[Prompt], *where: str, steps: StepGraphs | None = None, **how: Any
-) -> Any:
+def both_ways(prompts: list[Prompt], *where: str, steps: Any = None, **how: Any) -> Any:
     """The answers of steps that are captured, and of steps that are not."""
     model = model_on(*where)
     eager = run_batch(model, prompts, seed=1, **how, graphs=StepGraphs("eager"))
@@ -310,6 +308,16 @@ def test_a_context_tries_a_capture_that_fails_once(
     context = Context(model_on(), evicting("h2o"), ROOM, prompt_ids(60))
     assert context.ask([5], max_new_tokens=12) == context.ask([5], max_new_tokens=12)
     assert pretended == [1]
+
+
+def test_which_step_is_recalled(pretended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[Any] = []  # larger chunks round otherwise, and a run that goes on captures anew
+    monkeypatch.setattr(StepGraphs, "recall", lambda self, kind, tensors: kinds.append(kind))
+    monkeypatch.setattr("kvbench.kernels.decode_attention.multiprocessors", lambda device: 3)
+    model, pairs = model_on(), {name: (build_method("exact"), ROOM) for name in "ab"}
+    for n in (280, 279, 400):
+        run_batch(model, [Prompt(prompt_ids(n), [], pairs, Stopping(9), "p")], seed=1)
+    assert [kinds.index(kind) for kind in kinds] == [0, 0, 2]
 
 
 def test_the_cpu_captures_nothing_and_graph_is_refused_there() -> None:

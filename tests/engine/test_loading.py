@@ -224,6 +224,7 @@ def test_a_gguf_file_is_read_as_the_format_says(tiny: Any, tmp_path: Path) -> No
     encoder = load_tokenizer(spec(str(tmp_path), quantization="gguf")())
     assert encoder.decode(encoder.encode("hello you"), skip_special_tokens=True) == "hello you"
     assert encoder.eos_token_id == 2
+    load_tokenizer(spec(str(tmp_path), quantization="gguf", config={"eos_token_id": [2, 3]})())
     write_gguf(tiny, tmp_path / "tiny-q4.gguf", "Q4_0")
     model = load(tmp_path, quantization="gguf", gguf_file="tiny-q4.gguf")
     found = model.model.layers[1].mlp.up_proj.weight.detach().numpy()
