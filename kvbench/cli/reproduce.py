@@ -87,8 +87,9 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     known = catalogue("experiments")
     item = item_called(name) or (PaperItem(experiment=name) if name in known else None)
     if item is None:
-        hint = nearest(name, [*known, *paper_items()])
-        raise UserError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
+        every = sorted({*known, *paper_items()}) + [ALL]
+        said = f"unknown experiment {name!r}{nearest(name, every)}"
+        raise UserError(f"{said}; allowed: {', '.join(every)}")
     if item.no_data:
         raise UserError(f"{name} has no experiment: {item.no_data}")
     given = dict(text.partition("=")[::2] for text in overrides)
