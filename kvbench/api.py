@@ -92,7 +92,7 @@ def compress(
     copy made inside the block stays compressed, on its own.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, or a vision-language model with one in it.
         method: a name (see ``kvbench list methods``) or a `Method`.
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A prompt within its
             capacity is kept exactly (until a method that evicts has filled its cache).

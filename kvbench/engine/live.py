@@ -522,10 +522,11 @@ class Compression:
                 "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"
             )
         padding, forks = _left_padding(mask, *tokens.shape), []
+        ranks = getattr(self.model, "tp_size", None) or 1
         for row, start in zip(tokens.tolist(), padding, strict=True):
             name = prompt_name(row[start:])
             forks.append(Fork(self.label, self.method, self.budget, self.seed, name, room=0))
-            forks[-1].begin_prompt(len(row) - start)
+            forks[-1].begin_prompt(len(row) - start, ranks)
         self._cache = LiveCache(self.model, forks, [], 0)
         self._prefill = _BatchPrefill(self.model, forks, padding)
 

@@ -130,7 +130,8 @@ class PrefillState:
                 f"layer {layer} has a sliding window of {call.sliding_window} that the model's config "
                 "does not announce"
             )
-        token = (key.nbytes + value.nbytes) // key.shape[2]
+        ranks = max((fork.ranks for fork in self.forks), default=1)
+        token = (key.nbytes + value.nbytes) // key.shape[2] * ranks
         self.exact.layers.append((token, call.sliding_window))
         if layer in self.order:
             index, count = self.order[layer], len(self.order)
@@ -291,7 +292,6 @@ def prefill(
     state.rescore(ids, encoder, feed)
     synchronize(device)
     seconds = time.perf_counter() - start - state.settle()
-    state.exact.layers = [(token * ranks, window) for token, window in state.exact.layers]
     state.exact.states = state_bytes(state.states)
     for fork in forks:
         fork.states = clone_of(state.states)

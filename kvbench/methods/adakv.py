@@ -36,8 +36,8 @@ class AdaKV(Wrapper):
     place, there to chance.
 
     Args:
-        of: a method with token scores that heads can be compared by (snapkv, h2o, expected_attention).
-        options: its options.
+        of: a method with token scores that heads can be compared by (snapkv, pyramidkv, h2o,
+            expected_attention). options: its options.
         safeguard: share of the capacity that every head keeps.
     """
 

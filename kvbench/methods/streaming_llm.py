@@ -17,7 +17,7 @@ from kvbench.methods.base import Band, Method
 class StreamingLLM(Method):
     """Keeps the first `sink` tokens and the most recent ones, `capacity` in all.
 
-    Departure: the paper renumbers positions inside the cache; here every entry keeps its own.
+    Departure: the paper renumbers positions inside the cache, which `task=stream` alone does here.
 
     Args:
         decode: grow (generated tokens stay, as in the tables the method is compared in) | evict (the

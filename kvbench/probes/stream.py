@@ -31,8 +31,7 @@ class Stream(TextSource, Probe):
     Positions: ``cache`` counts them inside the cache (StreamingLLM, arXiv 2309.17453, section 3.2), so
     that a text may be longer than the model's positions. With ``absolute`` every entry keeps its own,
     and texts end at the model's positions. Either way a method takes part that holds the first and the
-    last tokens (streaming_llm, local, exact), or evicts while it reads (h2o). With ``absolute`` so do
-    the streaming algorithms themselves (balancekv_streaming, subgen_streaming; ``budget.window``).
+    last tokens (streaming_llm, local, exact), or evicts while it reads (h2o).
 
     Attributes:
         num_texts: of the files or rows, the first so many.

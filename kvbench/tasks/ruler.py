@@ -1,4 +1,4 @@
-"""RULER: thirteen generated tasks of any length.
+"""RULER: thirteen tasks of any length.
 
 C.-P. Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?", arXiv
 2404.06654; github.com/NVIDIA/RULER at c3f5e3b4 (Apache-2.0, copyright NVIDIA CORPORATION). Strings,

@@ -351,6 +351,5 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
         graph, eager = both_ways(prompts, "cuda", architecture, **how)
         assert graph == eager
         captured.append(capture.call_count)
-    assert captured[0] >= 2
-    assert captured[1] < 2 * captured[0], "steps are replayed for later prompts"
+    assert 2 <= captured[0] <= captured[1] < 2 * captured[0], "replayed for later prompts"
     assert not steps.failed

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.command import composed
 from support.fork_server import ForkServer
 from support.stores import rows_below
+from support.tiny import prompt_ids, tiny_model
 
+from kvbench import compress
 from kvbench.cli.build import build_job
+from kvbench.engine import fork
 from kvbench.errors import UserError
 from kvbench.kv import keep_all
 from kvbench.methods.base import Method
@@ -65,6 +70,17 @@ def test_records_are_those_of_one_process(server: ForkServer, tmp_path: Path) ->
     drawn = [(a["entries"], a["cache_bytes"]) for each in (one, two) for a in each.pop("uniform")]
     assert (drawn[:2], len(hashes)) == (drawn[2:], 12)
     assert one == two
+
+
+def test_compress_counts_the_bytes_of_all_ranks(monkeypatch: Any) -> None:
+    monkeypatch.setattr(fork, "gathered", lambda own, ranks: [own] * ranks)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    model, ids, found = tiny_model("llama"), torch.tensor([prompt_ids(60)]), []
+    for model._tp_size in (1, 2):
+        with compress(model, "snapkv", sink=4, window=4) as session:
+            model.generate(ids, max_new_tokens=4)
+        found.append([session.cache_bytes[0], session.exact_bytes[0]])
+    assert found[1] == [2 * value for value in found[0]]
 
 
 @pytest.mark.parametrize(("given", "said"), REFUSED)
