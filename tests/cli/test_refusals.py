@@ -14,7 +14,6 @@ experiment=demoo -> unknown experiment 'demoo' (did you mean 'demo'?)
 methd=exact -> unknown key 'methd' (did you mean 'method'?)
 budget.rte=0.5 -> unknown key of budget 'rte' (did you mean 'rate'?)
 methods.snapkv.kernl=3 -> unknown key of methods.snapkv 'kernl' (did you mean 'kernel_size'
-seed.x=3 -> unknown key of seed 'x'
 methods=snapkv -> methods is 'snapkv'; allowed: method=[...] to choose one or more
 method=[exact -> cannot read 'method=[exact'; allowed: key=value
 lists -> cannot read 'lists' (did you mean 'list'?)
@@ -46,8 +45,6 @@ MADE = r"""
 budget.rate=0 -> budget.rate is 0; allowed: a number in (0, 1]
 budget.rate=[0.5,0.25] -> allowed: a number in (0, 1]; for a job each: -m budget.rate=0.5,0.25
 -m budget.rate=0.5,2 -> budget.rate is 2; allowed
--m method=snapkv,nope -> unknown method 'nope'
--m seed=1,x -> seed is 'x'
 -m seed=interval(0,3) -> does not support sweep type
 shards=2 shard=1/2 -> shards is 2 and shard is given, too; allowed: one of them
 +methods.x._target_=kvbench.Nosuch -> 'kvbench.Nosuch', which cannot be found; allowed: a Method
