@@ -169,7 +169,9 @@ def compare(
 
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     named = _labelled(methods)
-    rates = list(rate) if isinstance(rate, Sequence) else [rate]
+    rates: list[Any] = [rate]
+    if isinstance(rate, list | tuple) and rate:
+        rates = list(rate)
     budgets = {r: Budget(r, sink, window, size, total_rate) for r in rates}
     texts = isinstance(prompt, list | tuple) and all(isinstance(one, str) for one in prompt)
     several = isinstance(prompt, Mapping) or (texts and len(prompt) > 0)

@@ -58,7 +58,8 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
     except ErrorDuringImport as error:
         raise KVError(f"{key}._target_ is {named!r}: {first_line(error)}") from error
     if not isinstance(target, type) or not issubclass(target, kinds):
-        raise KVError(f"{key}._target_ is {named!r}; allowed: a {words}")
+        missing = ", which cannot be found" if target is None else ""
+        raise KVError(f"{key}._target_ is {named!r}{missing}; allowed: a {words}")
     hints, options = hints_of(target), dict[str, Any]()  # type: ignore[arg-type]
     for name, value in ((name, node[name]) for name in node if name != "_target_"):
         if hints and name not in hints:

@@ -84,10 +84,10 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     """The overrides of every run that an item or experiment takes, ``experiment=`` first; or a
     script's arguments, ``script=`` first. An unknown name, a package that is not installed and a
     folder that is not named are refused."""
-    known = catalogue("experiments")
+    known = sorted({*catalogue("experiments"), *paper_items()})
     item = item_called(name) or (PaperItem(experiment=name) if name in known else None)
     if item is None:
-        hint = nearest(name, [*known, *paper_items()])
+        hint = nearest(name, known)
         raise UserError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
     if item.no_data:
         raise UserError(f"{name} has no experiment: {item.no_data}")

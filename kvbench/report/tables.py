@@ -27,6 +27,7 @@ from kvbench.report.scaling import slopes
 from kvbench.report.stats import FEWEST, Estimate, median_of
 from kvbench.report.table import (
     INTERVAL,
+    LEGEND,
     TOGETHER,
     Column,
     Table,
@@ -101,12 +102,13 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
             name = key.removesuffix("_mean").replace("_", " ")
             columns.append(Column(key, name, whole if name == "entries" else number))
     columns += [Column("failures", "failed")] * bool(table["failures"].any()) + [Column("scored")]
+    few = [LEGEND["few"]] * bool(0 < total["units"].max() < FEWEST)  # of one method, too
     return Table(
         f"{group.task}-{group.model}",
         f"{group.task} on {group.model}: score{unit_text(unit)}",
         table,
         tuple(columns),
-        (INTERVAL, TOGETHER, *legend(table), *_notes(group)),
+        tuple(dict.fromkeys((INTERVAL, TOGETHER, *few, *legend(table), *_notes(group)))),
         in_percent(frame[frame["by"].isin(["dataset", ""])]),
     )
 

@@ -23,8 +23,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,8 +105,11 @@ def log_runs(
             jobs.setdefault(json.dumps([*about, budget]), []).append(run)
     written: list[Path] = []
     for job in jobs.values():
-        with _writing(job[0].folder.parents[2], job[0].folder.name):
+
+        def write(job: Sequence[Run] = job) -> None:
             written.append(_log_job(job, predictions, {"project": project, "entity": entity}))
+
+        _write(job[0].folder.parents[2], job[0].folder.name, write)
     if mode == "online" and written:
         _send(written, timeout_s)
     return len(written)
@@ -119,15 +123,14 @@ def _resolved(mode: Mode) -> Mode:
     return "disabled" if mode == "auto" else mode
 
 
-@contextmanager
-def _writing(experiment: Path, what: str) -> Iterator[None]:
-    """One process at a time writes W&B's copies of an experiment. A failure inside is one line: a copy's
-    failure must not end a sweep."""
+def _write(experiment: Path, what: str, make: Callable[[], object]) -> None:
+    """One process at a time writes W&B's copies of an experiment. A failure, of its folder too, is one
+    line: a copy's failure must not end a sweep."""
     before, logging.raiseExceptions = logging.raiseExceptions, False  # of W&B's log on a full disk
     try:
         make_folder(experiment / "wandb", experiment)
         with FileLock(experiment / "wandb" / ".lock"):
-            yield
+            make()
     except Exception as error:  # noqa: BLE001 - W&B's, whatever it is
         log.warning("W&B: %s was not logged: %s", what, first_line(error))
     finally:
@@ -213,7 +216,8 @@ class Live(ExitStack):
         if not self._wanted:
             return
         self._wanted = False  # until it went well
-        with _writing(self._experiment, "a job that runs"):
+
+        def write() -> None:
             if self._run is None:
                 first, code = self._names[0], _job_id(self._names)
                 about = {"config": {}, "job_type": first["task"], **self._where}
@@ -225,9 +229,11 @@ class Live(ExitStack):
             self._run.log(dict(means))
             self._wanted = True
 
+        _write(self._experiment, "a job that runs", write)
+
     def __exit__(self, *_: object) -> None:
-        with _writing(self._experiment, "a job that ran"):
-            super().__exit__(None, None, None)
+        if self._run is not None:
+            _write(self._experiment, "a job that ran", partial(super().__exit__, None, None, None))
 
 
 def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -> Path:
@@ -298,7 +304,8 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     name = f"{manifest['experiment']}/{OVERVIEW}"
     code = run_id(str(manifest["experiment"]), OVERVIEW)
     about = {"project": logger["project"], "entity": logger["entity"], "job_type": OVERVIEW}
-    with _writing(folder, name):
+
+    def write() -> None:
         config = {"kind": OVERVIEW}
         with _open(folder, code, name, manifest, config=config, **about) as run:
             total = pd.concat([totals(scores), totals(scores, "ratio")], ignore_index=True)
@@ -317,6 +324,8 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
             run.log_artifact(page)
             for (model, task), part in scores.groupby(["model", "task"], sort=False):
                 run.summary.update({f"{model}/{task}/{k}": v for k, v in scalars_of(part).items()})
+
+    _write(folder, name, write)
     written = list((folder / "wandb").glob(f"offline-run-*-{code}"))  # none where it failed
     if written and mode == "online":
         _send(written, float(logger["timeout_s"]))

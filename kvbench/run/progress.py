@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList
 
 from kvbench.engine.prefill import PrefillState
@@ -97,6 +98,8 @@ class Progress:
 
         def begun(_: Module, args: Any, named: dict[str, Any]) -> None:
             nonlocal shape, methods
+            if is_compiling():  # steps that are compiled hold none of this, which would split them
+                return
             shape = tuple((args[0] if args else named["input_ids"]).shape)
             self._step = self._step + 1 if shape[1] == 1 else 0
             state = named.get("kvbench")
@@ -112,6 +115,8 @@ class Progress:
 
         def layer_begun(module: Module, _: Any) -> None:
             nonlocal first, layer
+            if is_compiling():
+                return
             layer, (rows, tokens) = place[module], shape
             self.doing = f"prefill of {tokens:,} tokens: layer {layer} of {len(layers)}"
             if tokens == 1:

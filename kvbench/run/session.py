@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from shutil import which
 from typing import Any, Literal
 
 import torch
@@ -53,6 +55,10 @@ class Session:
     def __post_init__(self) -> None:
         check_options(self, "", KVError)
         check_decode(self.decode, self.device)
+        compiler = os.environ.get("CXX", "g++")  # as torch does
+        if self.decode == "compiled" and self.device.type == "cpu" and not which(compiler):
+            said = f"decode is 'compiled' and there is no C++ compiler {compiler!r}"
+            raise KVError(f"{said}; allowed: CXX=<one> in the environment, or decode=auto")
 
     def once(self, what: str, of: object, make: Callable[[], Any]) -> Any:
         """The last of its kind that a session with this `shared` made, if it is of the same model and

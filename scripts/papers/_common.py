@@ -14,12 +14,10 @@ from typing import Any
 
 import yaml
 from _output import write
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 
-from kvbench.cli.catalogue import config_dir
-from kvbench.cli.config import expanded
+from kvbench.cli.config import composed, expanded, hydra_of_conf
 from kvbench.engine.architecture import compressible_layers
 from kvbench.engine.loading import resolve_device, resolve_dtype
 from kvbench.engine.prefill import capture_layers
@@ -57,8 +55,8 @@ class Run(SimpleNamespace):
 
     def config(self, *more: str) -> Any:
         """Model and task, with further overrides, as the command line of kvbench composes them."""
-        with initialize_config_dir(str(config_dir().resolve()), version_base=None):
-            return compose("config", overrides=expanded([*self.overrides, *more]))
+        with hydra_of_conf() as hydra:
+            return composed(hydra, expanded([*self.overrides, *more]))
 
     @cached_property
     def session(self) -> Session:
@@ -96,5 +94,5 @@ def started(main: Any) -> None:
     try:
         main(sys.argv[1:])
     except (UserError, HydraException) as error:
-        complain(str(error.__cause__ or error))
+        complain(str(error if isinstance(error, UserError) else error.__cause__ or error))
         sys.exit(2)

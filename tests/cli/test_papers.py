@@ -159,7 +159,7 @@ def test_what_a_command_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         ("subgen_table1", "LONGEVAL is not set; subgen_table1 needs LongChat"),
         ("figure4", "ESSAYS is not set; balancekv_figure4 needs"),
         ("h2o_figure3", "h2o_figure3 has no experiment: an illustration"),
-        ("balancekv_tabel1", r"unknown experiment 'balancekv_tabel1' \(did you mean"),
+        ("balancekv_tabel1", r"'balancekv_tabel1' \(did you mean 'balance.* balancekv_figure3,"),
     ):
         with pytest.raises(UserError, match=said):
             lines(name)

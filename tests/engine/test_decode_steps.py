@@ -320,12 +320,14 @@ def test_which_step_is_recalled(pretended: list[int], monkeypatch: pytest.Monkey
     assert [kinds.index(kind) for kind in kinds] == [0, 0, 2]
 
 
-def test_the_cpu_captures_nothing_and_graph_is_refused_there() -> None:
+def test_the_cpu_captures_nothing_and_graph_is_refused_there(monkeypatch: Any) -> None:
+    monkeypatch.setenv("CXX", "nosuch")
     assert not StepGraphs().is_possible(model_on())
     spec = ModelSpec(name="x", path="x")
     for decode, said in (
         ("graph", "decode is 'graph' and the device is cpu; allowed there: auto, eager, compiled"),
         ("fast", "decode is 'fast'; allowed: auto, eager, graph, compiled"),
+        ("compiled", "decode is 'compiled' and there is no C.* compiler 'nosuch'; allowed: CXX="),
     ):
         with pytest.raises(KVError, match=said):
             Session(spec, torch.device("cpu"), torch.float32, decode=decode)

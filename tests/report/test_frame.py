@@ -18,7 +18,8 @@ from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
 from kvbench.report.experiment import COLUMNS, Group, group_runs, load_experiment
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
 from kvbench.report.page import facts_of
-from kvbench.report.tables import pairs_table, verdict
+from kvbench.report.table import LEGEND
+from kvbench.report.tables import pairs_table, score_table, verdict
 
 
 def group_from(folder: Path, **values: list[float | None]) -> Group:
@@ -80,6 +81,8 @@ def test_of_few_prompts_nothing_is_said(tmp_path: Path) -> None:
     assert verdict(few, tidy(few)) == (
         "At rate 0.25: snapkv has 100.0 % (4 prompts): too few prompts to say more."
     )
+    one = group_from(tmp_path / "one", exact=[1], snapkv=[1])
+    assert LEGEND["few"] in score_table(one, tidy(one)).notes
     more = group_from(tmp_path / "more", exact=[1] * 12, snapkv=[1] * 12, uniform=[0] * 12)
     assert marks(more)["uniform"] == {"worse"}
     assert "shown worse: uniform" in verdict(more, tidy(more))

@@ -114,6 +114,9 @@ def test_a_failure_is_one_warning_and_leaves_nothing_behind(
     assert "was not logged: " in said
     assert "\n" not in said
     assert not list((folder / "wandb").glob("offline-run-*"))
+    (folder / "wandb").rename(tmp_path / "gone")
+    (folder / "wandb").touch()
+    assert log_runs(load_runs(folder)) == 0
 
 
 @pytest.mark.parametrize(("mode", "timeout"), [("sometimes", 1.0), ("auto", 0.0), ("auto", "x")])
