@@ -28,7 +28,6 @@ limit=0 -> limit is 0; allowed: an integer >= 1, or null
 device=tpu -> device is 'tpu'; allowed: auto | cpu | mps | cuda | cuda:N
 compress_after=never -> compress_after is 'never'; allowed: prompt | context
 shard=3/2 -> shard is '3/2'; allowed: i/k
-experiment_name=a/b -> experiment_name is 'a/b'; allowed: a folder's name
 model=hf -> Missing mandatory value: model.path
 budget.rate=0.5,0.25 -> add --multirun
 +zzz=1 -> unknown key 'zzz'
@@ -37,7 +36,6 @@ list taks -> cannot list ['taks'] (did you mean 'tasks'?)
 show method=nope -> unknown method 'nope'
 show experiment=balancekv_table6 paper_table.file=a/b -> file is 'a/b'; allowed:
 show experiment=balancekv_table6 differs=3 -> differs is 3; allowed:
-reproduce nosuch -> unknown experiment 'nosuch'
 --config-dir=/nosuch -> --config-dir is '/nosuch'; allowed: a folder
 """
 """Command lines that are refused before torch is imported, each with a part of what is said of it."""
@@ -49,7 +47,6 @@ budget.rate=[0.5,0.25] -> allowed: a number in (0, 1]; for a job each: -m budget
 shards=2 shard=1/2 -> shards is 2 and shard is given, too; allowed: one of them
 +methods.x._target_=kvbench.Nosuch -> 'kvbench.Nosuch', which cannot be found; allowed: a Method
 methods.snapkv.pooling=mean -> methods.snapkv.pooling is 'mean'; allowed: avgpool
-+methods.snapkv.zzz=1 -> unknown key 'zzz' of methods.snapkv; allowed:
 methods.h2o=3 -> methods.h2o is 3; allowed: a mapping with a _target_: Method
 methods.snapkv._target_=kvbench.kv.Budget -> _target_ is 'kvbench.kv.Budget'; allowed: a Method
 model._target_=builtins.dict -> model._target_ is 'builtins.dict'; allowed: a ModelSpec
