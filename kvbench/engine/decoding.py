@@ -73,17 +73,18 @@ class _Group:
     Args:
         rows: their places in the batch; caches: theirs.
         several: whether there are other rows.
-        kind: what the rows have in common.
+        common: what the rows have in common.
 
     Attributes:
         index: `rows` on the device, None where they are all.
         table: where their entries are. limits: how many each holds at most.
         evictions: the rules by which entries leave, None where none do.
         slots: where in the device's counters their lengths are.
+        kind: what a captured step has fixed of the rows.
     """
 
     def __init__(
-        self, rows: list[int], caches: list[LayerCache], several: bool, kind: Hashable
+        self, rows: list[int], caches: list[LayerCache], several: bool, common: Hashable
     ) -> None:
         self.rows, self.caches, self.device = rows, caches, caches[0].keys.device
         self.index = torch.tensor(rows, device=self.device) if several else None
@@ -101,7 +102,7 @@ class _Group:
         if rules:
             scores, positions = [c.scores for c in caches], [c.positions for c in caches]
             self.evictions = EvictionTable(rules, self.limits, scores, positions, rows)
-        self.kind = (tuple(rows), kind, table.longest, table.chunk, table.aligned)
+        self.kind = (tuple(rows), common, table.longest, table.chunk, table.aligned)
 
 
 class DecodeState(ForkBatch):
