@@ -19,10 +19,11 @@ from annotated_types import Ge, Lt
 
 from kvbench.engine import loading
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
+from kvbench.engine.context import decoder, token_ids
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
-from kvbench.engine.live import Compression, compressed_generation, decoder, token_ids
+from kvbench.engine.live import Compression, compressed_generation
 from kvbench.engine.prefill import prefill
 from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import Count, fits, refusal

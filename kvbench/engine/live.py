@@ -1,9 +1,7 @@
-"""transformers' own `generate` with compressed caches, and contexts that are asked many questions: what
-`kvbench.compress` gives.
+"""transformers' own `generate` with compressed caches: what `kvbench.compress` gives.
 
-A forward hook replaces the cache that `generate` made by a `LiveCache`, which does generate's
-bookkeeping (lengths, beams) and holds no keys or values itself: the attention function gives those to
-the forks, one per batch row, as in the benchmark.
+A forward hook replaces the cache that `generate` made by a `LiveCache`, and passes the model the
+attention state of its prefill or of its decode steps.
 """
 
 from __future__ import annotations
@@ -18,309 +16,39 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on, rotary_of
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import GROWTH
-from kvbench.engine.decoding import DecodeState
-from kvbench.engine.fork import Cost, Fork, ForkBatch, copies_at_once, prompt_name
-from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.loading import end_token_ids, model_end_ids
-from kvbench.engine.prefill import PrefillState, input_device, prefill
-from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
-from kvbench.engine.states import PassingCache, is_hybrid, row_of, state_bytes, states_in
-from kvbench.engine.stopping import Stopping
-from kvbench.errors.options import Count, fits
+from kvbench.engine.context import Context, Text, held_after_prompt
+from kvbench.engine.fork import Cost, Fork, prompt_name
+from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
+from kvbench.engine.prefill import PrefillState
+from kvbench.engine.states import is_hybrid, row_of, state_bytes, states_in
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
-
-Text = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or what a tokenizer returns for one text."""
 
 
-class UnsupportedGeneration(ValueError):
-    """A use of `generate` that a compressed cache cannot serve: one line with what is allowed."""
+class _Turn:
+    """Lets one generation at a time run. A deep copy of the model, hooks included, has its own turn."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
 
-class LiveCache(Cache):
-    """The forks of a batch, as generate's cache; operations it cannot serve are refused.
-
-    Args:
-        model: whose keys and values they hold.
-        forks: one per row.
-        rows: what each costs, its tokens without padding; empty before the prefill, changed in place.
-        seen: tokens fed so far to each row, padding included.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        forks: Sequence[Fork],
-        rows: Sequence[Cost],
-        seen: int,
-    ) -> None:
-        config = model.config.get_text_config()
-        super().__init__(layers=PassingCache(config).layers if is_hybrid(config) else [])
-        self.model = model
-        self.forks, self.rows = list(forks), list(rows)
-        self.seen = seen
-        self.open = True  # until the generation that it belongs to is over
-        self.steps: DecodeState | None = None  # of single tokens, one after the other
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
-        """An independent copy; if the model is copied too, it belongs to that copy."""
-        self.settle()
-        forks = [fork.clone() for fork in self.forks]
-        model = memo.get(id(self.model), self.model)
-        return LiveCache(model, forks, self.rows, self.seen)
-
-    def __len__(self) -> int:
-        return int(self.model.config.get_text_config().num_hidden_layers)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Turn:
+        return _Turn()
 
     @property
-    def is_compileable(self) -> bool:
-        """Rows differ in length, so there is nothing to compile."""
-        return False
+    def taken(self) -> bool:
+        """Whether a generation runs."""
+        return self._lock.locked()
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged: the attention function stores them.
+    def take(self) -> bool:
+        """Begin a generation, unless one runs already; never waits."""
+        return self._lock.acquire(blocking=False)
 
-        Raises:
-            UnsupportedGeneration: the generation is over, so that nothing would store them.
-        """
-        if not self.open:
-            raise UnsupportedGeneration(
-                "past_key_values is a compressed cache whose generation is over; allowed: inside "
-                "compress, where it can be given back to generate with the whole conversation as "
-                "input_ids"
-            )
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens fed so far, padding included."""
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the mask that transformers believes it needs."""
-        count = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return self.seen + count, 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i goes on from row ``beam_idx[i]``; a row from which several do is copied."""
-        self.settle()
-        indices = beam_idx.tolist()
-        self.forks = [
-            self.forks[index].clone() if index in indices[:place] else self.forks[index]
-            for place, index in enumerate(indices)
-        ]
-
-    def crop(self, tokens: int) -> None:
-        """Refused: what a method dropped does not come back."""
-        raise UnsupportedGeneration("a compressed cache cannot be cropped; call generate again")
-
-    def begin_pass(self, batch: int, count: int, mask: Tensor | None) -> ForkBatch:
-        """Attention state of a pass that feeds so many tokens to every row. Single tokens go on with
-        that of the token before, in room for `GROWTH` tokens, until something else happens.
-
-        Args:
-            mask: of all tokens; None where it hides none of the new ones.
-
-        Raises:
-            UnsupportedGeneration: another number of rows; hidden tokens.
-        """
-        if batch != len(self.forks):
-            raise UnsupportedGeneration(
-                f"the batch has {batch} rows and the cache {len(self.forks)}; allowed: as many"
-            )
-        if mask is not None and not bool(mask[:, -count:].all()):
-            raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
-        taken = self.forks[0].appended % GROWTH
-        if count == 1 and taken and self.steps is not None:
-            return self.steps
-        self.settle()
-        if count > 1:
-            first = torch.tensor([fork.tokens for fork in self.forks])
-            return ForkBatch(self.forks, first[:, None] + torch.arange(count))
-        room, device = [GROWTH - taken] * batch, input_device(self.model)
-        self.steps = DecodeState(self.forks, room, device)
-        return self.steps
-
-    def settle(self) -> None:
-        """Something else than single tokens follows: tell the forks what they hold."""
-        if self.steps is not None:
-            self.steps.settle()
-        self.steps = None
-
-
-class Context:
-    """One prompt, prefilled once and compressed before any question is known.
-
-    `ask` answers without changing the cache, so that answers do not depend on earlier questions; with
-    ``keep=True`` the question and its answer are added to the cache. Draws depend on the seed, the
-    prompt and the layer, so that a document is always compressed to the same cache.
-
-    Attributes:
-        entries: per layer and KV head after compression, mean and maximum.
-        cache_bytes, exact_bytes: after compression, and of the exact cache.
-        prefill_s, compress_s: seconds.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        method: Method,
-        budget: Budget,
-        prompt: Text,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        *,
-        label: str = "method",
-        seed: int = 0,
-    ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self._ids = token_ids(prompt, tokenizer, "the context")
-        fork = Fork(label, method, budget, seed, prompt_name(self._ids), room=0)
-        with kvbench_attention_on(model), torch.inference_mode():
-            encoder = None if tokenizer is None else PromptEncoder(tokenizer)
-            start = prefill(model, self._ids, [fork], encoder=encoder)
-        if fork.failure is not None:
-            raise fork.failure
-        self._fork, cost = fork, fork.cost()
-        self._graphs = StepGraphs(most=0)  # for all questions: a capture that fails is tried once
-        self.entries, self.cache_bytes = _held(cost)
-        self.exact_bytes, self.compress_s = cost.exact_bytes, cost.compress_s
-        self.prefill_s = start.prefill_s
-
-    def __repr__(self) -> str:
-        return (
-            f"<kvbench context: {self._fork.label}, {self.tokens} tokens, ratio {self.ratio:.3g}>"
-        )
-
-    @property
-    def ratio(self) -> float:
-        """`cache_bytes` over `exact_bytes`."""
-        return self.cache_bytes / self.exact_bytes
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the cache: the prompt's, and those of turns that were kept."""
-        return self._fork.tokens
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Tokens of prompt, questions and answers; an answer's last one is fed with the next turn."""
-        return list(self._ids)
-
-    def ask(
-        self,
-        question: Text,
-        *,
-        max_new_tokens: int = 64,
-        stop: Sequence[str] = (),
-        keep: bool = False,
-    ) -> Any:
-        """The greedy answer to one question: text where there is a tokenizer, else token ids.
-
-        Args:
-            question: what follows the context, as text (tokenised without special tokens) or ids.
-            stop: strings that end an answer, and are cut from it; need a tokenizer.
-            keep: add the question and its answer to the cache.
-
-        Raises:
-            KVError: an empty question, text without a tokenizer, a wrong `max_new_tokens`.
-            BudgetExceeded, and whatever the method raises; the cache is then unchanged.
-        """
-        ids = token_ids(question, self.tokenizer, "the question", special=False)
-        ((answer, row),) = self._answers([ids], max_new_tokens, stop)
-        if keep:
-            self._ids += [*ids, *row.chosen]
-            self._fork = row.fork
-        return answer
-
-    def ask_all(
-        self, questions: Sequence[Text], *, max_new_tokens: int = 64, stop: Sequence[str] = ()
-    ) -> list[Any]:
-        """The answers to several questions, each as `ask` gives it, decoded together; as many at once
-        as half of the free memory has room for copies of the cache."""
-        asked = [token_ids(one, self.tokenizer, "the question", special=False) for one in questions]
-        at_once = copies_at_once([self._fork], len(asked), input_device(self.model))
-        return [
-            answer
-            for first in range(0, len(asked), at_once)
-            for answer, _ in self._answers(asked[first : first + at_once], max_new_tokens, stop)
-        ]
-
-    def cache(self) -> LiveCache:
-        """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, to continue
-        from here; ``input_ids`` must begin with all of `token_ids`, as transformers requires."""
-        fork = self._fork.clone()
-        return LiveCache(self.model, [fork], [fork.cost()], self.tokens)
-
-    def _answers(
-        self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
-    ) -> list[tuple[Any, DecodingRow]]:
-        model, tokenizer = self.model, self.tokenizer
-        if not fits(Count, max_new_tokens):
-            raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
-        if stop and tokenizer is None:
-            raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
-        ends, decode = model_end_ids(model), None
-        if tokenizer is not None:
-            ends, decode = end_token_ids(model, tokenizer), decoder(tokenizer)
-        stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
-        unread = self._ids[self.tokens :]
-        with kvbench_attention_on(model), torch.inference_mode():
-            rows = [DecodingRow(self._fork.clone(), stopping) for _ in asked]
-            feed_questions(model, rows, [[*unread, *ids] for ids in asked])
-            decode_rows(model, [row for row in rows if row.chosen], self._graphs)
-        found: list[tuple[Any, DecodingRow]] = []
-        for row in rows:
-            answer = row.finish()
-            if answer.failure is not None:
-                raise answer.failure
-            said = answer.tokens if decode is None else stopping.cut(decode(answer.tokens))
-            found.append((said, row))
-        return found
-
-
-def _held(cost: Cost) -> tuple[dict[str, float], int]:
-    """Entries and bytes after compression, of a prompt that was read without a failure."""
-    assert cost.entries is not None
-    assert cost.cache_bytes is not None
-    return cost.entries, cost.cache_bytes
-
-
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Token ids to text, without special tokens."""
-    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def token_ids(
-    given: Text, tokenizer: PreTrainedTokenizerBase | None, what: str, *, special: bool = True
-) -> list[int]:
-    """The token ids of a text, of ids, or of a tokenizer's output.
-
-    Raises:
-        KVError: no tokens, several texts, or text where there is no tokenizer.
-    """
-    if isinstance(given, str):
-        if tokenizer is None:
-            raise KVError(f"{what} is text and there is no tokenizer; allowed: ids, or a tokenizer")
-        check_length(given)
-        with tokenizing(tokenizer):
-            given = tokenizer(given, **({} if special else {"add_special_tokens": False}))
-    ids: Any = given["input_ids"] if isinstance(given, Mapping) else given
-    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if ids and isinstance(ids[0], list):
-        if len(ids) > 1:
-            raise KVError(f"{what} has {len(ids)} texts; allowed: one")
-        ids = ids[0]
-    if not ids or not all(isinstance(token, int) for token in ids):
-        raise KVError(f"{what} has no token ids; allowed: text, or at least one token id")
-    return ids
+    def end(self) -> None:
+        """The generation is over."""
+        self._lock.release()
 
 
 class _BatchPrefill:
@@ -329,21 +57,25 @@ class _BatchPrefill:
     Args:
         forks: one per row.
         padding: leading tokens of each row that are padding.
+
+    Attributes:
+        states: the prefill of each row.
     """
 
     def __init__(
         self, model: PreTrainedModel, forks: Sequence[Fork], padding: Sequence[int]
     ) -> None:
-        layers, rotary = compressible_layers(model), rotary_of(model)
+        layers = compressible_layers(model)
+        rotary = rotary_of(model)
         self.padding = padding
-        self.rows = [PrefillState([fork], layers, rotary) for fork in forks]
+        self.states = [PrefillState([fork], layers, rotary) for fork in forks]
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of each row's own tokens; padding attends to nothing."""
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
-        for i, (row, start) in enumerate(zip(self.rows, self.padding, strict=True)):
-            out[i : i + 1, :, start:] = row.attend(call.of_row(i, start))
-            failure = row.forks[0].failure
+        for row, (state, start) in enumerate(zip(self.states, self.padding, strict=True)):
+            out[row : row + 1, :, start:] = state.attend(call.of_row(row, start))
+            failure = state.forks[0].failure
             if failure is not None:
                 raise failure
         return out
@@ -354,6 +86,8 @@ class Compression:
     """One method around one model; yielded by `kvbench.compress`.
 
     Attributes:
+        label: what messages call the method.
+        seed: of the method's draws.
         compress_after: see `kvbench.compress`.
     """
 
@@ -363,11 +97,14 @@ class Compression:
     label: str
     seed: int = 0
     compress_after: str | None = None
-    _calls: list[list[Cost]] = field(default_factory=list)
+    # What every prompt so far costs: a list per batch, with a cost per row.
+    _batches: list[list[Cost]] = field(default_factory=list)
+    # The cache of the generation that runs, and its prefill until that is over.
     _cache: LiveCache | None = None
     _prefill: _BatchPrefill | None = None
+    # The model's own `generate`.
     _original: Callable[..., Any] | None = None
-    _thread: dict[str, int] = field(default_factory=dict)
+    _turn: _Turn = field(default_factory=_Turn)
 
     def __repr__(self) -> str:
         last = f", ratio of the last {self.ratio[-1]:.3g}" if self.rows else ""
@@ -406,17 +143,17 @@ class Compression:
     def rows(self) -> list[Cost]:
         """What the cache of every batch row of every prompt so far costs, in order (`generate` repeats a
         prompt for each beam and each returned sequence)."""
-        return [row for rows in self._calls for row in rows]
+        return [row for rows in self._batches for row in rows]
 
     @property
     def entries(self) -> list[float]:
         """Entries per layer and KV head after compression, mean over both, of each row."""
-        return [_held(row)[0]["mean"] for row in self.rows]
+        return [held_after_prompt(row)[0]["mean"] for row in self.rows]
 
     @property
     def cache_bytes(self) -> list[int]:
         """Bytes held after compression, of each row."""
-        return [_held(row)[1] for row in self.rows]
+        return [held_after_prompt(row)[1] for row in self.rows]
 
     @property
     def exact_bytes(self) -> list[int]:
@@ -426,7 +163,7 @@ class Compression:
     @property
     def ratio(self) -> list[float]:
         """`cache_bytes` over `exact_bytes`, of each row."""
-        return [_held(row)[1] / row.exact_bytes for row in self.rows]
+        return [held_after_prompt(row)[1] / row.exact_bytes for row in self.rows]
 
     @property
     def compress_s(self) -> list[float]:
@@ -438,7 +175,7 @@ class Compression:
         assert self._original is not None
         bound = inspect.signature(self._original).bind_partial(*args, **kwargs).arguments
         _check_options(self.model, {**bound, **bound.get("kwargs", {})})
-        if self._thread.setdefault("id", threading.get_ident()) != threading.get_ident():
+        if not self._turn.take():
             raise UnsupportedGeneration(
                 "another thread generates inside the same compress; allowed: one generation at a time "
                 "(a copy of the model for each thread, or one batch)"
@@ -450,7 +187,7 @@ class Compression:
             self.finish(audit=False)
             raise
         finally:
-            self._thread.clear()
+            self._turn.end()
         self.finish()
         return output
 
@@ -467,8 +204,9 @@ class Compression:
         mask, given = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         self._check_call(kwargs)
         if isinstance(given, LiveCache):
-            if self._thread and given is self._cache:
-                mask = None  # inside generate it has grown by ones, and to look would be to wait
+            if self._turn.taken and given is self._cache:
+                # generate has added ones to the mask; reading them would wait for the GPU.
+                mask = None
             self._continue_with(given)
             state = given.begin_pass(batch, count, mask)
             config = self.model.config.get_text_config()
@@ -483,7 +221,7 @@ class Compression:
                     "brings its own cache"
                 )
             if given.get_seq_length():
-                raise _not_ours(given)
+                raise _foreign_cache(given)
         self.finish()
         self._start(tokens, mask)
         kwargs |= {"past_key_values": self._cache, "use_cache": True, "kvbench": self._prefill}
@@ -494,9 +232,13 @@ class Compression:
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
             use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
-        own = ["mm_token_type_ids"] if hasattr(self.model, "create_masks_for_generate") else []
-        for name in ("output_attentions", "token_type_ids", *own):  # masks of such tokens (Molmo2)
-            if (given := kwargs.get(name)) is not None and given is not False:
+        refused = ["output_attentions", "token_type_ids"]
+        if hasattr(self.model, "create_masks_for_generate"):
+            # Such a model (Molmo2) makes masks of these ids, by which images see later tokens.
+            refused.append("mm_token_type_ids")
+        for name in refused:
+            given = kwargs.get(name)
+            if given is not None and given is not False:
                 raise _refused(name, given)
         if torch.is_grad_enabled():
             raise UnsupportedGeneration(
@@ -521,12 +263,14 @@ class Compression:
                 f"method {self.label!r} has the model repeat its prompt before it compresses, and "
                 "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"
             )
-        padding, forks = _left_padding(mask, *tokens.shape), []
+        padding = _left_padding(mask, *tokens.shape)
         ranks = getattr(self.model, "tp_size", None) or 1
+        forks = []
         for row, start in zip(tokens.tolist(), padding, strict=True):
             name = prompt_name(row[start:])
-            forks.append(Fork(self.label, self.method, self.budget, self.seed, name, room=0))
-            forks[-1].begin_prompt(len(row) - start, ranks)
+            fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
+            fork.begin_prompt(len(row) - start, ranks)
+            forks.append(fork)
         self._cache = LiveCache(self.model, forks, [], 0)
         self._prefill = _BatchPrefill(self.model, forks, padding)
 
@@ -543,7 +287,8 @@ class Compression:
                 "past_key_values is a compressed cache of another model; allowed: one of this model"
             )
         self.finish()
-        self._calls = [rows for rows in self._calls if rows is not cache.rows] + [cache.rows]
+        earlier = [rows for rows in self._batches if rows is not cache.rows]
+        self._batches = [*earlier, cache.rows]
         self._cache, cache.open = cache, True
 
     def after_forward(
@@ -560,26 +305,30 @@ class Compression:
         tokens: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         count = tokens.shape[1]
         cache.seen += count
-        starting, self._prefill = self._prefill, None
-        if starting is None:
-            for fork in cache.forks:
-                if fork.failure is not None:
-                    raise fork.failure
-                fork.fed(count)
-            if cache.steps is not None:
-                cache.steps.move_on()
-                cache.steps.taken += 1
+        if self._prefill is None:
+            self._count_step(cache, count)
             return
-        for number, fork in enumerate(cache.forks):
-            fork.states = row_of(states_in(cache), number)
-        for fork, start, state in zip(cache.forks, starting.padding, starting.rows, strict=True):
+        starting = self._prefill
+        self._prefill = None
+        for row, (fork, state) in enumerate(zip(cache.forks, starting.states, strict=True)):
+            fork.states = row_of(states_in(cache), row)
             state.settle()
             if fork.failure is not None:
                 raise fork.failure
             state.exact.states = state_bytes(fork.states)
-            fork.end_prompt(count - start, state.exact)
+            fork.end_prompt(count - starting.padding[row], state.exact)
             cache.rows.append(fork.cost())
-        self._calls.append(cache.rows)
+        self._batches.append(cache.rows)
+
+    def _count_step(self, cache: LiveCache, count: int) -> None:
+        """Count the tokens that a step fed to every row; raise a fork's failure."""
+        for fork in cache.forks:
+            if fork.failure is not None:
+                raise fork.failure
+            fork.fed(count)
+        if cache.steps is not None:
+            cache.steps.move_on()
+            cache.steps.taken += 1
 
     def finish(self, *, audit: bool = True) -> None:
         """End the generation: audit every row's entries, and release the cache.
@@ -587,13 +336,15 @@ class Compression:
         Raises:
             BudgetExceeded: a row holds more than its budget and the tokens since.
         """
-        cache, self._cache = self._cache, None
-        failed, self._prefill = self._prefill is not None, None
+        cache = self._cache
+        prefill_failed = self._prefill is not None
+        self._cache = None
+        self._prefill = None
         if cache is None:
             return
         cache.settle()
         cache.open = False
-        if failed or not audit:
+        if prefill_failed or not audit:
             return
         for fork in cache.forks:
             fork.audit()
@@ -613,18 +364,19 @@ def _left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
             f"attention_mask has shape {tuple(mask.shape)}; allowed: {(batch, count)}, the prompt's"
         )
     padding = []
-    for i, row in enumerate(mask.to("cpu", torch.bool)):
-        start = count - int(row.sum())
-        if start == count or not bool(row[start:].all()):
+    for row, shown in enumerate(mask.to("cpu", torch.bool)):
+        start = count - int(shown.sum())
+        if start == count or not bool(shown[start:].all()):
             raise UnsupportedGeneration(
-                f"attention_mask of row {i} hides tokens after the first shown one, or all; allowed: "
+                f"attention_mask of row {row} hides tokens after the first shown one, or all; allowed: "
                 "padding on the left (tokenizer.padding_side = 'left')"
             )
         padding.append(start)
     return padding
 
 
-def _not_ours(cache: Any) -> UnsupportedGeneration:
+def _foreign_cache(cache: Any) -> UnsupportedGeneration:
+    """The refusal of a cache that kvbench did not fill."""
     return UnsupportedGeneration(
         f"past_key_values is a {type(cache).__name__} that was not filled under compress, without the "
         "queries that methods choose by; allowed: none, or a cache that compress made of this model "
@@ -643,11 +395,13 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "output_attentions": (None, False),
     "token_type_ids": (None,),
 }
-"""Values that a compressed cache can serve, of options of `generate`: it takes no tokens back, is of one
-prompt that is read at once, computes no attention matrix, and knows no tokens that see later ones."""
+"""Options of `generate`, and the values of each that a compressed cache can serve. It cannot take tokens
+back (assisted decoding), needs the whole prompt in one forward pass, forms no attention matrix, and is
+causal: no token sees a later one."""
 
 
 def _refused(name: str, value: Any) -> UnsupportedGeneration:
+    """The refusal of an option's value."""
     shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
     allowed = " or ".join(map(repr, _ALLOWED.get(name, (None,))))
     return UnsupportedGeneration(
@@ -659,7 +413,7 @@ def _check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     """Refuse, before anything runs, options of `generate` that a compressed cache cannot serve."""
     past = given.get("past_key_values")
     if past is not None and not isinstance(past, LiveCache):
-        raise _not_ours(past)
+        raise _foreign_cache(past)
     ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
     if past is not None and ids is not None:
         mask = given.get("attention_mask")

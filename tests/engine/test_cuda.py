@@ -15,9 +15,9 @@ from support.variants import VARIANTS, label
 from kvbench import compress
 from kvbench.engine import graphs
 from kvbench.engine.attention import LayerCall
+from kvbench.engine.context import Context
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Prompt, run_batch
-from kvbench.engine.live import Context
 from kvbench.engine.prefill import prefill
 from kvbench.engine.scoring import read, score
 from kvbench.engine.stopping import Stopping

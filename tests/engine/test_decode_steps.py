@@ -26,11 +26,11 @@ from torch._inductor.utils import run_and_get_code
 from kvbench import compress
 from kvbench.engine import graphs
 from kvbench.engine.cache import LayerCache
+from kvbench.engine.context import Context
 from kvbench.engine.decoding import _Counters
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.live import Context
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, BudgetExceeded, KVError

@@ -17,7 +17,7 @@ from kvbench.engine.architecture import compressible_layers, kvbench_attention_o
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
-from kvbench.engine.live import UnsupportedGeneration
+from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.engine.rescore import sequences
 from kvbench.engine.stopping import Stopping

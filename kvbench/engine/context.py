@@ -1,0 +1,215 @@
+"""A prompt that is prefilled and compressed once and then asked many questions
+(``kvbench.compress(...).read(prompt)``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.fork import Cost, Fork, copies_at_once, prompt_name
+from kvbench.engine.graphs import StepGraphs
+from kvbench.engine.live_cache import LiveCache
+from kvbench.engine.loading import end_token_ids, model_end_ids
+from kvbench.engine.prefill import input_device, prefill
+from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
+from kvbench.engine.stopping import Stopping
+from kvbench.errors.options import Count, fits
+from kvbench.kv import Budget, KVError
+from kvbench.methods.base import Method
+from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
+
+Text = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or what a tokenizer returns for one text."""
+
+
+class Context:
+    """One prompt, prefilled once and compressed before any question is known.
+
+    `ask` answers without changing the cache, so that answers do not depend on earlier questions; with
+    ``keep=True`` the question and its answer are added to the cache. Draws depend on the seed, the
+    prompt and the layer, so that a document is always compressed to the same cache.
+
+    Attributes:
+        entries: per layer and KV head after compression, mean and maximum.
+        cache_bytes, exact_bytes: after compression, and of the exact cache.
+        prefill_s, compress_s: seconds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: Method,
+        budget: Budget,
+        prompt: Text,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        label: str = "method",
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        # The tokens of the prompt and of the turns that were kept.
+        self._ids = token_ids(prompt, tokenizer, "the context")
+        fork = Fork(label, method, budget, seed, prompt_name(self._ids), room=0)
+        with kvbench_attention_on(model), torch.inference_mode():
+            encoder = None if tokenizer is None else PromptEncoder(tokenizer)
+            start = prefill(model, self._ids, [fork], encoder=encoder)
+        if fork.failure is not None:
+            raise fork.failure
+        self._fork = fork
+        # One for all questions, so that a capture that fails is tried once. It keeps no captured step,
+        # since the model may change between two questions.
+        self._graphs = StepGraphs(most=0)
+        cost = fork.cost()
+        self.entries, self.cache_bytes = held_after_prompt(cost)
+        self.exact_bytes = cost.exact_bytes
+        self.compress_s = cost.compress_s
+        self.prefill_s = start.prefill_s
+
+    def __repr__(self) -> str:
+        return (
+            f"<kvbench context: {self._fork.label}, {self.tokens} tokens, ratio {self.ratio:.3g}>"
+        )
+
+    @property
+    def ratio(self) -> float:
+        """`cache_bytes` over `exact_bytes`."""
+        return self.cache_bytes / self.exact_bytes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the cache: the prompt's, and those of turns that were kept."""
+        return self._fork.tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the prompt and of the questions and answers that were kept. The last token of an
+        answer is not in the cache yet: it is fed with the next question."""
+        return list(self._ids)
+
+    def ask(
+        self,
+        question: Text,
+        *,
+        max_new_tokens: int = 64,
+        stop: Sequence[str] = (),
+        keep: bool = False,
+    ) -> Any:
+        """The greedy answer to one question: text where there is a tokenizer, else token ids.
+
+        Args:
+            question: what follows the context, as text (tokenised without special tokens) or ids.
+            stop: strings that end an answer, and are cut from it; need a tokenizer.
+            keep: add the question and its answer to the cache.
+
+        Raises:
+            KVError: an empty question, text without a tokenizer, a wrong `max_new_tokens`.
+            BudgetExceeded, and whatever the method raises; the cache is then unchanged.
+        """
+        ids = token_ids(question, self.tokenizer, "the question", special=False)
+        ((answer, row),) = self._answers([ids], max_new_tokens, stop)
+        if keep:
+            self._ids += [*ids, *row.chosen]
+            self._fork = row.fork
+        return answer
+
+    def ask_all(
+        self, questions: Sequence[Text], *, max_new_tokens: int = 64, stop: Sequence[str] = ()
+    ) -> list[Any]:
+        """The answers to several questions, each as `ask` gives it, decoded together; as many at once
+        as half of the free memory has room for copies of the cache."""
+        ids = [
+            token_ids(question, self.tokenizer, "the question", special=False)
+            for question in questions
+        ]
+        at_once = copies_at_once([self._fork], len(ids), input_device(self.model))
+        return [
+            answer
+            for first in range(0, len(ids), at_once)
+            for answer, _ in self._answers(ids[first : first + at_once], max_new_tokens, stop)
+        ]
+
+    def cache(self) -> LiveCache:
+        """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, to continue
+        from here; ``input_ids`` must begin with all of `token_ids`, as transformers requires."""
+        fork = self._fork.clone()
+        return LiveCache(self.model, [fork], [fork.cost()], self.tokens)
+
+    def _answers(
+        self, questions: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
+    ) -> list[tuple[Any, DecodingRow]]:
+        """The answer to each question (token ids), decoded together, and the row that gave it, whose
+        fork is a copy that holds question and answer.
+
+        Raises:
+            KVError: a wrong `max_new_tokens`; `stop` without a tokenizer; and what stopped a row.
+        """
+        model, tokenizer = self.model, self.tokenizer
+        if not fits(Count, max_new_tokens):
+            raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
+        if stop and tokenizer is None:
+            raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
+        ends, decode = model_end_ids(model), None
+        if tokenizer is not None:
+            ends, decode = end_token_ids(model, tokenizer), decoder(tokenizer)
+        stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
+        unread = self._ids[self.tokens :]
+        with kvbench_attention_on(model), torch.inference_mode():
+            rows = [DecodingRow(self._fork.clone(), stopping) for _ in questions]
+            feed_questions(model, rows, [[*unread, *ids] for ids in questions])
+            decode_rows(model, [row for row in rows if row.chosen], self._graphs)
+        answers: list[tuple[Any, DecodingRow]] = []
+        for row in rows:
+            generation = row.finish()
+            if generation.failure is not None:
+                raise generation.failure
+            tokens = generation.tokens
+            answer = tokens if decode is None else stopping.cut(decode(tokens))
+            answers.append((answer, row))
+        return answers
+
+
+def held_after_prompt(cost: Cost) -> tuple[dict[str, float], int]:
+    """Entries per layer and KV head (mean and maximum) and bytes after compression, of a prompt that was
+    read without a failure."""
+    assert cost.entries is not None
+    assert cost.cache_bytes is not None
+    return cost.entries, cost.cache_bytes
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, without special tokens."""
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def token_ids(
+    given: Text, tokenizer: PreTrainedTokenizerBase | None, what: str, *, special: bool = True
+) -> list[int]:
+    """The token ids of a text, of ids, or of a tokenizer's output.
+
+    Args:
+        what: names it in messages.
+        special: whether a text gets the tokenizer's special tokens.
+
+    Raises:
+        KVError: no tokens, several texts, or text where there is no tokenizer.
+    """
+    if isinstance(given, str):
+        if tokenizer is None:
+            raise KVError(f"{what} is text and there is no tokenizer; allowed: ids, or a tokenizer")
+        check_length(given)
+        with tokenizing(tokenizer):
+            given = tokenizer(given) if special else tokenizer(given, add_special_tokens=False)
+    ids: Any = given["input_ids"] if isinstance(given, Mapping) else given
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if ids and isinstance(ids[0], list):
+        if len(ids) > 1:
+            raise KVError(f"{what} has {len(ids)} texts; allowed: one")
+        ids = ids[0]
+    if not ids or not all(isinstance(token, int) for token in ids):
+        raise KVError(f"{what} has no token ids; allowed: text, or at least one token id")
+    return ids

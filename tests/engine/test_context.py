@@ -1,0 +1,107 @@
+"""Contexts: read once, compressed, asked many questions."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from support.generation import CONTEXT, SMALL, tiny_model
+from support.tiny import prompt_ids
+
+from kvbench import compress
+from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.fork import prompt_name
+from kvbench.engine.generate import run_forks
+from kvbench.engine.live_cache import UnsupportedGeneration
+from kvbench.engine.loading import local_path
+from kvbench.engine.stopping import Stopping
+from kvbench.kv import Budget
+from kvbench.methods import build_method
+
+QUESTIONS = [prompt_ids(90)[60:], prompt_ids(40)[30:], prompt_ids(90)[60:75]]
+
+
+def alone(model: Any, name: str, question: list[int]) -> Any:
+    """What the benchmark's own engine generates with compress_after=context."""
+    methods = {name: (build_method(name), Budget(0.25, **SMALL))}
+    with kvbench_attention_on(model):
+        where: Any = {"example_id": prompt_name(CONTEXT), "compress_after": "context"}
+        found = run_forks(model, CONTEXT, question, methods, Stopping(6), seed=0, **where)
+    assert found[name].failure is None
+    return found[name].tokens
+
+
+@pytest.mark.parametrize("name", ["exact", "topk", "h2o", "balancekv", "subgen_streaming"])
+def test_every_question_meets_the_same_cache(name: str) -> None:
+    model = tiny_model("llama")
+    expected = [alone(model, name, question) for question in QUESTIONS]
+    with compress(model, name, rate=0.25, **SMALL) as session:
+        context = session.read(CONTEXT)
+        held = context.cache_bytes
+        singly = [context.ask(question, max_new_tokens=6) for question in QUESTIONS]
+        assert singly == expected
+        assert context.ask_all(QUESTIONS, max_new_tokens=6) == expected
+        assert context.tokens == 120
+        assert context.cache_bytes == held == context._fork.cache_bytes()
+    assert context.ask(QUESTIONS[0], max_new_tokens=6) == expected[0], "outside the block, too"
+    assert model.config._attn_implementation != "kvbench"
+    if name not in ("exact", "topk"):
+        assert context.ratio < 1
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "balancekv"])
+def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> None:
+    model, options = tiny_model("llama"), {"max_new_tokens": 6, "do_sample": False}
+    first, second = QUESTIONS[:2]
+    with compress(model, name, **SMALL) as session:
+        context = session.read(CONTEXT)
+        expected = context.ask(first, max_new_tokens=6)
+        ids = torch.tensor([[*CONTEXT, *first]])
+        given = context.cache()
+        out = model.generate(ids, past_key_values=given, **options)
+        assert out[0, 150:].tolist() == expected
+        assert given.get_seq_length() == 155
+        row: Any = session.rows[-1]
+        assert (row.prompt_tokens, row.cache_bytes) == (120, context.cache_bytes)
+        assert row.cache_bytes_end >= row.cache_bytes
+        model.generate(ids, max_new_tokens=2, do_sample=False)  # another generation in between
+        held = context.cache_bytes
+        context.ask(first, max_new_tokens=6, keep=True)
+        assert (context._fork.cache_bytes() > held) == (name != "h2o"), "which evicts"
+        more = torch.cat([out, torch.tensor([second])], dim=1)
+        twin = copy.deepcopy(given)
+        out = model.generate(more, past_key_values=given, **options)
+        assert out[0, 166:].tolist() == context.ask(second, max_new_tokens=6)
+        new, mask = more[:, 155:], torch.ones_like(more)  # what is new, with the mask of all
+        again = model.generate(new, attention_mask=mask, past_key_values=twin, **options)
+        assert again[0, new.shape[1] :].tolist() == out[0, 166:].tolist()
+        stranger = tiny_model("qwen3")
+        foreign = pytest.raises(UnsupportedGeneration, match="a compressed cache of another model")
+        with foreign, compress(stranger, name, **SMALL):
+            stranger.generate(out, past_key_values=twin, **options)
+
+
+@pytest.fixture
+def shipped() -> tuple[Any, Any]:
+    """The shipped model and its tokenizer, as transformers loads them."""
+    path = local_path("asset:recall_mini")
+    model = t.AutoModelForCausalLM.from_pretrained(path, device_map="cpu").eval()
+    return model, t.AutoTokenizer.from_pretrained(path, padding_side="left")
+
+
+def test_text_is_asked_and_answered_with_a_tokenizer(shipped: Any) -> None:
+    model, tokenizer = shipped
+    lines = {"brave-otter": 41077, "calm-heron": 12903, "shy-badger": 30058}
+    text = "".join(f"line {name}: REGISTER_CONTENT is <{n}>\n" for name, n in lines.items())
+    with compress(model, "exact") as session:
+        context = session.read(text, tokenizer)
+        assert re.fullmatch(r"<kvbench context: exact, \d+ tokens, ratio 1>", repr(context))
+        ask = "Tell me what is the REGISTER_CONTENT in line {}? "
+        answers = context.ask_all([ask.format(name) for name in lines], max_new_tokens=16)
+        assert all(str(n) in answer for n, answer in zip(lines.values(), answers, strict=True))
+        cut = context.ask(ask.format("calm-heron"), max_new_tokens=16, stop=["9"])
+        assert "9" not in cut
