@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -82,15 +81,6 @@ def compressible_layers(model: PreTrainedModel) -> list[int]:
 def kv_heads(config: PreTrainedConfig) -> int:
     """KV heads of a model with this text config."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
-def gathered(value: Any, ranks: int) -> list[Any]:
-    """The values of all ranks that share a model, in their order: every one of them has to call."""
-    if ranks == 1 or not dist.is_initialized():
-        return [value]
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, value)
-    return found
 
 
 def rotary_of(model: PreTrainedModel) -> Rotary | None:

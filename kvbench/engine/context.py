@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import Cost, Fork, copies_at_once, prompt_name
+from kvbench.engine.costs import Cost
+from kvbench.engine.fork import Fork, copies_at_once, prompt_name
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.live_cache import LiveCache
 from kvbench.engine.loading import end_token_ids, model_end_ids

@@ -1,25 +1,24 @@
-"""One method's caches of all layers, what they cost, and several of them decoding together."""
+"""A fork: one method's caches of all layers, made from a shared prefill; and several forks that decode
+together."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.engine import memory
-from kvbench.engine.architecture import gathered
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache, RaggedCache, RecompressedCache
+from kvbench.engine.costs import Cost, ExactBytes, Ledger
 from kvbench.engine.faults import release_frames
+from kvbench.engine.ranks import Ranks
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
-from kvbench.errors import first_line, one_line
-from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import HeldShape, Method, allowed_entries
@@ -39,96 +38,23 @@ def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
 
 
 @dataclass
-class ExactBytes:
-    """Bytes of the exact cache of one prompt, of any length.
-
-    Attributes:
-        layers: the bytes of a token and the window, None for all tokens, of each that holds keys.
-        states: of the layers that hold none.
-    """
-
-    layers: list[tuple[int, int | None]] = field(default_factory=list)
-    states: int = 0
-
-    def at(self, tokens: int) -> int:
-        """Bytes once so many tokens have been read."""
-        held = sum(token * min(tokens, window or tokens) for token, window in self.layers)
-        return held + self.states
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What a method's cache of one prompt costs. Every record has these fields.
-
-    Attributes:
-        prompt_tokens: that were compressed.
-        capacity: entries per layer and KV head that the budget allows the method.
-        entries: held per layer and KV head after compression, mean and maximum; None, like the bytes,
-            where a failure left none.
-        cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
-        cache_bytes_end: after the last token; None before, like the next three.
-        cache_bytes_peak, cache_bytes_mean: the most, and the mean, of what is held at the end of the
-            prompt and after each step of the generation. exact_bytes_mean: of the exact cache.
-        compressed: False where the prompt is held as it is: it is within its capacity, or the method
-            keeps and stores everything so. True once entries have left while decoding.
-        compress_s: seconds of compression.
-        budget_preset: the preset that holds more than the budget, if any.
-        extras: further fields (`Method.extras`).
-    """
-
-    prompt_tokens: int
-    capacity: int
-    entries: dict[str, float] | None = None
-    cache_bytes: int | None = None
-    cache_bytes_end: int | None = None
-    cache_bytes_peak: int | None = None
-    cache_bytes_mean: float | None = None
-    exact_bytes_mean: float | None = None
-    exact_bytes: int
-    compressed: bool = False
-    compress_s: float = 0.0
-    budget_preset: str | None = None
-    extras: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def ratio(self) -> float | None:
-        """Bytes held over the bytes of the exact cache, after compression."""
-        return None if self.cache_bytes is None else self.cache_bytes / self.exact_bytes
-
-    def record(self, *, long_answer: bool = False) -> dict[str, Any]:
-        """The fields of a record, but for `prompt_tokens`; `budget_preset` only where there is one.
-
-        Args:
-            long_answer: the ratio is that of the means over the generation.
-        """
-        found = {field.name: getattr(self, field.name) for field in fields(Cost)}
-        del found["prompt_tokens"]
-        if self.budget_preset is None:
-            del found["budget_preset"]
-        found |= found.pop("extras")
-        ratio = self.ratio
-        if long_answer and self.cache_bytes_mean and self.exact_bytes_mean:
-            ratio = self.cache_bytes_mean / self.exact_bytes_mean
-        return found | {"ratio": ratio}
-
-
-@dataclass
 class Fork:
-    """One method on one prompt: its layers, its audit, its cost.
+    """One method on one prompt: what it holds, layer by layer, and the audit of that.
 
     Attributes:
         label: the method's name in this job.
+        example_id: seeds the method's draws, together with seed and layer.
         room: tokens that will be appended, if the caller knows.
-        layers: filled by the prefill, by layer index; states: of the layers that hold no keys.
-        compressible: the layers that the method compresses. shapes: of what they hold of the prompt.
+        layers: the cache of each layer that holds keys, by layer index; filled by the prefill.
+        states: the state of each layer that holds one in place of keys, by layer index.
+        compressible: the layers that the method compresses.
+        shapes: of what those layers hold of the prompt.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
-        compressed: whether the method compresses this prompt. appended: tokens fed since.
-        exact: of the prompt. exact_at: its bytes at the end of the prompt and after each step since.
-        compress_s: seconds of compression; `clocks` are still to be read, by `read_clocks`.
-        unaudited: layers whose entries are still to be counted, by `audit_prompt`.
-        after_prompt: the cost at the end of the prefill. bytes_end: at the last `audit`.
+        compressed: whether the method compresses this prompt.
+        unaudited: layers whose entries `audit_prompt` still has to count.
+        ledger: what the fork has cost so far.
         failure: what stopped this fork, if anything did; the other forks go on.
-        ranks: processes with a fork each, of their own KV heads; each makes draws of its own.
+        ranks: the processes that share the model; each has a fork of its own KV heads.
     """
 
     label: str
@@ -143,16 +69,10 @@ class Fork:
     shapes: dict[int, HeldShape] = field(default_factory=dict)
     carried: dict[str, Tensor] = field(default_factory=dict)
     compressed: bool = False
-    appended: int = 0
-    exact: ExactBytes = field(default_factory=ExactBytes)
-    exact_at: list[int] = field(default_factory=list)
-    compress_s: float = 0.0
-    clocks: list[Elapsed] = field(default_factory=list)
     unaudited: list[int] = field(default_factory=list)
-    after_prompt: Cost | None = None
-    bytes_end: int | None = None
+    ledger: Ledger = field(default_factory=Ledger)
     failure: Exception | None = None
-    ranks: int = 1
+    ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
         if self.method.whole_pass is not None:
@@ -168,11 +88,11 @@ class Fork:
         evicts = self.method.evicts and self.method.uses_budget
         return self.budget.limit(n) if evicts else None
 
-    def begin_prompt(self, n: int, ranks: int = 1) -> None:
-        """Compress the prompt of n tokens that is about to be read, unless its capacity holds all."""
-        self.ranks = ranks
-        if ranks > 1:
-            self.example_id += f"\0rank {dist.get_rank()}"
+    def begin_prompt(self, n: int, ranks: Ranks | None = None) -> None:
+        """A prompt of n tokens is about to be read: decide whether it is compressed, which it is unless
+        its capacity holds all of it."""
+        self.ranks = ranks or Ranks()
+        self.example_id = self.ranks.name_of_draws(self.example_id)
         self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
 
     @property
@@ -188,35 +108,24 @@ class Fork:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the cache: those of the prompt, which was compressed, and those fed since."""
-        assert self.after_prompt is not None, "the prompt has not been read"
-        return self.after_prompt.prompt_tokens + self.appended
-
-    def fed(self, tokens: int) -> None:
-        """Count the tokens of a step."""
-        self.appended += tokens
-        self.exact_at.append(self.exact.at(self.tokens))
-
-    def read_clocks(self) -> None:
-        """Add up the seconds of compression so far; waits for a GPU that is not done with it."""
-        self.compress_s += sum(clock.seconds for clock in self.clocks)
-        self.clocks = []
+        """Tokens read so far, of the prompt and since, whether or not their entries are still held."""
+        return self.ledger.tokens
 
     def fail(self, failure: Exception) -> None:
-        """This fork ends here; what it holds is given back, for the others to go on with."""
-        self.failure, self.bytes_end = failure, None
+        """This fork ends here; its memory is given back, for the others to go on with."""
+        self.failure = failure
+        self.ledger.bytes_end = None
         release_frames(failure)
-        for held in (self.layers, self.compressible, self.carried, self.unaudited):
-            held.clear()
+        self.layers.clear()
+        self.compressible.clear()
+        self.carried.clear()
+        self.unaudited.clear()
 
     def agree(self) -> None:
-        """Fail where any rank has, for the same reason, as ranks take every step together."""
-        if self.ranks > 1:
-            said = first_line if type(self.failure) is RuntimeError else one_line  # agreed before
-            own = None if self.failure is None else said(self.failure)
-            told = [reason for reason in gathered(own, self.ranks) if reason is not None]
-            if told and not isinstance(self.failure, BudgetExceeded):
-                self.fail(RuntimeError(min(told, key=lambda reason: "non-finite" in reason)))
+        """Fail where this fork has failed on any rank. Waits for the other ranks, which all call it."""
+        failure = self.ranks.agree_on(self.failure)
+        if failure is not None and failure is not self.failure:
+            self.fail(failure)
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
@@ -226,13 +135,14 @@ class Fork:
             states=clone_of(self.states),
             compressible=list(self.compressible),
             carried=dict(self.carried),
-            exact_at=list(self.exact_at),
+            unaudited=list(self.unaudited),
+            ledger=self.ledger.clone(),
         )
 
     def carry_to(self, device: torch.device) -> None:
-        """What the method noted at earlier layers, on the device of the next."""
-        for name, noted in self.carried.items():
-            self.carried[name] = noted.to(device)
+        """Move what the method noted at earlier layers to the device of the next layer."""
+        for name, tensor in self.carried.items():
+            self.carried[name] = tensor.to(device)
 
     def hold(
         self,
@@ -302,50 +212,52 @@ class Fork:
                 raise BudgetExceeded(self.label, layer, cache.capacity, cache.charged(counts))
 
     def end_prompt(self, n: int, exact: ExactBytes) -> None:
-        """Note what is held of the prompt's n tokens, which have been read and compressed."""
+        """The prompt's n tokens have been read and compressed: note what is held of them. Waits for the
+        other ranks."""
         self.agree()
-        self.exact, self.exact_at = exact, [exact.at(n)]
-        held: dict[str, Any] = {}
-        if self.failure is None:
-            layers = [self.layers[layer] for layer in self.compressible]
-            own = torch.cat([cache.prompt_entries.cpu() for cache in layers])
-            entries = torch.cat(gathered(own, self.ranks))
-            counts = {"mean": float(entries.float().mean()), "max": int(entries.max())}
-            held = {"entries": counts, "cache_bytes": sum(gathered(self.cache_bytes(), self.ranks))}
-            held["extras"] = self.method.extras(n, self.shapes)
-        self.after_prompt = Cost(
+        cost = Cost(
             prompt_tokens=n,
             capacity=self.budget.capacity(n) if self.method.saves_memory else n,
             exact_bytes=exact.at(n),
             compressed=self.compressed or self.method.quantize is not None,
-            **held,
         )
+        if self.failure is None:
+            own_entries = [self.layers[layer].prompt_entries.cpu() for layer in self.compressible]
+            entries = torch.cat(self.ranks.gather(torch.cat(own_entries)))
+            cost = replace(
+                cost,
+                entries={"mean": float(entries.float().mean()), "max": int(entries.max())},
+                cache_bytes=sum(self.ranks.gather(self.cache_bytes())),
+                extras=self.method.extras(n, self.shapes),
+            )
+        self.ledger.begin(cost, exact)
 
     def cost(self) -> Cost:
-        """What the cache costs, by what is known since the prefill and the last `audit`."""
-        assert self.after_prompt is not None, "the prompt has not been read"
+        """What the cache costs, by what is known since the prefill and the last `audit`. Waits for the
+        device, whose clocks it reads, and for the other ranks, which must all call it."""
+        ledger = self.ledger
         self.agree()
-        self.read_clocks()
-        cost = replace(self.after_prompt, compress_s=self.compress_s)
-        if self.bytes_end is None:
+        ledger.read_clocks()
+        cost = replace(ledger.prompt, compress_s=ledger.compress_s)
+        if ledger.bytes_end is None:
             return cost
-        n, layers = cost.prompt_tokens, [self.layers[layer] for layer in self.compressible]
-        left = any(
-            int(cache.entries().max()) < int(cache.prompt_entries.max()) + self.appended
-            for cache in layers
+        caches = [self.layers[layer] for layer in self.compressible]
+        entries_left = any(
+            int(cache.entries().max()) < int(cache.prompt_entries.max()) + ledger.appended
+            for cache in caches
         )
-        own = self.bytes_end, [cache.held_bytes() for cache in self.layers.values()]
-        ends, every = zip(*gathered(own, self.ranks), strict=True)
-        held = [layer for rank in every for layer in rank]
+        own_peaks_and_means = [cache.held_bytes() for cache in self.layers.values()]
+        of_ranks = self.ranks.gather((ledger.bytes_end, own_peaks_and_means))
         states = state_bytes(self.states)
+        _, preset = allowed_entries(self.method, self.budget, cost.prompt_tokens, len(caches))
         return replace(
             cost,
-            cache_bytes_end=sum(ends),
-            cache_bytes_peak=sum(peak for peak, _ in held) + states,
-            cache_bytes_mean=sum(mean for _, mean in held) + states,
-            exact_bytes_mean=sum(self.exact_at) / len(self.exact_at),
-            compressed=cost.compressed or left,
-            budget_preset=allowed_entries(self.method, self.budget, n, len(layers))[1],
+            cache_bytes_end=sum(bytes_end for bytes_end, _ in of_ranks),
+            cache_bytes_peak=sum(peak for _, rank in of_ranks for peak, _ in rank) + states,
+            cache_bytes_mean=sum(mean for _, rank in of_ranks for _, mean in rank) + states,
+            exact_bytes_mean=ledger.exact_bytes_mean,
+            compressed=cost.compressed or entries_left,
+            budget_preset=preset,
         )
 
     def audit(self) -> None:
@@ -356,36 +268,38 @@ class Fork:
             BudgetExceeded: a layer holds more than its capacity and the tokens since, or all layers
                 together hold more than the budget (one entry a layer of rounding).
         """
-        assert self.after_prompt is not None, "the prompt has not been read"
-        n, total = self.after_prompt.prompt_tokens, 0
+        n = self.ledger.prompt.prompt_tokens
+        total_after_prompt = 0
         for layer in self.compressible:
             cache = self.layers[layer]
-            left, found = cache.charged(cache.prompt_entries), cache.charged(cache.entries())
-            allowed = cache.capacity + 1 + self.appended
+            after_prompt = cache.charged(cache.prompt_entries)
+            now = cache.charged(cache.entries())
+            allowed = cache.capacity + 1 + self.ledger.appended
             if self.limit(n) is not None:
-                allowed = max(cache.granted, left)
-            if found > allowed:
-                raise BudgetExceeded(self.label, layer, allowed, found)
-            total += left
-        count = len(self.compressible)
-        allowed, _ = allowed_entries(self.method, self.budget, n, count)
-        if total > allowed + count:
-            raise BudgetExceeded(self.label, -1, allowed, total)
-        self.bytes_end = self.cache_bytes()
+                allowed = max(cache.granted, after_prompt)
+            if now > allowed:
+                raise BudgetExceeded(self.label, layer, allowed, now)
+            total_after_prompt += after_prompt
+        layers = len(self.compressible)
+        allowed, _ = allowed_entries(self.method, self.budget, n, layers)
+        if total_after_prompt > allowed + layers:
+            raise BudgetExceeded(self.label, -1, allowed, total_after_prompt)
+        self.ledger.bytes_end = self.cache_bytes()
 
     def cache_bytes(self) -> int:
         """Bytes held now, all layers and states."""
-        held = sum(cache.entry_bytes() for cache in self.layers.values())
-        return held + state_bytes(self.states)
+        entries = sum(cache.entry_bytes() for cache in self.layers.values())
+        return entries + state_bytes(self.states)
 
 
 def copies_at_once(forks: Sequence[Fork], most: int, device: torch.device) -> int:
-    """How many copies of all of these forks, of `most`, half of the free memory has room for."""
+    """How many copies of all of these forks half of the device's free memory holds: 1 to `most`, and
+    `most` where the free memory is not known. Waits for the other ranks, which have as many."""
     total, used = memory.total_bytes(device), memory.used_bytes(device)
     copy = sum(cache.reserved_bytes() for fork in forks for cache in fork.layers.values())
     if most == 1 or total is None or used is None or not copy:
         return most
-    fits: list[int] = gathered((total - used) // (2 * copy), forks[0].ranks)
+    fits = forks[0].ranks.gather((total - used) // (2 * copy))
     return max(1, min(most, *fits))
 
 

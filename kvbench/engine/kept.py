@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine.architecture import gathered
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.fork import Fork
 
@@ -32,7 +31,7 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
             if one.denominators is not None:
                 each = each * one.denominators[:, : one.length].cpu()
             heads += zip(held, each, strict=True)
-        every = (head for own in gathered(heads, fork.ranks) for head in own)
+        every = (head for own in fork.ranks.gather(heads) for head in own)
         positions, weights = map(list, zip(*every, strict=True))
         yield layer, pad_sequence(positions, True, -1), pad_sequence(weights, True)
 

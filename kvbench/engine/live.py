@@ -20,9 +20,11 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on, rotary_of
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.context import Context, Text, held_after_prompt
-from kvbench.engine.fork import Cost, Fork, prompt_name
+from kvbench.engine.costs import Cost
+from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
 from kvbench.engine.prefill import PrefillState
+from kvbench.engine.ranks import Ranks
 from kvbench.engine.states import is_hybrid, row_of, state_bytes, states_in
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
@@ -264,7 +266,7 @@ class Compression:
                 "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"
             )
         padding = _left_padding(mask, *tokens.shape)
-        ranks = getattr(self.model, "tp_size", None) or 1
+        ranks = Ranks.of(self.model)
         forks = []
         for row, start in zip(tokens.tolist(), padding, strict=True):
             name = prompt_name(row[start:])
@@ -325,7 +327,7 @@ class Compression:
         for fork in cache.forks:
             if fork.failure is not None:
                 raise fork.failure
-            fork.fed(count)
+            fork.ledger.count_step(count)
         if cache.steps is not None:
             cache.steps.move_on()
             cache.steps.taken += 1

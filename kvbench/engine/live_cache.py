@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench.engine.cache import GROWTH
+from kvbench.engine.costs import Cost
 from kvbench.engine.decoding import DecodeState
-from kvbench.engine.fork import Cost, Fork, ForkBatch
+from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.prefill import input_device
 from kvbench.engine.states import PassingCache, is_hybrid
 
@@ -128,7 +129,7 @@ class LiveCache(Cache):
             )
         if mask is not None and not bool(mask[:, -count:].all()):
             raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
-        taken = self.forks[0].appended % GROWTH
+        taken = self.forks[0].ledger.appended % GROWTH
         if count == 1 and taken and self.steps is not None:
             return self.steps
         self.settle()

@@ -15,7 +15,9 @@ from kvbench.engine import guard
 from kvbench.engine.architecture import compressible_layers, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.fork import ExactBytes, Fork, layer_generator
+from kvbench.engine.costs import ExactBytes
+from kvbench.engine.fork import Fork, layer_generator
+from kvbench.engine.ranks import Ranks
 from kvbench.engine.rescore import Feed, RepeatedPrompt
 from kvbench.engine.states import (
     PassingCache,
@@ -130,7 +132,7 @@ class PrefillState:
                 f"layer {layer} has a sliding window of {call.sliding_window} that the model's config "
                 "does not announce"
             )
-        ranks = max((fork.ranks for fork in self.forks), default=1)
+        ranks = max((fork.ranks.count for fork in self.forks), default=1)
         token = (key.nbytes + value.nbytes) // key.shape[2] * ranks
         self.exact.layers.append((token, call.sliding_window))
         if layer in self.order:
@@ -161,7 +163,7 @@ class PrefillState:
                 fork.audit_prompt()
             except BudgetExceeded as failure:
                 fork.fail(failure)
-            fork.read_clocks()
+            fork.ledger.read_clocks()
         return sum(clock.seconds for clock in self.clocks)
 
     def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
@@ -202,7 +204,7 @@ class PrefillState:
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
         # Work that an earlier method of the job did for both is charged to both.
-        fork.clocks += [*clocks, *charged()]
+        fork.ledger.clocks += [*clocks, *charged()]
 
     def _keep_window(self, layer: int, key: Tensor, value: Tensor, window: int | None) -> None:
         n = key.shape[2]
@@ -275,7 +277,8 @@ def prefill(
     Args:
         encoder: of the words in which a method asks for the prompt again (`Rescoring`).
     """
-    device, ranks = input_device(model), getattr(model, "tp_size", None) or 1
+    device = input_device(model)
+    ranks = Ranks.of(model)
     for fork in forks:
         fork.begin_prompt(len(ids), ranks)
     tokens = torch.tensor([list(ids)], device=device)

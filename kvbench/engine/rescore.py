@@ -62,7 +62,7 @@ class RepeatedPrompt:
                     fork.fail(failure)
             clock.stop()
             for fork in alike:
-                fork.clocks.append(clock)
+                fork.ledger.clocks.append(clock)
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
         """See `AttentionState`: copies of the states after the prompt."""

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.engine.costs import Cost
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.faults import NonFiniteLogits
-from kvbench.engine.fork import Cost, Fork, ForkBatch
+from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
 from kvbench.engine.prefill import forward, input_device, synchronize
 from kvbench.engine.sampling import GREEDY, Sampling
@@ -140,7 +141,7 @@ def _take(rows: Sequence[DecodingRow], tokens: int, chosen: Tensor, since: float
     seconds = (time.perf_counter() - since) / len(rows)
     for row, token, sound in zip(rows, chosen, finite, strict=True):
         if row.running:
-            row.fork.fed(tokens)
+            row.fork.ledger.count_step(tokens)
             row.decode_s += seconds
             row.take(token, bool(sound))
 

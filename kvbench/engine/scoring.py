@@ -134,7 +134,7 @@ def feed_continuations(
         yield first + part.start, logits[:, -len(part) :]
         begin = end
     for fork in forks:
-        fork.fed(len(fed[0]))
+        fork.ledger.count_step(len(fed[0]))
         if fork.failure is None:
             try:
                 fork.audit()

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvbench.engine import guard
 from kvbench.engine.attention import capped, signed_mean
-from kvbench.engine.fork import Cost, layer_generator
+from kvbench.engine.costs import Cost
+from kvbench.engine.fork import layer_generator
 from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all

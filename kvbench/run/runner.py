@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvbench.engine.architecture import gathered
 from kvbench.engine.faults import device_is_usable
 from kvbench.engine.limits import in_main_thread
+from kvbench.engine.ranks import Ranks
 from kvbench.errors import redact
 from kvbench.kv import KVError
 from kvbench.records.read import COMMON_FIELDS, recorded
@@ -252,7 +252,7 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
                 store.drop_failed()
             write_manifest(folder, job.manifest(label))
         done = {k: stores[k].done if stores else recorded(folders[k]) for k in folders}
-        done = gathered(done, ranks)[0]  # by the first rank, before it writes
+        done = Ranks(ranks).gather(done)[0]  # by the first rank, before it writes
         every = [
             (u, {k: job.methods[k] for k, ids in done.items() if not ids.issuperset(u.record_ids)})
             for u in units.mine

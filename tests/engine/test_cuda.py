@@ -85,7 +85,7 @@ def test_the_prefill_s_attention_tells_its_normalisers(backend, monkeypatch):
 def prefilled(model, method, batch, new):
     fork = Fork("m", method, SMALL, 0, "x", room=new)
     prefill(model, prompt_ids(72), [fork])
-    assert (fork.failure, fork.compress_s > 0) == (None, True)
+    assert (fork.failure, fork.ledger.compress_s > 0) == (None, True)
 
 
 def generated(model, method, batch, new):

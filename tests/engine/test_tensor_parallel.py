@@ -18,7 +18,7 @@ from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
 from kvbench.cli.build import build_job
-from kvbench.engine import fork
+from kvbench.engine.ranks import Ranks
 from kvbench.errors import UserError
 from kvbench.kv import keep_all
 from kvbench.methods.base import Method
@@ -66,14 +66,14 @@ def test_records_are_those_of_one_process(server: ForkServer, tmp_path: Path) ->
     hashes = {row.pop("config_hash") for runs in found for rows in runs for row in rows}
     one, two = ({rows[0]["method"]: rows for rows in runs} for runs in found)
     failed = [row["error"] for name in ("compress", "evict") for row in two.pop(name)]
-    assert failed == ["RuntimeError: AssertionError"] * 4
+    assert failed == ["RankFailure: AssertionError"] * 4
     drawn = [(a["entries"], a["cache_bytes"]) for each in (one, two) for a in each.pop("uniform")]
     assert (drawn[:2], len(hashes)) == (drawn[2:], 12)
     assert one == two
 
 
 def test_compress_counts_the_bytes_of_all_ranks(monkeypatch: Any) -> None:
-    monkeypatch.setattr(fork, "gathered", lambda own, ranks: [own] * ranks)
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, own: [own] * ranks.count)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     model, ids, found = tiny_model("llama"), torch.tensor([prompt_ids(60)]), []
     for model._tp_size in (1, 2):

@@ -14,7 +14,8 @@ from support.method_layers import attend, make_layer, rotary, run
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import ExactBytes, Fork
+from kvbench.engine.costs import ExactBytes
+from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
@@ -204,7 +205,7 @@ def test_what_is_held_while_decoding(name, options, budget, stays):
     if queries is not None:
         assert cache.held_bytes()[0] == 4 * (2 * 2 * 8 * most + 4 * 8 * queries)
     fork.end_prompt(300, ExactBytes())
-    fork.appended = 200
+    fork.ledger.appended = 200
     fork.audit()
 
 
