@@ -25,13 +25,15 @@ from kvbench.kernels.elapsed import Elapsed
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 NORMALISERS = "normalisers of the attention"
-"""In `LayerKV.shared`: of each query the log of its sum of exponentials, if the prefill tells it."""
+"""The name in `LayerKV.shared` of the logarithm of each prompt query's sum of exponentials,
+[batch, heads, n] float32; there only if the attention kernel of the prefill returns it."""
 
 ATTENTION_MASS = "attention mass"
-"""In `LayerKV.shared`, with the number of queries: see `LayerKV.attention_of_last`."""
+"""The beginning of the names in `LayerKV.shared` of what `LayerKV.attention_of_last` returns; the number
+of queries follows."""
 
 COMMON = (NORMALISERS, ATTENTION_MASS)
-"""How the names begin of what `LayerKV.once` remembers for all methods together."""
+"""`LayerKV.once` shares results whose names begin so among all methods, any other within a class."""
 
 
 class KVError(UserError, ValueError):
@@ -158,8 +160,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Shared:
-    """A tensor that `LayerKV.once` remembers, the clock of its making, and the keys, values and queries
-    of the layer that it was computed for."""
+    """A result that several methods use (`LayerKV.once`).
+
+    Attributes:
+        tensor: the result.
+        clock: of its computation.
+        of: the keys, values and queries that it was computed from.
+    """
 
     tensor: Tensor
     clock: Elapsed
@@ -178,13 +185,17 @@ class LayerKV:
         layer_index: 0-based. num_layers: how many layers of the model are compressed.
         scaling: the factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), for the models that bound their logits (Gemma 2), else None.
-        withheld: how many of the prompt's last tokens do not show their queries (their keys and
-            values are there): those that a method is then judged by. `queries` end before them.
-        shared: what `once` remembers: tensors used by several methods. used: the names of those that
-            were asked for in one method's turn. owner: that method's class.
-        output: gives a copy of what mixes the heads' outputs, [hidden, heads * head_dim]; or None.
-        rotary: the model's table: positions [p] -> cos, sin [p, width], halves repeated; or None.
-        carried: what methods noted at earlier layers of the same prompt; one for all layers.
+        withheld: how many of the prompt's last queries a method is not shown, because it will be judged
+            by them. `queries` end before them; their tokens' keys and values are there.
+        output: returns a copy of the weights that mix the heads' outputs, [hidden, heads * head_dim];
+            None where they cannot be read.
+        rotary: the model's rotary table, which maps positions [p] to cosines and sines [p, width] whose
+            two halves are equal; None where the model has none.
+        shared: results that `once` has computed for this layer, by name.
+        carried: tensors that the method noted at earlier layers of the same prompt, by name; one
+            dictionary for all layers.
+        used: names of the results that the method whose turn it is has asked `once` for.
+        owner: the class of the method whose turn it is.
     """
 
     keys: Tensor
@@ -215,26 +226,35 @@ class LayerKV:
         return self.queries.shape[1] // self.keys.shape[1]
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """``compute()``, remembered under ``name`` and the class of the method whose turn it is, so that
-        variants of a method share the work; what is `COMMON` is remembered for all methods. Like the
-        layer's own tensors it is read only."""
-        of = (self.keys, self.values, self.queries)
+        """The result of ``compute()``, computed once and kept under ``name`` for the other methods of
+        the same class, so that variants of a method share the work (`COMMON` names: for all methods).
+
+        The result must depend on the layer's tensors and ``name`` alone, and like the layer's tensors it
+        is not to be written to.
+        """
+        inputs = (self.keys, self.values, self.queries)
         if not name.startswith(COMMON):
             name = f"{self.owner}: {name}"
         if name not in self.shared:
             clock = Elapsed(self.keys.device)
-            self.shared[name] = Shared(compute(), clock.stop(), of)
-        elif any(mine is not its for mine, its in zip(of, self.shared[name].of, strict=True)):
-            return compute()  # a layer that a method made of this one, with tensors of its own
+            self.shared[name] = Shared(compute(), clock.stop(), inputs)
+        computed_from = self.shared[name].of
+        if any(ours is not theirs for ours, theirs in zip(inputs, computed_from, strict=True)):
+            # A method has made a layer of its own from this one, with other tensors.
+            return compute()
         self.used.add(name)
         return self.shared[name].tensor
 
     def charge_shared_work(self) -> Callable[[], list[Elapsed]]:
-        """Begin one method's turn. The function returned gives, after it, the clocks of the shared work
-        that the method used and an earlier one had paid for."""
-        before = set(self.shared)
+        """Begin the turn of one method.
+
+        Returns:
+            a function to be called after the turn: it returns the clocks of the shared results that the
+            method used and an earlier method had computed, so that their seconds are charged to both.
+        """
+        computed_earlier = set(self.shared)
         self.used.clear()
-        return lambda: [self.shared[name].clock for name in self.used & before]
+        return lambda: [self.shared[name].clock for name in self.used & computed_earlier]
 
     def attention_mass(self) -> Tensor:
         """Causal softmax attention every key received from all prompt queries, [batch, heads, n].
@@ -248,42 +268,49 @@ class LayerKV:
         return self.attention_of_last(self.n - self.withheld)
 
     def attention_of_last(self, count: int) -> Tensor:
-        """The same of the last `count` queries that are not withheld, [batch, heads, n] float32.
-
-        A key after the last of them received nothing.
+        """Causal softmax attention that every key received from the last `count` queries that are not
+        withheld, [batch, heads, n] float32: 0 for keys after the last of these queries.
 
         Raises:
-            KVError: when the layer does not hold that many.
+            KVError: the layer does not hold that many queries.
         """
         queries = self.queries
-        have = 0 if queries is None else queries.shape[2]
-        if queries is None or have < count:
+        available = 0 if queries is None else queries.shape[2]
+        if queries is None or available < count:
             raise KVError(
-                f"layer {self.layer_index} holds {have} prompt queries; the method needs the last "
+                f"layer {self.layer_index} holds {available} prompt queries; the method needs the last "
                 f"{count}"
             )
-        known = self.shared.get(NORMALISERS) if have == self.n else None
-        ours = known is not None and known.of[0] is self.keys and known.of[2] is queries
-        return self.once(
-            f"{ATTENTION_MASS} of {count} queries",
-            lambda: pad(
-                attention_mass(
-                    queries[:, :, have - count :],
-                    self.keys[:, :, : self.n - self.withheld],
-                    scaling=self.scaling,
-                    softcap=self.softcap,
-                    normalisers=known.tensor[:, :, have - count :] if known and ours else None,
-                ),
-                (0, self.withheld),
-            ),
-        )
+        first = available - count
+        normalisers = self._normalisers()
+
+        def compute() -> Tensor:
+            mass = attention_mass(
+                queries[:, :, first:],
+                self.keys[:, :, : self.n - self.withheld],
+                scaling=self.scaling,
+                softcap=self.softcap,
+                normalisers=None if normalisers is None else normalisers[:, :, first:],
+            )
+            return pad(mass, (0, self.withheld))
+
+        return self.once(f"{ATTENTION_MASS} of {count} queries", compute)
+
+    def _normalisers(self) -> Tensor | None:
+        """The `NORMALISERS` of this layer's queries, if the prefill returned them and this layer has all
+        of its queries and keys."""
+        known = self.shared.get(NORMALISERS)
+        if known is None or self.queries is None or self.queries.shape[2] != self.n:
+            return None
+        of_this_layer = known.of[0] is self.keys and known.of[2] is self.queries
+        return known.tensor if of_this_layer else None
 
 
 @dataclass(frozen=True)
 class CompressedKV:
-    """What the layer holds instead.
+    """What a layer holds instead of its exact keys and values.
 
-    Attention over it is ``softmax(q.k * scaling + log_weight) . v``, but for `denominators`.
+    Attention over it is ``softmax(q.k * scaling + log_weight) . v``, unless there are `denominators`.
 
     Attributes:
         keys, values: [batch, kv_heads, c, head_dim] (a method that repeats keys to query heads holds
@@ -293,14 +320,14 @@ class CompressedKV:
         positions: [batch, kv_heads, c] int64, the prompt position of each entry, -1 where it has none.
         scores: [batch, kv_heads, c] float32 that the method wants back at every decoded token
             (`Method.evict`; H2O: accumulated attention), else None.
-        keys_only: how many entries, the first ones, hold a key and no value: `values` is that much
-            shorter than `keys`. They count in the softmax's normaliser, as if their value were 0
-            (the denominator's own samples of a streaming estimator).
-        lengths: [batch, kv_heads] int64 where heads hold different numbers of entries, at the front;
-            what follows is padding (log-weight -inf) that is not held, and the budget is charged their
-            mean. None: all hold c.
-        denominators: [batch, kv_heads, c] float32, what each entry counts in the normaliser, which may
-            be negative, or None when all count 1. See
+        keys_only: the number of leading entries that hold a key and no value, so that `values` is that
+            much shorter than `keys`. They count in the softmax's denominator alone, as if their value
+            were 0 (a streaming estimator samples its denominator separately).
+        lengths: [batch, kv_heads] int64 where heads hold different numbers of entries: each head's are
+            its first ones, and what follows is padding (log-weight -inf) that is not stored. The budget
+            is charged the heads' mean. None: all heads hold c.
+        denominators: [batch, kv_heads, c] float32, the factor of each entry in the softmax's
+            denominator, which may be negative; None where all are 1. See
             `kvbench.engine.attention.signed_mean`.
         value_range: two tensors [batch, kv_heads, head_dim], the least and the largest value of each
             channel of the prompt, to which outputs are clamped; with `denominators` only.
@@ -318,12 +345,13 @@ class CompressedKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and weights as they are; positions are bookkeeping."""
-        parts = [self.keys, self.values, self.log_weights, self.denominators]
-        parts += self.value_range or ()
-        if self.lengths is not None:  # no padding, nor the log-weights that mark it
+        """Bytes of keys, values and weights as they are; positions are bookkeeping and not counted."""
+        if self.lengths is not None:
+            # Neither the padding nor the log-weights that mark it are stored.
             entry = self.keys[0, 0, :1].nbytes + self.values[0, 0, :1].nbytes
             return int(self.lengths.sum()) * entry
+        parts = [self.keys, self.values, self.log_weights, self.denominators]
+        parts += self.value_range or ()
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     @property
@@ -347,10 +375,10 @@ class CompressedKV:
 
 
 def weighted_entries(log_weights: Tensor) -> Tensor:
-    """Entries held per head, of log_weights [..., heads, c]: [..., heads] int64.
+    """Entries held per head, [..., heads] int64, of log_weights [..., heads, c].
 
-    A head's padding stands for what another head holds more; room that no head uses is held like any
-    entry.
+    A log-weight of -inf in a head that holds fewer entries than another is padding and not counted. A
+    column that is -inf in every head is stored memory, and counted.
     """
     used = (log_weights != float("-inf")).sum(-1)
     return used + (log_weights.shape[-1] - used.max())

@@ -15,17 +15,19 @@ from kvbench.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper(Method):
-    """A method that uses another one.
+    """A method that uses another method.
 
     Args:
-        of: its name. options: its options.
+        of: the name of the other method.
+        options: options of the other method.
 
     Raises:
-        KVError: unknown, wrong options, or it lacks what is needed.
+        KVError: an unknown method, wrong options, or a method that does not have what the wrapper
+            `needs`.
     """
 
     needs: ClassVar[str]
-    """What the other must implement, or a flag that it must have."""
+    """The attribute of `Method` that the other method must override: a hook, or a flag."""
 
     of: Text = "snapkv"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)

@@ -61,8 +61,14 @@ class Held:
 
 
 class HeldShape(NamedTuple):
-    """Of what a layer holds of a prompt: entries per head, `dim` and `value_dim` numbers of `itemsize`
-    bytes each."""
+    """The size of what a layer holds of a prompt after compression.
+
+    Attributes:
+        heads: KV heads.
+        entries: per head.
+        dim, value_dim: numbers of a key and of a value.
+        itemsize: bytes of a number.
+    """
 
     heads: int
     entries: int
@@ -72,7 +78,7 @@ class HeldShape(NamedTuple):
 
     @classmethod
     def of(cls, held: CompressedKV) -> HeldShape:
-        """Of what `held` holds."""
+        """The size of `held`."""
         _, heads, entries, dim = held.keys.shape
         return cls(heads, entries, dim, held.values.shape[3], held.keys.element_size())
 
@@ -98,8 +104,13 @@ class Recompression:
     inside: bool = False
 
     def stays(self, budget: Budget, prompt: int, fed: int, held: int) -> int | None:
-        """To how many entries `held` ones are compressed, after a prompt and so many tokens fed; None:
-        not now."""
+        """To how many entries a cache is compressed at this step; None: not at this step.
+
+        Args:
+            prompt: tokens of the prompt.
+            fed: tokens fed since.
+            held: entries that the cache holds now, per head.
+        """
         if self.to is None:
             full = budget.limit(prompt)
             if full is None:
@@ -380,11 +391,13 @@ class Method:
 
     @property
     def whole_pass(self) -> WholePass | None:
-        """What takes the place of `compress` and of the cache; None: nothing."""
+        """For a method that holds no cache: the rule by which it masks one pass over prompt and
+        continuation, in place of `compress`. None: the method has a `compress`."""
         return None
 
     def reading(self, budget: Budget) -> Band | None:
-        """How the method reads a stream in bounded memory; None: as it evicts, or not at all."""
+        """Which earlier tokens a token of an endless stream sees (probe `stream`). None: a method that
+        evicts reads a stream with its own cache; any other method cannot read one."""
         return None
 
 
