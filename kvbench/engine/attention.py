@@ -7,15 +7,16 @@ the `AttentionState` that travels through the model's forward as the keyword arg
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache, PreTrainedConfig
 
 from kvbench.errors import UserError
 from kvbench.kernels.decode_attention import products
@@ -85,13 +86,22 @@ class LayerCall:
         return replace(self, query=query, key=key, value=value)
 
 
-class AttentionState(Protocol):
-    """What one forward pass does with the q, k, v of each layer. One whose rows go on from states
-    (`kvbench.engine.states`) has ``past(config)``, too: their cache, the same one every time."""
+class AttentionState(ABC):
+    """What one forward pass does with the queries, keys and values of each layer.
 
+    The states are `PrefillState` and `CaptureState` (engine/prefill.py), `RepeatedPrompt` (rescore.py),
+    `ForkBatch` (fork.py) and its `DecodeState` (decoding.py), `WholePass` (scoring.py), `BandState` and
+    `EvictingState` (streams.py), and the prefill of a batch under `generate` (live.py).
+    """
+
+    @abstractmethod
     def attend(self, call: LayerCall) -> Tensor:
         """Attention output [batch, heads, t, head_dim]."""
-        ...
+
+    def past(self, config: PreTrainedConfig) -> Cache | None:
+        """For hybrid models: transformers' cache with the recurrent states that the rows go on from, the
+        same object at every call; None where the pass goes on from none."""
+        return None
 
 
 def kvbench_attention(

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.engine import memory
-from kvbench.engine.attention import LayerCall
+from kvbench.engine.attention import AttentionState, LayerCall
 from kvbench.engine.cache import LayerCache, RaggedCache, RecompressedCache
 from kvbench.engine.costs import Cost, ExactBytes, Ledger
 from kvbench.engine.faults import release_frames
@@ -303,7 +303,7 @@ def copies_at_once(forks: Sequence[Fork], most: int, device: torch.device) -> in
     return max(1, min(most, *fits))
 
 
-class ForkBatch:
+class ForkBatch(AttentionState):
     """Attention state of a pass: row i of the batch is fork ``forks[i]``.
 
     Args:
@@ -317,8 +317,9 @@ class ForkBatch:
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `AttentionState`."""
-        self._past = self._past or joined_cache(config, [fork.states for fork in self.forks])
+        """See `AttentionState`: a cache of the forks' states, which become views of it."""
+        if self._past is None:
+            self._past = joined_cache(config, [fork.states for fork in self.forks])
         return self._past
 
     def attend(self, call: LayerCall) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on, rotary_of
-from kvbench.engine.attention import LayerCall
+from kvbench.engine.attention import AttentionState, LayerCall
 from kvbench.engine.context import Context, Text, held_after_prompt
 from kvbench.engine.costs import Cost
 from kvbench.engine.fork import Fork, prompt_name
@@ -53,7 +53,7 @@ class _Turn:
         self._lock.release()
 
 
-class _BatchPrefill:
+class _BatchPrefill(AttentionState):
     """Attention state of a batch's prefill: every row is read separately, without its padding.
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.engine import guard
@@ -64,8 +64,17 @@ def layer_kv(
     rotary: Rotary | None = None,
     normalisers: Tensor | None = None,
 ) -> LayerKV:
-    """What methods are given of a layer: the `index`-th of `count`."""
-    output = getattr(call.output, "to_local", lambda: call.output)()  # of a rank: of its own heads
+    """What methods are given of a layer.
+
+    Args:
+        index: of the layer among the `count` layers that are compressed.
+        rotary: see `LayerKV.rotary`.
+        normalisers: see `kvbench.kv.NORMALISERS`.
+    """
+    output = call.output
+    if isinstance(output, DTensor):
+        # Under tensor parallelism: the weights of this rank's own heads.
+        output = output.to_local()
     layer = LayerKV(
         call.key,
         call.value,
@@ -82,18 +91,23 @@ def layer_kv(
     return layer
 
 
-class PrefillState:
-    """Attention state of the prefill: exact attention, then every fork takes its share of the layer.
+class PrefillState(AttentionState):
+    """Attention state of the prefill: exact attention, then every method compresses the layer.
 
     A method that fails or holds too much marks its own fork; the others go on.
 
     Args:
-        forks: the methods' forks; their `layers` are filled here.
+        forks: one per method; their `layers` are filled here.
         compressible: see `compressible_layers`.
         rotary: see `rotary_of`.
 
     Attributes:
-        tell: called with the label of a method before it compresses a layer.
+        order: the number of each compressible layer among these layers.
+        repeated: the pass in which the prompt is repeated, if a method asks for one.
+        exact: bytes of the exact cache of this prompt.
+        clocks: of everything that is not the exact prefill itself.
+        non_finite: counts of keys and values that are not finite, still to be read from a GPU.
+        on_compress: called with the label of a method before it compresses a layer.
     """
 
     def __init__(
@@ -109,50 +123,57 @@ class PrefillState:
         self.exact = ExactBytes()
         self.clocks: list[Elapsed] = []
         self.non_finite: dict[int, Tensor] = {}
-        self.tell: Callable[[str], None] = lambda label: None
+        self.on_compress: Callable[[str], None] = lambda label: None
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
         """See `AttentionState`: states that have seen nothing."""
-        self._past = self._past or PassingCache(config)
+        if self._past is None:
+            self._past = PassingCache(config)
         return self._past
 
     @property
     def states(self) -> States:
-        """Those after the prompt."""
+        """The recurrent states after the prompt, by layer (hybrid models)."""
         return {} if self._past is None else states_in(self._past)
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Exact attention of the layer; compression of its keys and values on the way."""
-        layer, key, value = call.layer, call.key, call.value
+        """Exact attention of the layer; then its keys and values are compressed by every method, or
+        their sliding window is kept."""
         out, normalisers = call.exact_with_normalisers()
-        clock = Elapsed(key.device)
-        if call.sliding_window is not None and layer in self.order:
+        clock = Elapsed(call.key.device)
+        if call.sliding_window is not None and call.layer in self.order:
             raise UnsupportedModel(
-                f"layer {layer} has a sliding window of {call.sliding_window} that the model's config "
-                "does not announce"
+                f"layer {call.layer} has a sliding window of {call.sliding_window} that the model's "
+                "config does not announce"
             )
         ranks = max((fork.ranks.count for fork in self.forks), default=1)
-        token = (key.nbytes + value.nbytes) // key.shape[2] * ranks
-        self.exact.layers.append((token, call.sliding_window))
-        if layer in self.order:
-            index, count = self.order[layer], len(self.order)
-            held = layer_kv(call, index, count, self.rotary, normalisers)
-            guard.check_finite(held, self.non_finite)
-            if self.repeated is not None:
-                self.repeated.held[layer] = (key, value)
-                self.repeated.layers[layer] = replace(held, queries=None, shared={})
-            for fork in self.forks:
-                if fork.failure is None and not fork.rescores:
-                    self._compress(fork, layer, held)
+        token_bytes = (call.key.nbytes + call.value.nbytes) // call.key.shape[2] * ranks
+        self.exact.layers.append((token_bytes, call.sliding_window))
+        if call.layer in self.order:
+            self._compress_layer(call, normalisers)
         else:
-            self._keep_window(layer, key, value, call.sliding_window)
+            self._keep_window(call)
         self.clocks.append(clock.stop())
         return out
 
+    def _compress_layer(self, call: LayerCall, normalisers: Tensor | None) -> None:
+        """Every method compresses the layer, but for those that are to see the prompt repeated first."""
+        kv = layer_kv(call, self.order[call.layer], len(self.order), self.rotary, normalisers)
+        guard.check_finite(kv, self.non_finite)
+        if self.repeated is not None:
+            self.repeated.held[call.layer] = (call.key, call.value)
+            self.repeated.layers[call.layer] = replace(kv, queries=None, shared={})
+        for fork in self.forks:
+            if fork.failure is None and not fork.rescores:
+                self._compress(fork, call.layer, kv)
+
     def settle(self) -> float:
-        """Read what is still on its way from a GPU: whether keys are finite, the forks' entries,
-        audited, and seconds; returns those of all compression.
+        """Wait for a GPU, and read what it has counted: whether keys and values are finite, how many
+        entries each fork holds (which is audited), and seconds.
+
+        Returns:
+            the seconds of everything that is not the exact prefill itself.
 
         Raises:
             KVError: see `guard.refuse_non_finite`.
@@ -167,7 +188,8 @@ class PrefillState:
         return sum(clock.seconds for clock in self.clocks)
 
     def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
-        """Have the prompt repeated for the methods that ask for it, and compress as they say then."""
+        """Have the model repeat the prompt for the methods that ask for it (`Method.rescoring`); then
+        these compress every layer."""
         forks = [fork for fork in self.forks if fork.rescores and fork.failure is None]
         if self.repeated is None or not forks:
             return
@@ -181,14 +203,15 @@ class PrefillState:
         self.clocks.append(clock.stop())
 
     def _compress(self, fork: Fork, layer: int, kv: LayerKV) -> None:
-        charged = kv.charge_shared_work()
-        # A prompt that does not fill its budget is not compressed; a method that evicts is asked all the
-        # same, for the scores that it goes by once the cache is full.
+        """One method compresses one layer; its fork holds the result."""
+        clocks_of_shared_work = kv.charge_shared_work()
+        # A prompt that does not fill its budget is not compressed. A method that evicts is asked all the
+        # same, for the scores by which it evicts once the cache is full.
         limit = None if fork.compressed else fork.limit(kv.n)
-        clocks = list[Elapsed]()
+        clocks: list[Elapsed] = []
         try:
             if fork.compressed or limit is not None:
-                self.tell(fork.label)
+                self.on_compress(fork.label)
                 fork.carry_to(kv.keys.device)
                 generator = layer_generator(fork.seed, fork.example_id, layer)
                 budget = fork.budget if limit is None else WHOLE
@@ -197,33 +220,46 @@ class PrefillState:
                 )
                 clocks.append(clock)
             else:
-                held, capacity = keep_all(kv), kv.n
+                held = keep_all(kv)
+                capacity = kv.n
             clock = Elapsed(kv.keys.device)
             fork.hold(layer, held, capacity, limit=limit, prompt=kv)
             clocks.append(clock.stop())
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
-        # Work that an earlier method of the job did for both is charged to both.
-        fork.ledger.clocks += [*clocks, *charged()]
+        fork.ledger.clocks += clocks
+        fork.ledger.clocks += clocks_of_shared_work()
 
-    def _keep_window(self, layer: int, key: Tensor, value: Tensor, window: int | None) -> None:
-        n = key.shape[2]
-        first = 0 if window is None else max(0, n - window)
-        key, value = key[:, :, first:], value[:, :, first:]
+    def _keep_window(self, call: LayerCall) -> None:
+        """Every fork holds the sliding window of a layer that is not compressed, or all of it."""
+        n = call.key.shape[2]
+        first = 0 if call.sliding_window is None else max(0, n - call.sliding_window)
+        key, value = call.key[:, :, first:], call.value[:, :, first:]
         if self.repeated is not None:
-            self.repeated.held[layer] = (key, value)
+            self.repeated.held[call.layer] = (key, value)
         positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
         for fork in self.forks:
             if fork.failure is None:
-                whole = CompressedKV(key, value, None, positions)
-                fork.layers[layer] = LayerCache(
-                    whole, fork.room, fork.method, capacity=n - first, window=window, active=False
+                fork.layers[call.layer] = LayerCache(
+                    CompressedKV(key, value, None, positions),
+                    fork.room,
+                    fork.method,
+                    capacity=n - first,
+                    window=call.sliding_window,
+                    active=False,
                 )
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """What a shared prefill gives: next-token logits [vocab] and its seconds without compression."""
+    """What a shared prefill returns.
+
+    Attributes:
+        logits: [vocab], of the token after the prompt.
+        prefill_s: seconds of the exact prefill, without compression.
+        exact_bytes: of the exact cache after the prompt.
+        n: tokens of the prompt.
+    """
 
     logits: Tensor
     prefill_s: float
@@ -231,7 +267,9 @@ class Prefill:
     n: int
 
 
-def forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: object) -> Tensor:
+def forward(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, state: AttentionState
+) -> Tensor:
     """Next-token logits [batch, vocab] after feeding ids [batch, t] at positions [t] (the same for
     every row) or [batch, t]."""
     return forward_rows(model, ids, positions, state, keep=1)[:, -1]
@@ -241,15 +279,16 @@ def forward_rows(
     model: PreTrainedModel,
     ids: Tensor,
     positions: Tensor,
-    state: object,
+    state: AttentionState,
     keep: int | Tensor | None = None,
 ) -> Tensor:
-    """The same with the logits after more than the last token: [batch, t, vocab] after every one of
-    them, or after the last `keep`, or after those whose indices it holds.
+    """Logits [batch, t, vocab] after feeding ids [batch, t] at positions [t] or [batch, t].
+
+    Args:
+        keep: logits of the last `keep` tokens, or of the tokens with these indices; None: of all t.
     """
     config = model.config.get_text_config()
-    makes = getattr(state, "past", None) if is_hybrid(config) else None
-    past = None if makes is None else makes(config)
+    past = state.past(config) if is_hybrid(config) else None
     with threads_of(config, ids.numel()):
         output = model(
             input_ids=ids,
@@ -303,10 +342,15 @@ def prefill(
 
 
 @dataclass
-class CaptureState:
-    """Attention state that runs exact attention and keeps q, k, v of the layers named by number."""
+class CaptureState(AttentionState):
+    """Attention state that runs exact attention and keeps queries, keys and values of some layers.
 
-    layers: dict[int, Any]
+    Attributes:
+        layers: the layers to be kept, by layer number; None until they are computed.
+        num_layers: of the model.
+    """
+
+    layers: dict[int, LayerKV | None]
     num_layers: int
     rotary: Rotary | None = None
 
@@ -331,7 +375,7 @@ class CaptureState:
 def capture_layers(
     model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]
 ) -> dict[int, LayerKV]:
-    """q, k, v after position encoding of the given layers (0-based) for one prompt.
+    """Queries, keys and values after position encoding, of the given layers (0-based), for one prompt.
 
     Raises:
         UnsupportedModel: a layer that does not exist or has a sliding window.
@@ -343,8 +387,12 @@ def capture_layers(
             raise UnsupportedModel(
                 f"layer {layer} does not exist; allowed: 0..{count - 1} (0-based)"
             )
-    if is_hybrid(config) and not set(layers) <= set(full := compressible_layers(model)):
-        raise UnsupportedModel(f"layers {list(layers)} hold no keys; allowed here, from 0: {full}")
+    if is_hybrid(config):
+        full = compressible_layers(model)
+        if not set(layers) <= set(full):
+            raise UnsupportedModel(
+                f"layers {list(layers)} hold no keys; allowed here, from 0: {full}"
+            )
     state = CaptureState(dict.fromkeys(layers), count, rotary_of(model))
     device = input_device(model)
     tokens = torch.tensor([list(ids)], device=device)

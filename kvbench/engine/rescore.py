@@ -23,7 +23,7 @@ Feed = Callable[[Sequence[int], AttentionState], object]
 
 
 @dataclass
-class RepeatedPrompt:
+class RepeatedPrompt(AttentionState):
     """Attention state of sequences that follow a prompt and join no cache; it holds the exact cache.
 
     Attributes:

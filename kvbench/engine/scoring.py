@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.architecture import kv_heads
-from kvbench.engine.attention import LayerCall, exact_attention
+from kvbench.engine.attention import AttentionState, LayerCall, exact_attention
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.graphs import StepGraphs
@@ -148,7 +148,7 @@ def repeat_last(tokens: Sequence[int], length: int) -> list[int]:
 
 
 @dataclass
-class WholePass:
+class WholePass(AttentionState):
     """Attention state of one pass over prompt and continuation, each row with a mask of its own.
 
     Attributes:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
+from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel, capped
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.estimate import shape_of
 from kvbench.engine.prefill import CaptureState, compressible_layers, forward_rows, input_device
@@ -205,7 +205,9 @@ def rotation_of(model: PreTrainedModel) -> Rotary | None:
     for positions in (torch.zeros_like(there), there):
         state = CaptureState({0: None}, 1)
         forward_rows(model, ids, positions, state, keep=1)
-        keys.append(state.layers[0].keys)
+        layer = state.layers[0]
+        assert layer is not None
+        keys.append(layer.keys)
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
     turned = rotated(keys[0], *rotation(there.to(keys[0].device)))
     apart = (turned - keys[1].float()).abs().max()
@@ -217,7 +219,7 @@ def rotation_of(model: PreTrainedModel) -> Rotary | None:
     return rotation
 
 
-class BandState:
+class BandState(AttentionState):
     """Attention state that reads a stream and holds the first `start` and the last `recent` tokens: each
     of a chunk's tokens attends to those held when it is read, and to itself.
 
@@ -294,7 +296,7 @@ class _PlacedCache(LayerCache):
         return rotated(query, *last) @ rotated(self.keys[:, :n], cos, sin).mT
 
 
-class EvictingState:
+class EvictingState(AttentionState):
     """Attention state that reads a stream and holds what a method that evicts leaves.
 
     Every token, from the first on, is added, attends, and evicts an entry once the cache is full, layer

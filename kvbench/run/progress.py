@@ -106,7 +106,7 @@ class Progress:
             labels = dict.fromkeys(fork.label for fork in getattr(state, "forks", ()))
             methods = f"{len(labels)} methods" if len(labels) > 1 else " ".join(labels)
             if isinstance(state, PrefillState):
-                state.tell = compressing
+                state.on_compress = compressing
 
         def compressing(label: str) -> None:
             where = f"{label} compresses layer {layer} of {len(layers)}"

@@ -132,7 +132,7 @@ def test_time_left_is_told_from_the_first_tokens() -> None:
     state = PrefillState(forks, [0])
     with progress.watching(model):
         model(input_ids=torch.zeros(1, 100), kvbench=state)
-        state.tell("h2o")
+        state.on_compress("h2o")
         model(input_ids=torch.zeros(2, 1), kvbench=SimpleNamespace(forks=forks))
     assert told[0] == "loading the data and the model"
     assert told[1:3] == ["1/3, 1 of 3 on disk", "1/3, prefill of 100 tokens: layer 1 of 1"]
