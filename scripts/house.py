@@ -1,4 +1,4 @@
-"""How large kvbench is: the lines of every package beside what its design has in mind, and what it imports.
+"""How large kvbench is: lines of every package beside what the design has in mind, and its imports.
 
 python scripts/house.py     (make lint prints it; it is information, and fails nothing)
 """

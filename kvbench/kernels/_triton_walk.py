@@ -54,13 +54,14 @@ def _products(
     out = tl.zeros([TILE, TILE], tl.float32)
     a_mean = tl.zeros([TILE], tl.float32)
     b_mean = tl.zeros([TILE], tl.float32)
-    a_mask = a_real[:, None]
-    b_mask = b_real[:, None]
     for start in tl.range(0, PADDED, PART, num_stages=1):
         columns = start + tl.arange(0, PART)
+        # Set anew in every round: a value that a loop carries may not change its shape.
+        a_mask = a_real[:, None]
+        b_mask = b_real[:, None]
         if SIZE != PADDED:
-            a_mask = a_real[:, None] & (columns < SIZE)[None, :]
-            b_mask = b_real[:, None] & (columns < SIZE)[None, :]
+            a_mask = a_mask & (columns < SIZE)[None, :]
+            b_mask = b_mask & (columns < SIZE)[None, :]
         x = tl.load(rows + a[:, None] * step + columns[None, :], mask=a_mask, other=0.0)
         y = tl.load(rows + b[:, None] * step + columns[None, :], mask=b_mask, other=0.0)
         if CENTRE:
@@ -267,7 +268,7 @@ def walk_options(dim: int, value_dim: int, itemsize: int) -> dict[str, Any]:
     """Compile-time constants of `walk_kernel` for these shapes: see the module's docstring.
 
     Tiles of 64 rows are the least that Hopper's wide matrix instructions take, and the fewer the
-    tiles the fewer rounds of loads. Parts of 128 bytes of a row are whole cache lines. Two stages:
+    tiles the fewer rounds of loads. Parts of 128 bytes of a row are whole cache lines. One stage:
     the products wait for the caches, not for device memory.
     """
     d, e = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))

@@ -1,20 +1,24 @@
 """Compiles the Triton kernels for GPUs that need not be there, exactly as they would be launched.
 
-    python scripts/benchmarks/compile_kernels.py 90   # sm_90; a line of JSON per kernel compiled
+    python scripts/benchmarks/compile_kernels.py 90            # sm_90: resources of the main launches
+    python scripts/benchmarks/compile_kernels.py 90 --every    # whether each dim and dtype compiles
+    python scripts/benchmarks/compile_kernels.py 90 --some     # a part of these that takes seconds
 
-The launchers run on tensors without storage under a driver that only names the target, so every
-constant, type, alignment and option is the one a launch on that GPU would have. Nothing is launched.
-`ptxas` (it comes with Triton) then reports registers and spills.
+Prints a line of JSON per kernel, or with --every and --some per launch. The launchers run on tensors
+without storage under a driver that only names the target, so every constant, type, alignment and option
+is the one a launch on that GPU would have. Nothing is launched. `ptxas` (it comes with Triton) then
+reports registers and spills.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -241,7 +245,72 @@ def variants() -> Iterator[tuple[str, int]]:
         yield name, len({kernel.hash for kernels in each for kernel in kernels})
 
 
-def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+DIMS = (64, 80, 96, 128, 256)
+"""Head dimensions of the models that kvbench's papers and tasks name; 80: OPT-2.7B, Phi-2; 96: Phi-3."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Launch = Callable[[], object]
+
+
+def every_launch() -> Iterator[tuple[str, Launch]]:
+    """Every kernel at every head dimension and dtype that it takes."""
+    of_dims: dict[str, Callable[[int, torch.dtype], object]] = {
+        "walk": lambda dim, dtype: walk(256, dim, dtype),
+        "walk of values and released centre": lambda dim, dtype: walk(
+            256, dim, dtype, counts=None, weights=None, centre="released"
+        ),
+        "decode": lambda dim, dtype: decode(32, 8, dim, dtype),
+        "decode with mass and softcap": lambda dim, dtype: decode(
+            14, 2, dim, dtype, return_mass=True, softcap=50.0
+        ),
+        "append": append,
+        "evict by attention": lambda dim, dtype: evict(dim, dtype, True),
+        "evict by age": lambda dim, dtype: evict(dim, dtype, False),
+        "mass": lambda dim, dtype: mass(16384, 32, 8, dim, dtype),
+        "mass of the last queries, softcap": lambda dim, dtype: mass(
+            64, 14, 2, dim, dtype, softcap=50.0
+        ),
+        "kcentre": lambda dim, dtype: kcentre(16384, dim, dtype),
+    }
+    for dim in DIMS:
+        for dtype in DTYPES:
+            for name, launch in of_dims.items():
+                yield f"{name} {dtype} d={dim}", partial(launch, dim, dtype)
+        # Online clusters hold float32 copies of the points.
+        yield f"first come d={dim}", partial(first_come, 256, dim=dim)
+    yield "cut", cut
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        yield f"philox {dtype}", partial(philox, dtype)
+
+
+def some_launches() -> Iterator[tuple[str, Launch]]:
+    """Of `every_launch` each kernel in bfloat16, at a dimension that is a power of two and at one that
+    is not; and the kernels that take no dimension."""
+    for name, launch in every_launch():
+        chosen = name.endswith((f"{torch.bfloat16} d=80", f"{torch.bfloat16} d=128"))
+        if chosen or " d=" not in name or name == "first come d=80":
+            yield name, launch
+
+
+def outcome(launch: Launch) -> dict[str, Any]:
+    """What `launch` compiles, in how many seconds, and the first line of why it does not."""
+    begun = time.perf_counter()
+    kernels: list[Any] = []
+    reason: BaseException | None = None
+    try:
+        kernels = compiled(launch)
+    except Exception as failure:  # noqa: BLE001 - a compiler may raise anything; all of it is told
+        reason = failure
+        while reason.__cause__ is not None:
+            reason = reason.__cause__
+    return {
+        "kernels": sorted({kernel.metadata.name for kernel in kernels}),
+        "failure": None if reason is None else " ".join(str(reason).split())[-300:],
+        "seconds": round(time.perf_counter() - begun, 2),
+    }
+
+
+def launches() -> Iterator[tuple[str, Launch]]:
+    """The main launches, whose registers and spills are watched, and the widest."""
     half, brain, full = torch.float16, torch.bfloat16, torch.float32
     yield "decode bf16 d=128", lambda: decode(32, 8, 128, brain, return_mass=True)
     yield "append bf16 d=128", lambda: append(128, brain)
@@ -263,8 +332,18 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def main() -> None:
-    capability = int(sys.argv[1])
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("capability", type=int, help="of the GPU: 80, 86, 89, 90, 100, 120")
+    parser.add_argument("--every", action="store_true", help="whether each dim and dtype compiles")
+    parser.add_argument("--some", action="store_true", help="a part of these")
+    given = parser.parse_args()
+    capability = given.capability
     driver.set_active(NamedTarget(GPUTarget("cuda", capability, 32)))
+    if given.every or given.some:
+        for name, launch in every_launch() if given.every else some_launches():
+            print(json.dumps({"launch": name, **outcome(launch)}), flush=True)
+        return
     for name, launch in launches():
         for kernel in compiled(launch):
             print(json.dumps({"launch": name, **resources(kernel)}), flush=True)

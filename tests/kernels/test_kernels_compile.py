@@ -24,17 +24,20 @@ NO_SPILLS = (
     "kcentre bf16 d=128", "philox", "evict",
 )  # fmt: skip
 """Launches whose kernels keep everything in registers, or all but a few numbers."""
+KERNELS = 16
+"""Triton kernels that there are."""
 SPILLED = 64
 """Bytes per thread, in launches other than the main ones."""
 WALK_ON_BLACKWELL = 112
 """What the walk's main launch spills at compute capability 120, as its assembler says."""
 
 
-def build(capability: int, cache: Path) -> list[dict]:
+def build(capability: int, cache: Path, *options: str) -> list[dict]:
+    """What `compile_kernels.py` prints for a GPU of this compute capability."""
     script = ROOT / "scripts" / "benchmarks" / "compile_kernels.py"
     # A process of its own: this one's triton is the interpreter.
     done = subprocess.run(
-        [sys.executable, str(script), str(capability)],
+        [sys.executable, str(script), str(capability), *options],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
@@ -62,13 +65,23 @@ def check(kernels: list[dict], capability: int) -> None:
             assert kernel["wgmma"], kernel  # Hopper's wide matrix instructions
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("chosen", ["--some", pytest.param("--every", marks=pytest.mark.slow)])
+def test_every_kernel_compiles_whatever_the_head_dimension_and_dtype(chosen, capability, tmp_path):
+    """The interpreter knows no types: what a compiler refuses (a value whose shape changes in a loop, at
+    dimensions that are no power of two) passes there."""
+    launches = build(capability, tmp_path, chosen)
+    assert [(one["launch"], one["failure"]) for one in launches if one["failure"]] == []
+    assert len({kernel for launch in launches for kernel in launch["kernels"]}) == KERNELS
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_builds(capability, tmp_path):
     told = build(capability, tmp_path)
     kernels = [kernel for kernel in told if "kernel" in kernel]
     check(kernels, capability)
-    assert len({kernel["kernel"] for kernel in kernels}) == 16
+    assert len({kernel["kernel"] for kernel in kernels}) == KERNELS
     if capability != 90:
         return
     split = next(kernel for kernel in kernels if kernel["kernel"] == "split_kernel")
