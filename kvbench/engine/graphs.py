@@ -117,21 +117,25 @@ class StepGraphs:
             tensors: all that the step reads and writes, beside the model and what they point to.
         """
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph):
-                result = step()
-        except Exception as failure:
-            # Ending a capture that went wrong raises, and then torch does not leave its stream.
-            torch.cuda.set_stream(stream)
-            if is_out_of_memory(failure):
-                self.kept.clear()
-                raise
-            self.failed = True
-            log.warning(
-                "%s decodes without CUDA graphs: %s", type(model).__name__, first_line(failure)
-            )
-            return None
+        device = next(model.parameters()).device
+        # Without a stream of the model's own GPU, torch captures on one of the first current GPU:
+        # then nothing of the step is recorded, and a replay does nothing.
+        with torch.cuda.device(device):
+            before = torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+                    result = step()
+            except Exception as failure:
+                # Ending a capture that went wrong raises, and then torch does not leave its stream.
+                torch.cuda.set_stream(before)
+                if is_out_of_memory(failure):
+                    self.kept.clear()
+                    raise
+                self.failed = True
+                log.warning(
+                    "%s decodes without CUDA graphs: %s", type(model).__name__, first_line(failure)
+                )
+                return None
 
         def replay() -> Tensor:
             graph.replay()

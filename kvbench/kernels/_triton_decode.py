@@ -186,7 +186,7 @@ def reduce_kernel(
         total = total * shrink + tl.sum(sums * weight, 0)
         result = result * shrink + tl.sum(rows * weight[:, None], 0)
         top = new_top
-    some = total > 0.0  # else no entries, or none that is not hidden
+    some = total != 0.0  # else no entries, or none that is not hidden; NaN stays NaN, as in torch
     result = tl.where(some, result / tl.where(some, total, 1.0), 0.0)
     tl.store(
         out + query_head * VALUE_DIM + columns,
@@ -311,7 +311,10 @@ def attention(
     splits = max(1, -(-longest // chunk))
     out = query.new_empty(rows, heads, value_dim)
     parts = query.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
-    tops, sums = query.new_empty(2, rows, heads, splits, dtype=torch.float32)
+    # Two allocations: of one, the second half would be aligned for some shapes only, and Triton compiles
+    # another kernel for those.
+    tops = query.new_empty(rows, heads, splits, dtype=torch.float32)
+    sums = torch.empty_like(tops)
     log_sum = query.new_empty(rows, heads, dtype=torch.float32)
     logits = log_sum if not return_mass else log_sum.new_empty(rows, heads, longest)
     split_kernel[(rows * kv_heads, splits)](

@@ -11,8 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-EXHAUSTED = 1e-7
-"""Residual of a kernel of diagonal 1 below which nothing is left to explain: float32 has no more."""
+EXHAUSTED = 1e-6
+"""Residual of a kernel of diagonal 1 up to which a token counts as explained by the pivots. The residual is
+1 less a sum of squares in float32, whose rounding (6e-8 each) differs between processors: what is left of a
+key that equals a pivot may be 2e-7."""
 
 GRAM_LIMIT = 1024
 """Sets up to this size get all their inner products at once, which is faster than pivot by pivot."""
@@ -88,7 +90,7 @@ def pivoted_cholesky(
     for step in range(steps):
         pivot = noise[step].add_(rho.log()).argmax(-1)
         residual = rho.gather(1, pivot[:, None])[:, 0]
-        more = rho.amax(-1) > EXHAUSTED
+        more = residual > 0
         if wanted is not None:
             more &= wanted > step
         column = kernel.row(pivot)
@@ -96,10 +98,11 @@ def pivoted_cholesky(
             done = factor[:, :step]
             before = done.gather(2, pivot[:, None, None].expand(-1, step, 1)).mT
             column = torch.baddbmm(column[:, None], before, done, alpha=-1)[:, 0]
-        column *= (more / residual.clamp(min=EXHAUSTED).sqrt())[:, None]
+        column *= torch.where(more, residual, torch.inf).rsqrt()[:, None]
         column *= rho > 0  # exactly nothing at the pivots before
         factor[:, step] = column
-        rho = torch.addcmul(rho, column, column, value=-1).clamp_(min=0)
+        rho = torch.addcmul(rho, column, column, value=-1)
+        rho.masked_fill_(rho <= EXHAUSTED, 0.0)  # never drawn, since its logarithm is -inf
         rho.scatter_(1, pivot[:, None], (residual * ~more)[:, None])
         pivots[:, step] = pivot * more
         found[:, step] = more

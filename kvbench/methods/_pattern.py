@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._select import group_mean, positions_between
+from kvbench.methods._select import group_mean, positions_between, top_positions
 from kvbench.methods.base import Method
 
 
@@ -46,6 +46,6 @@ class Pattern(Method):
         chosen = self.pattern(older, far - heavy).to(layer.keys.device).expand(batch, heads, -1)
         if heavy:
             mass = group_mean(layer.attention_mass(), heads)[:, :, :older].scatter(-1, chosen, -1.0)
-            chosen = torch.cat([chosen, mass.topk(heavy, dim=-1).indices], dim=-1).sort(-1).values
+            chosen = torch.cat([chosen, top_positions(mass, heavy)], dim=-1).sort(-1).values
         positions = torch.cat([chosen, positions_between(layer, older, n)], dim=-1)
         return gather_entries(layer, positions)

@@ -31,9 +31,27 @@ def group_mean(scores: Tensor, kv_heads: int) -> Tensor:
     return scores.unflatten(1, (kv_heads, -1)).mean(2)
 
 
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Which `count` of the last dimension's scores are the highest, [..., n] bool; of equal scores the
+    lower positions, on every device (`topk` orders them as it likes)."""
+    if count == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    least = scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above = scores > least
+    tied = scores == least
+    places_left = count - above.sum(-1, keepdim=True)
+    return above | (tied & (tied.cumsum(-1) <= places_left))
+
+
 def top_positions(scores: Tensor, count: int) -> Tensor:
-    """Positions of the `count` largest scores of each head, ascending: [batch, heads, count]."""
-    return scores.topk(count, dim=-1, sorted=False).indices.sort(-1).values
+    """Positions of the `count` highest scores of each head, ascending, [batch, heads, count]; of equal
+    scores the lower positions."""
+    chosen = highest(scores, count)
+    # The i-th chosen position is written to place i; what is not chosen, to one more place.
+    place = torch.where(chosen, chosen.cumsum(-1) - 1, count)
+    every = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
+    positions = every.new_zeros(*scores.shape[:-1], count + 1)
+    return positions.scatter_(-1, place, every)[..., :count]
 
 
 def best_and_recent(layer: LayerKV, scores: Tensor, count: int, recent: int) -> Tensor:

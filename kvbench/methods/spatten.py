@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._select import by_largest_remainder
+from kvbench.methods._select import by_largest_remainder, top_positions
 from kvbench.methods.base import Method
 
 IMPORTANCE, ALIVE = "importance", "alive"
@@ -73,7 +73,7 @@ class SpAtten(Method):
             alive = layer.carried[ALIVE].bool()
         count = self.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
         # Importance is never negative, so the dropped come last.
-        kept = importance.masked_fill(~alive, -1.0).topk(count, dim=-1).indices.sort(-1).values
+        kept = top_positions(importance.masked_fill(~alive, -1.0), count)
         layer.carried[IMPORTANCE] = importance
         layer.carried[ALIVE] = torch.zeros_like(alive).scatter_(-1, kept, True)
         return gather_entries(layer, kept.unsqueeze(1).expand(-1, layer.keys.shape[1], -1))

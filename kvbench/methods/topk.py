@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
-from kvbench.methods._select import group_mean
+from kvbench.methods._select import group_mean, highest
 from kvbench.methods.base import Held, Method
 
 
@@ -36,18 +36,13 @@ class TopK(Method):
         if not self.heavy_hitters:
             return held
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
-        heavy = mass.topk(budget.capacity(layer.n) // 2, dim=-1).indices
-        return replace(held, scores=torch.zeros_like(mass).scatter_(-1, heavy, 1.0))
+        return replace(held, scores=highest(mass, budget.capacity(layer.n) // 2).float())
 
     def restrict(self, held: Held, logits: Tensor) -> Tensor:
         """True for entries that are neither heavy hitters nor among the query's largest logits."""
-        kept = torch.zeros_like(logits, dtype=torch.bool)
-        free = held.capacity
-        candidates = logits
-        if held.scores is not None:
-            heavy = (held.scores > 0).unsqueeze(1).expand_as(logits)
-            kept |= heavy
-            free = held.capacity - held.capacity // 2
-            candidates = logits.masked_fill(heavy, float("-inf"))
-        top = candidates.topk(min(free, logits.shape[-1]), dim=-1, sorted=False).indices
-        return ~kept.scatter_(-1, top, True)
+        entries = logits.shape[-1]
+        if held.scores is None:
+            return ~highest(logits, min(held.capacity, entries))
+        heavy = (held.scores > 0).unsqueeze(1)
+        free = min(held.capacity - held.capacity // 2, entries)
+        return ~(heavy | highest(logits.masked_fill(heavy, float("-inf")), free))

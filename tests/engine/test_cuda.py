@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -126,6 +127,28 @@ def test_a_captured_step_serves_later_prompts(monkeypatch):
         monkeypatch.setenv("KVBENCH_KERNELS", "torch")
         assert found == answers(on_cpu, names, n, new=12)
     assert capture.call_count == 1
+
+
+@needs_pretend
+def test_a_step_is_captured_on_the_gpu_of_its_model(monkeypatch):
+    """torch captures on a stream of the first current GPU unless it is given one: nothing is recorded
+    then of a model that lies on another."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    captures, capture = [], torch.cuda.graph
+
+    def graph(graph, stream=None):
+        captures.append((stream and stream.device, torch.cuda.current_device()))
+        return capture(graph)
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
+    found = answers(model_on(last), ["exact", "snapkv"], new=12, graphs=graphs.StepGraphs())
+    assert captures == [(last, last.index)]
+    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+    assert found == answers(model_on(CPU), ["exact", "snapkv"], new=12)
 
 
 @needs_pretend

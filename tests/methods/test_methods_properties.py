@@ -23,7 +23,9 @@ from support.variants import OTHERS, VARIANTS, label
 
 from kvbench.kv import Budget, KVError
 from kvbench.methods import available_methods, build_method
+from kvbench.methods._select import top_positions
 from kvbench.methods.balancekv_needle import needle_means
+from kvbench.methods.base import Held
 
 INVARIANTS = {
     "exact": "sink window values",
@@ -499,3 +501,17 @@ def test_spatten_cascades():
         count = method.layer_capacity(budget, 100, index, layers)
         alive = set(sorted(alive, key=lambda p: -float(importance[p]))[:count])
         assert kept.positions[0].tolist() == [sorted(alive)] * 2
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.data())
+def test_of_equal_scores_the_lower_positions_are_kept(scores, data):
+    """`topk` orders ties as the device likes: what max-pooling makes equal would be chosen otherwise on
+    a GPU. Compared with a stable sort."""
+    values = torch.tensor([scores, scores[::-1]], dtype=torch.float32)
+    count = data.draw(st.integers(0, len(scores)))
+    expected = values.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(-1).values
+    assert torch.equal(top_positions(values, count), expected)
+    held = Held(None, torch.arange(len(scores)).expand(2, -1), max(count, 1), 0)
+    seen = ~build_method("topk").restrict(held, values[:, None])
+    first = values.argsort(dim=-1, descending=True, stable=True)[..., : max(count, 1)]
+    assert torch.equal(seen[:, 0], torch.zeros_like(seen[:, 0]).scatter_(-1, first, True))

@@ -1,0 +1,193 @@
+"""Each Triton kernel beside float64 on the same inputs: the section `parity` of gpu_check.py.
+
+Every check of a kernel is a function that yields figures: a name, a distance, and the limit of it. The
+references are computed on the CPU, by the definition of what the kernel computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_mass import attention_mass
+from kvbench.kernels.balanced_cut import halve
+from kvbench.kernels.balanced_walk import balanced_walk
+from kvbench.kernels.decode_attention import append_entries, entry_table, weighted_decode_attention
+from kvbench.kernels.kcentre import greedy_k_centre
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+"""Relative distance from float64 of what is rounded to a dtype; dtypes in the order of the checks."""
+IN_FLOAT32 = 1e-4
+"""Relative distance of what is computed and returned in float32 whatever the dtype of the inputs."""
+KV_HEADS = 2
+
+
+class Figure(NamedTuple):
+    """What a check measured: the distance from float64, which must not be above the limit."""
+
+    name: str
+    distance: float
+    limit: float
+
+
+def normal(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers of the CPU's generator, on a device."""
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(dtype).to(device)
+
+
+def relative_error(measured: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm of what is expected."""
+    measured, expected = measured.double().cpu(), expected.double().cpu()
+    return float((measured - expected).norm() / expected.norm())
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random queries, keys and values of one layer.
+
+    Attributes:
+        tokens, dim: of the layer.
+        group: query heads per KV head; there are `KV_HEADS` of these.
+    """
+
+    tokens: int
+    dim: int
+    group: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def scaling(self) -> float:
+        """Of the logits."""
+        return float(self.dim**-0.5)
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return KV_HEADS * self.group
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """[1, heads, tokens, dim]."""
+        return normal(self.device, self.dtype, 1, self.heads, self.tokens, self.dim)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[1, KV_HEADS, tokens, dim]."""
+        return normal(self.device, self.dtype, 1, KV_HEADS, self.tokens, self.dim, seed=1)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[1, KV_HEADS, tokens, dim]."""
+        return normal(self.device, self.dtype, 1, KV_HEADS, self.tokens, self.dim, seed=2)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} head_dim {self.dim} group {self.group}"
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.cpu().double()
+
+
+def check_mass(given: Inputs) -> Iterator[Figure]:
+    """Accumulated attention of every key."""
+    keys = _double(given.keys).repeat_interleave(given.group, 1)
+    logits = _double(given.queries) @ keys.mT * given.scaling
+    future = torch.ones(given.tokens, given.tokens, dtype=torch.bool).triu(1)
+    expected = logits.masked_fill(future, -torch.inf).softmax(-1).sum(2)
+    mass = attention_mass(given.queries, given.keys, scaling=given.scaling)
+    yield Figure("attention_mass", relative_error(mass, expected), IN_FLOAT32)
+
+
+def check_decoding(given: Inputs) -> Iterator[Figure]:
+    """A token joins a cache, and attends to it with log-weights."""
+    n, dim, group, device = given.tokens, given.dim, given.group, given.device
+    # Room for one more token, which holds something else until the token has joined.
+    keys, values = (
+        torch.cat([x[0], x[0, :, :1]], 1).contiguous() for x in (given.keys, given.values)
+    )
+    log_weights = normal(device, torch.float32, KV_HEADS, n + 1, seed=3)
+    table = entry_table([keys], [values], [log_weights])
+    lengths = torch.tensor([n], dtype=torch.int32, device=device)
+    new = normal(device, given.dtype, 1, KV_HEADS, dim, seed=4)
+    append_entries(table, lengths, new, new)
+    wrong = float((keys[:, n] != new[0]).double().mean())
+    yield Figure("append_entries (wrong entries)", wrong, 0.0)
+
+    query = normal(device, given.dtype, 1, given.heads, dim, seed=5)
+    out, mass = weighted_decode_attention(
+        query, table, lengths + 1, scaling=given.scaling, return_mass=True
+    )
+    assert mass is not None
+    grouped = _double(query[0]).view(KV_HEADS, group, dim)
+    logits = grouped @ _double(keys).mT * given.scaling + _double(log_weights)[:, None]
+    attention = logits.softmax(-1)
+    error = relative_error(out[0].view(KV_HEADS, group, dim), attention @ _double(values))
+    yield Figure("decode_attention", error, TOLERANCE[given.dtype])
+    yield Figure("decode mass", relative_error(mass[0], attention.mean(1)), IN_FLOAT32)
+
+
+def check_walk(given: Inputs) -> Iterator[Figure]:
+    """Each sign of BalanceKV's walk follows from the signs before it, where float32 can tell."""
+    b, gamma, offset = 16, 4.0, 0.025
+    n = given.tokens // b * b
+    index = torch.arange(n).view(1, 1, -1, b).expand(1, KV_HEADS, -1, b)
+    draws = torch.rand(index.shape, generator=torch.Generator().manual_seed(6))
+    index_there, draws_there = index.to(given.device), draws.to(given.device)
+    signs = balanced_walk(
+        given.keys, given.values, index_there, draws_there, gamma=gamma, offset=offset
+    ).cpu()
+    keys, values = (
+        _double(x[:, :, :n]).view(1, KV_HEADS, -1, b, given.dim) for x in (given.keys, given.values)
+    )
+    centred = keys - keys.mean(-2, keepdim=True)
+    gram = torch.exp(centred @ centred.mT * given.scaling) * (values @ values.mT + offset)
+    earlier = gram.tril(-1)
+    inner = (earlier @ (2.0 * signs.double() - 1.0)[..., None])[..., 0]
+    margin = 0.5 - gamma * inner - draws
+    size = gamma * earlier.abs().sum(-1) + 1.0
+    wrong = ((margin > 0) != signs) & (margin.abs() > 1e-4 * size)
+    yield Figure("balanced_walk (wrong signs)", float(wrong[..., 1:].double().mean()), 0.0)
+
+
+def check_cut(given: Inputs) -> Iterator[Figure]:
+    """The entries that BalanceKV's cut keeps."""
+    n, device = given.tokens, given.device
+    positive = (normal(device, torch.float32, 1, KV_HEADS, n, seed=7) > 0)[..., : n - 1]
+    order = torch.arange(n, device=device).expand(1, KV_HEADS, n).contiguous()
+    ones = torch.ones(1, KV_HEADS, n, device=device)
+    kept = halve(positive, order, ones)
+    expected = halve(positive.cpu(), order.cpu(), ones.cpu(), implementation="torch")
+    wrong = [float((x.cpu() != y).double().mean()) for x, y in zip(kept, expected, strict=True)]
+    yield Figure("cut (wrong entries)", sum(wrong), 0.0)
+
+
+def check_kcentre(given: Inputs) -> Iterator[Figure]:
+    """Every centre is the point farthest from those before it."""
+    points, count = given.keys[0], min(given.tokens // 4, 64)
+    first = torch.zeros(KV_HEADS, dtype=torch.int64, device=given.device)
+    centres = greedy_k_centre(points, count, first).cpu()
+    worst = 0.0
+    for head in range(KV_HEADS):
+        x = _double(points[head])
+        distance = (x - x[centres[head, 0]]).square().sum(1)
+        for centre in centres[head, 1:].tolist():
+            worst = max(worst, float(1 - distance[centre] / distance.max()))
+            distance = distance.minimum((x - x[centre]).square().sum(1))
+    yield Figure("kcentre (short of the farthest)", worst, TOLERANCE[given.dtype])
+
+
+CHECKS: tuple[Callable[[Inputs], Iterator[Figure]], ...] = (
+    check_decoding,
+    check_mass,
+    check_walk,
+    check_cut,
+    check_kcentre,
+)
