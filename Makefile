@@ -171,17 +171,20 @@ bench: setup ## what sharing a prefill saves, what compression costs, every kern
 	$(BIN)/python scripts/benchmarks/bench_store.py --folder .
 
 # The environment of the GPU node where there is none of ours: it may have no network.
-gpu-check: ## the first ten minutes on a GPU: right answers, honest clocks, kernels against their floors
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS)
+GPU_CHECK = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS) --only
+gpu-check: ## the first half hour on a GPU: right answers, honest clocks, kernels against their floors
+	$(GPU_CHECK) device,parity,tokens,kernels,throughput
+	$(GPU_CHECK) decoding,memory,capacity,compiled
+	$(GPU_CHECK) tests,second
 
 WHEELS = $(BIN)/pip download --quiet --only-binary=:all: --no-deps --python-version $(or $(GPU_PYTHON),3.12) \
   --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -c constraints.txt --dest .whl
 gpu-wheels: setup ## what a GPU node without a network lacks, into .whl/ (GPU_PYTHON=3.12)
 	$(WHEELS) pydantic pydantic-core annotated-types typing-inspection
-	@echo 'there: pip install --no-index --find-links .whl pydantic && python scripts/gpu_check.py'
-	$(WHEELS) hydra-core omegaconf wonderwords datasets multiprocess xxhash dill wandb rouge-score
+	@echo 'there: python3 -m pip install --no-index --find-links .whl pydantic && make gpu-check'
+	$(WHEELS) hydra-core omegaconf wonderwords datasets multiprocess xxhash dill wandb
 	$(BIN)/pip wheel --quiet --no-deps -c constraints.txt --wheel-dir .whl antlr4-python3-runtime rouge-score
-	@echo 'for the command line, too: pip install --no-index --find-links .whl hydra-core wonderwords datasets wandb'
+	@echo 'for the command line, too: python3 -m pip install --no-index --find-links .whl hydra-core wonderwords datasets wandb rouge-score'
 
 bench-kvpress: $(VENV_REFERENCES)/.ready ## six methods in kvpress and in kvbench: seconds, answers, bytes
 	OMP_NUM_THREADS=1 $(VENV_REFERENCES)/bin/python scripts/benchmarks/bench_kvpress.py $(ARGS)

@@ -3,7 +3,7 @@
     make gpu-check      # or these three, each of which takes at most ten minutes:
     python scripts/gpu_check.py --only device,parity,tokens,kernels,throughput
     python scripts/gpu_check.py --only decoding,memory,capacity,compiled
-    python scripts/gpu_check.py --only tests,second
+    python scripts/gpu_check.py --only second,tests
 
 Needs CUDA, torch, triton, transformers, scipy and pydantic; `make gpu-wheels` fetches what a node
 without a network lacks. A call runs its sections one after the other and writes

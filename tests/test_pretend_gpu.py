@@ -76,11 +76,18 @@ def test_what_is_marked_cuda_passes_on_pretend_gpus():
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) >= 12
 
 
-def gpu_check(tmp_path: Path, *arguments: str) -> tuple[int, dict, str]:
+def gpu_check(tmp_path: Path, *arguments: str, before: str = "") -> tuple[int, dict, str]:
+    """Exit status, report and output of gpu_check on two pretended GPUs.
+
+    Args:
+        before: Python that runs first, with gpu_parity imported.
+    """
     script = (
         "import runpy, sys, support.pretended\n"
         "for name in ('hydra', 'omegaconf', 'wandb', 'datasets', 'wonderwords', 'lm_eval'):\n"
         "    sys.modules[name] = None\n"  # importing one fails: not on the node
+        "sys.path.insert(0, 'scripts'); import gpu_parity\n"
+        f"{before}\n"
         "runpy.run_path('scripts/gpu_check.py', run_name='__main__')"
     )
     done = pretending("-c", script, "--small", "--out", str(tmp_path), *arguments, gpus=2)
@@ -92,33 +99,76 @@ def gpu_check(tmp_path: Path, *arguments: str) -> tuple[int, dict, str]:
     )
 
 
-@needs_tool
-def test_gpu_check_goes_through_all_its_sections(tmp_path):
-    tests = "-p support.pretended -p no:cacheprovider tests/kernels/test_kernels_cuda.py"
-    status, report, said = gpu_check(tmp_path, "--pytest", tests)
-    sections = report["sections"]
+def called(tmp_path: Path, only: str, *arguments: str) -> dict:
+    """The sections of one call of gpu_check, all of which passed."""
+    status, report, said = gpu_check(tmp_path, "--only", only, *arguments)
     assert status == 0, said
-    assert list(sections) == [
-        "device", "tests", "parity", "tokens", "kernels", "throughput", "decoding", "memory",
-        "capacity", "second", "compiled",
-    ]  # fmt: skip
-    assert all(found["passed"] for found in sections.values()), said
+    assert list(report["sections"]) == only.split(",")
+    assert all(section["passed"] for section in report["sections"].values()), said
+    assert all(section["compiling_s"] == 0 for section in report["sections"].values())
+    return report["sections"]
+
+
+@needs_tool
+def test_gpu_check_of_kernels(tmp_path):
+    sections = called(tmp_path, "device,parity,tokens,kernels,throughput")
     assert {"exact", "h2o", "balancekv", "subgen_streaming"} <= set(sections["tokens"]["methods"])
     figures = [name for name in sections["parity"] if " float16 " in name]
-    assert len(figures) == 2 * 7, "seven figures at two shapes"
+    assert len(figures) == 3 * 7, "seven figures at three shapes"
     assert set(sections["parity"][figures[0]]) == {"measured", "expected", "at_most"}
+
+
+@needs_tool
+def test_gpu_check_of_decoding(tmp_path):
+    sections = called(tmp_path, "decoding,memory,capacity,compiled")
     decoding, capacity = sections["decoding"], sections["capacity"]
     for name in METHODS:
         assert decoding[f"{name} at 100"]["prefill_peak_bytes"] > 0
         assert decoding[f"{name} at 100, batch 2"]["peak_bytes"] > 0
-        assert capacity[f"{name}: largest batch"] > 0
+        assert capacity[f"{name}: largest batch"] == 3
         if name != "exact":
             speedup = decoding[f"{name} at 100, batch 2: decode speed-up, the goal"]
             assert speedup["expected"] > 1.0
             assert set(speedup) == {"measured", "expected", "goal_at_least", "reached"}
-            assert capacity[f"{name}: largest batch over exact's"]["measured"] > 1.0
+            assert capacity[f"{name}: largest batch by bytes"] > 1
+
+
+@needs_tool
+def test_gpu_check_of_tests_and_the_second_gpu(tmp_path):
+    tests = "-p support.pretended -p no:cacheprovider tests/kernels/test_kernels_cuda.py"
+    sections = called(tmp_path, "second,tests", "--pytest", tests)
+    assert sections["second"]["captured steps"]["measured"] >= 1
     assert "all of it" not in sections["second"]["left_out"], "two GPUs"
-    assert all(found["compiling_s"] == 0 for found in sections.values()), "nothing was"
+
+
+@needs_tool
+def test_a_kernel_that_raises_leaves_the_others_to_be_checked(tmp_path):
+    status, report, said = gpu_check(
+        tmp_path, "--only", "parity", before="gpu_parity.attention_mass = None"
+    )
+    assert status == 1
+    assert "check_mass bfloat16 head_dim 128 group 2: TypeError" in said
+    figures = report["sections"]["parity"]
+    assert {"cut (wrong entries) float32 head_dim 16 group 7"} <= set(figures)
+
+
+def test_the_largest_batch_is_one_that_was_allocated(monkeypatch):
+    monkeypatch.syspath_prepend(TESTS.parent / "scripts")
+    import gpu_check as checks
+
+    for room in (1, 2, 7, 40, 100):
+        for predicted in (1, 8, 41, 100):
+            tried = []
+
+            def fits(batch, room=room, tried=tried):
+                tried.append(batch)
+                return batch <= room
+
+            largest = checks.largest_that_fits(fits, predicted)
+            assert largest in tried
+            assert largest <= min(room, predicted) <= max(largest + 1, 1.03 * largest)
+    with pytest.raises(checks.Failed, match="not even a batch of one"):
+        checks.largest_that_fits(lambda batch: False, 9)
 
 
 @needs_tool

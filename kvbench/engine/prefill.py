@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.engine import guard
-from kvbench.engine.architecture import compressible_layers, rotary_of
+from kvbench.engine.architecture import compressible_layers, kv_heads, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.costs import ExactBytes
@@ -301,6 +301,20 @@ def forward_rows(
     return output.logits
 
 
+def plan_attention(model: PreTrainedModel, tokens: int) -> None:
+    """Let a GPU's libraries choose and prepare their attention kernel for a prompt of so many tokens,
+    which they do at the first call with a length, so that no clock of a prefill holds it. Runs the
+    attention of one layer on zeros; on other devices nothing."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    for device in {parameter.device for parameter in model.parameters()}:
+        if device.type == "cuda":
+            query = torch.zeros(1, heads, tokens, dim, dtype=model.dtype, device=device)
+            key = torch.zeros(1, kv_heads(config), tokens, dim, dtype=model.dtype, device=device)
+            LayerCall(0, query, key, key, dim**-0.5).exact_with_normalisers()
+
+
 # Methods and later decoding write to their own tensors, which inference mode allows nowhere else.
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -327,6 +341,7 @@ def prefill(
         forward(model, torch.tensor([list(following)], device=device), positions, state)
 
     state = PrefillState(forks, compressible_layers(model), rotary_of(model))
+    plan_attention(model, len(ids))
     synchronize(device)
     start = time.perf_counter()
     positions = torch.arange(len(ids), device=device)

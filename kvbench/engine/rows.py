@@ -29,8 +29,7 @@ class Generation(Cost):
         tokens: new tokens, without the ending token.
         new_tokens: tokens produced, the ending token included.
         prefill_s: seconds of this prompt's own prefill; the same, like `compress_s`, for all questions
-            about one compressed prompt. On a GPU with what libraries plan for a length at its first
-            prompt, which the throughput probe has behind it when it measures.
+            about one compressed prompt.
         decode_s: seconds of the decode steps this fork took part in, divided by the rows of each
             (decoding is shared by methods and prompts; the throughput probe measures methods alone).
         failure: what stopped the fork; None if it succeeded.

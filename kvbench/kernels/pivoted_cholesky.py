@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 EXHAUSTED = 1e-6
-"""Residual of a kernel of diagonal 1 up to which a token counts as explained by the pivots. The residual is
-1 less a sum of squares in float32, whose rounding (6e-8 each) differs between processors: what is left of a
-key that equals a pivot may be 2e-7."""
+"""Residual of a kernel of diagonal 1 up to which a token counts as explained by the pivots. It is 1 less
+a sum of squares in float32, whose rounding (6e-8 each) differs between processors: of a key that is
+equal to a pivot, 2e-7 may be left."""
 
 GRAM_LIMIT = 1024
 """Sets up to this size get all their inner products at once, which is faster than pivot by pivot."""

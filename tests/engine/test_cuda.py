@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -190,3 +191,21 @@ def test_a_token_waits_for_itself_and_no_launch_is_one_row_s(
     alone, together = a_token(1, 1), a_token(1, 4)
     assert together == alone
     assert a_token(2, 4) - together <= a_layer
+
+
+@needs_pretend
+def test_a_length_is_planned_outside_the_clock_of_its_prefill(monkeypatch):
+    """A library prepares its attention kernel at the first call with a length."""
+    calls, clock = [], time.perf_counter
+    exact = LayerCall.exact_with_normalisers
+    monkeypatch.setattr(
+        LayerCall,
+        "exact_with_normalisers",
+        lambda call: calls.append((clock(), call.query.shape)) or exact(call),
+    )
+    begun = []
+    monkeypatch.setattr("kvbench.engine.prefill.synchronize", lambda _: begun.append(clock()))
+    prefilled(model_on(CUDA), build_method("snapkv"), 1, 1)
+    (planned, shape), (first, same), *_ = calls
+    assert planned < begun[0] < first
+    assert shape == same

@@ -3,6 +3,7 @@ are interpreted on the CPU at small awkward shapes, and run on CUDA at full size
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -25,7 +26,8 @@ from kvbench.kernels.decode_attention import (
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kernels.online_clusters import OnlineClusters
 
-ON_GPU = DEVICE == "cuda"
+# gpu_sanitize.sh sets the variable: under a sanitizer full shapes take hours.
+FULL_SIZE = DEVICE == "cuda" and not os.environ.get("KVBENCH_SMALL_SHAPES")
 FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
 both = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
@@ -129,7 +131,7 @@ FULL_WALKS = [
 
 
 @both
-@pytest.mark.parametrize("shape", WALKS + (FULL_WALKS if ON_GPU else []), ids=str)
+@pytest.mark.parametrize("shape", WALKS + (FULL_WALKS if FULL_SIZE else []), ids=str)
 def test_walk(shape, how):
     check_walk(how, *walk_inputs(*shape, seed=shape[2]))
 
@@ -244,7 +246,7 @@ FULL_DECODE = [
     ("dtype", "softcap", "weighted"),
     [(FLOAT, None, True), (FLOAT, 3.0, False), (BRAIN, 3.0, True), (HALF, None, True)],
 )
-@pytest.mark.parametrize("shape", DECODE + (FULL_DECODE if ON_GPU else []), ids=str)
+@pytest.mark.parametrize("shape", DECODE + (FULL_DECODE if FULL_SIZE else []), ids=str)
 def test_decode(shape, dtype, softcap, weighted, how):
     query, keys, values, weights = draw(*shape, dtype=dtype, weighted=weighted)
     lengths, options = shape[4], {"scaling": shape[2] ** -0.5, "softcap": softcap}
@@ -408,7 +410,7 @@ FULL_MASS = [(1, 8, 2, 5000, 5000, 128, BRAIN, 2.0)]
 
 @both
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("shape", MASS + (FULL_MASS if ON_GPU else []), ids=str)
+@pytest.mark.parametrize("shape", MASS + (FULL_MASS if FULL_SIZE else []), ids=str)
 def test_mass(shape, known, how, monkeypatch):
     *_, m, n, dim, dtype, softcap = shape
     g, (batch, heads, kv_heads) = generator(m * n), shape[:3]
@@ -460,7 +462,7 @@ def test_mass_of_a_window_over_shared_out_keys(monkeypatch):
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="full size: needs CUDA")
+@pytest.mark.skipif(not FULL_SIZE, reason="full size: needs CUDA")
 def test_mass_at_128k_fits_where_a_matrix_would_not():
     torch.cuda.reset_peak_memory_stats()
     queries = torch.randn(1, 2, 131072, 128, device="cuda", dtype=torch.bfloat16)
@@ -510,7 +512,7 @@ CENTRES = [
 
 @both
 @pytest.mark.parametrize(
-    "case", CENTRES + ([(8, 16384, 128, 4000, BRAIN, "spread")] if ON_GPU else []), ids=str
+    "case", CENTRES + ([(8, 16384, 128, 4000, BRAIN, "spread")] if FULL_SIZE else []), ids=str
 )
 def test_kcentre(case, how):
     batch, n, dim, count, dtype, kind = case
