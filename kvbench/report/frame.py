@@ -5,7 +5,8 @@ record field that splits the examples, "dataset" as a rule, and ``value`` one of
 over datasets, each counting alike; ``mean``, ``low``, ``high`` the number with its 95 % interval, in the
 score's own unit, ``p`` that of no difference; ``n`` the examples it is of and ``expected`` those that
 any variant was given; ``mark`` words: "best" of the compressed methods at its rate, "tied" (not shown to
-differ from it), "worse" (shown to be), "few" (too few prompts to say), "incomplete"; ``failures`` a text
+differ from it), "worse" and "better" (shown to be), "few" (too few prompts to say), "incomplete";
+``failures`` a text
 such as "2 oom". A total alone has the first four.
 """
 
@@ -22,6 +23,7 @@ import pandas as pd
 
 from kvbench.report.experiment import PROMPT, Group, as_text, natural_order
 from kvbench.report.stats import (
+    FEWEST,
     NOTHING,
     Array,
     Estimate,
@@ -30,6 +32,7 @@ from kvbench.report.stats import (
     Scores,
     compared,
     differences,
+    largest_scores,
     mean_intervals,
     standing,
 )
@@ -62,12 +65,32 @@ def tidy(group: Group) -> pd.DataFrame:
 
 @lru_cache(maxsize=16)
 def comparisons(group: Group) -> dict[Pair, Estimate]:
-    """What a table says about differences, in one family: every pair of variants that compete with each
-    other, and of every variant and its exact one, over all datasets."""
-    pairs = [pair for peers in group.peers for pair in itertools.combinations(peers, 2)]
-    bases = {i: group.baseline[label] for i, label in enumerate(group.labels)}
-    pairs += [(i, group.labels.index(base)) for i, base in bases.items() if base is not None]
-    return compared(strata_of(group), pairs, fraction=group.percent)
+    """What a table says about differences over all datasets (`compared_strata`). A family is what stands
+    at one rate: every pair of variants that compete with each other there, and every such variant with
+    its exact one; and what is at no rate."""
+    strata = compared_strata(group)
+    bases = {
+        i: group.labels.index(base)
+        for i, label in enumerate(group.labels)
+        if (base := group.baseline[label]) is not None
+    }
+    at_rates = [[*peers] for peers in group.peers]
+    elsewhere = set(bases).difference(*at_rates)
+    tests: dict[Pair, Estimate] = {}
+    for peers in at_rates:
+        pairs = [*itertools.combinations(peers, 2), *((i, bases[i]) for i in peers if i in bases)]
+        tests |= compared(strata, pairs, fraction=group.percent)
+    pairs = [(i, bases[i]) for i in sorted(elsewhere)]
+    return tests | compared(strata, pairs, fraction=group.percent)
+
+
+def compared_strata(group: Group) -> list[Scores]:
+    """The datasets that differences are averaged over: those of `FEWEST` prompts or more, if there are
+    any; all others. An average counts each dataset alike, so that of a few prompts of one its error
+    would be most of the average's, and hide what the others show."""
+    strata = strata_of(group)
+    large = [one for one in strata if len(set(one.units)) >= FEWEST]
+    return large or strata
 
 
 def scores(
@@ -108,7 +131,9 @@ def costs(group: Group) -> pd.DataFrame:
     for variant in group.variants:
         good = group.good[group.good["variant"] == variant.label]
         whole = good["compressed"].eq(False) & good["saves_memory"].eq(True)
-        values = {key: getattr(good[of], how)() for key, (of, how) in COSTS.items()}
+        # A field that the run's version did not measure yet is not known.
+        measured = good.reindex(columns=[*good, *{of for of, _ in COSTS.values()} - set(good)])
+        values = {key: getattr(measured[of], how)() for key, (of, how) in COSTS.items()}
         for key, value in {**values, "uncompressed": whole.sum()}.items():
             about = {"measure": key, "by": "", "value": "", "unit": "", "mean": float(value)}
             rows.append(_named(group, variant.label) | about | {"n": len(good)})
@@ -135,7 +160,8 @@ def _rows(group: Group, strata: Sequence[Scores], total: bool) -> list[dict[str,
             marks |= standing(strata, peers, tests, lower=group.meta.lower_is_better)
     else:
         paired = [one.stratum(one.values - one.values[:, base]) for one in strata]
-        changes = differences(paired, fraction=group.percent)
+        reach = largest_scores(strata, list(enumerate(base)))
+        changes = differences(paired, fraction=group.percent, reach=reach)
     rows = []
     for i, label in enumerate(labels):
         failures: Counter[str] = Counter()

@@ -31,6 +31,10 @@ LEVEL = 0.95
 ALPHA = 1 - LEVEL
 FEWEST = 10
 """Units (prompts); of fewer nothing is said about a difference."""
+MOST_LACKING = 0.1
+"""Share of a dataset's examples that a variant may lack and be the best."""
+FARTHEST = 1.5
+"""Distance of the units added to a sample without bounds, over that of its farthest one (`_moments`)."""
 DRAWS = 10_000
 _Z = float(ndtri((1 + LEVEL) / 2))
 
@@ -115,24 +119,35 @@ class _Moments(NamedTuple):
 
 
 def _moments(strata: Sequence[Stratum], ends: tuple[ArrayLike, ArrayLike] | None) -> _Moments:
-    """Nothing is pooled: each stratum has the variance of its own units and of two more, one at either
-    of `ends` (None: of its own alone), as in Agresti and Caffo's (2000) and Bonett and Price's (2012)
-    intervals: of x right answers (x + 1) / (n + 2). So a stratum whose few units happen to agree is not
-    taken for one without variance."""
+    """Nothing is pooled: each stratum has the variance of its own units and of two more, as in Agresti
+    and Caffo's (2000) and Bonett and Price's (2012) intervals: of x right answers (x + 1) / (n + 2). So
+    a stratum whose few units happen to agree is not taken for one without variance, nor one that has
+    not shown its rare large losses for one that has none.
+
+    Args:
+        ends: where the two units lie, the bounds of what is measured. None, without bounds: on either
+            side of the stratum's mean, `FARTHEST` times as far as its farthest unit (of units that are
+            all equal: as their distance from 0). Of skewed samples a tail is then not taken to end with
+            the farthest unit seen; of normal ones this is conservative, by 20 to 40 % of the width.
+    """
     parts = []
     for stratum in strata:
         known, mean = stratum.counts > 0, stratum.mean
         n = known.sum(0).astype(float)
         residuals = (stratum.sums - mean * stratum.counts) * ratio(n, stratum.counts.sum(0))
         squares = np.square(np.where(known, residuals, 0.0)).sum(0)
-        smoothed, freedom = mean, np.maximum(n - 1, 0 if ends is None else 1)
-        variance = ratio(squares, n - 1)
-        if ends is not None:
+        if ends is None:
+            units = np.where(known, ratio(stratum.sums, stratum.counts), mean)
+            distance = np.abs(units - mean).max(0, initial=0.0)
+            all_equal = distance <= 1e-9 * np.abs(mean)
+            distance = FARTHEST * np.where(all_equal, np.abs(mean), distance)
+            low, high = mean - distance, mean + distance
+        else:
             low, high = (np.asarray(end, dtype=float) for end in ends)
-            smoothed = (n * mean + low + high) / (n + 2)
-            about = np.square(low - smoothed) + np.square(high - smoothed)
-            variance = (squares + n * np.square(mean - smoothed) + about) / (n + 2)
-        parts.append((mean, ratio(variance, n), freedom, smoothed, n))
+        smoothed = (n * mean + low + high) / (n + 2)
+        about = np.square(low - smoothed) + np.square(high - smoothed)
+        variance = (squares + n * np.square(mean - smoothed) + about) / (n + 2)
+        parts.append((mean, ratio(variance, n), np.maximum(n - 1, 1), smoothed, n))
     mean, variance, freedom, smoothed, n = (np.array(part) for part in zip(*parts, strict=True))
     total = variance.sum(0)
     found = ratio(
@@ -209,24 +224,26 @@ ALONE = independent()
 
 
 def differences(
-    strata: Sequence[Stratum], *, fraction: bool, family: Array = ALONE
+    strata: Sequence[Stratum],
+    *,
+    fraction: bool,
+    family: Array = ALONE,
+    reach: ArrayLike = 1.0,
 ) -> list[Estimate]:
     """The mean paired difference of each column, its interval and p; none (NaN) below two units.
 
-    Student's t with Satterthwaite's degrees of freedom. In units of a fraction the two units that are
-    added to each stratum differ by as much as those seen that do (their root mean square), up and down:
-    by 1 where answers are right or wrong, and where all are alike.
+    Student's t with Satterthwaite's degrees of freedom and, in each stratum, two more units: see
+    `_moments`. This is conservative where scores are partial credit.
 
     Args:
+        fraction: whether scores are in [0, 1].
         family: the largest |z| of the tests that stand in one table (`together`, `independent`): all
             their intervals hold the truth, and no equal pair has p below 5 %, in 95 of 100 tables.
+        reach: how far apart two scores of a fraction may be, of each column: where two units more are
+            added, up and down. An answer may fail that usually does not, and then loses all that it has
+            (`compared`: the largest score seen).
     """
-    ends = None
-    if fraction:
-        each = np.nan_to_num(np.concatenate([ratio(part.sums, part.counts) for part in strata]))
-        typical = np.sqrt(ratio(np.square(each).sum(0), (each != 0).sum(0)))
-        typical = np.where(np.isnan(typical), 1.0, typical)
-        ends = -typical, typical
+    ends = (-np.asarray(reach, dtype=float), np.asarray(reach, dtype=float)) if fraction else None
     found = _moments(strata, ends)
     error = np.sqrt(found.variance)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -274,49 +291,92 @@ def compared(
         return {}
     first, second = np.array(pairs).T
     parts = [one.stratum(one.values[:, first] - one.values[:, second]) for one in strata]
-    found = differences(parts, fraction=fraction, family=together(strata, pairs))
+    family = together(strata, pairs)
+    reach = largest_scores(strata, pairs)
+    found = differences(parts, fraction=fraction, family=family, reach=reach)
     return dict(zip(pairs, found, strict=True))
+
+
+def largest_scores(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
+    """The largest score of either variant of each pair, which the other can lose at most; 1 where every
+    score is 0."""
+    largest = np.max([np.nan_to_num(one.values).max(0, initial=0.0) for one in strata], axis=0)
+    first, second = np.array(pairs).T
+    reach = np.maximum(largest[first], largest[second])
+    return np.where(reach > 0, reach, 1.0)
 
 
 def standing(
     strata: Sequence[Scores], peers: Sequence[int], tests: Mapping[Pair, Estimate], *, lower: bool
 ) -> dict[int, str]:
     """How the variants `peers`, which compete with each other, stand over these datasets, by number:
-    "best", "worse" (shown to be), "tied" (neither), or "few": not enough units to say.
+    "best", "worse" or "better" than the best (shown to be), "tied" (neither), or "few": not enough units
+    to say.
 
-    The best has the best mean. Means over different examples cannot be ranked: variants that lack
-    a score are passed over where another has them all, and where each lacks some, the examples that all
-    scored decide. Where every mean is 0 there is no best. Another variant is shown to be worse where its
-    p against a best one is below 5 % and the difference is to its disadvantage.
+    The best has the best mean over the examples that all scored (`_rankable`). Where every mean is 0
+    there is no best. Another variant is shown to be worse, or better, where its p against a best one is
+    below 5 %; better is possible for a variant that was left out of the ranking, or by examples that
+    others did not score.
 
     Args:
         tests: of `compared`, with every pair of `peers`. lower: whether lower scores are better.
     """
     sign = -1.0 if lower else 1.0
     scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
-    ranked = [i for i in scored if not any(np.isnan(one.values[:, i]).any() for one in strata)]
-    ranked = ranked or scored
-    each = [one.values[:, ranked] for one in strata]
-    known = [values[~np.isnan(values).any(axis=1)] for values in each]
-    if len(scored) < 2 or not known or not all(map(len, known)):
+    ranked = _rankable(strata, scored)
+    if len(scored) < 2 or not ranked:
         return {}
-    means = sign * np.mean([values.mean(0) for values in known], axis=0)
+    common = [one.values[_scored_by(one, ranked)][:, ranked] for one in strata]
+    means = sign * np.mean([values.mean(0) for values in common], axis=0)
     if not means.any():
         return {}
     top = float(means.max())
     best = {i for i, x in zip(ranked, means, strict=True) if math.isclose(x, top, rel_tol=1e-9)}
     marks = dict.fromkeys(best, "best")
-    for (first, second), found in tests.items():
-        for winner, other, gain in ((first, second, found.value), (second, first, -found.value)):
-            if winner not in best or other in best or other not in scored or math.isnan(gain):
-                continue
-            common = [~np.isnan(one.values[:, [winner, other]]).any(1) for one in strata]
-            units = [len(set(one.units[both])) for one, both in zip(strata, common, strict=True)]
-            if sum(units) < FEWEST:
-                marks[other] = "few"
-            elif marks.get(other) != "worse":
-                marks[other] = "worse" if found.p < ALPHA and sign * gain > 0 else "tied"
+    for other in (i for i in scored if i not in best):
+        against = [_against(strata, winner, other, tests, sign) for winner in sorted(best)]
+        told = [mark for mark in ("few", "worse", "better", "tied") if mark in against]
+        if told:
+            marks[other] = told[0]
     return marks
+
+
+def _scored_by(scores: Scores, variants: Sequence[int]) -> Flags:
+    """The pairs of (seed, example) that all of these variants scored."""
+    return np.asarray(~np.isnan(scores.values[:, variants]).any(axis=1))
+
+
+def _rankable(strata: Sequence[Scores], scored: Sequence[int]) -> list[int]:
+    """The variants that may be best: those that lack at most one in ten of every dataset's examples,
+    since a method that fails where it is hard has a good mean over the rest; all if there are none."""
+    nearly_all = [
+        i
+        for i in scored
+        if all(np.isnan(one.values[:, i]).mean() <= MOST_LACKING for one in strata)
+    ]
+    ranked = nearly_all or list(scored)
+    return ranked if all(_scored_by(one, ranked).any() for one in strata) else []
+
+
+def _against(
+    strata: Sequence[Scores],
+    winner: int,
+    other: int,
+    tests: Mapping[Pair, Estimate],
+    sign: float,
+) -> str:
+    """How `other` stands to `winner`: see `standing`; empty where nothing is known."""
+    turned = (winner, other) not in tests
+    found = tests.get((other, winner) if turned else (winner, other), NOTHING)
+    if math.isnan(found.value):
+        return ""
+    both = [_scored_by(one, [winner, other]) for one in strata]
+    if sum(len(set(one.units[rows])) for one, rows in zip(strata, both, strict=True)) < FEWEST:
+        return "few"
+    if not found.p < ALPHA:
+        return "tied"
+    lead = -sign * found.value if turned else sign * found.value
+    return "worse" if lead > 0 else "better"
 
 
 def median_of(values: pd.Series) -> Estimate:

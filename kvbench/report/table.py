@@ -11,11 +11,13 @@ from typing import Any
 import pandas as pd
 
 MISSING = "–"
-MARKS = {"incomplete": "†", "tied": "≈", "beyond": "‡", "untold": "?"}
+MARKS = {"incomplete": "†", "tied": "≈", "better": "▲", "beyond": "‡", "untold": "?"}
 """The sign of a mark behind a value; "best" and "shown" set it in bold, others are for files."""
 LEGEND = {
     "best": "Bold: the best mean of the compressed methods at its rate.",
     "tied": "≈: not shown to differ from the best.",
+    "better": "▲: shown better than the bold one, over the examples that both scored.",
+    "worse": "No mark: shown worse than the best.",
     "few": "Of fewer than ten prompts nothing is said about differences.",
     "incomplete": "† some examples failed or are missing: the mean is over the others, a difference over"
     " the examples that both scored.",
@@ -25,10 +27,9 @@ LEGEND = {
 }
 INTERVAL = "[low, high] is a 95 % interval over examples as a sample of all such examples."
 TOGETHER = (
-    "Differences to the exact cache and between compressed methods of a rate are one family: in 95 of"
-    " 100 tables all their intervals hold. A difference is shown where its interval excludes 0, which"
-    " is where p, adjusted for the family, is below 0.05; methods without a mark are shown worse than"
-    " the best."
+    "Differences at one rate, between compressed methods and to the exact cache, are one family: in 95"
+    " of 100 tables all their intervals hold the truth. A difference is shown where its interval"
+    " excludes 0, which is where p, adjusted for all pairs of the rate, is below 0.05."
 )
 
 

@@ -16,6 +16,7 @@ from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
 from kvbench.report.frame import (
     AVERAGE,
     COSTS,
+    compared_strata,
     comparisons,
     failures_of,
     failures_text,
@@ -102,13 +103,12 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
             name = key.removesuffix("_mean").replace("_", " ")
             columns.append(Column(key, name, whole if name == "entries" else number))
     columns += [Column("failures", "failed")] * bool(table["failures"].any()) + [Column("scored")]
-    few = [LEGEND["few"]] * bool(0 < total["units"].max() < FEWEST)  # of one method, too
     return Table(
         f"{group.task}-{group.model}",
         f"{group.task} on {group.model}: score{unit_text(unit)}",
         table,
         tuple(columns),
-        tuple(dict.fromkeys((INTERVAL, TOGETHER, *few, *legend(table), *_notes(group)))),
+        tuple(dict.fromkeys([*_interval_notes(group, table), *legend(table), *_notes(group)])),
         in_percent(frame[frame["by"].isin(["dataset", ""])]),
     )
 
@@ -121,11 +121,28 @@ def split_table(group: Group, frame: pd.DataFrame, by: str) -> Table:
     return replace(table, data=in_percent(frame[frame["by"] == by]))
 
 
+def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
+    """What the intervals of a score table say, of those that it has."""
+    if table["total_low"].notna().any():
+        yield INTERVAL
+    units = totals(scores(group))["units"].max()
+    if 0 < units < FEWEST:
+        yield LEGEND["few"]
+    elif comparisons(group):
+        yield TOGETHER
+        used, every = len(compared_strata(group)), len(strata_of(group))
+        if used < every:
+            yield (
+                f"Differences and marks are of the {used} datasets of ten prompts or more: in an average"
+                f" that counts each alike, the few prompts of the other {every - used} hide the rest."
+            )
+
+
 def _notes(group: Group) -> Iterator[str]:
     """What to keep in mind about a group's examples."""
     if group.baseline_name:
         yield f"Δ is the paired difference to {group.baseline_name}, over examples that both scored."
-    elif not group.meta.lower_is_better:
+    elif group.compressed and not group.meta.lower_is_better:
         yield "The exact cache was not run: add exact to the methods for differences to it."
     whole = group.good["compressed"].eq(False) & group.good["saves_memory"].eq(True)
     if whole.any():
@@ -217,7 +234,7 @@ def _splits(group: Group, fields: Sequence[str]) -> list[Table]:
 def pairs_table(group: Group, frame: pd.DataFrame) -> Table | None:
     """Every pair of compressed variants of the same rate, the better one first: can their difference be
     told from chance. Of many, readers see those with the best."""
-    total, strata = totals(frame)["mean"], strata_of(group)
+    total, strata = totals(frame)["mean"], compared_strata(group)
     sign = -1.0 if group.meta.lower_is_better else 1.0
     rows: list[dict[str, Any]] = []
     for peers in group.peers:
@@ -432,7 +449,7 @@ def verdict(group: Group, frame: pd.DataFrame) -> str:
         mine = mine.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
         if mine.empty:
             continue
-        marked: dict[str, list[str]] = {"best": [], "tied": [], "worse": []}
+        marked: dict[str, list[str]] = {"best": [], "tied": [], "better": [], "worse": []}
         for label, marks in mine["mark"].items():
             for word in set(marks.split()) & set(marked):
                 marked[word].append(str(label))
@@ -449,7 +466,8 @@ def verdict(group: Group, frame: pd.DataFrame) -> str:
             low, value, high = (signed(change[key][first]) for key in ("low", "mean", "high"))
             line += f", {value} [{low}, {high}] to {group.baseline_name or BASELINE}"
         alike = [label for label in marked["best"] if label != first] + marked["tied"]
-        for word, labels in (("not shown to differ", alike), ("shown worse", marked["worse"])):
+        shown = ("shown better", marked["better"]), ("not shown to differ", alike)
+        for word, labels in (*shown, ("shown worse", marked["worse"])):
             some = [names[label] for label in labels[:_NAMES]]
             more = f" and {len(labels) - _NAMES} more" * (len(labels) > _NAMES)
             line += f"; {word}: {', '.join(some)}{more}" * bool(some)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm
+from scipy.stats import binom, norm
 
 from kvbench.report.stats import (
     ALPHA,
@@ -84,8 +84,10 @@ def figures(studies: int, sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
     yield from interval_figures(studies, sizes)
     yield from difference_figures(studies, sizes)
     yield from unequal_figures(studies)
+    yield from skewed_figures(studies, sizes)
     yield from p_figures(studies, sizes)
     yield from mark_figures(studies // 2, sizes)
+    yield from power_figures(studies // 2)
     yield from margin_figures(studies)
 
 
@@ -161,6 +163,66 @@ def unequal_figures(studies: int) -> Iterator[Figure]:
         found = differences([_stratum(values) for values in strata], fraction=True)
         name = f"average of 13 datasets, {lost:.0%} lost in the smallest four"
         yield Figure(name, _coverage(found, -float(np.mean(down))), 0.95)
+
+
+def skewed_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
+    """Coverage where few units carry most of the mean: rare large losses beside small differences, and
+    long tails; and how often a claim about such a difference holds although it is at its edge."""
+    rng = np.random.default_rng(8)
+    for small in (2, 3, 5):
+        strata = [_signs(rng, small, studies, 0.0, 0.1)]
+        strata += [rng.uniform(-0.02, 0.02, (n, studies)) for n in (100, 200, 200)]
+        found = differences([_stratum(values) for values in strata], fraction=True)
+        name = f"average of 3 datasets within ±.02 and one of {small} that loses 1 in 10 %"
+        yield Figure(name, _coverage(found, -0.1 / 4), 0.90)
+    for n in (size for size in sizes if 10 <= size <= 50):
+        values = np.where(rng.random((n, studies)) < 0.03, -1.0, 0.05)
+        found = differences([_stratum(values)], fraction=True)
+        name = f"differences of .05 with 3 % losses of 1, n = {n}"
+        yield Figure(name, _coverage(found, 0.97 * 0.05 - 0.03), 0.90)
+    for n in (size for size in sizes if size >= 10):
+        errors = rng.lognormal(0, 1, (n, studies))
+        found = mean_intervals([_stratum(errors)], fraction=False)
+        name = f"means of log-normal errors of sigma 1, n = {n}"
+        yield Figure(name, _coverage(found, float(np.exp(0.5))), 0.90)
+        edge = rng.lognormal(0, 1, (n, studies)) - float(np.exp(0.5))
+        claimed = np.mean([one.high < 0 for one in differences([_stratum(edge)], fraction=False)])
+        name = f"a claim below 0 holds of skewed differences of mean 0, n = {n}"
+        yield Figure(name, float(claimed), 0.10, most=True)
+
+
+def power_figures(studies: int) -> Iterator[Figure]:
+    """How often the one worse method of eight is marked, beside McNemar's exact tests of the best and
+    each other method with Holm's adjustment, which pays nothing for the choice of the best."""
+    rng = np.random.default_rng(9)
+    for n in (12, 30, 50, 100):
+        for loss in (0.2, 0.3, 0.5):
+            marked = by_holm = 0
+            for _ in range(studies):
+                scores = answers(rng, n, [0.7] * METHODS + [0.7 - loss], 0.5)
+                marked += METHODS in worse(scores)
+                by_holm += METHODS in worse_by_holm(scores.values)
+            name = (
+                f"worse by {loss} of eight marked, n = {n} (Holm-McNemar {by_holm / studies:.0%})"
+            )
+            yield Figure(name, marked / studies, max(0.0, by_holm / studies - 0.1))
+
+
+def worse_by_holm(values: Array) -> set[int]:
+    """Methods that Holm's adjustment of McNemar's exact tests against the best shows to differ."""
+    best = int(values.mean(0).argmax())
+    p: dict[int, float] = {}
+    for other in range(values.shape[1]):
+        change = values[:, best] - values[:, other]
+        up, down = int((change > 0).sum()), int((change < 0).sum())
+        if other != best:
+            p[other] = min(1.0, 2 * float(binom.cdf(min(up, down), up + down, 0.5)))
+    shown: set[int] = set()
+    for rank, other in enumerate(sorted(p, key=p.__getitem__)):
+        if p[other] * (len(p) - rank) >= ALPHA:
+            break
+        shown.add(other)
+    return shown
 
 
 def p_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:

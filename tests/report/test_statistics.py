@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-from scipy.stats import binom, binomtest, multinomial, norm, studentized_range, t, ttest_1samp
+from scipy.stats import binom, binomtest, multinomial, norm, studentized_range, t
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
@@ -30,6 +32,7 @@ from kvbench.report.stats import (
     mean_intervals,
     median_of,
     self_bleu,
+    standing,
     together,
     words_of,
 )
@@ -75,11 +78,21 @@ def test_paired_shares_hold_the_truth_and_seldom_differ_by_chance(n: int) -> Non
     assert (one.value, one.value - one.low) == pytest.approx((5 / n, half), rel=1e-3)
 
 
-def test_other_scores_have_students_interval() -> None:
+def with_two_units(x: np.ndarray) -> float:
+    """The variance of the mean of units without bounds, and of two more, 1.5 times as far from the mean
+    as the farthest."""
+    farthest = np.abs(x - x.mean()).max()
+    return float(np.r_[x, x.mean() + 1.5 * farthest * np.array([-1, 1])].var() / len(x))
+
+
+def test_other_scores_have_students_interval_on_two_more_units() -> None:
     errors = np.random.default_rng(0).lognormal(size=12)
     (found,) = mean_intervals([stratum(errors)], fraction=False)
-    low, high = t.interval(0.95, 11, errors.mean(), errors.std(ddof=1) / np.sqrt(12))
+    low, high = t.interval(0.95, 11, errors.mean(), np.sqrt(with_two_units(errors)))
     assert (found.low, found.high) == pytest.approx((low, high))
+    (same,) = differences([stratum(np.full(3, 0.2))], fraction=False)
+    assert same.low < 0 < same.high, "three that are equal are too few"
+    assert same.p > ALPHA
 
 
 def test_an_average_of_datasets_by_welch_and_satterthwaite() -> None:
@@ -88,7 +101,7 @@ def test_an_average_of_datasets_by_welch_and_satterthwaite() -> None:
     errors = [rng.normal(0.2, 0.1, 9), rng.normal(0.4, 0.3, 30)]
     right = [np.r_[np.ones(3), np.zeros(1)], np.ones(40)]
     cases = [
-        (errors, [x.var(ddof=1) / len(x) for x in errors], False),
+        (errors, [with_two_units(x) for x in errors], False),
         (right, [(4 / 6) * (2 / 6) / 4, (41 / 42) * (1 / 42) / 40], True),
     ]
     for parts, each, fraction in cases:
@@ -136,10 +149,12 @@ def test_a_family_of_one_is_the_test_alone_and_of_many_is_sidaks() -> None:
         z = independent(tests)[-round(ALPHA * DRAWS)]
         assert 2 * norm.sf(z) == pytest.approx(1 - 0.95 ** (1 / tests), rel=5e-3)
     values = np.random.default_rng(0).normal(0.3, 1, (40, 2))
-    (found,) = differences([stratum(values[:, 0] - values[:, 1])], fraction=False)
-    theirs = ttest_1samp(values[:, 0] - values[:, 1], 0.0)
-    assert found.p == pytest.approx(theirs.pvalue, abs=2e-4)
-    assert (found.low, found.high) == pytest.approx(tuple(theirs.confidence_interval()), abs=1e-3)
+    change = values[:, 0] - values[:, 1]
+    (found,) = differences([stratum(change)], fraction=False)
+    error = np.sqrt(with_two_units(change))
+    assert found.p == pytest.approx(2 * t.sf(abs(change.mean()) / error, 39), abs=2e-4)
+    interval = t.interval(0.95, 39, change.mean(), error)
+    assert (found.low, found.high) == pytest.approx(interval, abs=1e-3)
     assert together([scores(values)], [(0, 1)]) is ALONE
 
 
@@ -170,6 +185,42 @@ def test_interval_p_and_family_agree_and_missing_scores_are_left_out() -> None:
         assert one.low <= alone.low
     assert found[0, 5].p < 0.001
     assert compared([], pairs, fraction=True) == {}
+
+
+@given(st.integers(0, 10**6), st.integers(2, 5), st.booleans())
+def test_marks_and_tests_agree_whatever_is_missing(seed: int, methods: int, lower: bool) -> None:
+    """Never a tie where a difference is shown, nor "worse" where it is in favour; a method that loses
+    few records may still be best."""
+    rng = np.random.default_rng(seed)
+    values = (rng.random((40, methods)) < rng.random(methods)).astype(float)
+    values[rng.random(values.shape) < rng.choice([0.0, 0.02, 0.3])] = np.nan
+    tests = compared([scores(values)], [*itertools.combinations(range(methods), 2)], fraction=True)
+    marks = standing([scores(values)], range(methods), tests, lower=lower)
+    best = [i for i, mark in marks.items() if mark == "best"]
+    for (i, j), found in tests.items():
+        for winner, other, lead in ((i, j, found.value), (j, i, -found.value)):
+            if winner in best and other not in best and found.p < ALPHA:
+                assert marks[other] in ("worse", "better", "few")
+                ahead = (lead < 0) if lower else (lead > 0)
+                assert marks[other] != "better" or not ahead or len(best) > 1
+                assert marks[other] != "worse" or ahead or len(best) > 1
+    assert all(
+        tests[min(b, o), max(b, o)].p >= ALPHA
+        for b in best
+        for o, mark in marks.items()
+        if mark == "tied"
+    )
+
+
+def test_one_failed_record_does_not_make_the_best_a_tie() -> None:
+    """exact 1, h2o 1 with one record missing, snapkv .5: h2o is best, and shown better than snapkv."""
+    values = np.array([[1.0, 1.0, i % 2] for i in range(40)])
+    values[3, 1] = np.nan
+    tests = compared([scores(values)], [(1, 2), (1, 0), (2, 0)], fraction=True)
+    assert standing([scores(values)], [1, 2], tests, lower=False) == {1: "best", 2: "worse"}
+    values[:20, 1] = np.nan  # too many are missing for a best one
+    tests = compared([scores(values)], [(1, 2)], fraction=True)
+    assert standing([scores(values)], [1, 2], tests, lower=False) == {2: "best", 1: "better"}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -209,6 +260,7 @@ def test_the_margin_of_an_average_is_that_of_its_datasets() -> None:
     [
         lambda: bench.interval_figures(400, (10, 20)),
         lambda: bench.difference_figures(400, (10, 20)),
+        lambda: bench.skewed_figures(400, (10, 20)),
         lambda: bench.p_figures(400, (10, 20)),
         lambda: bench.margin_figures(200),
     ],
