@@ -19,7 +19,15 @@ from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, as_tex
 from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of
 from kvbench.report.page import html
 from kvbench.report.render import csv, write_text
-from kvbench.report.stats import ALONE, ALPHA, Array, differences, independent, mean_intervals
+from kvbench.report.stats import (
+    ALONE,
+    ALPHA,
+    Array,
+    differences,
+    independent,
+    largest_scores,
+    mean_intervals,
+)
 from kvbench.report.table import (
     INTERVAL,
     Column,
@@ -140,7 +148,8 @@ def _changes(first: Side, second: Side, family: Array) -> pd.DataFrame:
         gains = sign * np.concatenate(changes)
         paired = [one.stratum(change) for one, change in zip(ones, changes, strict=True)]
         total = family if len(ones) == len(shared) else ALONE
-        (found,) = differences(paired, fraction=b.percent, family=total)
+        reach = largest_scores(ones, [(0, 1)])
+        (found,) = differences(paired, fraction=b.percent, family=total, reach=reach)
         means = mean_intervals([one.stratum(one.values) for one in ones], fraction=b.percent)
         row: dict[str, Any] = {"model": model, "task": b.task, "dataset": value}
         row |= {"unit": b.meta.score_unit} | found.named("difference") | {"p": found.p}

@@ -33,6 +33,8 @@ FEWEST = 10
 """Units (prompts); of fewer nothing is said about a difference."""
 MOST_LACKING = 0.1
 """Share of a dataset's examples that a variant may lack and be the best."""
+RARE = 50
+"""Units among which a loss that happens in three of a hundred is often not seen yet."""
 FARTHEST = 1.5
 """Distance of the units added to a sample without bounds, over that of its farthest one (`_moments`)."""
 DRAWS = 10_000
@@ -118,20 +120,23 @@ class _Moments(NamedTuple):
     smoothed: Array
 
 
-def _moments(strata: Sequence[Stratum], ends: tuple[ArrayLike, ArrayLike] | None) -> _Moments:
+Ends = tuple[ArrayLike, ArrayLike]
+
+
+def _moments(strata: Sequence[Stratum], ends: Sequence[Ends] | None) -> _Moments:
     """Nothing is pooled: each stratum has the variance of its own units and of two more, as in Agresti
     and Caffo's (2000) and Bonett and Price's (2012) intervals: of x right answers (x + 1) / (n + 2). So
     a stratum whose few units happen to agree is not taken for one without variance, nor one that has
     not shown its rare large losses for one that has none.
 
     Args:
-        ends: where the two units lie, the bounds of what is measured. None, without bounds: on either
-            side of the stratum's mean, `FARTHEST` times as far as its farthest unit (of units that are
-            all equal: as their distance from 0). Of skewed samples a tail is then not taken to end with
-            the farthest unit seen; of normal ones this is conservative, by 20 to 40 % of the width.
+        ends: where the two units of each stratum lie. None, of what has no bounds: on either side of the
+            stratum's mean, `FARTHEST` times as far as its farthest unit (of units that are all equal: as
+            their distance from 0). Of skewed samples a tail is then not taken to end with the farthest
+            unit seen; of normal ones this is conservative, by 20 to 40 % of the width.
     """
     parts = []
-    for stratum in strata:
+    for place, stratum in enumerate(strata):
         known, mean = stratum.counts > 0, stratum.mean
         n = known.sum(0).astype(float)
         residuals = (stratum.sums - mean * stratum.counts) * ratio(n, stratum.counts.sum(0))
@@ -143,7 +148,7 @@ def _moments(strata: Sequence[Stratum], ends: tuple[ArrayLike, ArrayLike] | None
             distance = FARTHEST * np.where(all_equal, np.abs(mean), distance)
             low, high = mean - distance, mean + distance
         else:
-            low, high = (np.asarray(end, dtype=float) for end in ends)
+            low, high = (np.asarray(end, dtype=float) for end in ends[place])
         smoothed = (n * mean + low + high) / (n + 2)
         about = np.square(low - smoothed) + np.square(high - smoothed)
         variance = (squares + n * np.square(mean - smoothed) + about) / (n + 2)
@@ -168,7 +173,7 @@ def mean_intervals(strata: Sequence[Stratum], *, fraction: bool) -> list[Estimat
     covers only 90 % at n = 10, p = .99. Averages of strata, and other scores, get Student's t interval
     with Satterthwaite's degrees of freedom.
     """
-    found = _moments(strata, (0.0, 1.0) if fraction else None)
+    found = _moments(strata, [(0.0, 1.0)] * len(strata) if fraction else None)
     mean = found.mean
     if fraction and len(strata) == 1:
         sums, counts = strata[0].sums, strata[0].counts
@@ -239,11 +244,17 @@ def differences(
         fraction: whether scores are in [0, 1].
         family: the largest |z| of the tests that stand in one table (`together`, `independent`): all
             their intervals hold the truth, and no equal pair has p below 5 %, in 95 of 100 tables.
-        reach: how far apart two scores of a fraction may be, of each column: where two units more are
-            added, up and down. An answer may fail that usually does not, and then loses all that it has
-            (`compared`: the largest score seen).
+        reach: how far apart two scores of a fraction may be, of each column (`compared`: the largest
+            score seen). An answer may fail that did not yet, and then loses all that it has: in strata
+            of up to `RARE` units the two units more lie that far up and down, in larger ones nearer,
+            but never nearer than the differences seen (their root mean square).
     """
-    ends = (-np.asarray(reach, dtype=float), np.asarray(reach, dtype=float)) if fraction else None
+    ends = None
+    if fraction:
+        distances = [
+            _typical_distance(stratum, np.asarray(reach, dtype=float)) for stratum in strata
+        ]
+        ends = [(-distance, distance) for distance in distances]
     found = _moments(strata, ends)
     error = np.sqrt(found.variance)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -255,6 +266,14 @@ def differences(
     if fraction:
         low, high = np.maximum(low, -1.0), np.minimum(high, 1.0)
     return _estimates(found, low, high, np.where(np.isnan(size), np.nan, np.maximum(p, larger)))
+
+
+def _typical_distance(stratum: Stratum, reach: Array) -> Array:
+    """How far up and down two units are added to the differences of a stratum: see `differences`."""
+    units = np.nan_to_num(ratio(stratum.sums, stratum.counts))
+    seen = np.sqrt(np.nan_to_num(ratio(np.square(units).sum(0), (units != 0).sum(0))))
+    count = np.maximum((stratum.counts > 0).sum(0), 1)
+    return np.asarray(np.maximum(seen, np.minimum(1.0, RARE / count) * reach))
 
 
 def together(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:

@@ -146,8 +146,8 @@ def test_the_verdict_is_one_sentence_a_rate_from_the_marks(tmp_path: Path) -> No
     lines = verdict(group, tidy(group)).splitlines()
     assert len(lines) == 3
     assert lines[1] == (
-        "At rate 0.25: snapkv has 72.0 % (50 prompts), −20.0 [−38.7, −1.3] to exact; not shown to"
-        " differ: balancekv, uniform."
+        "At rate 0.25: snapkv has 72.0 % (50 prompts), −20.0 [−36.7, −3.3] to exact; not shown to"
+        " differ: balancekv; shown worse: uniform."
     )
     groups = [(heading, [row["variant"] for row in rows])
               for heading, rows in tables(group)[""].groups()]  # fmt: skip
