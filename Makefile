@@ -173,9 +173,10 @@ bench: setup ## what sharing a prefill saves, what compression costs, every kern
 # The environment of the GPU node where there is none of ours: it may have no network.
 GPU_CHECK = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS) --only
 gpu-check: ## the first half hour on a GPU: right answers, honest clocks, kernels against their floors
-	$(GPU_CHECK) device,parity,tokens,kernels,throughput
-	$(GPU_CHECK) decoding,memory,capacity,compiled
-	$(GPU_CHECK) tests,second
+	status=0; \
+	for sections in device,parity,tokens,kernels,throughput decoding,memory,capacity,compiled second,tests; do \
+	  $(GPU_CHECK) $$sections || status=$$?; \
+	done; exit $$status
 
 WHEELS = $(BIN)/pip download --quiet --only-binary=:all: --no-deps --python-version $(or $(GPU_PYTHON),3.12) \
   --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -c constraints.txt --dest .whl

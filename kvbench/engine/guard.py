@@ -1,10 +1,11 @@
 """Every call of a method goes through here, so that no method changes what another one reads.
 
 Methods of a job read the same keys, values, queries and shared results (`LayerKV.once`), and run in one
-process. A method from outside `kvbench.methods` gets copies of the tensors; for those inside, the
-property tests show that they write to none. A method that leaves a setting of the process changed
-fails, and the setting is restored. Not contained are ``os._exit``, a signal that ends the process and a
-KeyboardInterrupt: they end the job, whose records are on disk up to the example in progress.
+process. A method from outside `kvbench.methods` gets copies of the tensors. One from inside gets the
+tensors themselves, and after every call it is checked that it wrote to none (`Seal`). A method that
+leaves a setting of the process changed fails, and the setting is restored. Not contained are
+``os._exit``, a signal that ends the process and a KeyboardInterrupt: they end the job, whose records are
+on disk up to the example in progress.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,11 @@ from kvbench.methods.base import Method, Repetition
 
 class SharedStateChanged(RuntimeError):
     """A method left a setting of the process changed; the message names it in one line."""
+
+
+class LayerDamaged(KVError):
+    """A method wrote to tensors that other methods read: nothing that is computed from this layer is
+    sound. A job then runs its methods apart (`kvbench.run.batching`), so that only this one fails."""
 
 
 class MethodExit(RuntimeError):
@@ -84,6 +90,70 @@ def _same(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
+SAMPLED_ROWS = 16
+"""Rows of each head of a tensor that a `Seal` compares."""
+
+
+@dataclass
+class Seal:
+    """What tells afterwards whether a method wrote to a layer's tensors.
+
+    Every write through torch counts a tensor's version up. Writes through numpy or ``.data`` do not: on
+    a processor a sample of rows is compared, too. (On a GPU that would wait for it at every layer.)
+
+    Attributes:
+        tensors: the layer's own, and the results that methods share, by name.
+        versions: of these tensors, where they count one.
+        samples: rows of the layer's own tensors.
+    """
+
+    tensors: dict[str, Tensor]
+    versions: dict[str, int]
+    samples: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, layer: LayerKV) -> Seal:
+        """Of the layer as it is now."""
+        own = {"keys": layer.keys, "values": layer.values}
+        if layer.queries is not None:
+            own["queries"] = layer.queries
+        tensors = own | {name: result.tensor for name, result in layer.shared.items()}
+        return cls(
+            tensors,
+            {name: x._version for name, x in tensors.items() if not x.is_inference()},
+            {name: _sample(x).clone() for name, x in own.items() if x.device.type == "cpu"},
+        )
+
+    def broken(self) -> str | None:
+        """The name of a tensor that was written to since, if there is one."""
+        for name, version in self.versions.items():
+            if self.tensors[name]._version != version:
+                return name
+        for name, sample in self.samples.items():
+            if not torch.equal(_sample(self.tensors[name]), sample):
+                return name
+        return None
+
+    def check(self, label: str, layer: LayerKV) -> None:
+        """Refuse a write.
+
+        Raises:
+            LayerDamaged: naming the method `label` and the tensor that it wrote to.
+        """
+        written = self.broken()
+        if written is not None:
+            raise LayerDamaged(
+                f"method {label!r} wrote to the {written} of layer {layer.layer_index} in place, which "
+                "other methods read; allowed: to write to copies (clone() first; float() copies no "
+                "float32)"
+            )
+
+
+def _sample(x: Tensor) -> Tensor:
+    """`SAMPLED_ROWS` rows of each head, evenly spread, of [batch, heads, n, dim]."""
+    return x[:, :, :: max(1, x.shape[2] // SAMPLED_ROWS)]
+
+
 def is_foreign(method: Method) -> bool:
     """Whether the method's class comes from outside kvbench."""
     return not type(method).__module__.startswith("kvbench.")
@@ -122,6 +192,16 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
         raise SharedStateChanged(
             f"method {label!r} left {changed[0]}, which others use; allowed: {hint}"
         )
+
+
+@contextmanager
+def sealed(seal: Seal, label: str, layer: LayerKV) -> Iterator[None]:
+    """A method's code runs within this context; afterwards, also after an exception, what it did to the
+    layer is checked (`Seal.check`)."""
+    try:
+        yield
+    finally:
+        seal.check(label, layer)
 
 
 def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:
@@ -166,10 +246,11 @@ def compress(
 
     Raises:
         SharedStateChanged: see `settings_unchanged`.
+        LayerDamaged: see `Seal.check`.
         TypeError, ValueError: see `check_held`; and whatever the method raises.
     """
     own = _own(method, layer, carried)
-    with settings_unchanged(label, method):
+    with settings_unchanged(label, method), sealed(Seal.of(layer), label, layer):
         capacity = method.layer_capacity(
             replace(budget), layer.n, layer.layer_index, layer.num_layers
         )
@@ -191,12 +272,13 @@ def rescore(
     """Show `method` the layer while the model repeats its prompt (`Method.rescore`).
 
     Raises:
-        SharedStateChanged: see `settings_unchanged`; and whatever the method raises.
+        SharedStateChanged: see `settings_unchanged`.
+        LayerDamaged: see `Seal.check`; and whatever the method raises.
     """
     if is_foreign(method):
         parts = (repeated.queries, repeated.keys, repeated.values)
         repeated = Repetition(repeated.start, repeated.stop, *(part.clone() for part in parts))
-    with settings_unchanged(label, method):
+    with settings_unchanged(label, method), sealed(Seal.of(layer), label, layer):
         method.rescore(_own(method, layer, carried), repeated, replace(budget))
 
 

@@ -225,6 +225,8 @@ class PrefillState(AttentionState):
             clock = Elapsed(kv.keys.device)
             fork.hold(layer, held, capacity, limit=limit, prompt=kv)
             clocks.append(clock.stop())
+        except guard.LayerDamaged:
+            raise  # what the other methods would compute from this layer is wrong
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
         fork.ledger.clocks += clocks

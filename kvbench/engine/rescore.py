@@ -82,6 +82,8 @@ class RepeatedPrompt(AttentionState):
             fork.carry_to(call.key.device)
             try:
                 guard.rescore(fork.label, fork.method, layer, repeated, fork.budget, fork.carried)
+            except guard.LayerDamaged:
+                raise  # what the other methods would compute from this layer is wrong
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
         return both.exact()

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from support.jobs import Echo, make_job, records_of
+from support.method_layers import make_layer
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
-from kvbench.engine.guard import SharedStateChanged
+from kvbench.engine.guard import LayerDamaged, SharedStateChanged
+from kvbench.engine.guard import compress as guarded
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, LayerKV, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Held, Method, Repetition
@@ -117,6 +119,45 @@ def test_what_a_foreign_method_writes_to_is_its_own(tmp_path: Path, without: Any
     found = records(tmp_path, *(Bad(fault=fault) for fault in HARMLESS))
     assert errors_in(found) == [""] * len(HARMLESS)
     assert found == without
+
+
+def writes_later(layer: LayerKV, budget: Budget) -> None:
+    """Writes at the second layer alone."""
+    if layer.layer_index == 1:
+        layer.values.mul_(2.0)
+
+
+IN_PLACE: list[tuple[Callable[[LayerKV, Budget], Any], str]] = [
+    (lambda layer, _: layer.keys.zero_(), "wrote to the keys of layer 0 in place"),
+    (lambda layer, _: layer.values.data.neg_(), "wrote to the values of layer 0"),
+    (lambda layer, _: layer.queries.numpy().fill(1.0), "wrote to the queries of layer 0"),
+    (writes_later, "wrote to the values of layer 1 in place"),
+]
+
+
+def test_a_method_of_kvbench_that_writes_in_place_fails_alone(
+    tmp_path: Path, without: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was put into kvbench/methods, as README says, gets no copies."""
+    monkeypatch.setattr(Bad, "__module__", "kvbench.methods.bad")
+    found = records(tmp_path, *(Bad(fault=fault) for fault, _ in IN_PLACE))
+    for error, (_, message) in zip(errors_in(found), IN_PLACE, strict=True):
+        assert message in error
+        assert "allowed: to write to copies" in error
+    for label, (record,) in without.items():
+        for name in ("status", "prediction", "score", "entries", "cache_bytes"):
+            assert found[label][0][name] == record[name], (label, name)
+
+
+def test_a_shared_result_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bad, "__module__", "kvbench.methods.bad")
+    layer = make_layer(40, kv_heads=2)
+    layer.attention_mass()
+    bad = Bad(fault=lambda layer, _: layer.attention_mass().zero_())
+    with pytest.raises(
+        LayerDamaged, match="'bad' wrote to the attention mass of 40 queries of layer"
+    ):
+        guarded("bad", bad, layer, Budget(), torch.Generator(), {})
 
 
 def random_of(seed: int) -> Method:
