@@ -15,10 +15,11 @@ from support.tables import data, group_of, totals_of
 
 import kvbench
 from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
+from kvbench.report import frame
 from kvbench.report.experiment import COLUMNS, Group, group_runs, load_experiment
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
 from kvbench.report.page import facts_of
-from kvbench.report.table import LEGEND
+from kvbench.report.table import INTERVAL, LEGEND, TOGETHER
 from kvbench.report.tables import pairs_table, score_table, verdict
 
 
@@ -86,6 +87,66 @@ def test_of_few_prompts_nothing_is_said(tmp_path: Path) -> None:
     more = group_from(tmp_path / "more", exact=[1] * 12, snapkv=[1] * 12, uniform=[0] * 12)
     assert marks(more)["uniform"] == {"worse"}
     assert "shown worse: uniform" in verdict(more, tidy(more))
+
+
+NOTES: list[tuple[dict[str, list[float | None]], set[str]]] = [
+    ({"exact": [1, 0] * 10}, {"interval"}),
+    (
+        {"exact": [1] * 4, "snapkv": [1] * 4, "uniform": [0] * 4},
+        {"interval", "few", "best", "delta"},
+    ),
+    ({"snapkv": [1, 0] * 10}, {"interval", "no exact"}),
+    ({"exact": [1] * 20, "snapkv": [1, 0] * 10}, {"interval", "family", "delta"}),
+    (
+        {"snapkv": [1] * 20, "uniform": [0] * 20},
+        {"interval", "family", "best", "worse", "no exact"},
+    ),
+    ({"snapkv": [1, 0] * 10, "uniform": [0, 1] * 10}, {"interval", "family", "best", "no exact"}),
+    (
+        {"snapkv": [1, 0.5] * 20, "h2o": [None, *[1] * 39], "uniform": [*[1] * 20, *[None] * 20]},
+        {"interval", "family", "best", "worse", "tied", "incomplete", "no exact"},
+    ),
+]
+"""Scores, and the notes of their table: none that explains what is not there."""
+
+
+@pytest.mark.parametrize(("values", "expected"), NOTES, ids=range(len(NOTES)))
+def test_a_note_stands_only_where_what_it_explains_is_in_the_table(
+    tmp_path: Path, values: dict[str, list[float | None]], expected: set[str]
+) -> None:
+    group = group_from(tmp_path, **values)
+    notes = score_table(group, tidy(group)).notes
+    known = LEGEND | {"interval": INTERVAL, "family": TOGETHER}
+    named = {text: name for name, text in known.items()}
+    begins = {"Δ is the paired": "delta", "The exact cache was not run": "no exact"}
+    for begin, name in begins.items():
+        named |= dict.fromkeys((note for note in notes if note.startswith(begin)), name)
+    assert {named[note] for note in notes} == expected
+
+
+def test_tiny_datasets_do_not_blind_the_others(tmp_path: Path) -> None:
+    """Thirteen datasets of 2 to 300 prompts, .2 apart in each: shown, and a note says over which."""
+    rng = np.random.default_rng(0)
+    for method, p in (("snapkv", 0.7), ("uniform", 0.5)):
+        records = [
+            {"example_id": f"{k}-{i}", "dataset": f"d{k}", "score": float(rng.random() < p)}
+            for k, n in enumerate((2, 3, 5, 10, 20, 30, 50, 100, 150, 200, 200, 200, 300))
+            for i in range(n)
+        ]
+        write_run(tmp_path, experiment="many", method=method, records=records)
+    group = group_of(tmp_path / "many")
+    assert marks(group)["uniform"] == {"worse"}
+    assert any(
+        "of the 10 datasets of ten prompts" in x for x in score_table(group, tidy(group)).notes
+    )
+
+
+def test_a_field_that_an_older_run_did_not_measure_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = group_from(tmp_path, exact=[1, 0], snapkv=[1, 0])
+    monkeypatch.setattr(frame, "COSTS", {**frame.COSTS, "spare": ("spare", "mean")})
+    assert totals_of(group, "spare")["mean"].isna().all()
 
 
 @pytest.mark.parametrize("seed", range(4))
