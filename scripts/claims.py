@@ -47,7 +47,17 @@ ABLE = 0.8
 UNABLE = "needs a model that retrieves"
 ORDER = ("fails", "cannot be told", "holds on average", "holds")
 """Verdicts; a claim has the first of its comparisons', and only where none has any, what they need."""
-SHOWN = ("id", "claim", "decided by", "difference", "claimed", "units", "holds", "verdict")
+SHOWN = (
+    "id",
+    "claim",
+    "as stated \\| ours",
+    "decided by",
+    "difference",
+    "claimed",
+    "units",
+    "holds",
+    "verdict",
+)
 
 
 class Verdict(NamedTuple):
@@ -60,6 +70,22 @@ class Verdict(NamedTuple):
     held: int
     cells: int
     more: int | None = None
+
+
+class Compared(NamedTuple):
+    """A comparison and its differences.
+
+    Attributes:
+        asked: the comparison of claims.yaml.
+        needs: what it needs that the model has not; empty where it tells methods apart.
+        differences: [units, cells].
+        reach: the largest score that is compared.
+    """
+
+    asked: Mapping[str, Any]
+    needs: str
+    differences: pd.DataFrame
+    reach: float
 
 
 def claims_for(model: str) -> dict[str, Any]:
@@ -97,6 +123,12 @@ def read_run(place: Path) -> pd.DataFrame:
     return rows
 
 
+def read_made(place: Path) -> pd.DataFrame:
+    """The rows of an experiment that another command makes, which takes too long for this one; empty
+    where it was not made."""
+    return read_run(place) if list(place.glob("*/*/*/manifest.json")) else pd.DataFrame()
+
+
 def table(rows: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
     """The value of each variant, [units x cells, variants].
 
@@ -120,24 +152,21 @@ def table(rows: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def compared(values: pd.DataFrame, asked: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
-    """`first` minus `factor` times each of `against` (or the `best` of them), or minus `target`: a table
-    [units, cells] for each, by what is subtracted."""
+    """`first` minus `factor` times each of `against`, or minus `target`: a table [units, cells] for
+    each, by what is subtracted. (Who beats the best of several beats each, so none is chosen.)"""
     first, factor = values[asked["first"]], asked.get("factor", 1)
-    target = asked.get("target", 0)
-    others = {f"({target})" if target < 0 else f"{target}": target} if "target" in asked else {}
-    names = asked.get("against", [])
-    if "best" in asked:
-        means = values[names].mean()
-        names = [means.idxmin() if asked["best"] == "lowest" else means.idxmax()]
-    others |= {
-        f"{factor:g} {name}" if factor != 1 else name: factor * values[name] for name in names
-    }
-    found = {}
+    others: dict[str, Any] = {}
+    if "target" in asked:
+        target = asked["target"]
+        others[f"({target})" if target < 0 else f"{target}"] = target
+    for name in asked.get("against", []):
+        others[name if factor == 1 else f"{factor:g} {name}"] = factor * values[name]
+    differences_by_name = {}
     for name, other in others.items():
         each = (first - other).unstack(list(range(1, values.index.nlevels)))
         each = each.to_frame() if isinstance(each, pd.Series) else each
-        found[name] = each.dropna(how="all")
-    return found
+        differences_by_name[name] = each.dropna(how="all")
+    return differences_by_name
 
 
 def joint(tables: Sequence[Array]) -> Array:
@@ -158,27 +187,33 @@ def of_columns(values: Array) -> Scores:
     )
 
 
-def intervals(values: Array, family: Array, fraction: bool) -> list[Estimate]:
-    """The mean of each column [units, cells], with intervals that hold with all those of `family`."""
+def intervals(values: Array, family: Array, fraction: bool, reach: float) -> list[Estimate]:
+    """The mean of each column [units, cells], with intervals that hold with all those of `family`;
+    `reach` as `kvbench.report.stats.differences` has it."""
     part = of_columns(values)
-    return differences([part.stratum(values)], fraction=fraction, family=family)
+    return differences([part.stratum(values)], fraction=fraction, family=family, reach=reach)
 
 
 def judged(
-    values: Array, asked: Mapping[str, Any], cells: Array | None = None, means: Array | None = None
+    values: Array,
+    asked: Mapping[str, Any],
+    cells: Array | None = None,
+    means: Array | None = None,
+    reach: float = 1.0,
 ) -> Verdict:
     """The verdict on differences [units, cells], claimed to lie `below` or `above` `by`, or `within` it
     on either side of zero, in `share` of the cells.
 
     Args:
         cells, means: the families of intervals (`joint`); of these differences alone.
+        reach: the largest score of a fraction.
     """
     side, by, fraction = asked.get("side", "below"), asked.get("by", 0.0), "fraction" in asked
     least = {"below": -math.inf, "above": by, "within": -by}[side]
     most = math.inf if side == "above" else by
     average = np.nanmean(values, axis=1, keepdims=True)
-    (mean,) = intervals(average, joint([average]) if means is None else means, fraction)
-    every = intervals(values, joint([values]) if cells is None else cells, fraction)
+    (mean,) = intervals(average, joint([average]) if means is None else means, fraction, reach)
+    every = intervals(values, joint([values]) if cells is None else cells, fraction, reach)
     held = sum(least < one.low and one.high < most for one in every)
     told = mean, len(values), held, len(every)
     if held >= asked.get("share", 1.0) * len(every):
@@ -194,7 +229,10 @@ def judged(
 
 def lacking(rows: pd.DataFrame, asked: Mapping[str, Any]) -> str:
     """What a comparison needs that this model has not; empty where it tells methods apart. The method
-    `able` must give as many whole answers as `ABLE`, and `first` others than the method `unlike`."""
+    `able` must give as many whole answers as `ABLE`, and `first` others than the method `unlike`; and
+    there must be rows."""
+    if rows.empty:
+        return f"needs the records of {asked['run']} (make results-papers)"
     if "able" in asked:
         whole = "containment" if "containment" in rows else "score"
         if rows.loc[rows["method"] == asked["able"], whole].mean() < ABLE:
@@ -211,35 +249,41 @@ def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[
     """A row for each comparison of a claim with each method that it names; `decides` marks the one that
     has the claim's verdict (of several the first). With `minus`, a run of the same units, a comparison
     is of how much smaller the difference is there."""
-    found: list[tuple[Mapping[str, Any], str, pd.DataFrame]] = []
+    compared_rows: list[tuple[Compared, dict[str, Any]]] = []
     rows: list[dict[str, Any]] = []
     for asked in claim["comparisons"]:
-        values = table(runs[asked["run"]], asked)
         needs = lacking(runs[asked["run"]], asked)
+        if runs[asked["run"]].empty:
+            absent = {"comparison": f"{asked['run']}, {asked['value']}", "result": needs}
+            rows.append(absent | {"run": asked["run"], "model": "none"})
+            continue
+        values = table(runs[asked["run"]], asked)
+        names = [asked["first"], *asked.get("against", [])]
+        reach = float(np.nanmax(values[names].abs().to_numpy())) or 1.0
         less = None if needs else asked.get("minus")
         for other, each in compared(values, asked).items():
             if less:
                 each = each - compared(table(runs[less], asked), asked)[other]
-            found.append((asked, needs, each))
             value = f"slope of {asked['value']}" if "slope" in asked else asked["value"]
             said = f"{asked['run']}, {value}: {asked['first']} - {other}"
             said += f", less that of {less}" if less else ""
             said += f", mean over {asked['over']}" if "over" in asked else ""
             rows.append({"comparison": said})
-    told = [one for one in found if not one[1]]
-    by_run = {one[0]["run"] for one in told}
+            compared_rows.append((Compared(asked, needs, each, reach), rows[-1]))
+    told = [one for one, _ in compared_rows if not one.needs]
+    by_run = {one.asked["run"] for one in told}
 
     def family(mean: bool) -> Array:
         tables = []
         for run in sorted(by_run):
-            parts = [each for asked, _, each in told if asked["run"] == run]
+            parts = [one.differences for one in told if one.asked["run"] == run]
             parts = [part.mean(axis=1).to_frame() if mean else part for part in parts]
             tables.append(pd.concat(parts, axis=1).to_numpy(float))
         return joint(tables)
 
     cells, means = (family(False), family(True)) if told else (None, None)
-    for (asked, needs, each), row in zip(found, rows, strict=True):
-        verdict = judged(each.to_numpy(float), asked, cells, means)
+    for (asked, needs, each, reach), row in compared_rows:
+        verdict = judged(each.to_numpy(float), asked, cells, means, reach)
         by = asked.get("by", 0)
         model = runs[asked["run"]]["model"].iloc[0]
         row |= {
@@ -256,7 +300,8 @@ def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[
     results = [row["result"] for row in rows]
     worst = min(results, key=lambda one: ORDER.index(one) if one in ORDER else len(ORDER))
     first = next(row for row in rows if row["result"] == worst)
-    about = {key: claim[key] for key in ("id", "place", "claim")} | {"verdict": worst}
+    about = {key: claim[key] for key in ("id", "place", "stated", "measure", "claim")}
+    about |= {"verdict": worst}
     return [about | {"decides": row is first} | row for row in rows]
 
 
@@ -266,17 +311,36 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in (row for row in rows if row["decides"]):
         mine = [other for other in rows if other["id"] == row["id"]]
         held = sum(other["result"] == "holds" for other in mine)
-        low, high = row["difference_low"], row["difference_high"]
-        more = f"; {row['more']:g} would tell" if row["more"] and row["more"] > 0 else ""
-        shown = dict(row) | {
-            "claim": f"{row['claim']} ({row['place']})",
-            "decided by": row["comparison"],
-            "difference": f"{row['difference']:.3g} [{low:.3g}, {high:.3g}]",
-            "holds": f"{held} of {len(mine)}",
-            "verdict": f"**{row['verdict']}**{more}",
-        }
+        difference = ""
+        if "difference" in row:
+            low, high = row["difference_low"], row["difference_high"]
+            difference = f"{row['difference']:.3g} [{low:.3g}, {high:.3g}]"
+        more = f"; {row['more']:g} would tell" if row.get("more") else ""
+        shown = (
+            dict.fromkeys(SHOWN, "")
+            | dict(row)
+            | {
+                "claim": f"{row['claim']} ({row['place']})",
+                "as stated \\| ours": row["measure"],
+                "decided by": row["comparison"],
+                "difference": difference,
+                "holds": f"{held} of {len(mine)}",
+                "verdict": f"**{row['verdict']}**{more}",
+            }
+        )
         lines.append(f"| {' | '.join(str(shown[key]) for key in SHOWN)} |")
     return "\n".join(lines) + "\n"
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """A comparison as the terminal shows it."""
+    if "difference" not in row:
+        return f"{row['comparison']}: {row['result']}"
+    return (
+        f"{row['comparison']} {row['difference']:.3g} [{row['difference_low']:.3g}, "
+        f"{row['difference_high']:.3g}], claimed {row['claimed']}: {row['result']} "
+        f"({row['held']} of {row['cells']} cells, {row['units']} units)"
+    )
 
 
 def command(name: str, words: str, options: Mapping[str, str], place: Path) -> list[str]:
@@ -360,7 +424,9 @@ def main(given: Sequence[str]) -> None:
             name = one.get(key)
             if name is None or name in runs:
                 continue
-            if key == "run" or not lacking(runs[one["run"]], one):
+            if "folder" in asked["runs"][name]:
+                runs[name] = read_made(place.parent / asked["runs"][name]["folder"])
+            elif key == "run" or not lacking(runs[one["run"]], one):
                 words = command(name, asked["runs"][name]["command"], options, place)
                 run_once(name, words, place)
                 runs[name] = read_run(place / name)
@@ -368,11 +434,7 @@ def main(given: Sequence[str]) -> None:
         for row in found:
             protocol = asked["runs"][row["run"]]["protocol"]
             row["protocol"] = protocol.format(texts=texts, device=device) + "; seed 0"
-            print(
-                f"  {row['comparison']} {row['difference']:.3g} [{row['difference_low']:.3g}, "
-                f"{row['difference_high']:.3g}], claimed {row['claimed']}: {row['result']} "
-                f"({row['held']} of {row['cells']} cells, {row['units']} units)"
-            )
+            print(f"  {line_of(row)}")
         rows += found
         print(f"{claim['id']} {claim['claim']}: {found[0]['verdict']}", flush=True)
         pd.DataFrame(rows).to_csv(place / "claims.csv", index=False, float_format="%.4g")
