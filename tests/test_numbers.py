@@ -83,6 +83,21 @@ def test_every_number_stands_in_a_committed_table(name: str) -> None:
     assert not missing
 
 
+MEASURED = re.compile(
+    r"(?<![\w.,/])\d[\d,.]* ?(times|%|per cent|(milli|micro)?seconds|m?s|minutes|hours|[GM]i?B)(?!\w)"
+)
+
+
+@pytest.mark.parametrize("name", ["conf/README.md", "CHANGELOG.md"])
+def test_a_number_that_reads_as_measured_says_where_it_is_from(name: str) -> None:
+    """Where most numbers are options: a share, a ratio, a time or a size needs a source, or a comment
+    ``<!-- no measurement: ... -->`` that says what it is."""
+    for paragraph in paragraphs((ROOT / name).read_text(encoding="utf-8")):
+        text = re.sub(r"<!--.*?-->|`[^`]*`", "", paragraph, flags=re.S)
+        if MEASURED.search(text):
+            assert re.search(r"<!-- (from|no measurement:) ", paragraph), paragraph[:80]
+
+
 def test_the_tables_are_what_results_say() -> None:
     script = [sys.executable, str(ROOT / "scripts/readme_tables.py"), "--check"]
     done = subprocess.run(script, capture_output=True, text=True, check=False)

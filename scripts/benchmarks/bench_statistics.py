@@ -41,16 +41,16 @@ LONGBENCH = (2, 3, 5, 10, 20, 30, 50, 100, 150, 200, 200, 200, 300)
 LONGBENCH_LEVELS = (0.9, 0.1, 0.5, 0.3, 0.99, 0.2, 0.4, 0.6, 0.05, 0.7, 0.35, 0.45, 0.55)
 """Units and true means of 13 datasets."""
 UNEQUAL: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {
-    "13 of 2 to 300, the smallest two at .8, the others at 1": (
+    "13 datasets of 2 to 300, the smallest two at .8, the others at 1": (
         LONGBENCH,
         (0.8,) * 2 + (1.0,) * 11,
     ),
-    "13 of 2 to 300, the smallest four at .5, the others at .02": (
+    "13 datasets of 2 to 300, the smallest four at .5, the others at .02": (
         LONGBENCH,
         (0.5,) * 4 + (0.02,) * 9,
     ),
     "3 and 300 at .5 and .99": ((3, 300), (0.5, 0.99)),
-    "50, 50, 50 and 4 at 1, 1, 1 and .5": ((50, 50, 50, 4), (1.0, 1.0, 1.0, 0.5)),
+    "three of 50 at 1 and one of 4 at .5": ((50, 50, 50, 4), (1.0, 1.0, 1.0, 0.5)),
     "2 and 2 at .5": ((2, 2), (0.5, 0.5)),
     "10 and 300 at .5 and 1": ((10, 300), (0.5, 1.0)),
     "20 and 300 at .05 and .99": ((20, 300), (0.05, 0.99)),
@@ -125,7 +125,8 @@ def interval_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
         errors = rng.lognormal(-1.5, 0.5, (n, studies))
         truth = float(np.exp(-1.5 + 0.125))
         found = mean_intervals([_stratum(errors)], fraction=False)
-        yield Figure(f"relative errors (log-normal, 0.5), n = {n}", _coverage(found, truth), 0.90)
+        name = f"means of log-normal errors of sigma .5, n = {n}"
+        yield Figure(name, _coverage(found, truth), 0.90)
 
 
 def difference_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
