@@ -1,10 +1,13 @@
-"""The attention of decode steps: every row of the batch a fork, one new token each.
+"""The attention of decode steps: every row of the batch is a fork, and is fed one new token.
 
 Rows hold different numbers of entries, in buffers of their own. All rows of a layer that can go
 through one kernel do (`kvbench.kernels.decode_attention`): two launches for however many rows, over
-the entries they hold and no others. What such a step needs to know, it reads on the device: nothing is
-copied, nothing is counted on the host, so that a step can be captured in a CUDA graph.
-"""
+the entries they hold and no others. A step reads positions and numbers of entries on the device and
+advances them there; the host copies and counts nothing, so that a step can be captured in a CUDA graph.
+
+In: the forks of the rows, and each layer's query, key and value of the new tokens. Out: the attention
+output of every row; when the rows part, `DecodeState.settle` tells the caches how many entries they
+hold."""
 
 from __future__ import annotations
 
@@ -24,63 +27,70 @@ from kvbench.kernels.decode_attention import (
 from kvbench.kernels.eviction import EvictionTable, evict_entries
 from kvbench.kernels.philox import to_device
 
-ENDLESS = (1 << 31) - 2
-"""Entries that no cache reaches."""
+NO_LIMIT = (1 << 31) - 2
+"""The limit of entries of a cache that grows without one."""
 
 
 class _Counters:
-    """What a step reads of its rows, on one device, and moves on there.
+    """Positions and numbers of entries of the rows on one device, which every step advances in place.
 
     Attributes:
-        positions: [rows] int64, of the token that is fed; moves: what a step adds, 0 for rows that have
-            ended.
-        lengths: entries held before the step by the rows of all groups of the device, one after the
-            other, int32; grows: what a step adds, up to `limits`. held: one more than `lengths`.
-        told: `lengths` and `held` as numbers, on a CPU, where they are wanted so.
+        positions: [rows] int64, of the token to be fed.
+        position_steps: [rows] int64, what a step adds to `positions`: 1, or 0 for rows that have ended.
+        lengths: [slots] int32, entries held before the step; a slot is a row of a group, and the groups
+            of the device stand one after the other.
+        length_steps: [slots] int32, what a step adds to `lengths`, up to `limits`.
+        limits: [slots] int32, the most entries that a row may hold.
+        with_new: [slots] int32, entries including the token that is fed: `lengths` + 1.
+        on_host: copies of `lengths` and `with_new` as lists, on a CPU, whose kernels take numbers.
     """
 
     def __init__(self, positions: Tensor, groups: Sequence[_Group]) -> None:
-        self.positions, self.moves = positions, torch.ones_like(positions)
         caches = [cache for group in groups for cache in group.caches]
         limits = [limit for group in groups for limit in group.limits]
         lengths = torch.tensor([cache.length for cache in caches], dtype=torch.int32)
+        self.positions = positions
+        self.position_steps = torch.ones_like(positions)
         self.lengths = to_device(lengths, positions.device)
+        self.length_steps = torch.ones_like(self.lengths)
         self.limits = to_device(torch.tensor(limits, dtype=torch.int32), positions.device)
-        self.grows = torch.ones_like(self.lengths)
-        self.held = self.lengths + 1
-        self._tell()
+        self.with_new = self.lengths + 1
+        self.on_host: tuple[list[int], list[int]] | None = None
+        self._copy_to_host()
 
-    def _tell(self) -> None:
-        on_host = not self.lengths.is_cuda
-        self.told = (self.lengths.tolist(), self.held.tolist()) if on_host else None
+    def _copy_to_host(self) -> None:
+        if not self.lengths.is_cuda:
+            self.on_host = self.lengths.tolist(), self.with_new.tolist()
 
-    def of(self, rows: slice) -> tuple[Tensor | Sequence[int], Tensor | Sequence[int]]:
-        """Entries of a group's rows before and with the token that is fed."""
-        lengths, held = self.told or (self.lengths, self.held)
-        return lengths[rows], held[rows]
+    def of(self, slots: slice) -> tuple[Tensor | Sequence[int], Tensor | Sequence[int]]:
+        """Entries of a group's rows, without and with the token that is fed."""
+        lengths, with_new = self.on_host or (self.lengths, self.with_new)
+        return lengths[slots], with_new[slots]
 
-    def move_on(self) -> None:
-        """The next token has the next position; all of it on the device."""
-        self.positions += self.moves
-        self.lengths.add_(self.grows).clamp_(max=self.limits)
-        torch.add(self.lengths, 1, out=self.held)
-        self._tell()
+    def advance(self) -> None:
+        """To the next token, on the device."""
+        self.positions += self.position_steps
+        self.lengths.add_(self.length_steps).clamp_(max=self.limits)
+        torch.add(self.lengths, 1, out=self.with_new)
+        self._copy_to_host()
 
 
 class _Group:
     """Rows of one layer that go through the kernels together.
 
     Args:
-        rows: their places in the batch; caches: theirs.
-        several: whether there are other rows.
-        common: what the rows have in common.
+        rows: their places in the batch.
+        caches: the rows' caches of this layer.
+        several: whether the batch has other rows.
+        common: what the rows have in common: numbers of heads and channels, dtype, rule of eviction.
 
     Attributes:
-        index: `rows` on the device, None where they are all.
-        table: where their entries are. limits: how many each holds at most.
-        evictions: the rules by which entries leave, None where none do.
-        slots: where in the device's counters their lengths are.
-        kind: what a captured step has fixed of the rows.
+        index: `rows` as a tensor on the device; None where they are the whole batch.
+        table: addresses and strides of the rows' entries.
+        limits: the most entries that each row may hold.
+        evictions: the rules by which entries leave; None where none do.
+        slots: the rows' places in the device's `_Counters`.
+        graph_key: what a captured step has fixed of the rows.
     """
 
     def __init__(
@@ -88,7 +98,7 @@ class _Group:
     ) -> None:
         self.rows, self.caches, self.device = rows, caches, caches[0].keys.device
         self.index = torch.tensor(rows, device=self.device) if several else None
-        self.limits = [max(c.granted, c.length) if c.evicts else ENDLESS for c in caches]
+        self.limits = [max(c.granted, c.length) if c.evicts else NO_LIMIT for c in caches]
         self.slots = slice(0)
         self.table = table = entry_table(
             [cache.keys for cache in caches],
@@ -102,7 +112,7 @@ class _Group:
         if rules:
             scores, positions = [c.scores for c in caches], [c.positions for c in caches]
             self.evictions = EvictionTable(rules, self.limits, scores, positions, rows)
-        self.kind = (tuple(rows), common, table.longest, table.chunk, table.aligned)
+        self.graph_key = (tuple(rows), common, table.longest, table.chunk, table.aligned)
 
 
 class DecodeState(ForkBatch):
@@ -139,18 +149,23 @@ class DecodeState(ForkBatch):
         }
 
     @property
-    def kind(self) -> Hashable:
+    def graph_key(self) -> Hashable:
         """What a captured step has fixed of these rows: see `kvbench.engine.graphs`."""
-        return tuple((n, *(group.kind for group in each)) for n, each in self._groups.items())
+        return tuple(
+            (layer, *(group.graph_key for group in groups))
+            for layer, groups in self._groups.items()
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
-        """On a GPU, all that a step reads of the rows and moves on; as many for rows of one kind."""
-        told = [part for each in self._counters.values() for part in vars(each).values()]
+        """On a GPU, all tensors about the rows that a step reads or advances; as many, in the same
+        order, for all rows of one `graph_key`."""
+        parts = [part for counters in self._counters.values() for part in vars(counters).values()]
         for group in self._all_groups():
-            told += [group.index, group.table.pointers]
-            told += [] if group.evictions is None else [group.evictions.numbers]
-        return [part for part in told if isinstance(part, Tensor)]
+            parts += [group.index, group.table.pointers]
+            if group.evictions is not None:
+                parts.append(group.evictions.numbers)
+        return [part for part in parts if isinstance(part, Tensor)]
 
     def _all_groups(self, row: int | None = None) -> list[_Group]:
         """The groups of all layers, or those with this row."""
@@ -158,7 +173,8 @@ class DecodeState(ForkBatch):
         return [group for group in groups if row is None or row in group.rows]
 
     def _sort(self, layer: int, first: Sequence[int], steps: Sequence[int]) -> None:
-        """Which rows of a layer go through the kernel together, and which go alone."""
+        """Sort the rows of a layer into those that go through the kernels together, a group for each
+        kind of buffers, and those that attend one by one."""
         together: dict[tuple[object, ...], list[int]] = {}
         caches = [fork.layers[layer] for fork in self.forks]
         self._alone[layer] = []
@@ -196,35 +212,43 @@ class DecodeState(ForkBatch):
         if repeats > 1:  # a method that repeats keys to query heads
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         counters = self._counters[group.device]
-        lengths, held = counters.of(group.slots)
+        lengths, with_new = counters.of(group.slots)
         append_entries(group.table, lengths, key[:, :, 0], value[:, :, 0])
         out, mass = weighted_decode_attention(
             call.query[:, :, 0],
             group.table,
-            held,
+            with_new,
             scaling=call.scaling,
             softcap=call.softcap,
             return_mass=evictions is not None and evictions.weighs,
         )
         if evictions is not None:
-            evict_entries(group.table, evictions, lengths, mass, counters.positions, counters.moves)
+            evict_entries(
+                group.table,
+                evictions,
+                lengths,
+                mass,
+                counters.positions,
+                counters.position_steps,
+            )
         return out[:, :, None]
 
     def move_on(self) -> None:
-        """The next token is to come; part of the step, on the devices."""
+        """Advance positions and numbers of entries to the next token; part of the step, on the
+        devices."""
         for counters in self._counters.values():
-            counters.move_on()
+            counters.advance()
 
     def end(self, row: int) -> None:
-        """A row has ended and stays in the batch: from here on its steps come to nothing. It writes
-        its token to the same free place every time, and its position does not move."""
+        """Freeze a row that has ended and stays in the batch: its position and number of entries no
+        longer change, and its steps write their token to a free place that is never attended to."""
         self._settle(row)
         self._ended.add(row)
         for counters in self._counters.values():
-            counters.moves[row] = 0
+            counters.position_steps[row] = 0
         for group in self._all_groups(row):
             counters = self._counters[group.device]
-            counters.grows[group.slots.start + group.rows.index(row)] = 0
+            counters.length_steps[group.slots.start + group.rows.index(row)] = 0
 
     def _settle(self, row: int) -> None:
         for group in self._all_groups(row) if row not in self._ended else ():
@@ -232,7 +256,7 @@ class DecodeState(ForkBatch):
             group.caches[place].grew(self.taken, group.limits[place])
 
     def settle(self) -> None:
-        """The rows part: tell every cache how many entries it holds by now."""
+        """End this run of steps: every cache is told how many entries it holds by now."""
         for row in range(len(self.forks)):
             self._settle(row)
         self.taken = 0

@@ -62,7 +62,7 @@ class StepGraphs:
 
     Attributes:
         failed: whether a capture has failed; then none is tried again.
-        kept: captured steps, by kind, and the tensors that they work on.
+        kept: captured steps, and the tensors that they work on, by graph key.
     """
 
     def __init__(self, decode: str = "auto", most: int = 6) -> None:
@@ -91,11 +91,13 @@ class StepGraphs:
             return False
         return not is_hybrid(model.config.get_text_config()) and not self.failed
 
-    def recall(self, kind: Hashable, tensors: Sequence[Tensor]) -> Callable[[], Tensor] | None:
-        """The step of an earlier batch of this kind, see `capture`; None if there was none. From here on
-        these tensors, with what they hold, lie in the memory of the earlier batch's, which the step
-        works on."""
-        replay, captured = self.kept.get(kind, (None, ()))
+    def recall(self, key: Hashable, tensors: Sequence[Tensor]) -> Callable[[], Tensor] | None:
+        """The captured step of an earlier batch with this key (see `capture`); None if there is none.
+
+        What `tensors` hold is copied to the memory of the earlier batch's tensors, which the captured
+        step works on, and from here on `tensors` lie there.
+        """
+        replay, captured = self.kept.get(key, (None, ()))
         for earlier, now in zip(captured, tensors, strict=replay is not None):
             earlier.copy_(now)
             now.set_(earlier)  # type: ignore[call-overload]
@@ -105,16 +107,18 @@ class StepGraphs:
         self,
         model: PreTrainedModel,
         step: Callable[[], Tensor],
-        kind: Hashable,
+        key: Hashable,
         tensors: Sequence[Tensor],
     ) -> Callable[[], Tensor] | None:
         """A function that does what `step` does, by replaying it; None if it could not be captured.
         Capturing runs nothing.
 
         Args:
-            step: works on the same tensors at every call and returns one, always the same afterwards.
-            kind: equal for batches whose steps differ in what these tensors hold, and in nothing else.
-            tensors: all that the step reads and writes, beside the model and what they point to.
+            step: works on the same tensors at every call, and returns the same tensor every time.
+            key: equal for two batches if and only if their steps differ in nothing but what `tensors`
+                hold, so that one's captured step serves the other.
+            tensors: all tensors that the step reads and writes, but for the model's and those that they
+                hold the addresses of.
         """
         graph = torch.cuda.CUDAGraph()
         device = next(model.parameters()).device
@@ -141,7 +145,7 @@ class StepGraphs:
             graph.replay()
             return result
 
-        self.kept[kind] = replay, tensors
+        self.kept[key] = replay, tensors
         if len(self.kept) > self.most:
             del self.kept[next(iter(self.kept))]
         return replay

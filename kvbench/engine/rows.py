@@ -52,10 +52,13 @@ class DecodingRow:
     """One fork's generation in the making: a row of the decoding batch.
 
     Attributes:
-        prefill_s: seconds of its prompt's prefill. spent_s: wall seconds before the rows of all prompts
-            were joined. decode_s: its share of the decoding since.
-        chosen: its answer so far, the ending token included; `ended` with it.
-        uniforms: one number for each token that is drawn, None where none is.
+        prefill_s: seconds of its prompt's prefill.
+        spent_s: wall seconds that its prompt took before the rows of all prompts were joined.
+        decode_s: its share of the seconds of decoding since.
+        chosen: the tokens of its answer so far, the ending token included.
+        ended: whether the answer has ended.
+        uniforms: [tokens] in [0, 1), the number that each token is drawn with; None where the most
+            likely token is taken.
     """
 
     fork: Fork
@@ -195,9 +198,9 @@ class _Batch:
             self.replay = graphs.recall(*self._fixed())
 
     def _fixed(self) -> tuple[Hashable, list[Tensor]]:
-        """What a captured step has fixed, and the tensors that it works on."""
+        """The key of the batch's captured step, and the tensors that the step works on."""
         own = [part for part in (self.ids, self.draws) if part is not None]
-        return (self.rows[0].sampling, self.state.kind), [*own, *self.state.tensors]
+        return (self.rows[0].sampling, self.state.graph_key), [*own, *self.state.tensors]
 
     def _run(self) -> Tensor:
         """One step, all of it on the device and on the same tensors every time."""

@@ -65,7 +65,7 @@ def test_no_method_that_evicts_is_forgotten_here() -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the caches of a generation did: the most entries after any token, and their ends."""
     found = SimpleNamespace(lengths=[], ends=[])
-    attend, move_on, audit = LayerCache._append_and_attend, _Counters.move_on, Fork.audit
+    attend, move_on, audit = LayerCache._append_and_attend, _Counters.advance, Fork.audit
 
     def attended(cache: LayerCache, *given: Any) -> Any:
         out = attend(cache, *given)
@@ -84,7 +84,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Any:
         audit(fork)
 
     monkeypatch.setattr(LayerCache, "_append_and_attend", attended)
-    monkeypatch.setattr(_Counters, "move_on", moved_on)
+    monkeypatch.setattr(_Counters, "advance", moved_on)
     monkeypatch.setattr(Fork, "audit", audited)
     return found
 
