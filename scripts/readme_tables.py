@@ -174,7 +174,7 @@ def statistics() -> str:
     frame["room"] = distance.where(~frame["at_most"], -distance)
     rows = [["simulated", "cells", "the worst of them", "share, %", "bound, %"]]
     for kind, cells in frame.groupby("kind", sort=True):
-        worst = cells.loc[cells["room"].idxmin()]
+        worst = cells.sort_values("room").iloc[0]
         sign = "at most" if worst["at_most"] else "at least"
         share, bound = f"{100 * worst['share']:.1f}", f"{sign} {worst['limit']:.0f}"
         named = worst["what"].partition(", ")[2] or "–"
