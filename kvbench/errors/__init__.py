@@ -59,6 +59,11 @@ def printable(text: str) -> str:
     return "".join(ascii(c)[1:-1] if unicodedata.category(c) in unseen else c for c in text)
 
 
+def printable_lines(text: str) -> str:
+    """`printable` of every line; line ends stay."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
 def text_of(error: BaseException) -> str:
     """The error's message. Some errors fail to tell it: then that."""
     try:

@@ -406,12 +406,14 @@ def allowed_entries(
 ) -> tuple[int, str | None]:
     """Entries per KV head that the audit allows in all layers together, and the name of the preset that
     holds more than the budget, None where none does: one whose options the method has, whatever its
-    others are. A method is not its own judge: what it asks for beyond the budget without such a name is
-    not granted."""
+    others are. A method is not its own judge: what it asks for beyond the budget without such a name, or
+    by a class from outside kvbench, is not granted."""
     granted = num_layers * (budget.capacity(n) if method.saves_memory else n)
     asked = method.total_capacity(replace(budget), n, num_layers)
     if asked <= granted:
         return asked, None
+    if not type(method).__module__.startswith("kvbench."):
+        return granted, None  # a class from elsewhere could name a preset of its own for anything
     for name, options in type(method).presets.items():
         made = type(method)(**options)
         if options and all(getattr(method, key) == getattr(made, key) for key in options):

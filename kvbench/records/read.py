@@ -17,7 +17,8 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -85,11 +86,34 @@ def load_run(folder: Path) -> Run:
     if not (folder / MANIFEST).exists():
         raise StoreError(f"{folder} has records but no {MANIFEST}")
     manifest = read_manifest(folder / MANIFEST)
-    records = pd.DataFrame(read_records(folder))
+    rows = read_records(folder)
+    refuse_structures(folder, rows, manifest.get("task_meta") or {})
+    records = pd.DataFrame(rows)
     records = records.reindex(columns=list(dict.fromkeys([*COMMON_FIELDS, *records.columns])))
     for name in NUMBER_FIELDS:
         records[name] = pd.to_numeric(records[name]).astype(float)
     return Run(folder, manifest, records)
+
+
+def refuse_structures(
+    folder: Path, rows: list[dict[str, Any]], task_meta: Mapping[str, Any]
+) -> None:
+    """Refuse lists and objects in fields that examples are grouped by.
+
+    Raises:
+        StoreError: naming the folder, the example and the field.
+    """
+    breakdown = task_meta.get("breakdown") or []
+    named = breakdown if isinstance(breakdown, list) else []
+    names = {"context_id", "sample", str(task_meta.get("unit")), *map(str, named)}
+    for number, row in enumerate(rows, 1):
+        for name in names & row.keys():
+            if isinstance(row[name], dict | list):
+                kind = "an object" if isinstance(row[name], dict) else "a list"
+                raise StoreError(
+                    f"{folder}, record {number} ({row['example_id']!r:.60}): {name} is {kind}; "
+                    "allowed: text, a number or null"
+                )
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -140,7 +164,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         StoreError: it is not there, broken, or of a version that this kvbench does not read.
     """
     with disk_errors(path):
-        content = path.read_bytes()
+        content = regular_bytes(path)
     where = f"{path} (move it away, and the run's command writes a new one; the records stay)"
     return parsed(schema.MANIFEST, content, where)
 
@@ -155,13 +179,24 @@ def whole_lines(path: Path) -> tuple[list[bytes], int]:
         StoreError: the file cannot be read.
     """
     with disk_errors(path):
-        content = path.read_bytes()
+        content = regular_bytes(path)
     lines = content.split(b"\n")[:-1]
     try:
         json.loads(lines[-1] if lines else b"{}")
     except (ValueError, RecursionError):
         lines.pop()
     return lines, sum(len(line) + 1 for line in lines)
+
+
+def regular_bytes(path: Path) -> bytes:
+    """What a regular file holds. (Reading a pipe would wait for its writer, a device for ever.)
+
+    Raises:
+        StoreError: it is none.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise StoreError(f"cannot use {path}: no regular file")
+    return path.read_bytes()
 
 
 @contextmanager

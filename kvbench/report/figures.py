@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from kvbench.errors import printable
+from kvbench.errors import one_line, printable
 from kvbench.records.figures import Bars, Curve, Heatmap, Times
 from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
 from kvbench.report.frame import totals
@@ -103,13 +104,31 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
         return curve_figures(group, curve)
     if group.meta.figure(Times):  # seconds and bytes stand in their table
         return []
-    found = [memory(group, frame)]
-    found += [heatmaps(group, spec)] if (spec := group.meta.figure(Heatmap)) else []
-    found += [bars(group, bar)] if (bar := group.meta.figure(Bars)) else []
-    for _, part in frame[~frame["by"].isin(["", "dataset"])].groupby("by", sort=False):
+    wanted: list[tuple[str, Callable[[], Drawn | None]]] = [
+        ("score by ratio", partial(memory, group, frame))
+    ]
+    heatmap, bar = group.meta.figure(Heatmap), group.meta.figure(Bars)
+    if heatmap:
+        wanted.append(("heatmap", partial(heatmaps, group, heatmap)))
+    if bar:
+        wanted.append(("bars", partial(bars, group, bar)))
+    for by, part in frame[~frame["by"].isin(["", "dataset"])].groupby("by", sort=False):
         if part["value"].nunique() > 1:
-            found.append(breakdown(group, part))
-    return [drawn for drawn in [*found, kept_figure(group)] if drawn is not None]
+            wanted.append((f"by {by}", partial(breakdown, group, part)))
+    wanted.append(("kept tokens", partial(kept_figure, group)))
+    drawn = [drawn_or_told(group, what, draw) for what, draw in wanted]
+    return [one for one in drawn if one is not None]
+
+
+def drawn_or_told(group: Group, what: str, draw: Callable[[], Drawn | None]) -> Drawn | None:
+    """A figure; where records of somebody's make that impossible, an empty one with a line that says so:
+    the rest of the report is wanted all the same."""
+    try:
+        return draw()
+    except Exception as failure:  # noqa: BLE001 - whatever a record's values do to matplotlib
+        figure, _ = new_panels(1, 1, (3, 1), (0, 0))
+        name = f"{stem(group)}-{re.sub(r'[^a-z]+', '-', what)}"
+        return Drawn(name, what, f"Not drawn: {one_line(failure)}.", figure)
 
 
 def words(name: str) -> str:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from kvbench.errors import disk_line, printable
+from kvbench.errors import disk_line, printable, printable_lines
 from kvbench.records.read import StoreError
 from kvbench.report.answers import LIMIT, Shown, clip, sample_of
 from kvbench.report.experiment import Experiment, Group
@@ -98,11 +98,18 @@ def render_page(
     )
 
 
+def _shown(value: Any) -> Any:
+    """A value of a template: text without characters that are not to be seen (escape sequences, marks
+    that turn the direction of writing); what is markup already as it is."""
+    return printable_lines(value) if type(value) is str else value
+
+
 def html(template: str, **values: Any) -> str:
     """A page from one of the templates; every value is escaped, an unknown name is an error."""
     made = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
+        finalize=_shown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

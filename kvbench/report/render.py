@@ -16,7 +16,7 @@ from rich import box
 from rich.markup import escape as escape_markup
 from rich.measure import Measurement
 
-from kvbench.errors import printable
+from kvbench.errors import printable, printable_lines
 from kvbench.records.durable import replace
 from kvbench.report.table import Column, Table
 
@@ -50,7 +50,7 @@ def csv(frame: pd.DataFrame) -> str:
 def _no_formula(cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
-    cell = cell.replace("\r", "\\r")  # it would end the row, quoted or not
+    cell = printable_lines(cell)  # \r would end the row, quoted or not
     if not cell.startswith(_FORMULA):
         return cell
     try:

@@ -7,8 +7,8 @@ same to the runner: a `Plan`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,12 +20,21 @@ from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
 from kvbench.records.figures import Heatmap, as_json
+from kvbench.records.schema import COMMON_FIELDS
 from kvbench.run.encoding import EncodedExample, conversations_of, encode_examples, pieces_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
 
 log = logging.getLogger(__name__)
 
+TAKEN = frozenset(
+    {
+        *COMMON_FIELDS,
+        *(field.name for field in fields(Generation)),
+        *("context_id", "sample", "history", "evidence", "beyond_positions", "max_positions"),
+    }
+)
+"""Fields of a record that the engine and the runner write: neither a task nor a method writes them."""
 NOTED = 2
 """The first units of a task say what every method kept: one alone may be a special case."""
 Methods = Mapping[str, tuple[Method, Budget]]
@@ -133,9 +142,13 @@ class TaskPlan:
         Raises:
             KVError: a budget that no prompt is long enough for, or a share that of the shortest is
                 less than sink and window; context compression of a prompt whose question is empty;
-                turns after the method's own answers where each turn is a prompt of its own.
+                turns after the method's own answers where each turn is a prompt of its own; a field of
+                the
+            task's own that a record has for something else.
         """
         encoded, _ = self._examples(session)
+        for example in (e.example for e in encoded):
+            refuse_taken(f"task {self.task.name}, example {example.id!r}: fields", example.fields)
         for label, (method, budget) in methods.items():
             Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
         after = session.compress_after == "context"
@@ -228,6 +241,8 @@ class TaskPlan:
         """The record of one method on one example, but for what the runner adds."""
         encoded: EncodedExample = unit.payload[record_id]
         example = encoded.example
+        if result.failure is None:
+            result = with_extras_checked(label, result)
         fields: dict[str, Any] = {
             "prompt_tokens": encoded.n,
             "answers": list(example.answers),
@@ -245,8 +260,30 @@ class TaskPlan:
         if result.failure is None:
             text = session.encoder.decode(result.tokens)
             fields["prediction"] = session.stopping(example).cut(text)
-            fields.update(self.task.score(fields["prediction"], example))
+            scores = self.task.score(fields["prediction"], example)
+            refuse_taken(f"task {self.task.name}: scores", {k for k in scores if k != "score"})
+            fields.update(scores)
         return Outcome(label, record_id, fields)
+
+
+def refuse_taken(whose: str, names: Iterable[str]) -> None:
+    """Refuse fields that would overwrite others of a record.
+
+    Raises:
+        KVError: naming the field.
+    """
+    for name in names:
+        if name in TAKEN:
+            raise KVError(f"{whose} have {name!r}, which every record has; allowed: other names")
+
+
+def with_extras_checked(label: str, result: Generation) -> Generation:
+    """The generation, failed where the method's `Method.extras` have fields that every record has."""
+    try:
+        refuse_taken(f"the extras of method {label!r}", result.extras)
+    except KVError as failure:
+        return replace(result, failure=failure, extras={})
+    return result
 
 
 def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:

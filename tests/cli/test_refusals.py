@@ -32,6 +32,9 @@ model=hf -> Missing mandatory value: model.path
 budget.rate=0.5,0.25 -> add --multirun
 +zzz=1 -> unknown key 'zzz'
 +model.api_key=123 -> model.api_key is given a value, which the results would keep
+-m hydra.sweeper._target_=os.getcwd -> hydra.sweeper._target_ is not kvbench's to set
++hydra.job_logging.handlers.file.filename=/tmp/x -> +hydra.job_logging.handlers.file.filename is not
+hydra/job_logging=default -> hydra/job_logging is not kvbench's to set
 list taks -> cannot list ['taks'] (did you mean 'tasks'?)
 show method=nope -> unknown method 'nope'
 show experiment=balancekv_table6 paper_table.file=a/b -> file is 'a/b'; allowed:

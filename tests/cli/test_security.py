@@ -14,10 +14,12 @@ import pytest
 import torch
 from support.attacks import PACKAGE, RUN, SECRETS, SMALL, TYPED, leaks, model_folder, written
 from support.cli_cases import ended
+from support.command import SHORT, composed
 from support.report_runs import LINES_META, write_run
 
+from kvbench.cli.config import Settings
 from kvbench.engine.loading import ModelSpec
-from kvbench.errors import HIDDEN, names_a_secret, redact
+from kvbench.errors import HIDDEN, UserError, names_a_secret, redact
 from kvbench.methods.snapkv import SnapKV
 from kvbench.records.read import StoreError, load_run, load_runs
 from kvbench.records.schema import COMMON_FIELDS
@@ -211,6 +213,34 @@ def test_a_value_of_a_wrong_type_is_named_in_one_line(tmp_path: Path) -> None:
     assert (found.problem(), found.status) == (None, 1)
 
 
+def test_a_pipe_and_a_structure_in_a_forged_folder_are_one_line(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path, task="t", records=[{"example_id": "a", "score": 1.0, "num_lines": {}}]
+    )
+    change(run / "manifest.json", "task_meta.breakdown", ["num_lines"])
+    found = ended([str(tmp_path / "demo")], main=main)
+    assert found.status == 1
+    assert "record 1 ('a'): num_lines is an object; allowed: text, a number or null" in found.err
+    (run / "records.jsonl").unlink()
+    os.mkfifo(run / "records.jsonl")
+    with pytest.raises(StoreError, match=r"records\.jsonl: no regular file"):
+        load_run(run)
+
+
+def test_a_ratio_that_no_figure_can_show_does_not_end_the_report(tmp_path: Path) -> None:
+    for method, ratio in (("exact", 1.0), ("snapkv", 0.0), ("uniform", 1e308), ("h2o", -1.0)):
+        rows = [{"example_id": f"e{i}", "score": 0.5, "ratio": ratio} for i in range(12)]
+        write_run(tmp_path, method=method, records=rows, task_meta=LINES_META)
+    found = ended([str(tmp_path / "demo"), "--list"], main=main)
+    assert (found.problem(), found.status) == (None, 0), found.err[-2000:]
+
+
+def test_a_secret_does_not_become_a_folders_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrst")
+    with pytest.raises(UserError, match="experiment_name holds a secret of the environment"):
+        Settings.of(composed(*SHORT, "experiment_name=${oc.env:HF_TOKEN}"))
+
+
 ATTACK = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 QUOTES = "\"><svg onload=document.title='owned'>'`${document.title='owned'}{{7*7}}"
 UP = "../../../escape"
@@ -247,8 +277,8 @@ def test_names_and_texts_of_other_peoples_results_mean_nothing(tmp_path: Path) -
         if path.suffix in (".html", ".md", ".tex"):
             for part in ("<img src=x", "<svg onload", "<script>document"):
                 assert part not in text, path
-        if path.suffix in (".md", ".tex"):
-            assert not {"\x1b", "\u202e"} & set(text), path
+        if path.suffix in (".html", ".md", ".tex", ".csv"):
+            assert not {"\x1b", "\x07", "\u202e"} & set(text), path
         if path.suffix == ".csv":
             cells = [cell.strip('"') for line in text.splitlines() for cell in line.split(",")]
             assert not [c for c in cells if c.startswith(("=1", "+cmd", "@SUM"))], path

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.jobs import SMALL, make_job, records_of
-from support.tiny import Greedy, tiny_model
+from support.tiny import Everything, Greedy, tiny_model
 
 from kvbench.engine.guard import check_held
 from kvbench.kv import (
@@ -49,6 +49,39 @@ class Released(OwnJudge):
     whole: bool = False
 
 
+class OfKvbench(Released):
+    """The same as a file of kvbench/methods, whose presets are those of a paper's code."""
+
+
+OfKvbench.__module__ = "kvbench.methods.released"
+
+
+class Nothing(Method):
+    """Keeps no entry at all."""
+
+    def compress(self, layer: Any, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        return gather_entries(layer, torch.zeros(1, 2, 0, dtype=torch.int64))
+
+
+class Overwrites(Everything):
+    """Whose record would say that it holds one entry, of an example that was never asked."""
+
+    def extras(self, n: int, held: Any) -> dict[str, Any]:
+        return {"entries": 1, "example_id": "e9"}
+
+
+def test_a_cache_of_nothing_and_fields_of_others_fail_their_method(tmp_path: Path) -> None:
+    methods: dict[str, Method] = {"nothing": Nothing(), "overwrites": Overwrites()}
+    methods["snapkv"] = build_method("snapkv")
+    result = run_job(make_job(tmp_path, methods, limit=1))
+    found = {label: rows[0] for label, rows in records_of(result).items()}
+    assert "compress kept no entry; allowed: at least one per KV head" in found["nothing"]["error"]
+    assert (found["overwrites"]["status"], found["overwrites"]["example_id"]) == ("error", "e0")
+    assert "have 'entries', which every record has" in found["overwrites"]["error"]
+    assert found["overwrites"]["entries"]["max"] == 75, "what was really held"
+    assert found["snapkv"]["status"] == "ok"
+
+
 LAYERS = tiny_model("llama").config.num_hidden_layers
 
 
@@ -56,13 +89,14 @@ def test_more_than_the_budget_needs_a_presets_name_and_is_shown(tmp_path: Path) 
     methods: dict[str, Method] = {
         "judge": OwnJudge(),
         "unnamed": Released(),
-        "named": Released(whole=True),
+        "foreign": Released(whole=True),
+        "named": OfKvbench(whole=True),
         "snapkv": build_method("snapkv"),
     }
     result = run_job(make_job(tmp_path, methods, limit=1))
     found = {label: rows[0] for label, rows in records_of(result).items()}
     allowed = LAYERS * SMALL.capacity(75)
-    for label in ("judge", "unnamed"):
+    for label in ("judge", "unnamed", "foreign"):
         assert found[label]["status"] == "over_budget"
         line = f"{label!r} holds {LAYERS * 75} entries in all layers; its budget allows {allowed}"
         assert found[label]["error"].endswith(line)
@@ -73,10 +107,10 @@ def test_more_than_the_budget_needs_a_presets_name_and_is_shown(tmp_path: Path) 
 def test_probes_do_not_take_a_methods_word_either() -> None:
     budget = Budget(rate=0.5, sink=32, window=32)
     line = f"'m' holds 640 entries in all layers; its budget allows {2 * budget.capacity(320)}"
-    for judge in (OwnJudge(), Released()):
+    for judge in (OwnJudge(), Released(), Released(whole=True)):
         with pytest.raises(BudgetExceeded, match=line):
             check_total("m", judge, budget, 320, 2)
-    check_total("m", Released(whole=True), budget, 320, 2)
+    check_total("m", OfKvbench(whole=True), budget, 320, 2)
     check_total("m", build_method("h2o"), budget, 320, 2)
 
 
