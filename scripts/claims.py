@@ -123,10 +123,15 @@ def read_run(place: Path) -> pd.DataFrame:
     return rows
 
 
-def read_made(place: Path) -> pd.DataFrame:
+def read_made(beside: Path, run: Mapping[str, Any], model: str) -> pd.DataFrame:
     """The rows of an experiment that another command makes, which takes too long for this one; empty
-    where it was not made."""
-    return read_run(place) if list(place.glob("*/*/*/manifest.json")) else pd.DataFrame()
+    where it was not made, not to its end, or of another model."""
+    place = beside / run["folder"]
+    if not list(place.glob("*/*/*/manifest.json")):
+        return pd.DataFrame()
+    rows = read_run(place)
+    ours = rows["model"].astype(str).str.startswith(model.rpartition("/")[2]).all()
+    return rows if ours and len(rows) >= run["records"] else pd.DataFrame()
 
 
 def table(rows: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
@@ -425,7 +430,7 @@ def main(given: Sequence[str]) -> None:
             if name is None or name in runs:
                 continue
             if "folder" in asked["runs"][name]:
-                runs[name] = read_made(place.parent / asked["runs"][name]["folder"])
+                runs[name] = read_made(place.parent, asked["runs"][name], options["model"])
             elif key == "run" or not lacking(runs[one["run"]], one):
                 words = command(name, asked["runs"][name]["command"], options, place)
                 run_once(name, words, place)
