@@ -41,10 +41,12 @@ def test_as_released(shared_file):
     for name, case in cases_of(golden, "cases_json").items():
         g = np.random.default_rng(case["seed"])
         n, d, m = case["T"], case["d"], case["n"]
-        keys, values = (g.standard_normal((n, d)).astype(np.float32) for _ in range(2))
-        keys += (case["spread"] * g.standard_normal((1, d))).astype(np.float32)
-        queries = case["sharp"] * g.standard_normal((m, d)) + 0.5 * keys[g.integers(0, n, m)]
-        arrays = keys, values, queries.astype(np.float32)
+        keys, values, shift, noise = (
+            g.standard_normal(shape, dtype=np.float32) for shape in ((n, d), (n, d), (1, d), (m, d))
+        )
+        keys += np.float32(case["spread"]) * shift
+        near_keys = np.float32(0.5) * keys[g.integers(0, n, m)]
+        arrays = keys, values, np.float32(case["sharp"]) * noise + near_keys
         digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
         assert digest[:16] == case["sha"], name
         k, v, q = (torch.from_numpy(array)[None] for array in arrays)
