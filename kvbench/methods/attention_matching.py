@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.errors.options import Count, NonNegative, Odd, Whole
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, rows_at
-from kvbench.methods._select import with_sink_and_window
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, rows_at
+from kvbench.methods._select import positions_between, with_sink_and_window
 from kvbench.methods.base import Method, Repetition, Rescoring
 from kvbench.methods.kvzip import FIRST, FOLLOWING, OVERLAP
 
@@ -282,6 +282,9 @@ class AttentionMatching(Method):
         Raises:
             KVError: the layer has no queries, or nobody had the model repeat the prompt.
         """
+        if not budget.middle_kept(layer.n):
+            nothing = positions_between(layer, 0, 0)
+            return gather_entries(layer, with_sink_and_window(layer, budget, nothing))
         name = f"queries {layer.layer_index}"
         queries = layer.queries if self.queries == "prompt" else layer.carried.get(name)
         if queries is None:
