@@ -2,29 +2,140 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.errors.options import Count, NonNegative, Odd, Whole
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, rows_at
+from kvbench.errors.options import Count, NonNegative, Odd, Whole, check_options
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, keep_all
 from kvbench.methods._select import positions_between, with_sink_and_window
 from kvbench.methods.base import Method, Repetition, Rescoring
 from kvbench.methods.kvzip import FIRST, FOLLOWING, OVERLAP
+from kvbench.methods.pyramidkv import PyramidKV
 
 LEAST_WEIGHT = 1e-12
-"""The weight of an entry that `omp` has chosen and not yet fitted; its least weight, too."""
+"""Of an entry whose log-weight has no lower bound, and of one that `omp` has not yet fitted."""
+
+BOUNDS = {"highest": (-3.0, 3.0), "omp": (math.log(LEAST_WEIGHT), 7.0)}
+"""The least and the largest log-weight, where the options name none."""
 
 REFINEMENTS = 3
 """How often `omp` looks for weights that are too small."""
 
+JITTERS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3)
+"""What the diagonal of a normal matrix of unit columns grows by until it can be factored."""
+
+
+# --- least squares --------------------------------------------------------------------------------
+
+
+def least_squares(columns: Tensor, target: Tensor, ridge: float = 0.0) -> Tensor:
+    """The x of least ||columns x - target||^2 + ridge * ||columns||_2^2 * ||x||^2.
+
+    By the normal equations, t x t; where there are fewer rows than columns by those of the x of least
+    norm, m x m. They are factored in float64 after a scaling that gives them a diagonal of ones, which
+    grows where they are singular (`JITTERS`). One step of refinement by the residual follows, since the
+    products are in float32.
+
+    Args:
+        columns: [m, t] float32. target: [m, k] float32.
+
+    Returns:
+        [t, k] float32.
+
+    Raises:
+        KVError: numbers that are not finite.
+    """
+    rows, count = columns.shape
+    wide = rows < count
+    gram = (columns @ columns.mT if wide else columns.mT @ columns).double()
+    penalty = ridge * largest_eigenvalue(columns) if ridge else gram.new_zeros(())
+    gram.diagonal().add_(penalty)
+    norms = gram.diagonal().sqrt().clamp(min=1e-30)[:, None]
+    gram.div_(norms).div_(norms.mT)
+    factor = cholesky(gram)
+
+    def solve(right: Tensor) -> Tensor:
+        return (torch.cholesky_solve(right.double() / norms, factor) / norms).float()
+
+    if wide:
+        multipliers = solve(target)
+        residual = target - columns @ (columns.mT @ multipliers) - penalty * multipliers
+        return columns.mT @ (multipliers + solve(residual))
+    solution = solve(columns.mT @ target)
+    residual = columns.mT @ (target - columns @ solution) - penalty * solution
+    return solution + solve(residual)
+
+
+def cholesky(gram: Tensor) -> Tensor:
+    """The lower factor of a matrix [t, t] whose diagonal becomes one, or more if it must (`JITTERS`).
+
+    Raises:
+        KVError: numbers that are not finite.
+    """
+    for jitter in JITTERS:
+        gram.diagonal().fill_(1.0 + jitter)
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        if not failed:
+            return factor
+    raise KVError(
+        "attention matching met keys, values or queries that are not finite; allowed: numbers"
+    )
+
+
+def largest_eigenvalue(columns: Tensor) -> Tensor:
+    """Of columns^T columns, where no element is negative: power iteration from a vector of ones."""
+    vector = torch.ones_like(columns[0])
+    for _ in range(8):
+        vector = columns.mT @ (columns @ vector)
+        vector = vector / vector.norm().clamp(min=1e-30)
+    return (columns @ vector).square().sum().clamp(min=1e-12)
+
+
+# --- one block ------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """Entries of one KV head that are to be replaced by fewer, as m reference queries see them.
+
+    Attributes:
+        mass: [m, n] float32, exp(logit - the row's largest logit).
+        total: [m], the sum of each row: the partition function.
+        values: [n, dim] float32.
+    """
+
+    mass: Tensor
+    total: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        queries: Tensor,
+        scaling: float,
+        softcap: float | None = None,
+        log_weights: Tensor | None = None,
+    ) -> Block:
+        """Of keys and values [n, dim] and queries [m, dim]; `log_weights` [n] that the entries have."""
+        logits = (queries.float() * scaling) @ keys.float().mT
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if log_weights is not None:
+            logits = logits + log_weights
+        mass = (logits - logits.amax(-1, keepdim=True)).exp_()
+        return cls(mass, mass.sum(-1), values.float())
+
 
 class Matched(NamedTuple):
-    """Entries of a block: positions in it [heads, t] int64, log_weights [heads, t] and values
+    """What stands for a block: positions in it [heads, t] int64, log_weights [heads, t] and values
     [heads, t, dim], float32."""
 
     positions: Tensor
@@ -32,178 +143,188 @@ class Matched(NamedTuple):
     values: Tensor
 
 
-def match(
-    keys: Tensor,
-    values: Tensor,
-    queries: Tensor,
-    entries: int,
-    scaling: float,
-    *,
-    chosen_by: str = "highest",
-    score: str = "rms",
-    pooling: str | None = None,
-    kernel_size: int = 7,
-    choose: int = 1,
-    interval: int = 1,
-    drop: float | None = None,
-    steps: int = 0,
-    low: float | None = -3.0,
-    high: float | None = 3.0,
-    log_weights: str = "fitted",
-    values_are: str = "fitted",
-    ridge: float = 0.0,
-    softcap: float | None = None,
-) -> Matched:
-    """A block of entries that answers reference queries as a longer block does.
+@dataclass(frozen=True, kw_only=True)
+class Matching:
+    """How a block is matched; the options of `AttentionMatching` that `match` takes, with the released
+    code's defaults.
 
     Args:
-        keys, values: [heads, n, dim]. queries: [heads, m, dim]. entries: t, at most n.
-        chosen_by, score, pooling, kernel_size, choose, interval, drop, steps, low, high,
-            log_weights, values_are, ridge: see `AttentionMatching`.
-
-    Positions come in the order chosen. Least squares go by the t x t normal equations, in float64 with
-    columns of unit norm; where these are singular their diagonal grows by 1e-6.
+        keys: highest (by attention within the block) | omp (orthogonal matching pursuit: one after the
+            other, by the product with what is left of the partition function).
+        score: rms | max | mean of a key's attention over queries, for `highest`.
+        pooling: null | avgpool | maxpool of these along `kernel_size` positions.
+        choose, interval: keys that `omp` takes at once, and after how many of its rounds it fits again.
+        drop: log-weight below which `omp` gives an entry up; null: none.
+        steps: projected gradient steps after the least squares.
+        low, high: bounds of the log-weights; null: those of `keys` (`BOUNDS`).
+        log_weights: fitted (so that the entries' mass is the block's) | zero.
+        values: fitted (so that their output is the block's) | kept.
+        ridge: of the values' least squares, as a share of the normal matrix's spectral norm.
     """
-    matched = []
-    for k, v, q in zip(keys.float(), values.float(), queries.float(), strict=True):
-        logits = q @ k.mT * scaling
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        mass = (logits - logits.amax(-1, keepdim=True)).exp_()
-        target = mass.sum(-1)
-        if chosen_by == "omp":
-            chosen, weights = pursue(
-                mass, target, entries, choose, interval, drop, steps, low, high
-            )
+
+    keys: Literal["highest", "omp"] = "highest"
+    score: Literal["rms", "max", "mean"] = "rms"
+    pooling: Literal["avgpool", "maxpool"] | None = None
+    kernel_size: Odd = 7
+    choose: Count = 1
+    interval: Count = 1
+    drop: float | None = None
+    steps: Whole = 0
+    low: float | None = None
+    high: float | None = None
+    log_weights: Literal["fitted", "zero"] = "fitted"
+    values: Literal["fitted", "kept"] = "fitted"
+    ridge: NonNegative = 0.0
+
+    def __post_init__(self) -> None:
+        check_options(self, "match.", KVError)
+
+    def select(self, block: Block, entries: int) -> tuple[Tensor, Tensor | None]:
+        """The places of the keys in the block, in the order chosen, [t] int64, and their weights [t]
+        where these are known by then."""
+        if self.keys == "omp":
+            return self.pursue(block, entries)
+        return best_first(self.key_scores(block), entries), None
+
+    def key_scores(self, block: Block) -> Tensor:
+        """How much the queries look at each key within the block: [n]."""
+        attention = block.mass / block.total[:, None]
+        if self.score == "max":
+            scores = attention.amax(0)
+        elif self.score == "mean":
+            scores = attention.mean(0)
         else:
-            scores = key_scores(mass / target[:, None], score, pooling, kernel_size)
-            chosen = scores.topk(entries).indices
-            weights = None
-        columns = mass[:, chosen]
-        if log_weights == "zero":
-            weights = torch.ones(len(chosen), device=k.device)
-        elif weights is None:
-            weights = fit_weights(columns, target, steps, low, high)
-        held = v[chosen]
-        if values_are == "fitted":
-            shares = columns * weights
-            shares = shares / shares.sum(-1, keepdim=True).clamp(min=1e-30)
-            held = least_squares(shares, mass @ v / target[:, None], ridge)
-        matched.append((chosen, weights.log(), held))
-    positions, logs, mixed = (torch.stack(part) for part in zip(*matched, strict=True))
-    return Matched(positions, logs, mixed)
+            scores = attention.square_().mean(0).sqrt()
+        if self.pooling is None:
+            return scores
+        pool = F.max_pool1d if self.pooling == "maxpool" else F.avg_pool1d
+        return pool(scores[None], self.kernel_size, stride=1, padding=self.kernel_size // 2)[0]
 
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest weight."""
+        low, high = BOUNDS[self.keys]
+        return (
+            math.exp(low if self.low is None else self.low),
+            math.exp(high if self.high is None else self.high),
+        )
 
-def key_scores(attention: Tensor, score: str, pooling: str | None, kernel_size: int) -> Tensor:
-    """How much queries look at each key, by their attention [m, n]: [n]."""
-    if score == "max":
-        scores = attention.amax(0)
-    elif score == "mean":
-        scores = attention.mean(0)
-    else:
-        scores = attention.square().mean(0).sqrt()
-    if pooling is None:
-        return scores
-    pool = F.max_pool1d if pooling == "maxpool" else F.avg_pool1d
-    return pool(scores[None], kernel_size, stride=1, padding=kernel_size // 2)[0]
+    def fit_weights(self, columns: Tensor, total: Tensor) -> Tensor:
+        """Weights [t] with which columns [m, t] sum to the total [m]: least squares, clamped, then
+        projected gradient steps."""
+        least, most = self.bounds()
+        weights = least_squares(columns, total[:, None])[:, 0].clamp(least, most)
+        if self.steps:
+            step = 1 / largest_eigenvalue(columns)
+            for _ in range(self.steps):
+                excess = columns @ weights - total
+                weights = (weights - step * (columns.mT @ excess)).clamp(least, most)
+        return weights
 
+    def pursue(self, block: Block, entries: int) -> tuple[Tensor, Tensor]:
+        """Orthogonal matching pursuit of the partition function: places [t] and weights [t].
 
-def least_squares(columns: Tensor, target: Tensor, ridge: float = 0.0) -> Tensor:
-    """The x of least ||columns x - target||^2 + ridge * ||columns||_2^2 * ||x||^2: [t, ...] float32."""
-    gram = (columns.mT @ columns).double()
-    if ridge:
-        gram.diagonal().add_(ridge * largest_eigenvalue(gram))
-    norms = gram.diagonal().sqrt().clamp(min=1e-30)
-    unit = gram / norms / norms[:, None]
-    factor, failed = torch.linalg.cholesky_ex(unit)
-    if failed:
-        unit.diagonal().add_(1e-6)
-        factor, failed = torch.linalg.cholesky_ex(unit)
-    wanted = (columns.mT @ target).double().view(len(norms), -1) / norms[:, None]
-    solution = torch.cholesky_solve(wanted, factor) / norms[:, None]
-    return solution.view(-1, *target.shape[1:]).float()
-
-
-def largest_eigenvalue(gram: Tensor) -> Tensor:
-    """Of a matrix without negative elements, by power iteration from the vector of ones."""
-    vector = torch.ones_like(gram[0])
-    for _ in range(8):
-        vector = gram @ vector
-        vector = vector / vector.norm().clamp(min=1e-30)
-    return (vector @ gram @ vector).clamp(min=1e-12)
-
-
-def fit_weights(
-    columns: Tensor, target: Tensor, steps: int, low: float | None, high: float | None
-) -> Tensor:
-    """Weights [t] with which columns [m, t] sum to the target [m]: least squares, clamped to
-    [e^low, e^high], then so many projected gradient steps."""
-    least = LEAST_WEIGHT if low is None else math.exp(low)
-    most = None if high is None else math.exp(high)
-    weights = least_squares(columns, target).clamp(least, most)
-    if steps:
-        gram, wanted = columns.mT @ columns, columns.mT @ target
-        step = 1 / largest_eigenvalue(gram)
-        for _ in range(steps):
-            weights = (weights - step * (gram @ weights - wanted)).clamp(least, most)
-    return weights
-
-
-def pursue(
-    mass: Tensor,
-    target: Tensor,
-    entries: int,
-    choose: int,
-    interval: int,
-    drop: float | None,
-    steps: int,
-    low: float | None,
-    high: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Orthogonal matching pursuit of the partition function: columns of mass [m, n] and their weights.
-
-    Keys whose log-weight is below `drop` leave for good and others follow, a few times over; keys that
-    have left return only where no others are there.
-    """
-    least = LEAST_WEIGHT if low is None else math.exp(low)
-    chosen = torch.empty(0, dtype=torch.int64, device=mass.device)
-    weights, fitted = target.new_empty(0), False
-    free = torch.ones(mass.shape[1], dtype=torch.bool, device=mass.device)
-    current = torch.zeros_like(target)
-    round_number = refinements = 0
-    while True:
-        if len(chosen) < entries:
-            product = ((target - current) @ mass).masked_fill(~free, -torch.inf)
-            count = min(choose, entries - len(chosen), int(free.sum()))
-            if not count:
-                free[:] = True
-                free[chosen] = False
+        Keys whose log-weight is below `drop` leave for good and others follow, a few times over; keys
+        that have left return only where no others are there.
+        """
+        mass, total = block.mass, block.total
+        least, _ = self.bounds()
+        chosen = torch.empty(0, dtype=torch.int64, device=mass.device)
+        weights, fitted = total.new_empty(0), False
+        free = torch.ones(mass.shape[1], dtype=torch.bool, device=mass.device)
+        current = torch.zeros_like(total)
+        round_number = refinements = 0
+        while True:
+            if len(chosen) < entries:
+                count = min(self.choose, entries - len(chosen), int(free.sum()))
+                if not count:
+                    free[:] = True
+                    free[chosen] = False
+                    continue
+                product = ((total - current) @ mass).masked_fill(~free, -torch.inf)
+                new = best_first(product, count)
+                free[new] = False
+                chosen = torch.cat([chosen, new])
+                if not fitted or round_number % self.interval == 0:
+                    weights, fitted = self.fit_weights(mass[:, chosen], total), True
+                else:
+                    weights = torch.cat([weights, weights.new_full((count,), least)])
+                current = mass[:, chosen] @ weights
+                round_number += 1
                 continue
-            new = product.topk(count).indices
-            free[new] = False
-            chosen = torch.cat([chosen, new])
-            if not fitted or round_number % interval == 0:
-                weights, fitted = fit_weights(mass[:, chosen], target, steps, low, high), True
-            else:
-                weights = torch.cat([weights, weights.new_full((count,), least)])
-            current = mass[:, chosen] @ weights
+            refinements += 1
+            if self.drop is None:
+                if self.interval > 1:
+                    weights = self.fit_weights(mass[:, chosen], total)
+                return chosen, weights
+            if refinements > REFINEMENTS:
+                return chosen, weights
+            weights = self.fit_weights(mass[:, chosen], total)
+            stay = weights.log() >= self.drop
+            if bool(stay.all()):
+                return chosen, weights
+            chosen = chosen[stay]
+            current = torch.zeros_like(total)
+            if len(chosen):
+                columns = mass[:, chosen]
+                current = columns @ self.fit_weights(columns, total)
+            weights, fitted = weights[stay], False
             round_number += 1
-            continue
-        refinements += 1
-        if drop is None or refinements > REFINEMENTS:
-            if drop is None and interval > 1:
-                weights = fit_weights(mass[:, chosen], target, steps, low, high)
-            return chosen, weights
-        weights = fit_weights(mass[:, chosen], target, steps, low, high)
-        stay = weights.log() >= drop
-        if bool(stay.all()):
-            return chosen, weights
-        chosen = chosen[stay]
-        current = torch.zeros_like(target)
-        if len(chosen):
-            current = mass[:, chosen] @ fit_weights(mass[:, chosen], target, steps, low, high)
-        weights, fitted = weights[stay], False
-        round_number += 1
+
+    def solve(
+        self, block: Block, chosen: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-weights [t] and values [t, dim] of the entries at the places `chosen`, whose `weights` may
+        be known already."""
+        columns = block.mass[:, chosen]
+        if self.log_weights == "zero":
+            weights = torch.ones_like(columns[0])
+        elif weights is None:
+            weights = self.fit_weights(columns, block.total)
+        if self.values == "kept":
+            return weights.log(), block.values[chosen]
+        shares = columns * weights
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=1e-30)
+        output = block.mass @ block.values / block.total[:, None]
+        return weights.log(), least_squares(shares, output, self.ridge)
+
+
+def best_first(scores: Tensor, count: int) -> Tensor:
+    """Places of the `count` highest scores [n], the highest first; of equal ones the lower place."""
+    return scores.argsort(descending=True, stable=True)[:count]
+
+
+def match(
+    key_rows: Tensor,
+    value_rows: Tensor,
+    query_rows: Tensor,
+    /,
+    entries: int,
+    scaling: float,
+    **options: Any,
+) -> Matched:
+    """Fewer entries that answer reference queries as a block does: keys of it, with log-weights and
+    values solved for.
+
+    Args:
+        key_rows, value_rows: [heads, n, dim]. query_rows: [heads, m, dim]. entries: t, at most n.
+        options: those of `Matching`, among them `keys` and `values`.
+
+    Returns:
+        positions in the order chosen, log_weights, values, in float32.
+
+    Raises:
+        KVError: an option's value that is not allowed.
+    """
+    how = Matching(**options)
+    matched = []
+    for keys, values, queries in zip(key_rows, value_rows, query_rows, strict=True):
+        block = Block.of(keys, values, queries, scaling)
+        chosen, weights = how.select(block, entries)
+        matched.append((chosen, *how.solve(block, chosen, weights)))
+    return Matched(*(torch.stack(part) for part in zip(*matched, strict=True)))
+
+
+# --- the method -----------------------------------------------------------------------------------
 
 
 def evenly_spread(queries: Tensor, count: int) -> Tensor:
@@ -215,48 +336,37 @@ def evenly_spread(queries: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionMatching(Method):
+class AttentionMatching(Method, Matching):
     """Keeps sink and window, and of the middle entries whose attention is matched to the middle's.
 
     Keys are chosen; the log-weight of each is solved for so that the entries' mass is the middle's for
-    reference queries, then its value, so that their output is.
+    reference queries, then its value, so that their output is. All in float32, rows of exponentials
+    shifted by their maximum; least squares as `least_squares` has them.
+
+    It costs one product of reference queries and keys, one of their attention and the values, and two
+    systems of t x t, for t entries of the middle (m x m, where the m reference queries are fewer).
+    `adakv` and `pages` choose by its scores; log-weights and values are then solved for what they chose.
 
     Args:
         queries: prompt (the prompt's own, those before a key too) | repeat (of a second pass that
             repeats the prompt, as `kvzip` has it).
         max_queries: reference queries per KV head, evenly spread.
-        keys: highest (by attention within the middle) | omp (one after the other, by the product with
-            what is left of the partition function).
-        score: rms | max | mean of a key's attention over queries, for `highest`.
-        pooling: null | avgpool | maxpool of these along `kernel_size` positions.
-        choose, interval: keys that `omp` takes at once, and after how many of its rounds it fits again.
-        drop: log-weight below which `omp` gives an entry up; null: none.
-        steps: projected gradient steps after the least squares.
-        low, high: bounds of the log-weights; null: the least is log(1e-12), there is no largest.
-        log_weights: fitted | zero.
-        values: fitted | kept.
-        ridge: of the values' least squares, as a share of the normal matrix's spectral norm.
+        pyramid: null (every layer holds as much) | the beta by which layers share as in `pyramidkv`.
         chunk: tokens repeated at a time.
         instructed: ask for the repetition in words, which takes a tokenizer.
+
+    The others are those of `Matching`.
     """
 
     paper: ClassVar[str] = "arXiv 2602.16284; github.com/adamzweiger/compaction"
+    recompresses: ClassVar[bool] = True
 
     queries: Literal["prompt", "repeat"] = "prompt"
     max_queries: Count = 2048
-    keys: Literal["highest", "omp"] = "highest"
-    score: Literal["rms", "max", "mean"] = "rms"
-    pooling: Literal["avgpool", "maxpool"] | None = None
-    kernel_size: Odd = 7
-    choose: Count = 1
-    interval: Count = 1
-    drop: float | None = None
+    drop: float | None = -7.0
     steps: Whole = 2
-    low: float | None = -3.0
-    high: float | None = 3.0
-    log_weights: Literal["fitted", "zero"] = "fitted"
-    values: Literal["fitted", "kept"] = "fitted"
     ridge: NonNegative = 1e-6
+    pyramid: Count | None = None
     chunk: Count = 2000
     instructed: bool = True
 
@@ -276,15 +386,60 @@ class AttentionMatching(Method):
         queries = evenly_spread(repeated.queries, self.max_queries).clone()
         layer.carried[name] = torch.cat([*before, queries], dim=2)
 
+    def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
+        """The budget's, or `pyramidkv`'s shares of it, where sink and window stay in every layer."""
+        if self.pyramid is None:
+            return [budget.capacity(n)] * num_layers
+        always = replace(budget, sink=0, window=budget.sink + budget.window)
+        return PyramidKV(beta=self.pyramid).layer_capacities(always, n, num_layers)
+
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """See `Method.token_scores`: what `highest` goes by."""
+        scores = [self.key_scores(block) for block in self.blocks(layer, budget)]
+        middle = torch.stack(scores).view(*layer.keys.shape[:2], -1)
+        return F.pad(middle, (budget.sink, budget.window))
+
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, the matched entries by position, window.
 
         Raises:
             KVError: the layer has no queries, or nobody had the model repeat the prompt.
         """
-        if not budget.middle_kept(layer.n):
+        capacity = self.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
+        count = capacity - budget.sink - budget.window
+        if count < 1:
             nothing = positions_between(layer, 0, 0)
             return gather_entries(layer, with_sink_and_window(layer, budget, nothing))
+        if capacity == layer.n:
+            return keep_all(layer)
+        places, solved = [], []
+        for block in self.blocks(layer, budget):
+            chosen, weights = self.select(block, count)
+            ascending = chosen.argsort()
+            if weights is not None:
+                weights = weights[ascending]
+            places.append(chosen[ascending])
+            solved.append(self.solve(block, places[-1], weights))
+        middle = torch.stack(places).view(*layer.keys.shape[:2], -1) + budget.sink
+        kept = gather_entries(layer, with_sink_and_window(layer, budget, middle))
+        return with_solved(kept, in_middle(kept, layer, budget), solved)
+
+    def settle(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
+        """See `Method.settle`: log-weights and values are solved for what is kept of the middle."""
+        inside = in_middle(kept, layer, budget)
+        rows = zip(kept.positions.flatten(0, 1), inside.flatten(0, 1), strict=True)
+        solved = [
+            self.solve(block, positions[here] - budget.sink)
+            for block, (positions, here) in zip(self.blocks(layer, budget), rows, strict=True)
+        ]
+        return with_solved(kept, inside, solved)
+
+    def blocks(self, layer: LayerKV, budget: Budget) -> Iterator[Block]:
+        """The middle of each head of each prompt, as its reference queries see it.
+
+        Raises:
+            KVError: the layer has no queries, or nobody had the model repeat the prompt.
+        """
         name = f"queries {layer.layer_index}"
         queries = layer.queries if self.queries == "prompt" else layer.carried.get(name)
         if queries is None:
@@ -292,41 +447,37 @@ class AttentionMatching(Method):
                 f"attention_matching.queries is {self.queries} and layer {layer.layer_index} has none; "
                 "allowed: prompt where queries are held, repeat where whole prompts are read"
             )
-        batch, heads, n, dim = layer.keys.shape
-        group = queries.shape[1] // heads
-        queries = evenly_spread(queries, max(1, self.max_queries // group))
+        batch, heads, n, _ = layer.keys.shape
+        queries = evenly_spread(queries, max(1, self.max_queries * heads // queries.shape[1]))
+        queries = queries.unflatten(1, (heads, -1)).flatten(2, 3)
         middle = slice(budget.sink, n - budget.window)
-        matched = match(
-            layer.keys[:, :, middle].flatten(0, 1),
-            layer.values[:, :, middle].flatten(0, 1),
-            queries.reshape(batch * heads, -1, dim),
-            budget.middle_kept(n),
-            layer.scaling,
-            chosen_by=self.keys,
-            score=self.score,
-            pooling=self.pooling,
-            kernel_size=self.kernel_size,
-            choose=self.choose,
-            interval=self.interval,
-            drop=self.drop,
-            steps=self.steps,
-            low=self.low,
-            high=self.high,
-            log_weights=self.log_weights,
-            values_are=self.values,
-            ridge=self.ridge,
-            softcap=layer.softcap,
-        )
-        by_position = matched.positions.argsort(-1)
-        chosen, logs = (
-            part.gather(-1, by_position).unflatten(0, (batch, heads))
-            for part in (matched.positions, matched.log_weights)
-        )
-        mixed = rows_at(matched.values.unflatten(0, (batch, heads)), by_position.view_as(chosen))
-        positions = with_sink_and_window(layer, budget, chosen + budget.sink)
-        inside = slice(budget.sink, budget.sink + chosen.shape[2])
-        held = rows_at(layer.values, positions)
-        held[:, :, inside] = mixed.to(held.dtype)
-        log_weights = torch.zeros(positions.shape, device=layer.keys.device)
-        log_weights[:, :, inside] = logs
-        return CompressedKV(rows_at(layer.keys, positions), held, log_weights, positions)
+        for row, head in itertools.product(range(batch), range(heads)):
+            weights = layer.log_weights
+            yield Block.of(
+                layer.keys[row, head, middle],
+                layer.values[row, head, middle],
+                queries[row, head],
+                layer.scaling,
+                layer.softcap,
+                None if weights is None else weights[row, head, middle],
+            )
+
+
+def in_middle(kept: CompressedKV, layer: LayerKV, budget: Budget) -> Tensor:
+    """Which entries are of the prompt's middle: [batch, kv_heads, c] bool."""
+    return (kept.positions >= budget.sink) & (kept.positions < layer.n - budget.window)
+
+
+def with_solved(
+    kept: CompressedKV, inside: Tensor, solved: Sequence[tuple[Tensor, Tensor]]
+) -> CompressedKV:
+    """What is kept, with the log-weights and values solved for each head in place of those `inside`."""
+    logs, mixed = zip(*solved, strict=True)
+    if kept.log_weights is None:
+        log_weights = torch.zeros(inside.shape, device=inside.device)
+    else:
+        log_weights = kept.log_weights.clone()
+    log_weights[inside] = torch.cat(logs)
+    values = kept.values.clone()
+    values[inside] = torch.cat(mixed).to(values.dtype)
+    return replace(kept, values=values, log_weights=log_weights)

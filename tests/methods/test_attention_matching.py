@@ -21,7 +21,7 @@ def options_of(case):
     theirs = case["options"]
     low, high = theirs.get("nnls_lower_bound"), theirs.get("nnls_upper_bound")
     return {
-        "chosen_by": "omp" if case["kind"] == "omp" else "highest",
+        "keys": "omp" if case["kind"] == "omp" else "highest",
         "score": theirs.get("score_method", "rms"),
         "pooling": theirs.get("pooling"),
         "kernel_size": theirs.get("kernel_size", 7),
@@ -32,7 +32,7 @@ def options_of(case):
         "low": None if low is None else math.log(low),
         "high": None if high is None else math.log(high),
         "log_weights": theirs.get("beta_method", "fitted"),
-        "values_are": "kept" if theirs.get("c2_method") == "direct" else "fitted",
+        "values": "kept" if theirs.get("c2_method") == "direct" else "fitted",
     }
 
 
@@ -52,17 +52,16 @@ def test_as_released(shared_file):
         k, v, q = (torch.from_numpy(array)[None] for array in arrays)
         made = match(k, v, q, case["t"], d**-0.5, **options_of(case))
         chosen = made.positions[0]
-        wanted = golden[f"{name}_idx"]
-        assert set(chosen.tolist()) == set(wanted.tolist()), name
-        order, theirs = chosen.argsort(), wanted.argsort()
-        near = 2e-3 if name == "hak_two_steps" else 1e-3
-        np.testing.assert_allclose(
-            made.log_weights[0][order], golden[f"{name}_beta"][theirs], atol=near, err_msg=name
-        )
+        assert chosen.tolist() == golden[f"{name}_idx"].tolist(), name
+        near = (
+            1e-3 if name == "hak_two_steps" else 1e-4
+        )  # its power iteration starts at random there
+        logs, mixed = made.log_weights[0], made.values[0]
+        np.testing.assert_allclose(logs, golden[f"{name}_beta"], atol=near, err_msg=name)
+        np.testing.assert_allclose(mixed, golden[f"{name}_values"], atol=near, err_msg=name)
         asked = np.random.default_rng(case["seed"] + 1000).standard_normal((7, d))
         logits = torch.from_numpy(asked).float() @ k[0][chosen].mT * d**-0.5
-        found = (logits + made.log_weights[0]).softmax(-1) @ made.values[0]
-        assert_near(found, golden[f"{name}_out"], 5e-3)
+        assert_near((logits + logs).softmax(-1) @ mixed, golden[f"{name}_out"], near)
 
 
 @pytest.mark.parametrize("options", [{}, {"keys": "omp"}], ids=["highest", "omp"])
