@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -27,6 +27,9 @@ BOUNDS = {"highest": (-3.0, 3.0), "omp": (math.log(LEAST_WEIGHT), 7.0)}
 
 REFINEMENTS = 3
 """How often `omp` looks for weights that are too small."""
+
+ROWS = 256
+"""Rows of exponentials that are gone over at a time: few enough that a CPU's cache holds them."""
 
 JITTERS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3)
 """What the diagonal of a normal matrix of unit columns grows by until it can be factored."""
@@ -54,7 +57,7 @@ def least_squares(columns: Tensor, target: Tensor, ridge: float = 0.0) -> Tensor
     """
     rows, count = columns.shape
     wide = rows < count
-    gram = (columns @ columns.mT if wide else columns.mT @ columns).double()
+    gram = columns @ columns.mT if wide else columns.mT @ columns
     penalty = ridge * largest_eigenvalue(columns) if ridge else gram.new_zeros(())
     gram.diagonal().add_(penalty)
     norms = gram.diagonal().sqrt().clamp(min=1e-30)[:, None]
@@ -62,7 +65,7 @@ def least_squares(columns: Tensor, target: Tensor, ridge: float = 0.0) -> Tensor
     factor = cholesky(gram)
 
     def solve(right: Tensor) -> Tensor:
-        return (torch.cholesky_solve(right.double() / norms, factor) / norms).float()
+        return torch.cholesky_solve(right / norms, factor) / norms
 
     if wide:
         multipliers = solve(target)
@@ -105,8 +108,8 @@ class Block(NamedTuple):
     """Entries of one KV head that are to be replaced by fewer, as m reference queries see them.
 
     Attributes:
-        mass: [m, n] float32, exp(logit - the row's largest logit).
-        total: [m], the sum of each row: the partition function.
+        mass: [n, m] float32, exp(logit - the query's largest logit).
+        total: [m], the sum over the entries: the partition function.
         values: [n, dim] float32.
     """
 
@@ -125,13 +128,30 @@ class Block(NamedTuple):
         log_weights: Tensor | None = None,
     ) -> Block:
         """Of keys and values [n, dim] and queries [m, dim]; `log_weights` [n] that the entries have."""
-        logits = (queries.float() * scaling) @ keys.float().mT
+        logits = keys.float() @ (queries.float() * scaling).mT
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         if log_weights is not None:
-            logits = logits + log_weights
-        mass = (logits - logits.amax(-1, keepdim=True)).exp_()
-        return cls(mass, mass.sum(-1), values.float())
+            logits = logits + log_weights[:, None]
+        top = logits.amax(0)
+        total = torch.zeros_like(top)
+        for rows in logits.split(ROWS):
+            total += rows.sub_(top).exp_().sum(0)
+        return cls(logits, total, values.float())
+
+
+class Part(NamedTuple):
+    """Consecutive entries of a `Block`, for which some of them are to stand.
+
+    Attributes:
+        mass, values: those of the block. total: [m], the sum over these entries.
+        share: [m], of the block's mass.
+    """
+
+    mass: Tensor
+    total: Tensor
+    share: Tensor
+    values: Tensor
 
 
 class Matched(NamedTuple):
@@ -160,6 +180,8 @@ class Matching:
         log_weights: fitted (so that the entries' mass is the block's) | zero.
         values: fitted (so that their output is the block's) | kept.
         ridge: of the values' least squares, as a share of the normal matrix's spectral norm.
+        together: entries that are solved for at a time, neighbours, for the part of the block from the
+            first of them to the next's first; null: all.
     """
 
     keys: Literal["highest", "omp"] = "highest"
@@ -175,6 +197,7 @@ class Matching:
     log_weights: Literal["fitted", "zero"] = "fitted"
     values: Literal["fitted", "kept"] = "fitted"
     ridge: NonNegative = 0.0
+    together: Count | None = None
 
     def __post_init__(self) -> None:
         check_options(self, "match.", KVError)
@@ -188,17 +211,19 @@ class Matching:
 
     def key_scores(self, block: Block) -> Tensor:
         """How much the queries look at each key within the block: [n]."""
-        attention = block.mass / block.total[:, None]
-        if self.score == "max":
-            scores = attention.amax(0)
-        elif self.score == "mean":
-            scores = attention.mean(0)
-        else:
-            scores = attention.square_().mean(0).sqrt()
+        scores = torch.cat([self.row_scores(rows / block.total) for rows in block.mass.split(ROWS)])
         if self.pooling is None:
             return scores
         pool = F.max_pool1d if self.pooling == "maxpool" else F.avg_pool1d
         return pool(scores[None], self.kernel_size, stride=1, padding=self.kernel_size // 2)[0]
+
+    def row_scores(self, attention: Tensor) -> Tensor:
+        """Of each row of attention [rows, m]: [rows]."""
+        if self.score == "max":
+            return attention.amax(1)
+        if self.score == "mean":
+            return attention.mean(1)
+        return attention.square_().mean(1).sqrt_()
 
     def bounds(self) -> tuple[float, float]:
         """The least and the largest weight."""
@@ -230,7 +255,7 @@ class Matching:
         least, _ = self.bounds()
         chosen = torch.empty(0, dtype=torch.int64, device=mass.device)
         weights, fitted = total.new_empty(0), False
-        free = torch.ones(mass.shape[1], dtype=torch.bool, device=mass.device)
+        free = torch.ones(len(mass), dtype=torch.bool, device=mass.device)
         current = torch.zeros_like(total)
         round_number = refinements = 0
         while True:
@@ -240,33 +265,32 @@ class Matching:
                     free[:] = True
                     free[chosen] = False
                     continue
-                product = ((total - current) @ mass).masked_fill(~free, -torch.inf)
+                product = (mass @ (total - current)).masked_fill(~free, -torch.inf)
                 new = best_first(product, count)
                 free[new] = False
                 chosen = torch.cat([chosen, new])
                 if not fitted or round_number % self.interval == 0:
-                    weights, fitted = self.fit_weights(mass[:, chosen], total), True
+                    weights, fitted = self.fit_weights(mass[chosen].mT, total), True
                 else:
                     weights = torch.cat([weights, weights.new_full((count,), least)])
-                current = mass[:, chosen] @ weights
+                current = weights @ mass[chosen]
                 round_number += 1
                 continue
             refinements += 1
             if self.drop is None:
                 if self.interval > 1:
-                    weights = self.fit_weights(mass[:, chosen], total)
+                    weights = self.fit_weights(mass[chosen].mT, total)
                 return chosen, weights
             if refinements > REFINEMENTS:
                 return chosen, weights
-            weights = self.fit_weights(mass[:, chosen], total)
+            weights = self.fit_weights(mass[chosen].mT, total)
             stay = weights.log() >= self.drop
             if bool(stay.all()):
                 return chosen, weights
             chosen = chosen[stay]
             current = torch.zeros_like(total)
             if len(chosen):
-                columns = mass[:, chosen]
-                current = columns @ self.fit_weights(columns, total)
+                current = self.fit_weights(mass[chosen].mT, total) @ mass[chosen]
             weights, fitted = weights[stay], False
             round_number += 1
 
@@ -274,18 +298,47 @@ class Matching:
         self, block: Block, chosen: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Log-weights [t] and values [t, dim] of the entries at the places `chosen`, whose `weights` may
-        be known already."""
-        columns = block.mass[:, chosen]
+        be known already.
+
+        The places are ascending where `together` is less than their number.
+        """
+        size = self.together or len(chosen)
+        logs, values = [], []
+        start = 0
+        for first in range(0, len(chosen), size):
+            last = min(len(chosen), first + size)
+            stop = len(block.mass) if last == len(chosen) else int(chosen[last])
+            part = slice(start, stop)
+            mass = block.mass[part]
+            total = block.total if len(mass) == len(block.mass) else mass.sum(0)
+            share = total / block.total
+            of_part = Part(mass, total, share, block.values[part])
+            known = None if weights is None else weights[first:last]
+            log_weights, mixed = self.solve_part(of_part, chosen[first:last] - start, known)
+            logs.append(log_weights)
+            values.append(mixed)
+            start = stop
+        if not logs:
+            return block.total[:0], block.values[:0]
+        return torch.cat(logs), torch.cat(values)
+
+    def solve_part(
+        self, part: Part, chosen: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`solve` of the entries of one part, at places in it."""
+        rows = part.mass[chosen]
         if self.log_weights == "zero":
-            weights = torch.ones_like(columns[0])
+            weights = torch.ones_like(rows[:, 0])
         elif weights is None:
-            weights = self.fit_weights(columns, block.total)
+            weights = self.fit_weights(rows.mT, part.total)
         if self.values == "kept":
-            return weights.log(), block.values[chosen]
-        shares = columns * weights
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=1e-30)
-        output = block.mass @ block.values / block.total[:, None]
-        return weights.log(), least_squares(shares, output, self.ridge)
+            return weights.log(), part.values[chosen]
+        rows.mul_(weights[:, None])
+        rows.mul_(part.share / rows.sum(0).clamp(min=1e-30))
+        output = (part.mass.mT @ part.values).mul_(
+            (part.share / part.total.clamp(min=1e-30))[:, None]
+        )
+        return weights.log(), least_squares(rows.mT, output, self.ridge)
 
 
 def best_first(scores: Tensor, count: int) -> Tensor:
@@ -360,12 +413,14 @@ class AttentionMatching(Method, Matching):
 
     paper: ClassVar[str] = "arXiv 2602.16284; github.com/adamzweiger/compaction"
     recompresses: ClassVar[bool] = True
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"repeat": {"queries": "repeat"}}
 
     queries: Literal["prompt", "repeat"] = "prompt"
-    max_queries: Count = 2048
+    max_queries: Count = 512
     drop: float | None = -7.0
     steps: Whole = 2
     ridge: NonNegative = 1e-6
+    together: Count | None = 256
     pyramid: Count | None = None
     chunk: Count = 2000
     instructed: bool = True
