@@ -180,6 +180,7 @@ class Matching:
         log_weights: fitted (so that the entries' mass is the block's) | zero.
         values: fitted (so that their output is the block's) | kept.
         ridge: of the values' least squares, as a share of the normal matrix's spectral norm.
+        pull: zero | kept (what the ridge draws values to: nothing, or the values as they are).
         together: entries that are solved for at a time, neighbours, for the part of the block from the
             first of them to the next's first; null: all.
     """
@@ -197,6 +198,7 @@ class Matching:
     log_weights: Literal["fitted", "zero"] = "fitted"
     values: Literal["fitted", "kept"] = "fitted"
     ridge: NonNegative = 0.0
+    pull: Literal["zero", "kept"] = "zero"
     together: Count | None = None
 
     def __post_init__(self) -> None:
@@ -338,7 +340,10 @@ class Matching:
         output = (part.mass.mT @ part.values).mul_(
             (part.share / part.total.clamp(min=1e-30))[:, None]
         )
-        return weights.log(), least_squares(rows.mT, output, self.ridge)
+        if self.pull == "zero":
+            return weights.log(), least_squares(rows.mT, output, self.ridge)
+        kept = part.values[chosen]
+        return weights.log(), kept + least_squares(rows.mT, output - rows.mT @ kept, self.ridge)
 
 
 def best_first(scores: Tensor, count: int) -> Tensor:
