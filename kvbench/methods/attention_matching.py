@@ -140,20 +140,6 @@ class Block(NamedTuple):
         return cls(logits, total, values.float())
 
 
-class Part(NamedTuple):
-    """Consecutive entries of a `Block`, for which some of them are to stand.
-
-    Attributes:
-        mass, values: those of the block. total: [m], the sum over these entries.
-        share: [m], of the block's mass.
-    """
-
-    mass: Tensor
-    total: Tensor
-    share: Tensor
-    values: Tensor
-
-
 class Matched(NamedTuple):
     """What stands for a block: positions in it [heads, t] int64, log_weights [heads, t] and values
     [heads, t, dim], float32."""
@@ -180,7 +166,6 @@ class Matching:
         log_weights: fitted (so that the entries' mass is the block's) | zero.
         values: fitted (so that their output is the block's) | kept.
         ridge: of the values' least squares, as a share of the normal matrix's spectral norm.
-        pull: zero | kept (what the ridge draws values to: nothing, or the values as they are).
         together: entries that are solved for at a time, neighbours, for the part of the block from the
             first of them to the next's first; null: all.
     """
@@ -198,7 +183,6 @@ class Matching:
     log_weights: Literal["fitted", "zero"] = "fitted"
     values: Literal["fitted", "kept"] = "fitted"
     ridge: NonNegative = 0.0
-    pull: Literal["zero", "kept"] = "zero"
     together: Count | None = None
 
     def __post_init__(self) -> None:
@@ -213,19 +197,19 @@ class Matching:
 
     def key_scores(self, block: Block) -> Tensor:
         """How much the queries look at each key within the block: [n]."""
-        scores = torch.cat([self.row_scores(rows / block.total) for rows in block.mass.split(ROWS)])
+        per_query = 1 / block.total
+        pieces = block.mass.split(ROWS)
+        if self.score == "max":
+            scores = torch.cat([(rows * per_query).amax(1) for rows in pieces])
+        elif self.score == "mean":
+            scores = block.mass @ per_query / len(per_query)
+        else:
+            squares = torch.cat([rows.square() @ per_query.square() for rows in pieces])
+            scores = (squares / len(per_query)).sqrt()
         if self.pooling is None:
             return scores
         pool = F.max_pool1d if self.pooling == "maxpool" else F.avg_pool1d
         return pool(scores[None], self.kernel_size, stride=1, padding=self.kernel_size // 2)[0]
-
-    def row_scores(self, attention: Tensor) -> Tensor:
-        """Of each row of attention [rows, m]: [rows]."""
-        if self.score == "max":
-            return attention.amax(1)
-        if self.score == "mean":
-            return attention.mean(1)
-        return attention.square_().mean(1).sqrt_()
 
     def bounds(self) -> tuple[float, float]:
         """The least and the largest weight."""
@@ -305,29 +289,24 @@ class Matching:
         The places are ascending where `together` is less than their number.
         """
         size = self.together or len(chosen)
-        logs, values = [], []
+        solved = [(block.total[:0], block.values[:0])]  # of no entries
         start = 0
         for first in range(0, len(chosen), size):
             last = min(len(chosen), first + size)
             stop = len(block.mass) if last == len(chosen) else int(chosen[last])
-            part = slice(start, stop)
-            mass = block.mass[part]
-            total = block.total if len(mass) == len(block.mass) else mass.sum(0)
-            share = total / block.total
-            of_part = Part(mass, total, share, block.values[part])
+            mass = block.mass[start:stop]
+            part = Block(mass, mass.sum(0), block.values[start:stop])
             known = None if weights is None else weights[first:last]
-            log_weights, mixed = self.solve_part(of_part, chosen[first:last] - start, known)
-            logs.append(log_weights)
-            values.append(mixed)
+            solved.append(self.solve_part(part, block.total, chosen[first:last] - start, known))
             start = stop
-        if not logs:
-            return block.total[:0], block.values[:0]
-        return torch.cat(logs), torch.cat(values)
+        log_weights, values = zip(*solved, strict=True)
+        return torch.cat(log_weights), torch.cat(values)
 
     def solve_part(
-        self, part: Part, chosen: Tensor, weights: Tensor | None
+        self, part: Block, whole: Tensor, chosen: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """`solve` of the entries of one part, at places in it."""
+        """`solve` for a part of a block whose partition function is `whole`, at places in the part. A
+        query counts by the part's share of its attention."""
         rows = part.mass[chosen]
         if self.log_weights == "zero":
             weights = torch.ones_like(rows[:, 0])
@@ -336,14 +315,9 @@ class Matching:
         if self.values == "kept":
             return weights.log(), part.values[chosen]
         rows.mul_(weights[:, None])
-        rows.mul_(part.share / rows.sum(0).clamp(min=1e-30))
-        output = (part.mass.mT @ part.values).mul_(
-            (part.share / part.total.clamp(min=1e-30))[:, None]
-        )
-        if self.pull == "zero":
-            return weights.log(), least_squares(rows.mT, output, self.ridge)
-        kept = part.values[chosen]
-        return weights.log(), kept + least_squares(rows.mT, output - rows.mT @ kept, self.ridge)
+        rows.mul_(part.total / whole / rows.sum(0).clamp(min=1e-30))
+        output = (part.values.mT @ part.mass).mT / whole[:, None]
+        return weights.log(), least_squares(rows.mT, output, self.ridge)
 
 
 def best_first(scores: Tensor, count: int) -> Tensor:
