@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.errors.options import Count, NonNegative, Odd, Whole, check_options
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, keep_all
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, keep_all, rows_at
 from kvbench.methods._select import positions_between, with_sink_and_window
 from kvbench.methods.base import Method, Repetition, Rescoring
 from kvbench.methods.kvzip import FIRST, FOLLOWING, OVERLAP
@@ -31,7 +31,7 @@ REFINEMENTS = 3
 ROWS = 256
 """Rows of exponentials that are gone over at a time: few enough that a CPU's cache holds them."""
 
-JITTERS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3)
+JITTERS = (0.0, 1e-5, 1e-4, 1e-3)
 """What the diagonal of a normal matrix of unit columns grows by until it can be factored."""
 
 
@@ -42,7 +42,7 @@ def least_squares(columns: Tensor, target: Tensor, ridge: float = 0.0) -> Tensor
     """The x of least ||columns x - target||^2 + ridge * ||columns||_2^2 * ||x||^2.
 
     By the normal equations, t x t; where there are fewer rows than columns by those of the x of least
-    norm, m x m. They are factored in float64 after a scaling that gives them a diagonal of ones, which
+    norm, m x m. They are factored after a scaling that gives them a diagonal of ones, which
     grows where they are singular (`JITTERS`). One step of refinement by the residual follows, since the
     products are in float32.
 
@@ -359,12 +359,18 @@ def match(
 # --- the method -----------------------------------------------------------------------------------
 
 
-def evenly_spread(queries: Tensor, count: int) -> Tensor:
-    """At most `count` of the queries [batch, heads, m, dim], evenly spread along m."""
-    m = queries.shape[2]
+def evenly_spread(queries: Tensor, kv_heads: int, most: int) -> Tensor:
+    """Of the queries [batch, heads, m, dim] at most `most` for each KV head: every head's evenly spread
+    along m, those of a group at places between one another."""
+    batch, heads, m, _ = queries.shape
+    group = heads // kv_heads
+    count = max(1, most // group)
     if m <= count:
         return queries
-    return queries[:, :, torch.arange(count, device=queries.device) * m // count]
+    device = queries.device
+    in_group = torch.arange(heads, device=device)[:, None] % group
+    places = (torch.arange(count, device=device) * group + in_group) * m // (count * group)
+    return rows_at(queries, places.expand(batch, -1, -1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,8 +423,8 @@ class AttentionMatching(Method, Matching):
         """Note the chunk's queries."""
         name = f"queries {layer.layer_index}"
         before = [layer.carried[name]] if repeated.start > budget.sink else []
-        queries = evenly_spread(repeated.queries, self.max_queries).clone()
-        layer.carried[name] = torch.cat([*before, queries], dim=2)
+        shown = evenly_spread(repeated.queries, layer.keys.shape[1], self.max_queries)
+        layer.carried[name] = torch.cat([*before, shown], dim=2)
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
         """The budget's, or `pyramidkv`'s shares of it, where sink and window stay in every layer."""
@@ -482,7 +488,7 @@ class AttentionMatching(Method, Matching):
                 "allowed: prompt where queries are held, repeat where whole prompts are read"
             )
         batch, heads, n, _ = layer.keys.shape
-        queries = evenly_spread(queries, max(1, self.max_queries * heads // queries.shape[1]))
+        queries = evenly_spread(queries, heads, self.max_queries)
         queries = queries.unflatten(1, (heads, -1)).flatten(2, 3)
         middle = slice(budget.sink, n - budget.window)
         for row, head in itertools.product(range(batch), range(heads)):
