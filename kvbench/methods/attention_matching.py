@@ -31,6 +31,9 @@ REFINEMENTS = 3
 ROWS = 256
 """Rows of exponentials that are gone over at a time: few enough that a CPU's cache holds them."""
 
+FULL_LENGTH = 4096
+"""Tokens of a prompt from which on `max_queries` are as they are named."""
+
 JITTERS = (0.0, 1e-5, 1e-4, 1e-3)
 """What the diagonal of a normal matrix of unit columns grows by until it can be factored."""
 
@@ -166,8 +169,9 @@ class Matching:
         log_weights: fitted (so that the entries' mass is the block's) | zero.
         values: fitted (so that their output is the block's) | kept.
         ridge: of the values' least squares, as a share of the normal matrix's spectral norm.
-        together: entries that are solved for at a time, neighbours, for the part of the block from the
-            first of them to the next's first; null: all.
+        queries_per_entry: reference queries, at least, for each of the entries that are solved for at a
+            time: neighbours, for the part of the block from the first of them to the next's first. With
+            few queries to an entry least squares repeat these and no others. 0: all at once.
     """
 
     keys: Literal["highest", "omp"] = "highest"
@@ -183,7 +187,7 @@ class Matching:
     log_weights: Literal["fitted", "zero"] = "fitted"
     values: Literal["fitted", "kept"] = "fitted"
     ridge: NonNegative = 0.0
-    together: Count | None = None
+    queries_per_entry: Whole = 0
 
     def __post_init__(self) -> None:
         check_options(self, "match.", KVError)
@@ -286,13 +290,16 @@ class Matching:
         """Log-weights [t] and values [t, dim] of the entries at the places `chosen`, whose `weights` may
         be known already.
 
-        The places are ascending where `together` is less than their number.
+        The places are ascending where `queries_per_entry` parts them.
         """
-        size = self.together or len(chosen)
+        count = 1
+        if self.queries_per_entry:
+            at_once = max(1, block.mass.shape[1] // self.queries_per_entry)
+            count = math.ceil(len(chosen) / at_once)
+        edges = [i * len(chosen) // count for i in range(count + 1)]
         solved = [(block.total[:0], block.values[:0])]  # of no entries
         start = 0
-        for first in range(0, len(chosen), size):
-            last = min(len(chosen), first + size)
+        for first, last in itertools.pairwise(edges):
             stop = len(block.mass) if last == len(chosen) else int(chosen[last])
             mass = block.mass[start:stop]
             part = Block(mass, mass.sum(0), block.values[start:stop])
@@ -388,7 +395,8 @@ class AttentionMatching(Method, Matching):
     Args:
         queries: prompt (the prompt's own, those before a key too) | repeat (of a second pass that
             repeats the prompt, as `kvzip` has it).
-        max_queries: reference queries per KV head, evenly spread.
+        max_queries: reference queries per KV head, evenly spread, of a prompt of 4,096 tokens or more;
+            of a shorter one as many times more as it is shorter, which is the same work.
         pyramid: null (every layer holds as much) | the beta by which layers share as in `pyramidkv`.
         chunk: tokens repeated at a time.
         instructed: ask for the repetition in words, which takes a tokenizer.
@@ -401,11 +409,11 @@ class AttentionMatching(Method, Matching):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"repeat": {"queries": "repeat"}}
 
     queries: Literal["prompt", "repeat"] = "prompt"
-    max_queries: Count = 512
+    max_queries: Count = 300
     drop: float | None = -7.0
     steps: Whole = 2
     ridge: NonNegative = 1e-6
-    together: Count | None = 256
+    queries_per_entry: Whole = 4
     pyramid: Count | None = None
     chunk: Count = 2000
     instructed: bool = True
@@ -419,11 +427,15 @@ class AttentionMatching(Method, Matching):
             return Rescoring(self.chunk)
         return Rescoring(self.chunk, FIRST, FOLLOWING, OVERLAP)
 
+    def most_queries(self, n: int) -> int:
+        """Reference queries per KV head of a prompt of n tokens."""
+        return round(self.max_queries * max(1, FULL_LENGTH / n))
+
     def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
         """Note the chunk's queries."""
         name = f"queries {layer.layer_index}"
         before = [layer.carried[name]] if repeated.start > budget.sink else []
-        shown = evenly_spread(repeated.queries, layer.keys.shape[1], self.max_queries)
+        shown = evenly_spread(repeated.queries, layer.keys.shape[1], self.most_queries(layer.n))
         layer.carried[name] = torch.cat([*before, shown], dim=2)
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
@@ -488,7 +500,7 @@ class AttentionMatching(Method, Matching):
                 "allowed: prompt where queries are held, repeat where whole prompts are read"
             )
         batch, heads, n, _ = layer.keys.shape
-        queries = evenly_spread(queries, heads, self.max_queries)
+        queries = evenly_spread(queries, heads, self.most_queries(n))
         queries = queries.unflatten(1, (heads, -1)).flatten(2, 3)
         middle = slice(budget.sink, n - budget.window)
         for row, head in itertools.product(range(batch), range(heads)):

@@ -121,11 +121,11 @@ def test_entries_solved_for_in_parts():
     layer = make_layer(80, kv_heads=1, group=4, dim=4)
     kept = [
         run(
-            build_method("attention_matching", together=count),
+            build_method("attention_matching", queries_per_entry=count),
             layer,
             Budget(rate=0.2, sink=2, window=2),
         )
-        for count in (5, None)
+        for count in (64, 0)
     ]
     assert torch.equal(kept[0].positions, kept[1].positions)
     exact = attend(layer.queries, keep_all(layer), layer.scaling)
