@@ -389,7 +389,7 @@ class AttentionMatching(Method, Matching):
     shifted by their maximum; least squares as `least_squares` has them.
 
     It costs one product of reference queries and keys, one of their attention and the values, and two
-    systems of t x t, for t entries of the middle (m x m, where the m reference queries are fewer).
+    systems of equations for each part of the entries (`queries_per_entry`), t x t of t entries.
     `adakv` and `pages` choose by its scores; log-weights and values are then solved for what they chose.
 
     Args:
