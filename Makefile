@@ -85,7 +85,7 @@ results: results-leaderboard results-papers results-claims results-lines ## resu
 	$(BIN)/python scripts/readme_tables.py
 
 results-leaderboard: setup
-	$(REAL) experiment=leaderboard $(LAYERS) '~methods.kvzip' '~methods.kvzip_turboquant'
+	$(REAL) experiment=leaderboard $(LAYERS) '~methods.kvzip' '~methods.kvzip_turboquant' '~methods.attention_matching_repeat'
 	$(REAL) experiment=frontier $(LAYERS)
 	$(REAL) experiment=leaderboard task=fidelity task@task.prompts=text 'task.prompts.files=$(TEXTS)' task.num_prompts=12 \
 	  'task.rates=[0.5,0.25,0.125]' task.continuation=given

@@ -187,6 +187,8 @@ class LayerKV:
         softcap: s of s * tanh(logit / s), for the models that bound their logits (Gemma 2), else None.
         withheld: how many of the prompt's last queries a method is not shown, because it will be judged
             by them. `queries` end before them; their tokens' keys and values are there.
+        log_weights: [batch, kv_heads, n] float32 that the entries have already, where what is held is
+            compressed again (`Method.recompression`), and those of `compress` add to; None: all 0.
         output: returns a copy of the weights that mix the heads' outputs, [hidden, heads * head_dim];
             None where they cannot be read.
         rotary: the model's rotary table, which maps positions [p] to cosines and sines [p, width] whose
@@ -206,6 +208,7 @@ class LayerKV:
     scaling: float
     softcap: float | None = None
     withheld: int = 0
+    log_weights: Tensor | None = None
     output: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
     shared: dict[str, Shared] = field(default_factory=dict, compare=False, repr=False)
@@ -347,9 +350,14 @@ class CompressedKV:
     def nbytes(self) -> int:
         """Bytes of keys, values and weights as they are; positions are bookkeeping and not counted."""
         if self.lengths is not None:
-            # Neither the padding nor the log-weights that mark it are stored.
+            # Neither the padding nor the log-weights that mark it are stored, those of heads that weigh
+            # their entries are.
             entry = self.keys[0, 0, :1].nbytes + self.values[0, 0, :1].nbytes
-            return int(self.lengths.sum()) * entry
+            stored = int(self.lengths.sum()) * entry
+            if self.log_weights is not None:
+                weighted = (self.log_weights.isfinite() & (self.log_weights != 0)).any(-1)
+                stored += int(self.lengths[weighted].sum()) * self.log_weights.element_size()
+            return stored
         parts = [self.keys, self.values, self.log_weights, self.denominators]
         parts += self.value_range or ()
         return sum(part.numel() * part.element_size() for part in parts if part is not None)

@@ -514,6 +514,7 @@ class RecompressedCache(LayerCache):
             keys=self.keys[None, :, :n],
             values=self.values[None, :, :n],
             queries=self.queries[None],
+            log_weights=None if self.log_weights is None else self.log_weights[None, :, :n],
             shared={},
         )
         held, _, _ = guard.compress(

@@ -224,6 +224,8 @@ def _own(method: Method, layer: LayerKV, carried: dict[str, Tensor]) -> LayerKV:
     queries = None if layer.queries is None else layer.queries.clone()
     keys, values = layer.keys.clone(), layer.values.clone()
     own = replace(layer, keys=keys, values=values, queries=queries, carried=carried, shared={})
+    if layer.log_weights is not None:
+        own = replace(own, log_weights=layer.log_weights.clone())
     known = layer.shared.get(NORMALISERS)
     if known is not None:
         own.once(NORMALISERS, known.tensor.clone)

@@ -37,7 +37,7 @@ class AdaKV(Wrapper):
 
     Args:
         of: a method with token scores that heads can be compared by (snapkv, pyramidkv, h2o,
-            expected_attention). options: its options.
+            expected_attention, attention_matching). options: its options.
         safeguard: share of the capacity that every head keeps.
     """
 
@@ -54,7 +54,8 @@ class AdaKV(Wrapper):
         scores = self.inner.token_scores(layer, budget).clone()
         scores[:, :, : budget.sink] = torch.finfo(scores.dtype).max
         scores[:, :, n - budget.window :] = math.inf
-        return keep(layer, best_of_all_heads(scores, capacity, int(self.safeguard * capacity)))
+        stay = best_of_all_heads(scores, capacity, int(self.safeguard * capacity))
+        return self.inner.settle(layer, keep(layer, stay), budget)
 
 
 def keep(layer: LayerKV, stay: Tensor) -> CompressedKV:

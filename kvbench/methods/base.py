@@ -252,6 +252,11 @@ class Method:
         choose by such scores; others (`adakv`, `pages`) then choose by them, too."""
         raise NotImplementedError(f"{type(self).__name__}.token_scores")
 
+    def settle(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
+        """What is held of the entries `kept` that another method (`adakv`, `pages`) chose by
+        `token_scores`: as they are, unless the method solves for their weights or values."""
+        return kept
+
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         """Entries per KV head the method may hold at this layer after prefill of n tokens.
 

@@ -56,7 +56,8 @@ class Pages(Wrapper):
         )
         # A partial page is the last of every prompt's, so that all have as many tokens.
         at = at[:, : at.shape[1] - (-n % self.size)]
-        return gather_entries(layer, at[:, None].expand(-1, heads, -1))
+        kept = gather_entries(layer, at[:, None].expand(-1, heads, -1))
+        return self.inner.settle(layer, kept, budget)
 
     def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
         """Also ``page_bytes``, of whole pages as a paged cache holds them (a partial one costs a whole

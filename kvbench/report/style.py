@@ -33,6 +33,7 @@ _KNOWN = {
     "balancekv_streaming": Style("#332288", "d"),
     "kvpress": Style("#6699CC", "+"),
     "minference": Style("#117733", "x"),
+    "attention_matching": Style("#B5179E", "o"),
     "adakv": Style("#E07552", "s"),
     "expected_attention": Style("#852FDA", "D"),
     "kvzip": Style("#0E7C7B", "v"),
