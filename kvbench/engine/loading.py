@@ -81,7 +81,7 @@ class ModelSpec:
         max_input: prompt tokens that benchmarks truncate to, None for what the protocol says.
         stop_tokens: tokens that end an answer beside the tokenizer's end token (end of turn).
         dtype: of the weights where the job's `dtype` is auto and the device is CUDA; "auto": bfloat16.
-        config: fields of the model's own config to be changed ({sliding_window: null}).
+        config: fields of the model's own config to be changed ({sliding_window: null}); None: none.
         random_weights: build `architecture` (or the path's config) with random weights: for speed
             and memory measurements without a download.
         architecture: a transformers config (`model_type` and its fields) for `random_weights`.
@@ -103,7 +103,7 @@ class ModelSpec:
     max_input: Annotated[int, Ge(2)] | None = None
     stop_tokens: Sequence[str] = ()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = field(default_factory=dict)
     random_weights: bool = False
     architecture: Mapping[str, Any] | None = None
     device_map: str | Mapping[str, Any] | None = None
@@ -115,6 +115,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         check_options(self, "model.", ModelError)
+        object.__setattr__(self, "config", dict(self.config or {}))
         # Which path is decided here, so that records and hashes hold the one that is taken.
         absent = self.path.startswith(PACKAGE_PREFIX) and packaged_file(self.path) is None
         if self.otherwise is not None and absent:
@@ -274,7 +275,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     config: PreTrainedConfig
     if spec.architecture is not None:
         with one_line_failures("model", spec):
-            fields = {**spec.architecture, **spec.config}
+            fields = {**spec.architecture, **(spec.config or {})}
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     else:
         path = Path(local_path(spec.path))
@@ -286,8 +287,14 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
         where = {**_origin(spec.path, spec.revision), **_gguf_options(spec)}
         with one_line_failures("model", spec):
             config = AutoConfig.from_pretrained(
-                str(path), trust_remote_code=spec.trust_remote_code, **where, **spec.config
+                str(path), trust_remote_code=spec.trust_remote_code, **where, **(spec.config or {})
             )
+        for name in spec.config or {}:
+            if not hasattr(config, name):
+                raise ModelError(
+                    f"model.config names {name!r}, which {type(config).__name__} does not have; "
+                    "allowed: fields of the model's own config"
+                )
     check_serves_interface(config)
     return config
 

@@ -48,7 +48,7 @@ def plain(run: Run) -> Any:
         revision=spec.revision,
         dtype=session.dtype,
         use_safetensors=True,
-        **spec.config,
+        **(spec.config or {}),
     )
     return model.to(session.device).eval()
 

@@ -110,6 +110,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "device_map is 'balanced' and model.random_weights is true",
     ),
     (lambda: load("asset:recall_mini", device_map="autu"), "cannot be loaded"),
+    (
+        lambda: load("asset:recall_mini", config={"max_seq_len": 8192}),
+        "model.config names 'max_seq_len', which LlamaConfig does not have",
+    ),
     (lambda: resolve_dtype("half", CPU), "dtype is 'half'; allowed: auto, float32"),
     (lambda: resolve_device("gpu"), "allowed: auto, cpu, mps, cuda, cuda:N"),
     (lambda: resolve_device("cuda:99"), r"'cuda:99'; this machine has \d+ GPUs"),
