@@ -3,9 +3,9 @@
 Methods of a job read the same keys, values, queries and shared results (`LayerKV.once`), and run in one
 process. A method from outside `kvbench.methods` gets copies of the tensors. One from inside gets the
 tensors themselves, and after every call it is checked that it wrote to none (`Seal`). A method that
-leaves a setting of the process changed fails, and the setting is restored. Not contained are
-``os._exit``, a signal that ends the process and a KeyboardInterrupt: they end the job, whose records are
-on disk up to the example in progress.
+leaves a setting of the process changed fails, and the setting is restored. ``os._exit`` raises while a
+method runs. Not contained are a signal that ends the process and a KeyboardInterrupt: they end the job,
+whose records are on disk up to the example in progress.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -172,6 +172,8 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
     left_out |= set() if is_foreign(method) else {"the environment"}
     before = {name: read() for name, (read, _) in _PROCESS.items() if name not in left_out}
     changed: list[str] = []
+    end_process = os._exit
+    os._exit = _refuse_exit  # type: ignore[assignment]
     try:
         yield
     except (SystemExit, GeneratorExit) as failure:
@@ -179,6 +181,7 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
             raise
         raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
     finally:
+        os._exit = end_process
         for name, value in before.items():
             read, write = _PROCESS[name]
             now = read()
@@ -202,6 +205,11 @@ def sealed(seal: Seal, label: str, layer: LayerKV) -> Iterator[None]:
         yield
     finally:
         seal.check(label, layer)
+
+
+def _refuse_exit(status: int) -> NoReturn:
+    """In place of `os._exit` while a method's code runs, which would end the job without a word."""
+    raise MethodExit(f"a method called os._exit({status}); allowed: to raise an exception")
 
 
 def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:

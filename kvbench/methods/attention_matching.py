@@ -30,10 +30,6 @@ REFINEMENTS = 3
 
 ROWS = 256
 """Rows of exponentials that are gone over at a time: few enough that a CPU's cache holds them."""
-
-FULL_LENGTH = 4096
-"""Tokens of a prompt from which on `max_queries` are as they are named."""
-
 JITTERS = (0.0, 1e-5, 1e-4, 1e-3)
 """What the diagonal of a normal matrix of unit columns grows by until it can be factored."""
 
@@ -395,8 +391,8 @@ class AttentionMatching(Method, Matching):
     Args:
         queries: prompt (the prompt's own, those before a key too) | repeat (of a second pass that
             repeats the prompt, as `kvzip` has it).
-        max_queries: reference queries per KV head, evenly spread, of a prompt of 4,096 tokens or more;
-            of a shorter one as many times more as it is shorter, which is the same work.
+        max_queries: reference queries per KV head, evenly spread over the prompt. Of 4,096 tokens 300
+            take a seventh of the prefill's time, and are too few: what is solved for fits them alone.
         pyramid: null (every layer holds as much) | the beta by which layers share as in `pyramidkv`.
         chunk: tokens repeated at a time.
         instructed: ask for the repetition in words, which takes a tokenizer.
@@ -409,7 +405,7 @@ class AttentionMatching(Method, Matching):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"repeat": {"queries": "repeat"}}
 
     queries: Literal["prompt", "repeat"] = "prompt"
-    max_queries: Count = 300
+    max_queries: Count = 1200
     drop: float | None = -7.0
     steps: Whole = 2
     ridge: NonNegative = 1e-6
@@ -427,15 +423,11 @@ class AttentionMatching(Method, Matching):
             return Rescoring(self.chunk)
         return Rescoring(self.chunk, FIRST, FOLLOWING, OVERLAP)
 
-    def most_queries(self, n: int) -> int:
-        """Reference queries per KV head of a prompt of n tokens."""
-        return round(self.max_queries * max(1, FULL_LENGTH / n))
-
     def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
         """Note the chunk's queries."""
         name = f"queries {layer.layer_index}"
         before = [layer.carried[name]] if repeated.start > budget.sink else []
-        shown = evenly_spread(repeated.queries, layer.keys.shape[1], self.most_queries(layer.n))
+        shown = evenly_spread(repeated.queries, layer.keys.shape[1], self.max_queries)
         layer.carried[name] = torch.cat([*before, shown], dim=2)
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
@@ -500,7 +492,7 @@ class AttentionMatching(Method, Matching):
                 "allowed: prompt where queries are held, repeat where whole prompts are read"
             )
         batch, heads, n, _ = layer.keys.shape
-        queries = evenly_spread(queries, heads, self.most_queries(n))
+        queries = evenly_spread(queries, heads, self.max_queries)
         queries = queries.unflatten(1, (heads, -1)).flatten(2, 3)
         middle = slice(budget.sink, n - budget.window)
         for row, head in itertools.product(range(batch), range(heads)):

@@ -148,7 +148,9 @@ class TaskPlan:
         """
         encoded, _ = self._examples(session)
         for example in (e.example for e in encoded):
-            refuse_taken(f"task {self.task.name}, example {example.id!r}: fields", example.fields)
+            # A task of several may name each example's own (RULER's).
+            names = set(example.fields) - {"task"}
+            refuse_taken(f"task {self.task.name}, example {example.id!r}: fields", names)
         for label, (method, budget) in methods.items():
             Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
         after = session.compress_after == "context"
