@@ -229,8 +229,10 @@ class Settings:
                 raise UserError(f"unknown key {key!r}{nearest(key, list(known))}; allowed: {names}")
         made = Settings(**{key: values.get(key) for key in known})
         check_options(made, "", UserError)
-        for key in ("experiment_name", "results_dir", "task_label"):
-            if any(secret in str(values.get(key)) for secret in environment_secrets()):
+        named = {key: values.get(key) for key in ("experiment_name", "results_dir", "task_label")}
+        named["model.name"] = made.model.get("name")
+        for key, name in named.items():
+            if any(secret in str(name) for secret in environment_secrets()):
                 raise UserError(
                     f"{key} holds a secret of the environment, which folders and pages would show; "
                     "allowed: a plain name"

@@ -17,7 +17,7 @@ LEGEND = {
     "best": "Bold: the best mean of the compressed methods at its rate.",
     "tied": "≈: not shown to differ from the best.",
     "better": "▲: shown better than the bold one, over the examples that both scored.",
-    "worse": "No mark: shown worse than the best.",
+    "worse": "A compressed method without a mark is shown worse than the best.",
     "few": "Of fewer than ten prompts nothing is said about differences.",
     "incomplete": "† some examples failed or are missing: the mean is over the others, a difference over"
     " the examples that both scored.",

@@ -107,10 +107,10 @@ def test_verbose_logs_show_no_secrets(
     monkeypatch.setenv("HF_TOKEN", "planted-1234")
     status, _, err = main(
         capsys, *TINY[:-1], "-m", "-v", "-v", "task.num_examples=1,2", f"results_dir={tmp_path}",
-        "experiment_name=planted-1234",
+        "differs=[planted-1234]",
     )  # fmt: skip
     assert status == 0, err
-    assert "experiment_name=***" in err, "Hydra says what a job is asked for"
+    assert "differs=[***" in err, "Hydra says what a job is asked for"
     assert "DEBUG: " in err
     assert "planted-1234" not in err
     error = ValueError("password=planted-1234")
