@@ -173,7 +173,7 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
     before = {name: read() for name, (read, _) in _PROCESS.items() if name not in left_out}
     changed: list[str] = []
     end_process = os._exit
-    os._exit = _refuse_exit  # type: ignore[assignment]
+    os._exit = _refuse_exit
     try:
         yield
     except (SystemExit, GeneratorExit) as failure:

@@ -122,11 +122,10 @@ def split_table(group: Group, frame: pd.DataFrame, by: str) -> Table:
 
 
 def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
-    """What the intervals of a score table say, of those that it has."""
+    """What the intervals and differences of a score table say, where it has them."""
     if table["total_low"].notna().any():
         yield INTERVAL
-    units = totals(scores(group))["units"].max()
-    if 0 < units < FEWEST:
+    if 0 < table["units"].max() < FEWEST:
         yield LEGEND["few"]
     elif comparisons(group):
         yield TOGETHER
