@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import LayerCache
+from kvbench.engine.cache import GrowingCache
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.kernels.decode_attention import (
     append_entries,
@@ -48,7 +48,7 @@ class _Counters:
     def __init__(self, positions: Tensor, groups: Sequence[_Group]) -> None:
         caches = [cache for group in groups for cache in group.caches]
         limits = [limit for group in groups for limit in group.limits]
-        lengths = torch.tensor([cache.length for cache in caches], dtype=torch.int32)
+        lengths = torch.tensor([cache.store.length for cache in caches], dtype=torch.int32)
         self.positions = positions
         self.position_steps = torch.ones_like(positions)
         self.lengths = to_device(lengths, positions.device)
@@ -94,23 +94,25 @@ class _Group:
     """
 
     def __init__(
-        self, rows: list[int], caches: list[LayerCache], several: bool, common: Hashable
+        self, rows: list[int], caches: list[GrowingCache], several: bool, common: Hashable
     ) -> None:
-        self.rows, self.caches, self.device = rows, caches, caches[0].keys.device
+        self.rows, self.caches, self.device = rows, caches, caches[0].store.keys.device
         self.index = torch.tensor(rows, device=self.device) if several else None
-        self.limits = [max(c.granted, c.length) if c.evicts else NO_LIMIT for c in caches]
+        self.limits = [NO_LIMIT if cache.limit is None else cache.limit for cache in caches]
         self.slots = slice(0)
+        stores = [cache.store for cache in caches]
         self.table = table = entry_table(
-            [cache.keys for cache in caches],
-            [cache.values for cache in caches],
-            [cache.log_weights for cache in caches],
+            [store.keys for store in stores],
+            [store.values for store in stores],
+            [store.log_weights for store in stores],
             # The same for rows of like size: a captured step serves them all.
-            longest=1 << max(cache.keys.shape[1] - 1 for cache in caches).bit_length(),
+            longest=1 << max(store.keys.shape[1] - 1 for store in stores).bit_length(),
         )
         rules = [cache.rule for cache in caches if cache.rule is not None]
         self.evictions: EvictionTable | None = None
         if rules:
-            scores, positions = [c.scores for c in caches], [c.positions for c in caches]
+            scores = [store.scores for store in stores]
+            positions = [store.positions for store in stores]
             self.evictions = EvictionTable(rules, self.limits, scores, positions, rows)
         self.graph_key = (tuple(rows), common, table.longest, table.chunk, table.aligned)
 
@@ -175,20 +177,20 @@ class DecodeState(ForkBatch):
     def _sort(self, layer: int, first: Sequence[int], steps: Sequence[int]) -> None:
         """Sort the rows of a layer into those that go through the kernels together, a group for each
         kind of buffers, and those that attend one by one."""
-        together: dict[tuple[object, ...], list[int]] = {}
-        caches = [fork.layers[layer] for fork in self.forks]
+        together: dict[tuple[object, ...], dict[int, GrowingCache]] = {}
         self._alone[layer] = []
-        for row, cache in enumerate(caches):
-            if not cache.steps_by_kernel:
+        for row, fork in enumerate(self.forks):
+            cache = fork.layers[layer]
+            if not isinstance(cache, GrowingCache) or not cache.steps_by_kernel:
                 self._alone[layer].append(row)
                 continue
             cache.expect(first[row], steps[row])
-            keys, values = cache.keys, cache.values
+            keys, values = cache.store.keys, cache.store.values
             leaves = None if cache.rule is None else cache.rule.leaves == "oldest"
             kind = (keys.shape[0], keys.shape[2], values.shape[2], keys.dtype, leaves)
-            together.setdefault(kind, []).append(row)
+            together.setdefault(kind, {})[row] = cache
         self._groups[layer] = [
-            _Group(rows, [caches[row] for row in rows], len(rows) < len(caches), kind)
+            _Group(list(rows), list(rows.values()), len(rows) < len(self.forks), kind)
             for kind, rows in together.items()
         ]
 
@@ -253,7 +255,7 @@ class DecodeState(ForkBatch):
     def _settle(self, row: int) -> None:
         for group in self._all_groups(row) if row not in self._ended else ():
             place = group.rows.index(row)
-            group.caches[place].grew(self.taken, group.limits[place])
+            group.caches[place].count_steps_by_kernel(self.taken)
 
     def settle(self) -> None:
         """End this run of steps: every cache is told how many entries it holds by now."""

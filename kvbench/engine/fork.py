@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,14 @@ from transformers import PreTrainedConfig
 
 from kvbench.engine import memory
 from kvbench.engine.attention import AttentionState, LayerCall
-from kvbench.engine.cache import LayerCache, RaggedCache, RecompressedCache
+from kvbench.engine.cache import (
+    GrowingCache,
+    LayerCache,
+    RaggedCache,
+    RecompressedCache,
+    cache_of,
+    store_of,
+)
 from kvbench.engine.costs import Cost, ExactBytes, Ledger
 from kvbench.engine.faults import release_frames
 from kvbench.engine.ranks import Ranks
@@ -166,25 +172,35 @@ class Fork:
         granted = capacity if limit is None else limit
         if self.method.uses_budget and not self.method.saves_memory:
             granted = self.budget.capacity(capacity)
-        options: dict[str, Any] = {
-            "capacity": capacity,
-            "granted": granted,
-            "sink": self.budget.sink,
-            "active": self.compressed or limit is not None,
-            "quantization": self.method.quantization(),
-            "layer": layer,
-            "seed": self.seed,
-        }
-        rule = self.method.recompression
-        if rule is not None and prompt is not None and prompt.queries is not None:
-            generator = layer_generator(self.seed, f"{self.example_id}\0while decoding", layer)
-            options |= {"rule": rule, "label": self.label, "budget": self.budget}
-            options |= {"prompt": prompt, "generator": generator}
-        kind = RecompressedCache if "rule" in options else LayerCache
+        recompression = self.method.recompression
         self.shapes[layer] = HeldShape.of(held)
 
-        def make(one: CompressedKV) -> LayerCache:
-            return kind(one, self.room, self.method, **options)
+        def make(one: CompressedKV) -> GrowingCache:
+            if recompression is not None and prompt is not None and prompt.queries is not None:
+                return RecompressedCache(
+                    store_of(one, self.room),
+                    capacity=capacity,
+                    method=self.method,
+                    recompression=recompression,
+                    label=self.label,
+                    budget=self.budget,
+                    prompt=prompt,
+                    generator=layer_generator(
+                        self.seed, f"{self.example_id}\0while decoding", layer
+                    ),
+                )
+            return cache_of(
+                one,
+                self.room,
+                self.method,
+                capacity=capacity,
+                granted=granted,
+                sink=self.budget.sink,
+                active=self.compressed or limit is not None,
+                scheme=self.method.quantization(),
+                layer=layer,
+                seed=self.seed,
+            )
 
         cache = make(held) if held.lengths is None else RaggedCache(held, make)
         self.layers[layer] = cache
@@ -268,19 +284,17 @@ class Fork:
             BudgetExceeded: a layer holds more than its capacity and the tokens since, or all layers
                 together hold more than the budget (one entry a layer of rounding).
         """
-        n = self.ledger.prompt.prompt_tokens
         total_after_prompt = 0
         for layer in self.compressible:
             cache = self.layers[layer]
             after_prompt = cache.charged(cache.prompt_entries)
             now = cache.charged(cache.entries())
-            allowed = cache.capacity + 1 + self.ledger.appended
-            if self.limit(n) is not None:
-                allowed = max(cache.granted, after_prompt)
+            allowed = cache.allowed(after_prompt, self.ledger.appended)
             if now > allowed:
                 raise BudgetExceeded(self.label, layer, allowed, now)
             total_after_prompt += after_prompt
         layers = len(self.compressible)
+        n = self.ledger.prompt.prompt_tokens
         allowed, _ = allowed_entries(self.method, self.budget, n, layers)
         if total_after_prompt > allowed + layers:
             raise BudgetExceeded(self.label, -1, allowed, total_after_prompt)

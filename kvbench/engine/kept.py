@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine.cache import RaggedCache
 from kvbench.engine.fork import Fork
 
 BINS, MOST_LAYERS = 128, 16
@@ -21,19 +20,21 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
     weights, both [kv_heads, entries]: exp(log-weight), times the weight in the denominator where that
     differs; 0 for padding."""
     for layer in layers:
-        cache = fork.layers[layer]
-        heads: list[tuple[Tensor, Tensor]] = []
-        for one in cache.heads if isinstance(cache, RaggedCache) else [cache]:
-            held = one.positions[:, : one.length].cpu()
-            each = torch.ones(held.shape)
-            if one.log_weights is not None:
-                each = one.log_weights[:, : one.length].exp().cpu()
-            if one.denominators is not None:
-                each = each * one.denominators[:, : one.length].cpu()
-            heads += zip(held, each, strict=True)
-        every = (head for own in fork.ranks.gather(heads) for head in own)
-        positions, weights = map(list, zip(*every, strict=True))
-        yield layer, pad_sequence(positions, True, -1), pad_sequence(weights, True)
+        own_heads: list[tuple[Tensor, Tensor]] = []
+        for store in fork.layers[layer].stores:
+            positions = store.positions[:, : store.length].cpu()
+            weights = torch.ones(positions.shape)
+            if store.log_weights is not None:
+                weights = store.log_weights[:, : store.length].exp().cpu()
+            if store.denominators is not None:
+                weights = weights * store.denominators[:, : store.length].cpu()
+            own_heads += zip(positions, weights, strict=True)
+        heads = [head for of_rank in fork.ranks.gather(own_heads) for head in of_rank]
+        yield (
+            layer,
+            pad_sequence([positions for positions, _ in heads], batch_first=True, padding_value=-1),
+            pad_sequence([weights for _, weights in heads], batch_first=True),
+        )
 
 
 def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
@@ -52,18 +53,19 @@ def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
     sizes[-1] = tokens - width * (pieces - 1)
     step = max(1.0, len(layers) / MOST_LAYERS)
     chosen = [layers[int(i * step)] for i in range(min(len(layers), MOST_LAYERS))]
-    found, entries, unplaced = {}, 0, 0
+    hundredths: dict[str, list[int]] = {}
+    entries, unplaced = 0, 0
     for layer, positions, weights in entries_of(fork, chosen):
-        held, placed = weights != 0, positions >= 0
-        entries += int(held.sum())
-        unplaced += int((held & ~placed).sum())
-        here = torch.where(placed, positions, 0).flatten() // width
-        sums = torch.zeros(pieces).index_add_(0, here, (weights * placed).flatten().float())
-        each = (100 * sums / (sizes * positions.shape[0])).round().long()
-        found[str(layer)] = each.clamp(0, 10**6).tolist()
+        is_entry, has_place = weights != 0, positions >= 0
+        entries += int(is_entry.sum())
+        unplaced += int((is_entry & ~has_place).sum())
+        piece = torch.where(has_place, positions, 0).flatten() // width
+        sums = torch.zeros(pieces).index_add_(0, piece, (weights * has_place).flatten().float())
+        by_token = (100 * sums / (sizes * positions.shape[0])).round().long()
+        hundredths[str(layer)] = by_token.clamp(0, 10**6).tolist()
     return {
         "tokens": tokens,
         "width": width,
-        "layers": found,
+        "layers": hundredths,
         "unplaced": round(unplaced / max(1, entries), 4),
     }

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvbench.engine import guard
 from kvbench.engine.architecture import compressible_layers, kv_heads, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
-from kvbench.engine.cache import LayerCache
+from kvbench.engine.cache import GrowingCache, store_of
 from kvbench.engine.costs import ExactBytes
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.ranks import Ranks
@@ -242,13 +242,9 @@ class PrefillState(AttentionState):
         positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
         for fork in self.forks:
             if fork.failure is None:
-                fork.layers[call.layer] = LayerCache(
-                    CompressedKV(key, value, None, positions),
-                    fork.room,
-                    fork.method,
-                    capacity=n - first,
-                    window=call.sliding_window,
-                    active=False,
+                store = store_of(CompressedKV(key, value, None, positions), fork.room)
+                fork.layers[call.layer] = GrowingCache(
+                    store, capacity=n - first, window=call.sliding_window
                 )
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel, capped
-from kvbench.engine.cache import LayerCache
+from kvbench.engine.cache import EvictingCache, store_of
+from kvbench.engine.entries import Entries
 from kvbench.engine.estimate import shape_of
 from kvbench.engine.prefill import CaptureState, compressible_layers, forward_rows, input_device
 from kvbench.engine.scoring import CHUNK_LOGITS, vocabulary
@@ -277,18 +277,19 @@ class BandState(AttentionState):
         return sum(key.nbytes + value.nbytes for key, value, _ in self._layers.values())
 
 
-class _PlacedCache(LayerCache):
-    """A cache of unrotated keys that evicts: each key is given the position of its place among the held
-    entries, by age.
+class _PlacedEntries(Entries):
+    """Entries with unrotated keys: each key is read at its place among the entries, by age.
 
-    Attributes:
-        table: cosines and sines of the places.
+    Args:
+        table: cosines and sines of the places, each [places, width].
     """
 
-    table: tuple[Tensor, Tensor]
+    def __init__(self, held: CompressedKV, room: int, table: tuple[Tensor, Tensor]) -> None:
+        super().__init__(held, room, keeps_scores=True)
+        self.table = table
 
     def dot_keys(self, query: Tensor) -> Tensor:
-        """q.k of the newest token's query [kv_heads, q, d] with all that is held."""
+        """See `Entries.dot_keys`, of the newest token's query."""
         n = self.length
         places = self.positions[:, :n].argsort(-1).argsort(-1)
         cos, sin = (part[places] for part in self.table)
@@ -311,7 +312,7 @@ class EvictingState(AttentionState):
     ) -> None:
         self.most, self.rotation, self.seen = budget.capacity(tokens), rotation, 0
         self.method, self.sink = method, budget.sink
-        self._layers: dict[int, LayerCache] = {}
+        self._layers: dict[int, EvictingCache] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
         """See `BandState`."""
@@ -321,18 +322,21 @@ class EvictingState(AttentionState):
         at = torch.arange(self.seen, self.seen + query.shape[2], device=query.device)
         return self._layers[call.layer].step(call, at)[None].to(query.dtype)
 
-    def _begin(self, call: LayerCall) -> LayerCache:
+    def _begin(self, call: LayerCall) -> EvictingCache:
+        """The cache of a layer that has read nothing."""
         none = call.key.new_zeros(1, call.key.shape[1], 0, dtype=torch.float32)
         rule = rule_of(self.method, self.most, self.sink)
         scores = none if rule is None or rule.leaves != "oldest" else None
         held = CompressedKV(call.key[:, :, :0], call.value[:, :, :0], None, none.long(), scores)
-        room, packs = self.most + 1, self.method.quantization()
-        how: dict[str, Any] = {"capacity": self.most, "sink": self.sink, "quantization": packs}
+        room = self.most + 1  # for the token that is being read
         if self.rotation is None:
-            return LayerCache(held, room, self.method, **how)
-        cache = _PlacedCache(held, room, self.method, **how)
-        cache.table = self.rotation(torch.arange(room, device=call.key.device))
-        return cache
+            store = store_of(held, room, self.method.quantization(), keeps_scores=True)
+        else:
+            places = torch.arange(room, device=call.key.device)
+            store = _PlacedEntries(held, room, self.rotation(places))
+        return EvictingCache(
+            store, capacity=self.most, method=self.method, granted=self.most, sink=self.sink
+        )
 
     @property
     def held_bytes(self) -> int:

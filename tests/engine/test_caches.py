@@ -12,7 +12,7 @@ from support.attention import step
 from support.method_layers import attend, make_layer, run
 
 from kvbench.engine.attention import exact_attention
-from kvbench.engine.cache import LayerCache
+from kvbench.engine.cache import GrowingCache, cache_of, store_of
 from kvbench.engine.fork import Fork
 from kvbench.engine.kept import entries_of
 from kvbench.kernels.decode_attention import entry_table, weighted_decode_attention
@@ -54,7 +54,7 @@ def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
     start = torch.rand(1, 2, 9)
     method = build_method(name, decode="evict")
     whole = CompressedKV(keys[None], values[None], None, at, start)
-    cache = LayerCache(whole, 2, method, capacity=capacity, sink=sink, quantization=scheme)
+    cache = cache_of(whole, 2, method, capacity=capacity, sink=sink, scheme=scheme)
 
     def restored(rows, side):
         if scheme is None:
@@ -90,9 +90,9 @@ def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
                 else:
                     gone = ages[sink if name == "streaming_llm" else 0]
                 entries[:] = [e for e in entries if e[0] != gone]
-            kept = {int(p) for p in cache.positions[head, : cache.length]}
+            kept = {int(p) for p in cache.store.positions[head, : cache.store.length]}
             assert kept == {e[0] for e in entries}
-    assert cache.length == capacity
+    assert cache.store.length == capacity
     packed = 2 * capacity * 2 * dim * 4 if scheme is None else scheme.nbytes(2, capacity, dim, 4)
     assert cache.entry_bytes() == packed + 2 * capacity * 4  # and scores
 
@@ -116,7 +116,7 @@ def test_topk_attends_to_the_largest_logits_and_holds_everything(heavy):
     keys, values = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8)
     scores = (torch.rand(1, 2, 50) < 0.1).float() if heavy else None
     held = CompressedKV(keys, values, None, torch.arange(50).expand(1, 2, 50), scores)
-    cache = LayerCache(held, 1, build_method("topk", heavy_hitters=heavy), capacity=50, granted=12)
+    cache = cache_of(held, 1, build_method("topk", heavy_hitters=heavy), capacity=50, granted=12)
     q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
     got = step(cache, q, k, v, torch.tensor([50]), 0.35)
     for head in range(4):
@@ -142,9 +142,7 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
     at = torch.arange(20).expand(1, 2, 20)
     held = CompressedKV(keys, values, None, at, denominators=denominators, value_range=ends)
     how = Quantization(4, 4) if quantized else None
-    whole, single = (
-        LayerCache(held, room, EXACT, capacity=20, quantization=how) for room in (3, 0)
-    )
+    whole, single = (cache_of(held, room, EXACT, capacity=20, scheme=how) for room in (3, 0))
     if quantized:
         keys = unpack(pack(keys[0], how, by_channel=True))[None]
         values = unpack(pack(values[0], how, by_channel=False))[None]
@@ -177,7 +175,7 @@ def test_a_sliding_layer_lets_go_of_what_its_window_has_passed():
     keys, values = torch.randn(1, 2, 600, 8), torch.randn(1, 2, 600, 8)
     queries = torch.randn(4, 600, 8)
     held = CompressedKV(keys[:, :, :9], values[:, :, :9], None, torch.arange(9).expand(1, 2, 9))
-    cache = LayerCache(held, 0, build_method("exact"), capacity=9, window=9, active=False)
+    cache = GrowingCache(store_of(held, 0), capacity=9, window=9)
     begin = 9
     for tokens in [1] * 300 + [40, 1, 250]:
         new, end = slice(begin, begin + tokens), begin + tokens
@@ -190,7 +188,7 @@ def test_a_sliding_layer_lets_go_of_what_its_window_has_passed():
         )
         torch.testing.assert_close(got, logits.softmax(-1) @ all_values, atol=1e-5, rtol=1e-5)
         begin = end
-        assert cache.length <= 9 + 256 + tokens
+        assert cache.store.length <= 9 + 256 + tokens
 
 
 def fork_of(method, budget, room=0):
@@ -249,8 +247,8 @@ def schedule(method, n, steps):
     for t in range(steps):
         q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
         step(cache, q, k, v, torch.tensor([n + t]), layer.scaling)
-        lengths.append(cache.length)
-        positions = cache.positions[:, : cache.length]
+        lengths.append(cache.store.length)
+        positions = cache.store.positions[:, : cache.store.length]
         assert positions.diff(dim=-1).gt(0).all(), "true positions, ascending"
         assert int(positions.max()) == n + t
     return lengths
@@ -275,12 +273,12 @@ def test_weights_multiply():
     fork = fork_of(method, budget)
     fork.hold(0, run(method, layer, budget), 30, prompt=layer)
     cache = fork.layers[0]
-    assert cache.log_weights is not None
+    assert cache.store.log_weights is not None
     for t in range(2):
         q, k = torch.randn(4, 1, 8), torch.randn(2, 1, 8)
         step(cache, q, k, k, torch.tensor([60 + t]), 0.3)
-    assert cache.length == 20
-    weights = cache.log_weights[:, :20].exp()
+    assert cache.store.length == 20
+    weights = cache.store.log_weights[:, :20].exp()
     first, again = 54 / 24, 26 / 14
     allowed = torch.tensor([1.0, first, again, first * again])
     assert ((weights[..., None] - allowed).abs().amin(-1) < 1e-4).all()
@@ -301,13 +299,13 @@ def test_steps_in_half_precision_round_no_logit(scheme, dtype):
     keys[:, 40:60] = (keys[:, 7:8] + torch.randn(2, 20, dim)).to(dtype)
     at = torch.arange(n)
     held = CompressedKV(keys[None, :, :n], values[None, :, :n], None, at.expand(1, 2, n))
-    cache = LayerCache(held, 1, EXACT, capacity=n, quantization=scheme)
+    cache = cache_of(held, 1, EXACT, capacity=n, scheme=scheme)
     grouped = q.view(2, 2, dim)
     logits = grouped.double() @ keys.double().mT
     assert logits.amax() > 65504
     restored = values.double()
     if scheme is not None:
-        packed = cache.packed.keys, cache.packed.values
+        packed = cache.store.codecs.keys, cache.store.codecs.values
         logits[..., : packed[0].count] = packed[0].dot(grouped.float()).double()
         one = torch.eye(packed[1].count).expand(2, -1, -1)
         restored[:, : packed[1].count] = packed[1].mix(one).double()

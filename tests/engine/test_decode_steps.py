@@ -25,7 +25,7 @@ from torch._inductor.utils import run_and_get_code
 
 from kvbench import compress
 from kvbench.engine import graphs
-from kvbench.engine.cache import LayerCache
+from kvbench.engine.cache import GrowingCache
 from kvbench.engine.context import Context
 from kvbench.engine.decoding import _Counters
 from kvbench.engine.fork import Fork
@@ -65,9 +65,9 @@ def test_no_method_that_evicts_is_forgotten_here() -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the caches of a generation did: the most entries after any token, and their ends."""
     found = SimpleNamespace(lengths=[], ends=[])
-    attend, move_on, audit = LayerCache._append_and_attend, _Counters.advance, Fork.audit
+    attend, move_on, audit = GrowingCache._append_and_attend, _Counters.advance, Fork.audit
 
-    def attended(cache: LayerCache, *given: Any) -> Any:
+    def attended(cache: GrowingCache, *given: Any) -> Any:
         out = attend(cache, *given)
         found.lengths.append(int(cache.entries().max()))
         return out
@@ -79,11 +79,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Any:
     def audited(fork: Fork) -> None:
         caches = fork.layers.items()
         found.ends.append(
-            {i: c.positions[:, : c.length].sort(-1).values.tolist() for i, c in caches}
+            {i: c.store.positions[:, : c.store.length].sort(-1).values.tolist() for i, c in caches}
         )
         audit(fork)
 
-    monkeypatch.setattr(LayerCache, "_append_and_attend", attended)
+    monkeypatch.setattr(GrowingCache, "_append_and_attend", attended)
     monkeypatch.setattr(_Counters, "advance", moved_on)
     monkeypatch.setattr(Fork, "audit", audited)
     return found

@@ -48,12 +48,12 @@ def check_frame(name: str, options: dict[str, Any]) -> None:
     for layer, cache in fork.layers.items():
         here = frame[frame["layer"] == layer]
         assert here.groupby("head").size().tolist() == cache.prompt_entries.tolist()
-        for head in range(cache.keys.shape[0]):
+        for head in range(cache.store.keys.shape[0]):
             rows = here[here["head"] == head].sort_values("position", kind="stable")
-            order = cache.positions[head, : cache.length].sort(stable=True)
-            weights = torch.ones(cache.length)
-            if cache.log_weights is not None:
-                weights = cache.log_weights[head, : cache.length].exp()
+            order = cache.store.positions[head, : cache.store.length].sort(stable=True)
+            weights = torch.ones(cache.store.length)
+            if cache.store.log_weights is not None:
+                weights = cache.store.log_weights[head, : cache.store.length].exp()
             sound = weights[order.indices] > 0
             assert rows["position"].tolist() == order.values[sound].tolist()
             torch.testing.assert_close(
@@ -79,8 +79,8 @@ def test_strips_are_the_weight_per_token_of_each_piece() -> None:
     assert (strips["tokens"], strips["width"], strips["unplaced"]) == (300, 3, 0.0)
     for layer, cache in fork.layers.items():
         held = np.zeros(300)
-        weights = cache.log_weights[:, : cache.length].exp().numpy()  # type: ignore[index]
-        np.add.at(held, cache.positions[:, : cache.length].numpy(), weights)
+        weights = cache.store.log_weights[:, : cache.store.length].exp().numpy()  # type: ignore[index]
+        np.add.at(held, cache.store.positions[:, : cache.store.length].numpy(), weights)
         expected = held.reshape(100, 3).mean(1) / 2  # two heads
         assert len(strips["layers"][str(layer)]) == 100 <= BINS
         np.testing.assert_allclose(strips["layers"][str(layer)], 100 * expected, atol=0.5001)

@@ -185,7 +185,7 @@ def test_queries_of_a_repetition_are_those_of_a_pass_over_prompt_and_chunk():
         queries = torch.cat([seen[layer].queries[:, :, len(ids) :] for seen in passes], dim=2)
         shown = replace(prompt[layer], queries=queries, shared={})
         wanted = run(build_method("attention_matching"), shown, budget)
-        held = fork.layers[layer]
+        held = fork.layers[layer].store
         assert torch.equal(held.positions[:, : held.length], wanted.positions[0])
         assert_near(held.values[:, : held.length], wanted.values[0], 1e-3)
         assert_near(held.log_weights[:, : held.length], wanted.log_weights[0], 1e-3)

@@ -59,7 +59,7 @@ def test_draws_depend_on_seed_example_and_layer_only() -> None:
             for fork in forks:
                 assert fork.failure is None
                 for layer, cache in fork.layers.items():
-                    found[fork.label, example, layer] = cache.positions.tolist()
+                    found[fork.label, example, layer] = cache.store.positions.tolist()
         return found
 
     first = kept(["uniform", "balancekv", "subgen"], ["1", "2"])

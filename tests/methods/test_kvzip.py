@@ -129,7 +129,7 @@ def test_what_is_kept_is_what_a_whole_forward_pass_says(architecture, chunk, wor
     _, fork, *_ = read(replace(method, level="uniform"), ids, architecture, encoder=encoder)
     best = middle.topk(BUDGET.middle_kept(120), -1).indices.sort(-1).values + BUDGET.sink
     for layer, wanted in zip(layers, best, strict=True):
-        held = fork.layers[layer].positions[:, : fork.layers[layer].length]
+        held = fork.layers[layer].store.positions[:, : fork.layers[layer].store.length]
         assert torch.equal(held[:, BUDGET.sink : -BUDGET.window], wanted)
 
 

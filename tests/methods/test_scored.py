@@ -195,12 +195,12 @@ def test_what_is_held_while_decoding(name, options, budget, stays):
     fork.compressed = True
     fork.hold(0, run(method, layer, budget), budget.capacity(300), prompt=layer)
     cache, queries = fork.layers[0], method.recompression and method.recompression.queries
-    most = cache.length
+    most = cache.store.length
     for fed in range(1, 201):
-        wanted = min(cache.length + 1, round(stays(cache.length + 1, fed)))
+        wanted = min(cache.store.length + 1, round(stays(cache.store.length + 1, fed)))
         query, key, value = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
         step(cache, query, key, value, torch.tensor([299 + fed]), layer.scaling)
-        assert cache.length == wanted
+        assert cache.store.length == wanted
         most = max(most, wanted)
     if queries is not None:
         assert cache.held_bytes()[0] == 4 * (2 * 2 * 8 * most + 4 * 8 * queries)

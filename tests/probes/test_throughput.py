@@ -75,7 +75,7 @@ def test_the_largest_batch_is_found_and_a_length_that_does_not_fit_stops_no_othe
 
     def short_forward(model, ids, positions, state):
         forks = getattr(state, "forks", [])
-        if ids.shape[1] == 1 and sum(fork.layers[0].length for fork in forks) > 300:
+        if ids.shape[1] == 1 and sum(fork.layers[0].store.length for fork in forks) > 300:
             raise torch.OutOfMemoryError("CUDA out of memory: entries")
         return forward(model, ids, positions, state)
 
