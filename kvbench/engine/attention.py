@@ -20,6 +20,7 @@ from transformers import AttentionInterface, Cache, PreTrainedConfig
 
 from kvbench.errors import UserError
 from kvbench.kernels.decode_attention import products
+from kvbench.kernels.softcap import capped
 
 IMPLEMENTATION = "kvbench"
 """The name under which the function is registered (``attn_implementation="kvbench"``)."""
@@ -171,11 +172,6 @@ def register() -> None:
 
 _ATTENTION = torch.compiler.disable(kvbench_attention)
 """As it is where torch compiles the model around it."""
-
-
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap * tanh(logits / softcap), or the logits as they are."""
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def signed_mean(

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from kvbench.engine import guard
-from kvbench.engine.attention import LayerCall, capped, grown_range, signed_mean
+from kvbench.engine.attention import LayerCall, grown_range, signed_mean
 from kvbench.engine.entries import GROWTH, Entries, PackedEntries
 from kvbench.kernels.quantize import Scheme
+from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import Eviction, Held, Method, Recompression, rule_of
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel, capped
+from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import EvictingCache, store_of
 from kvbench.engine.entries import Entries
 from kvbench.engine.estimate import shape_of
 from kvbench.engine.prefill import CaptureState, compressible_layers, forward_rows, input_device
 from kvbench.engine.scoring import CHUNK_LOGITS, vocabulary
 from kvbench.kernels.decode_attention import products
+from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, Rotary
 from kvbench.methods.base import Method, rule_of
 

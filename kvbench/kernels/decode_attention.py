@@ -12,6 +12,7 @@ from torch import Tensor
 from kvbench.kernels._choice import multiprocessors, use_triton
 from kvbench.kernels.philox import to_device
 from kvbench.kernels.quantize import CACHED
+from kvbench.kernels.softcap import capped
 
 
 @dataclass(frozen=True)
@@ -234,9 +235,7 @@ def _torch_attention(
             raise ValueError(f"row {row} has length {n}; its buffers hold 0 to {key.shape[1]}")
         if n == 0:
             continue
-        logits = _products(grouped[row], key[:, :n]).mul_(scaling)
-        if softcap is not None:
-            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        logits = capped(_products(grouped[row], key[:, :n]).mul_(scaling), softcap)
         if weight is not None:
             logits += weight[:, None, :n]
         attention = logits.softmax(-1)

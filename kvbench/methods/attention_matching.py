@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.errors.options import Count, NonNegative, Odd, Whole, check_options
+from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, keep_all, rows_at
 from kvbench.methods._select import positions_between, with_sink_and_window
 from kvbench.methods.base import Method, Repetition, Rescoring
@@ -127,9 +128,7 @@ class Block(NamedTuple):
         log_weights: Tensor | None = None,
     ) -> Block:
         """Of keys and values [n, dim] and queries [m, dim]; `log_weights` [n] that the entries have."""
-        logits = keys.float() @ (queries.float() * scaling).mT
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        logits = capped(keys.float() @ (queries.float() * scaling).mT, softcap)
         if log_weights is not None:
             logits = logits + log_weights[:, None]
         top = logits.amax(0)

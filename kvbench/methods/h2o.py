@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbench.errors.options import Fraction
 from kvbench.kernels.eviction import Eviction
+from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent, group_mean
 from kvbench.methods.base import Method
@@ -182,9 +183,7 @@ def released_mask(
         return seen
     for begin in range(0, n, QUERY_ROWS):
         block = slice(begin, begin + QUERY_ROWS)
-        logits = queries[:, block].float() @ keys.float().mT * scaling
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        logits = capped(queries[:, block].float() @ keys.float().mT * scaling, softcap)
         rows = logits.masked_fill(distance[block] < 0, -torch.inf).softmax(-1)
         if semantics == "global":
             scores += rows.sum(1)

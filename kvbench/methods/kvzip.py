@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Count
+from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import top_positions, with_sink_and_window
 from kvbench.methods.adakv import keep
@@ -41,8 +42,7 @@ def largest_attention(layer: LayerKV, repeated: Repetition, sink: int) -> Tensor
         number = rows.shape[3]
         seen = keys[:, :, : count - length + begin + number]
         logits = (rows.flatten(2, 3) @ seen.mT).unflatten(2, (-1, number))
-        if layer.softcap is not None:
-            logits = layer.softcap * torch.tanh(logits / layer.softcap)
+        logits = capped(logits, layer.softcap)
         logits[..., -number:].masked_fill_(future[:number, :number], -torch.inf)
         weights = logits.softmax(-1)[..., sink : sink + stop - start]
         best = torch.maximum(best, weights.amax((2, 3)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.errors.options import Count, Fraction, Odd, Share
+from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent
 from kvbench.methods.base import Method, Recompression
@@ -128,8 +129,7 @@ class RKV(Method):
         queries = layer.queries[:, :, have - self.window :].float()
         grouped = queries.unflatten(1, (layer.keys.shape[1], -1))
         logits = grouped @ layer.keys[:, :, None, :before].float().mT * layer.scaling
-        if layer.softcap is not None:
-            logits = layer.softcap * torch.tanh(logits / layer.softcap)
+        logits = capped(logits, layer.softcap)
         importance = logits.amax(2).softmax(-1).mean(2)
         importance = F.max_pool1d(importance, self.kernel_size, 1, self.kernel_size // 2)
         repeated = redundancy(layer.keys, self.retain)[:, :, :before]

@@ -14,11 +14,12 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.engine import guard
-from kvbench.engine.attention import capped, signed_mean
+from kvbench.engine.attention import signed_mean
 from kvbench.engine.costs import Cost
 from kvbench.engine.fork import layer_generator
 from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Quantization, Scheme
+from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import (

@@ -75,7 +75,7 @@ class Runner:
         """
         device, done = self.session.device, 0
         while done < len(work):
-            group = work[done : done + (self.size if hasattr(self.plan, "run_batch") else 1)]
+            group = work[done : done + (self.size if self.plan.batches_units else 1)]
             done += len(group)
             failed = False
             with finished_first():  # left when its outcomes have been taken
@@ -202,7 +202,7 @@ class Runner:
         try:
             with time_limit(limit, hung):
                 if len(work) > 1:
-                    told[:] = map(list, self.plan.run_batch(work, self.session))  # type: ignore[attr-defined]
+                    told[:] = map(list, self.plan.run_batch(work, self.session))
                 else:
                     for outcome in self.plan.run(*work[0], self.session):
                         told[0].append(outcome)  # what was told before a failure counts

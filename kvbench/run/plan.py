@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
@@ -77,13 +77,14 @@ class Outcome:
     fields: Mapping[str, Any]
 
 
-@runtime_checkable
 class Plan(Protocol):
     """A task or a probe, as the runner sees it.
 
-    One that can run several units at once has ``run_batch(work, session)``, too: of (unit, methods it is
-    still to run with) the outcomes of each, as `run` gives them; a failure of the whole is raised.
+    Attributes:
+        batches_units: whether several units may be given to `run_batch` at once.
     """
+
+    batches_units: ClassVar[bool] = False
 
     def meta(self) -> dict[str, Any]:
         """Facts for reports: version, score_unit, lower_is_better, breakdown, figures, unit,
@@ -99,6 +100,13 @@ class Plan(Protocol):
         """One record per (method, record id)."""
         ...
 
+    def run_batch(
+        self, work: Sequence[tuple[Unit, Methods]], session: Session
+    ) -> Sequence[Sequence[Outcome]]:
+        """Several units, each with the methods that it is still to be run with: the outcomes of each, as
+        `run` gives them. A failure of the whole is raised."""
+        return [list(self.run(unit, methods, session)) for unit, methods in work]
+
 
 def status_of(error: BaseException) -> str:
     """The record status an exception stands for."""
@@ -110,13 +118,15 @@ def status_of(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class TaskPlan:
+class TaskPlan(Plan):
     """A benchmark task as a plan: one prefill per example, or per context where the question comes after
     compression, serves every method.
 
     Attributes:
         limit: contexts that are wanted at most: no others are turned into tokens.
     """
+
+    batches_units: ClassVar[bool] = True
 
     task: Task
     limit: int | None = None

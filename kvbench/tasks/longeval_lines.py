@@ -16,7 +16,6 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -25,6 +24,7 @@ from annotated_types import Ge, Le
 from kvbench.errors.options import Distinct, Whole
 from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Repeats, Task, TaskError
 from kvbench.tasks.data import file_digests, file_rows
+from kvbench.tasks.words import words_of
 
 INTRODUCTION = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
@@ -39,18 +39,6 @@ QUESTION = (
     QUESTION_START + "Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number. "
 )
 MAX_LINES = 100_000
-
-
-@lru_cache(maxsize=1)
-def word_lists() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Adjectives and nouns of wonderwords, in its order."""
-    from wonderwords import RandomWord
-
-    words = RandomWord()
-    return (
-        tuple(words.filter(include_categories=["adjective"])),
-        tuple(words.filter(include_categories=["noun"])),
-    )
 
 
 def parse_number(text: str) -> int:
@@ -101,7 +89,7 @@ class LongEvalLines(Task):
     heatmap: ClassVar[tuple[str, str] | None] = ("num_lines", "depth")
 
     num_lines: Distinct[Annotated[int, Ge(1), Le(MAX_LINES)]] = (20, 50, 100, 200)
-    num_examples: Many = 25
+    num_examples: Many = 50
     seed: int = 0
     number_range: tuple[Whole, Whole] = (1, 50000)
     repeats: Repeats = 1
@@ -145,7 +133,7 @@ class LongEvalLines(Task):
         return {"score": float(parse_number(prediction) == int(example.answers[0]))}
 
     def _generate(self, lines: int, number: int) -> Example:
-        adjectives, nouns = word_lists()
+        adjectives, nouns = words_of("adjective"), words_of("noun")
         rng = random.Random(f"kvbench longeval_lines {self.seed} {lines} {number}")
         keys: dict[str, int] = {}
         low, high = self.number_range

@@ -40,8 +40,8 @@ from kvbench.tasks.base import (
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
 from kvbench.tasks.encoding import check_template
 from kvbench.tasks.haystack import filler, place_needles
-from kvbench.tasks.longeval_lines import word_lists
 from kvbench.tasks.metrics import Pairwise, containment, released_recall, rouge1, word_recall
+from kvbench.tasks.words import words_of
 
 HAYSTACK, QUESTION = "{haystack}", "{question}"
 PARTS = {"needle": ("{key}", "{value}"), "question": ("{key}",), "answer": ("{value}",)}
@@ -199,7 +199,7 @@ class Needle(Task):
             depths = [depth, *(100.0 * (copy + 0.5) / (self.repeats - 1) for copy in copies)]
             return [(each, self.needle) for each in depths], [(0, self.question, self.answer)]
         rng = random.Random(f"kvbench needles {self.seed} {number} {length}")
-        keys = rng.sample([word for word in word_lists()[1] if word.isalpha()], len(self.depths))
+        keys = rng.sample([word for word in words_of("noun") if word.isalpha()], len(self.depths))
         values = rng.sample(range(10_000, 100_000), len(self.depths))
 
         def told(text: str, fact: int) -> str:

@@ -45,10 +45,10 @@ from kvbench.tasks.ruler_data import (
     Collection,
     Essays,
     hotpotqa,
+    sorted_words,
     squad,
-    word_lists,
-    words_version,
 )
+from kvbench.tasks.words import words_version
 
 # RULER's strings
 
@@ -250,8 +250,8 @@ def _token(kind: str, rng: random.Random) -> str:
         return str(rng.randint(1_000_000, 9_999_999))
     if kind == "uuids":
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-    adjectives, nouns, _ = word_lists()
-    return f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
+    adjective = rng.choice(sorted_words("adjective"))
+    return f"{adjective}-{rng.choice(sorted_words('noun'))}"
 
 
 def _unlike(known: set[str], draw: Callable[[], str]) -> str:
@@ -331,7 +331,7 @@ class CommonWords:
 
     def draft(self, size: int, number: int, rng: random.Random) -> Draft:
         """`size` different words."""
-        words = list(word_lists()[2])
+        words = list(sorted_words("noun", "adjective", "verb"))
         rng.shuffle(words)
         first, often, seldom = (40, 10, 3) if self.long else (20, 3, 1)
         solved, told = self._listed(words[-first:], often, seldom, rng)

@@ -6,34 +6,22 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.data import matching, parsed_json, read_text
 from kvbench.tasks.haystack import generated_haystack
+from kvbench.tasks.words import words_of
 
 GENERATED_SENTENCES = 20_000
 """Of generated text, in place of essays: more words than 128k tokens have."""
 
 
 @cache
-def word_lists() -> tuple[tuple[str, ...], ...]:
-    """Distinct adjectives, nouns, and words of both and verbs, of wonderwords, each sorted.
-
-    Entries may hold a blank or a hyphen ("contact lens", "e-mail").
-    """
-    from wonderwords import RandomWord
-
-    lists = (["adjective"], ["noun"], ["noun", "adjective", "verb"])
-    words = RandomWord()
-    return tuple(tuple(sorted(set(words.filter(include_categories=each)))) for each in lists)
-
-
-def words_version() -> str:
-    """Of the package of the word lists, which differ between versions."""
-    return f"wonderwords {version('wonderwords')}"
+def sorted_words(*kinds: str) -> tuple[str, ...]:
+    """The distinct words of these kinds (see `words_of`), sorted."""
+    return tuple(sorted(set(words_of(*kinds))))
 
 
 @dataclass(frozen=True)

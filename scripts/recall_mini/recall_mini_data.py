@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from wonderwords import RandomWord
 
 from kvbench.tasks.haystack import sentences
-from kvbench.tasks.longeval_lines import INTRODUCTION, QUESTION, word_lists
+from kvbench.tasks.longeval_lines import INTRODUCTION, QUESTION
+from kvbench.tasks.words import words_of
 
 VOCAB_SIZE = 1984
 EOS = "<|end|>"
@@ -39,7 +40,7 @@ SYLLABLES = tuple(SYLLABLES_TEXT.split())
 
 def whole_words() -> list[str]:
     """Pieces that are never split: line furniture, digit pairs, adjectives, filler words."""
-    adjectives, _ = word_lists()
+    adjectives = words_of("adjective")
     text = [INTRODUCTION, QUESTION.format(key="fat-cat"), *(f" {word}" for word in COMMON)]
     rng = random.Random("recall_mini tokenizer")
     for _ in range(200):
@@ -55,7 +56,7 @@ def whole_words() -> list[str]:
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE: noun pieces are learned, :func:`whole_words` are added unsplit."""
-    _, nouns = word_lists()
+    nouns = words_of("noun")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     whole = [byte_level.pre_tokenize_str(word)[0][0] for word in whole_words()]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -118,7 +119,7 @@ class Generator:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-        adjectives, nouns = word_lists()
+        adjectives, nouns = words_of("adjective"), words_of("noun")
         self.adjectives = [self.encode(f" {word}") for word in adjectives]
         self.nouns = [self.encode(word) for word in nouns]
         self.nouns_text = nouns

@@ -17,7 +17,7 @@ from kvbench.engine import rows as engine_rows
 from kvbench.records.read import load_run
 from kvbench.run import batching
 from kvbench.run.batching import AUTO_MOST, Runner
-from kvbench.run.plan import Outcome, Unit
+from kvbench.run.plan import Outcome, Plan, Unit
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import Example, PromptEncoder
 
@@ -125,8 +125,10 @@ def test_methods_that_do_not_fit_together_run_one_by_one(
 # The size itself.
 
 
-class Counting:
+class Counting(Plan):
     """A plan that only counts the units of each group."""
+
+    batches_units = True
 
     def __init__(self) -> None:
         self.groups: list[int] = []

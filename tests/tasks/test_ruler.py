@@ -126,7 +126,8 @@ def test_needles_are_where_they_should_be(files, monkeypatch) -> None:
         assert example.fields["haystack"] == "essays"
         assert context.count(example.answers[0]) == 1
     assert (DEPTHS[0], DEPTHS[-1], len(set(DEPTHS))) == (0, 100, 40)
-    monkeypatch.setattr(ruler, "word_lists", lambda: (("red", "old"), ("hat", "cup"), ()))
+    words = {"adjective": ("red", "old"), "noun": ("hat", "cup")}
+    monkeypatch.setattr(ruler, "sorted_words", words.__getitem__)
     for example in made(tasks=["niah_multikey_2"], num_examples=10, lengths=[600]):
         key = re.search(r"number for (\S+) mentioned", example.question)
         assert key is not None
@@ -134,8 +135,8 @@ def test_needles_are_where_they_should_be(files, monkeypatch) -> None:
 
 
 def test_common_words_of_a_short_list_are_made_of_two(monkeypatch) -> None:
-    lists = (("a",), ("b",), tuple(f"w{i}x" for i in range(60)))
-    monkeypatch.setattr(ruler, "word_lists", lambda: lists)
+    words = tuple(f"w{i}x" for i in range(60))
+    monkeypatch.setattr(ruler, "sorted_words", lambda *kinds: words)
     (example,) = made(tasks=["cwe"], num_examples=1, lengths=[2048])
     counts = Counter(SPLIT.split(example.context.rstrip().rsplit("\n", 1)[1])[1:])
     assert len(counts) == 60 + example.fields["paired_words"] > 60
