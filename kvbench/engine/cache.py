@@ -8,8 +8,10 @@ What is stored lies in `kvbench.engine.entries`; a class here says what a decode
 - `GrowingCache`: the token joins. `cache_of` chooses between it and the next two.
 - `EvictingCache`: the token joins, and its method lets another entry go.
 - `RestrictedCache`: the token joins, and its method says which entries its query sees.
-- `RecompressedCache`: the token joins, and its method compresses everything again from time to time.
-- `RaggedCache`: one cache for each head, where heads hold different numbers of entries.
+- `RecompressedCache` (recompressed_cache.py): the token joins, and its method compresses everything
+  again from time to time.
+- `RaggedCache` (ragged_cache.py): one cache for each head, where heads hold different numbers of
+  entries.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ from kvbench.engine.attention import LayerCall, grown_range, signed_mean
 from kvbench.engine.entries import GROWTH, Entries, PackedEntries
 from kvbench.kernels.quantize import Scheme
 from kvbench.kernels.softcap import capped
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
-from kvbench.methods.base import Eviction, Held, Method, Recompression, rule_of
+from kvbench.kv import CompressedKV, KVError
+from kvbench.methods.base import Eviction, Held, Method, rule_of
 
 
 class LayerCache(ABC):
@@ -371,180 +372,3 @@ def cache_of(
     if restricts:
         return RestrictedCache(store, capacity=capacity, method=method, granted=granted, sink=sink)
     return GrowingCache(store, capacity=capacity)
-
-
-class RecompressedCache(GrowingCache):
-    """A layer that its method compresses again while decoding, by its `Method.recompression`.
-
-    Args:
-        rule: when, and to how many entries.
-        label, budget: those of the fork.
-        prompt: the prompt's layer, with queries.
-        generator: draws of all compressions, in order.
-
-    Attributes:
-        fed: tokens so far, behind the prompt's.
-        queries: the last ones fed, [heads, at most rule.queries, head_dim], whose bytes are counted.
-    """
-
-    steps_by_kernel = False
-
-    def __init__(
-        self,
-        store: Entries,
-        *,
-        capacity: int,
-        method: Method,
-        recompression: Recompression,
-        label: str,
-        budget: Budget,
-        prompt: LayerKV,
-        generator: torch.Generator,
-    ) -> None:
-        assert prompt.queries is not None
-        self.method, self.recompression = method, recompression
-        self.label, self.budget, self.generator = label, budget, generator
-        self.prompt, self.fed = prompt.n, 0
-        self.queries = prompt.queries[0, :, -recompression.queries :].clone()
-        if recompression.to is not None and recompression.to >= 1:
-            self._size(int(recompression.to))  # refuses now, rather than while decoding
-        # The layer's facts without its tensors, which would keep the prompt in memory.
-        nothing = prompt.keys[:, :, :0]
-        self.facts = replace(
-            prompt, keys=nothing, values=nothing, queries=None, shared={}, carried={}
-        )
-        super().__init__(store, capacity=capacity)
-
-    def entry_bytes(self) -> int:
-        """See `LayerCache.entry_bytes`; with those of the queries."""
-        return super().entry_bytes() + self.queries.nbytes
-
-    def clone(self) -> RecompressedCache:
-        """See `LayerCache.clone`; the copy draws the same numbers."""
-        twin = super().clone()
-        assert isinstance(twin, RecompressedCache)
-        twin.generator = torch.Generator()
-        twin.generator.set_state(self.generator.get_state())
-        return twin
-
-    def _cuts(self, tokens: int) -> Sequence[int]:
-        return range(1, tokens + 1)
-
-    def _after_attention(self, call: LayerCall, weights: Tensor) -> None:
-        """Let the method compress, if it is due.
-
-        Raises:
-            BudgetExceeded: the method holds more than it may; and whatever the method raises.
-        """
-        self.fed += 1
-        self.queries = torch.cat([self.queries, call.query[0]], dim=1)
-        self.queries = self.queries[:, -self.recompression.queries :]
-        size = self.recompression.stays(self.budget, self.prompt, self.fed, self.store.length)
-        if size is not None:
-            self._recompress(size)
-
-    def _size(self, entries: int) -> Budget:
-        return Budget(sink=self.budget.sink, window=self.budget.window, size=entries)
-
-    def _recompress(self, size: int) -> None:
-        """Hold the entries that the method keeps, `size` of them: its positions are places among them,
-        and its log-weights add to theirs."""
-        store, n = self.store, self.store.length
-        layer = replace(
-            self.facts,
-            keys=store.keys[None, :, :n],
-            values=store.values[None, :, :n],
-            queries=self.queries[None],
-            log_weights=None if store.log_weights is None else store.log_weights[None, :, :n],
-            shared={},
-        )
-        kept, _, _ = guard.compress(
-            self.label, self.method, layer, self._size(size), self.generator, {}
-        )
-        if kept.charged > size + 1:
-            raise BudgetExceeded(self.label, layer.layer_index, size, kept.charged)
-        places, count = kept.positions[0], kept.positions.shape[2]
-        store.positions[:, :count] = store.positions.gather(1, places)
-        if store.log_weights is not None:
-            store.log_weights[:, :count] = store.log_weights.gather(1, places)
-        if kept.log_weights is not None:
-            if store.log_weights is None:
-                store.log_weights = kept.log_weights.new_zeros(store.positions.shape)
-            store.log_weights[:, :count] += kept.log_weights[0]
-        store.keys[:, :count] = kept.keys[0]
-        store.values[:, :count] = kept.values[0]
-        store.length = count
-
-
-class RaggedCache(LayerCache):
-    """A layer whose heads hold different numbers of entries, without padding: one cache of one head for
-    each head, so that what is held and counted is the sum of the heads.
-
-    A token joins every head and attends in each to what that head holds. Rows go alone, not through
-    `kvbench.kernels.decode_attention`.
-
-    Args:
-        held: the compressed prompt, batch 1, with `CompressedKV.lengths`.
-        make: makes the cache of what one head holds.
-    """
-
-    steps_by_kernel = False
-
-    def __init__(self, held: CompressedKV, make: Callable[[CompressedKV], GrowingCache]) -> None:
-        assert held.lengths is not None
-        if held.keys_only or held.scores is not None or held.denominators is not None:
-            raise KVError(
-                "heads of different lengths hold scores, signed weights or keys without values; "
-                "allowed: keys, values and log_weights"
-            )
-        self.heads: list[GrowingCache] = []
-        for head, length in enumerate(held.lengths[0].tolist()):
-            here = (slice(None), slice(head, head + 1), slice(length))
-            weights = None if held.log_weights is None else held.log_weights[here]
-            if weights is not None and not weights.any():
-                weights = None
-            one = CompressedKV(held.keys[here], held.values[here], weights, held.positions[here])
-            self.heads.append(make(one))
-        first = self.heads[0]
-        if isinstance(first, EvictingCache | RestrictedCache):
-            raise KVError(
-                f"{type(first.method).__name__} holds heads of different lengths and acts while "
-                "decoding; allowed: one or the other"
-            )
-        self.capacity = first.capacity
-        self.prompt_entries = held.lengths[0].cpu()
-
-    @property
-    def stores(self) -> Sequence[Entries]:
-        """See `LayerCache.stores`."""
-        return [head.store for head in self.heads]
-
-    def charged(self, entries: Tensor) -> int:
-        """See `LayerCache.charged`: the mean of the heads, rounded up."""
-        return -int(-entries.sum() // len(self.heads))
-
-    def entry_bytes(self) -> int:
-        """The sum of the heads'."""
-        return sum(head.entry_bytes() for head in self.heads)
-
-    def held_bytes(self) -> tuple[int, float]:
-        """The sums of the heads'."""
-        peaks, means = zip(*(head.held_bytes() for head in self.heads), strict=True)
-        return sum(peaks), sum(means)
-
-    def clone(self) -> RaggedCache:
-        """See `LayerCache.clone`."""
-        twin = copy.copy(self)
-        twin.heads = [head.clone() for head in self.heads]
-        return twin
-
-    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
-        """See `LayerCache.step`."""
-        count = len(self.heads)
-        queries = call.query.split(call.query.shape[1] // count, 1)
-        keys = call.key.split(call.key.shape[1] // count, 1)
-        values = call.value.split(call.value.shape[1] // count, 1)
-        outs = []
-        for head, query, key, value in zip(self.heads, queries, keys, values, strict=True):
-            outs.append(head.step(replace(call, query=query, key=key, value=value), positions))
-        return torch.cat(outs)

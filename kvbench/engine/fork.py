@@ -13,17 +13,12 @@ from transformers import PreTrainedConfig
 
 from kvbench.engine import memory
 from kvbench.engine.attention import AttentionState, LayerCall
-from kvbench.engine.cache import (
-    GrowingCache,
-    LayerCache,
-    RaggedCache,
-    RecompressedCache,
-    cache_of,
-    store_of,
-)
+from kvbench.engine.cache import GrowingCache, LayerCache, cache_of, store_of
 from kvbench.engine.costs import Cost, ExactBytes, Ledger
 from kvbench.engine.faults import release_frames
+from kvbench.engine.ragged_cache import RaggedCache
 from kvbench.engine.ranks import Ranks
+from kvbench.engine.recompressed_cache import RecompressedCache
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV

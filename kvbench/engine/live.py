@@ -23,6 +23,7 @@ from kvbench.engine.context import Context, Text, held_after_prompt
 from kvbench.engine.costs import Cost
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
+from kvbench.engine.live_options import check_options, foreign_cache, left_padding, refused
 from kvbench.engine.prefill import PrefillState
 from kvbench.engine.ranks import Ranks
 from kvbench.engine.states import is_hybrid, row_of, state_bytes, states_in
@@ -176,7 +177,7 @@ class Compression:
         """In place of the model's own: its options are checked, and it ends with `finish`."""
         assert self._original is not None
         bound = inspect.signature(self._original).bind_partial(*args, **kwargs).arguments
-        _check_options(self.model, {**bound, **bound.get("kwargs", {})})
+        check_options(self.model, {**bound, **bound.get("kwargs", {})})
         if not self._turn.take():
             raise UnsupportedGeneration(
                 "another thread generates inside the same compress; allowed: one generation at a time "
@@ -223,7 +224,7 @@ class Compression:
                     "brings its own cache"
                 )
             if given.get_seq_length():
-                raise _foreign_cache(given)
+                raise foreign_cache(given)
         self.finish()
         self._start(tokens, mask)
         kwargs |= {"past_key_values": self._cache, "use_cache": True, "kvbench": self._prefill}
@@ -234,20 +235,20 @@ class Compression:
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
             use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
-        refused = ["output_attentions", "token_type_ids"]
+        unsupported = ["output_attentions", "token_type_ids"]
         if hasattr(self.model, "create_masks_for_generate"):
             # Such a model (Molmo2) makes masks of these ids, by which images see later tokens.
-            refused.append("mm_token_type_ids")
-        for name in refused:
+            unsupported.append("mm_token_type_ids")
+        for name in unsupported:
             given = kwargs.get(name)
             if given is not None and given is not False:
-                raise _refused(name, given)
+                raise refused(name, given)
         if torch.is_grad_enabled():
             raise UnsupportedGeneration(
                 "compress does not keep gradients; allowed: generate, or calls under torch.no_grad()"
             )
         if not use_cache and not isinstance(kwargs.get("past_key_values"), LiveCache):
-            raise _refused("use_cache", False)
+            raise refused("use_cache", False)
 
     def _start(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Forks for a new batch of prompts.
@@ -265,7 +266,7 @@ class Compression:
                 f"method {self.label!r} has the model repeat its prompt before it compresses, and "
                 "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"
             )
-        padding = _left_padding(mask, *tokens.shape)
+        padding = left_padding(mask, *tokens.shape)
         ranks = Ranks.of(self.model)
         forks = []
         for row, start in zip(tokens.tolist(), padding, strict=True):
@@ -351,86 +352,6 @@ class Compression:
         for fork in cache.forks:
             fork.audit()
         cache.rows[:] = [fork.cost() for fork in cache.forks[: len(cache.rows)]]
-
-
-def _left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
-    """Leading padding tokens of each row.
-
-    Raises:
-        UnsupportedGeneration: padding elsewhere, or a row of padding only.
-    """
-    if mask is None:
-        return [0] * batch
-    if tuple(mask.shape) != (batch, count):
-        raise UnsupportedGeneration(
-            f"attention_mask has shape {tuple(mask.shape)}; allowed: {(batch, count)}, the prompt's"
-        )
-    padding = []
-    for row, shown in enumerate(mask.to("cpu", torch.bool)):
-        start = count - int(shown.sum())
-        if start == count or not bool(shown[start:].all()):
-            raise UnsupportedGeneration(
-                f"attention_mask of row {row} hides tokens after the first shown one, or all; allowed: "
-                "padding on the left (tokenizer.padding_side = 'left')"
-            )
-        padding.append(start)
-    return padding
-
-
-def _foreign_cache(cache: Any) -> UnsupportedGeneration:
-    """The refusal of a cache that kvbench did not fill."""
-    return UnsupportedGeneration(
-        f"past_key_values is a {type(cache).__name__} that was not filled under compress, without the "
-        "queries that methods choose by; allowed: none, or a cache that compress made of this model "
-        "(the past_key_values of an earlier output, context.cache())"
-    )
-
-
-_ALLOWED: dict[str, tuple[Any, ...]] = {
-    "assistant_model": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "cache_implementation": (None, "dynamic"),
-    "prefill_chunk_size": (None,),
-    "guidance_scale": (None, 1),
-    "use_cache": (None, True),
-    "output_attentions": (None, False),
-    "token_type_ids": (None,),
-}
-"""Options of `generate`, and the values of each that a compressed cache can serve. It cannot take tokens
-back (assisted decoding), needs the whole prompt in one forward pass, forms no attention matrix, and is
-causal: no token sees a later one."""
-
-
-def _refused(name: str, value: Any) -> UnsupportedGeneration:
-    """The refusal of an option's value."""
-    shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
-    allowed = " or ".join(map(repr, _ALLOWED.get(name, (None,))))
-    return UnsupportedGeneration(
-        f"{name} is {shown!r}, which a compressed cache cannot serve; allowed: {allowed}"
-    )
-
-
-def _check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """Refuse, before anything runs, options of `generate` that a compressed cache cannot serve."""
-    past = given.get("past_key_values")
-    if past is not None and not isinstance(past, LiveCache):
-        raise _foreign_cache(past)
-    ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
-    if past is not None and ids is not None:
-        mask = given.get("attention_mask")
-        whole = ids.shape[1] if mask is None else max(ids.shape[1], mask.shape[1])
-        if whole <= past.seen:
-            raise UnsupportedGeneration(
-                f"input_ids have {whole} tokens and past_key_values holds {past.seen}; allowed: the "
-                "whole conversation, new tokens included"
-            )
-    sources = (given.get("generation_config"), model.generation_config)
-    for name, allowed in _ALLOWED.items():
-        values = [given.get(name), *(getattr(source, name, None) for source in sources)]
-        value = next((value for value in values if value is not None), None)
-        if value not in allowed:
-            raise _refused(name, value)
 
 
 def _no_batches(*_: Any, **__: Any) -> NoReturn:

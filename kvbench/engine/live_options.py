@@ -1,0 +1,92 @@
+"""What transformers' `generate` may be asked while its cache is a compressed one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
+
+
+def left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
+    """Leading padding tokens of each row.
+
+    Raises:
+        UnsupportedGeneration: padding elsewhere, or a row of padding only.
+    """
+    if mask is None:
+        return [0] * batch
+    if tuple(mask.shape) != (batch, count):
+        raise UnsupportedGeneration(
+            f"attention_mask has shape {tuple(mask.shape)}; allowed: {(batch, count)}, the prompt's"
+        )
+    padding = []
+    for row, shown in enumerate(mask.to("cpu", torch.bool)):
+        start = count - int(shown.sum())
+        if start == count or not bool(shown[start:].all()):
+            raise UnsupportedGeneration(
+                f"attention_mask of row {row} hides tokens after the first shown one, or all; allowed: "
+                "padding on the left (tokenizer.padding_side = 'left')"
+            )
+        padding.append(start)
+    return padding
+
+
+def foreign_cache(cache: Any) -> UnsupportedGeneration:
+    """The refusal of a cache that kvbench did not fill."""
+    return UnsupportedGeneration(
+        f"past_key_values is a {type(cache).__name__} that was not filled under compress, without the "
+        "queries that methods choose by; allowed: none, or a cache that compress made of this model "
+        "(the past_key_values of an earlier output, context.cache())"
+    )
+
+
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "assistant_model": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "cache_implementation": (None, "dynamic"),
+    "prefill_chunk_size": (None,),
+    "guidance_scale": (None, 1),
+    "use_cache": (None, True),
+    "output_attentions": (None, False),
+    "token_type_ids": (None,),
+}
+"""Options of `generate`, and the values of each that a compressed cache can serve. It cannot take tokens
+back (assisted decoding), needs the whole prompt in one forward pass, forms no attention matrix, and is
+causal: no token sees a later one."""
+
+
+def refused(name: str, value: Any) -> UnsupportedGeneration:
+    """The refusal of an option's value."""
+    shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
+    allowed = " or ".join(map(repr, _ALLOWED.get(name, (None,))))
+    return UnsupportedGeneration(
+        f"{name} is {shown!r}, which a compressed cache cannot serve; allowed: {allowed}"
+    )
+
+
+def check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Refuse, before anything runs, options of `generate` that a compressed cache cannot serve."""
+    past = given.get("past_key_values")
+    if past is not None and not isinstance(past, LiveCache):
+        raise foreign_cache(past)
+    ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
+    if past is not None and ids is not None:
+        mask = given.get("attention_mask")
+        whole = ids.shape[1] if mask is None else max(ids.shape[1], mask.shape[1])
+        if whole <= past.seen:
+            raise UnsupportedGeneration(
+                f"input_ids have {whole} tokens and past_key_values holds {past.seen}; allowed: the "
+                "whole conversation, new tokens included"
+            )
+    sources = (given.get("generation_config"), model.generation_config)
+    for name, allowed in _ALLOWED.items():
+        values = [given.get(name), *(getattr(source, name, None) for source in sources)]
+        value = next((value for value in values if value is not None), None)
+        if value not in allowed:
+            raise refused(name, value)
