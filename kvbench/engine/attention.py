@@ -228,8 +228,8 @@ def grown_range(
         return None, None
     least = torch.minimum(before[0][:, None], value.cummin(1).values)
     most = torch.maximum(before[1][:, None], value.cummax(1).values)
-    each = (least.repeat(1, group, 1), most.repeat(1, group, 1))
-    return each, (least[:, -1], most[:, -1])
+    at_tokens = (least.repeat(1, group, 1), most.repeat(1, group, 1))
+    return at_tokens, (least[:, -1], most[:, -1])
 
 
 def exact_attention(

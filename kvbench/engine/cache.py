@@ -137,10 +137,10 @@ class GrowingCache(LayerCache):
 
     def _note_bytes(self) -> None:
         """Count what is held after the prompt, or after a step, in mean and peak."""
-        held = self.entry_bytes()
+        now = self.entry_bytes()
         self._moments += 1
-        self._bytes_sum += held
-        self._bytes_peak = max(self._bytes_peak, held)
+        self._bytes_sum += now
+        self._bytes_peak = max(self._bytes_peak, now)
 
     def count_steps_by_kernel(self, steps: int) -> None:
         """Count so many steps of one token, which a kernel took: entries joined up to the `limit`."""

@@ -28,12 +28,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release_frames(error: BaseException) -> None:
     """Release the tensors that the error's traceback keeps alive; the traceback stays readable."""
     seen: set[int] = set()
-    each: BaseException | None = error
+    link: BaseException | None = error
     # Contexts set by hand may go round in a circle.
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        traceback.clear_frames(each.__traceback__)
-        each = each.__context__
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        link = link.__context__
 
 
 def free_memory(device: torch.device) -> None:

@@ -170,10 +170,10 @@ class Fork:
         recompression = self.method.recompression
         self.shapes[layer] = HeldShape.of(held)
 
-        def make(one: CompressedKV) -> GrowingCache:
+        def make(part: CompressedKV) -> GrowingCache:
             if recompression is not None and prompt is not None and prompt.queries is not None:
                 return RecompressedCache(
-                    store_of(one, self.room),
+                    store_of(part, self.room),
                     capacity=capacity,
                     method=self.method,
                     recompression=recompression,
@@ -185,7 +185,7 @@ class Fork:
                     ),
                 )
             return cache_of(
-                one,
+                part,
                 self.room,
                 self.method,
                 capacity=capacity,

@@ -121,7 +121,7 @@ def run_batch(
         question = Question(after, prompt.stopping)
         asked.append(replace(prompt, question_ids=before, conversations=[[question]]))
     answers = run_conversations(model, asked, seed=seed, graphs=graphs)
-    return [{label: found[0] for label, found in answer.items()} for answer in answers]
+    return [{label: of_label[0] for label, of_label in answer.items()} for answer in answers]
 
 
 @torch.inference_mode()
@@ -150,44 +150,52 @@ def run_conversations(
     most = max(len(prompt.conversations) for prompt in prompts)
     forks = [fork for reading in readings for fork in reading.forks]
     at_once = copies_at_once(forks, most, input_device(model))
-    done: list[_Conversation] = []
+    conversations: list[_Conversation] = []
     for first in range(0, most, at_once):
-        talks = [
+        some = [
             _Conversation(reading, questions, reading.row(fork), [])
             for reading in readings
             for questions in reading.prompt.conversations[first : first + at_once]
             for fork in reading.forks
         ]
-        for turn in range(max((len(talk.questions) for talk in talks), default=0)):
-            going_on = [talk for talk in talks if turn < len(talk.questions)]
-            for reading in readings:
-                begun = time.perf_counter()
-                mine = [talk for talk in going_on if talk.reading is reading]
-                _ask(model, mine, turn, seed, sampling)
-                reading.spent_s += time.perf_counter() - begun
-                for talk in mine:
-                    talk.row.spent_s = reading.spent_s
-            begun = time.perf_counter()
-            rows = [talk.row for talk in going_on if talk.row.chosen]
-            decode_rows(model, rows, graphs or StepGraphs())
-            for reading in readings:
-                reading.spent_s += time.perf_counter() - begun
-            for talk in going_on:
-                kept = talk.reading.kept.get(talk.row.fork.label)
-                talk.said.append(talk.row.finish(batch=len(prompts), kept=kept))
-        done += talks
-    return [
-        {
-            label: [
-                one
-                for talk in done
-                if talk.reading is reading and talk.row.fork.label == label
-                for one in talk.said
-            ]
-            for label in reading.prompt.methods
-        }
-        for reading in readings
-    ]
+        for turn in range(max((len(talk.questions) for talk in some), default=0)):
+            going_on = [talk for talk in some if turn < len(talk.questions)]
+            _take_turn(model, readings, going_on, turn, seed, sampling, graphs or StepGraphs())
+        conversations += some
+    by_prompt: list[dict[str, list[Generation]]] = []
+    for reading in readings:
+        answers: dict[str, list[Generation]] = {label: [] for label in reading.prompt.methods}
+        for talk in conversations:
+            if talk.reading is reading:
+                answers[talk.row.fork.label] += talk.answers
+        by_prompt.append(answers)
+    return by_prompt
+
+
+def _take_turn(
+    model: PreTrainedModel,
+    readings: Sequence[_Reading],
+    conversations: Sequence[_Conversation],
+    turn: int,
+    seed: int,
+    sampling: Sampling,
+    graphs: StepGraphs,
+) -> None:
+    """Ask one more question of each conversation, and decode all answers together."""
+    for reading in readings:
+        begun = time.perf_counter()
+        about_prompt = [talk for talk in conversations if talk.reading is reading]
+        _ask(model, about_prompt, turn, seed, sampling)
+        reading.spent_s += time.perf_counter() - begun
+        for talk in about_prompt:
+            talk.row.spent_s = reading.spent_s
+    begun = time.perf_counter()
+    decode_rows(model, [talk.row for talk in conversations if talk.row.chosen], graphs)
+    for reading in readings:
+        reading.spent_s += time.perf_counter() - begun
+    for talk in conversations:
+        kept = talk.reading.kept.get(talk.row.fork.label)
+        talk.answers.append(talk.row.finish(batch=len(readings), kept=kept))
 
 
 @dataclass
@@ -216,13 +224,13 @@ class _Conversation:
     """One method's part in one conversation.
 
     Attributes:
-        row: of its latest question. said: its answers.
+        row: of its latest question. answers: to its questions so far.
     """
 
     reading: _Reading
     questions: Sequence[Question]
     row: DecodingRow
-    said: list[Generation]
+    answers: list[Generation]
 
 
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:

@@ -79,15 +79,17 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 and set."""
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(now: Any, before: Any) -> bool:
     """Whether two values are equal: numbers, tensors, arrays, or dictionaries and lists of such."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_same(now[key], before[key]) for key in now)
+    if isinstance(now, list):
+        return len(now) == len(before) and all(map(_same, now, before))
+    if isinstance(now, Tensor):
+        return torch.equal(now, before)
+    if isinstance(now, np.ndarray):
+        return bool(np.array_equal(now, before))
+    return bool(now == before)
 
 
 SAMPLED_ROWS = 16
@@ -188,8 +190,8 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
             if not _same(now, value):
                 write(value)
                 unprinted = name.endswith(("generator", "environment"))
-                said = "in another state" if unprinted else f"at {now} (it was {value})"
-                changed.append(f"{name} {said}")
+                state = "in another state" if unprinted else f"at {now} (it was {value})"
+                changed.append(f"{name} {state}")
     if changed:
         hint = "its own generator" if "generator" in changed[0] else "to leave it as it was"
         raise SharedStateChanged(

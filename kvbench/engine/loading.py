@@ -372,13 +372,13 @@ def _with_weights(
         )
     finally:
         library_logging.set_verbosity(verbosity)
-    model, found = loaded
-    for name, shape, wanted in sorted(found["mismatched_keys"], key=lambda one: one[0])[:1]:
+    model, report = loaded
+    for name, shape, wanted in sorted(report["mismatched_keys"], key=lambda entry: entry[0])[:1]:
         raise ModelError(
             f"model {spec.path!r} holds {name} of shape {tuple(shape)}; allowed: {tuple(wanted)}, as "
             "its config says"
         )
-    missing = found["missing_keys"]
+    missing = report["missing_keys"]
     if missing:
         raise ModelError(
             f"model {spec.path!r} lacks {len(missing)} weights, e.g. {min(missing)}; allowed: a "
@@ -560,11 +560,13 @@ def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
     ids: set[int] = set()
     for source in (model.generation_config, model.config):
         end = getattr(source, "eos_token_id", None)
-        several = list(end) if isinstance(end, list | tuple) else [] if end is None else [end]
-        if not all(isinstance(one, int) and not isinstance(one, bool) for one in several):
+        if end is None:
+            continue
+        tokens = list(end) if isinstance(end, list | tuple) else [end]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
             raise ModelError(
                 f"eos_token_id of model {model.name_or_path!r} is {end!r}; allowed: a token's number, "
                 "or a list of them"
             )
-        ids.update(several)
+        ids.update(tokens)
     return frozenset(ids)

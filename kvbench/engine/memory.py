@@ -45,9 +45,9 @@ def used_bytes(device: torch.device) -> int | None:
 def total_bytes(device: torch.device) -> int | None:
     """Memory that this process may use: what it holds and what is free."""
     if device.type == "cuda":
-        held = [torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())]
-        used_gpus = {i for i, size in enumerate(held) if size} | {device.index or 0}
-        return sum(held[i] + torch.cuda.mem_get_info(i)[0] for i in used_gpus)
+        reserved = [torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())]
+        used_gpus = {i for i, size in enumerate(reserved) if size} | {device.index or 0}
+        return sum(reserved[i] + torch.cuda.mem_get_info(i)[0] for i in used_gpus)
     used, free = _kibibytes(_STATUS, "VmRSS"), _kibibytes(Path("/proc/meminfo"), "MemAvailable")
     if used is None or free is None:
         return None

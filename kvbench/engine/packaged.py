@@ -37,9 +37,11 @@ def packaged_file(path: str) -> Path | None:
     is not installed or does not have it."""
     package, _, name = path.removeprefix(PACKAGE_PREFIX).partition("/")
     ours = path.startswith(PACKAGE_PREFIX) and package.isidentifier()
-    found = find_spec(package) if ours else None
-    for folder in (found.submodule_search_locations or []) if found is not None else []:
-        if name and (Path(folder) / name).is_file():
+    spec = find_spec(package) if ours else None
+    if spec is None or not name:
+        return None
+    for folder in spec.submodule_search_locations or []:
+        if (Path(folder) / name).is_file():
             return Path(folder) / name
     return None
 

@@ -42,8 +42,10 @@ class RaggedCache(LayerCache):
             weights = None if held.log_weights is None else held.log_weights[here]
             if weights is not None and not weights.any():
                 weights = None
-            one = CompressedKV(held.keys[here], held.values[here], weights, held.positions[here])
-            self.heads.append(make(one))
+            of_head = CompressedKV(
+                held.keys[here], held.values[here], weights, held.positions[here]
+            )
+            self.heads.append(make(of_head))
         first = self.heads[0]
         if isinstance(first, EvictingCache | RestrictedCache):
             raise KVError(

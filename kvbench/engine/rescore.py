@@ -74,7 +74,8 @@ class RepeatedPrompt(AttentionState):
         both = replace(
             call, key=torch.cat([keys, call.key], 2), value=torch.cat([values, call.value], 2)
         )
-        layer, (forks, start, stop) = self.layers.get(call.layer), self.shown
+        layer = self.layers.get(call.layer)
+        forks, start, stop = self.shown
         repeated = Repetition(start, stop, call.query, call.key, call.value)
         for fork in forks:
             if layer is None or fork.failure is not None:

@@ -157,7 +157,9 @@ def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGra
     begun = time.perf_counter()
     parts = [rows]
     if graphs.wanted(model, max((row.steps for row in rows), default=0)):
-        parts = [[r for r in rows if r.fork.steps_by_kernel is kind] for kind in (True, False)]
+        by_kernel = [row for row in rows if row.fork.steps_by_kernel]
+        alone = [row for row in rows if not row.fork.steps_by_kernel]
+        parts = [by_kernel, alone]
     for part in parts:
         batch: _Batch | None = None
         while part:

@@ -119,13 +119,17 @@ def feed_continuations(
     of several lengths are filled up with their last token: what follows a token changes nothing before
     it. A fork that fails stops no other, and its logits mean nothing.
     """
-    device, forks = input_device(model), [fork for fork, _ in rows]
-    longest, lead = max(len(tokens) for _, tokens in rows), list(reading.lead)
+    device = input_device(model)
+    forks = [fork for fork, _ in rows]
+    longest = max(len(tokens) for _, tokens in rows)
+    lead = list(reading.lead)
     fed = [[*lead, *repeat_last(tokens, longest)[:-1]] for _, tokens in rows]
     ids = torch.tensor(fed, device=device).view(len(rows), -1)
     positions = reading.start.n + torch.arange(ids.shape[1], device=device)
-    begin, first = 0, 0 if lead else 1
+    begin = 0
+    first = 0  # place in the continuations that the first logits of a pass predict
     if not lead:
+        first = 1
         yield 0, reading.start.logits.expand(len(rows), 1, -1)
     for part in chunks(len(rows), longest - first, vocabulary(model)):
         end = max(0, len(lead) - 1) + part.stop
@@ -162,19 +166,19 @@ class WholePass(AttentionState):
         """Attention of each row under its mask, which is made from this layer's queries and keys."""
         out = []
         for row, pair in enumerate(self.rows):
-            one = call.of_row(row)
+            of_row = call.of_row(row)
             if pair is None or call.sliding_window is not None:
-                out.append(one.exact())
+                out.append(of_row.exact())
                 continue
             method, budget = pair
             assert method.whole_pass is not None
-            seen = method.whole_pass.mask(layer_kv(one, call.layer, self.num_layers), budget)
-            group = one.query.shape[1] // one.key.shape[1]
+            seen = method.whole_pass.mask(layer_kv(of_row, call.layer, self.num_layers), budget)
+            group = of_row.query.shape[1] // of_row.key.shape[1]
             out.append(
                 exact_attention(
-                    one.query,
-                    one.key.repeat_interleave(group, dim=1),
-                    one.value.repeat_interleave(group, dim=1),
+                    of_row.query,
+                    of_row.key.repeat_interleave(group, dim=1),
+                    of_row.value.repeat_interleave(group, dim=1),
                     scaling=call.scaling,
                     softcap=call.softcap,
                     seen=seen,
@@ -257,8 +261,8 @@ def score(
             for fork, tokens in pairs[begin : begin + batch_rows]
         ]
         fed = feed_continuations(model, reading, batch)
-        found = _log_probabilities([tokens for _, tokens in batch], fed)
-        for (fork, tokens), row in zip(batch, found, strict=True):
+        logprobs = _log_probabilities([tokens for _, tokens in batch], fed)
+        for (fork, tokens), row in zip(batch, logprobs, strict=True):
             results[fork.label].append(_scored(row[: len(tokens)], fork.failure))
     for fork in reading.forks:
         if not results[fork.label]:  # it failed while it compressed
@@ -273,21 +277,22 @@ def score(
 
 def _log_probabilities(continuations: Sequence[Sequence[int]], fed: Logits) -> Tensor:
     """Of each row the tokens' log-probabilities, and which are greedy, [rows, tokens, 2]."""
-    longest, found = max(map(len, continuations)), []
-    every = torch.tensor([repeat_last(tokens, longest) for tokens in continuations])
+    longest = max(map(len, continuations))
+    tokens = torch.tensor([repeat_last(continuation, longest) for continuation in continuations])
+    parts = []
     for begin, logits in fed:
-        targets = every[:, begin : begin + logits.shape[1]].to(logits.device)[..., None]
-        mine = logits.float().log_softmax(-1).gather(-1, targets)[..., 0]
+        targets = tokens[:, begin : begin + logits.shape[1]].to(logits.device)[..., None]
+        logprobs = logits.float().log_softmax(-1).gather(-1, targets)[..., 0]
         greedy = logits.argmax(-1) == targets[..., 0]
-        found.append(torch.stack([mine, greedy.to(mine.dtype)], dim=-1).cpu())
-    return torch.cat(found, dim=1)
+        parts.append(torch.stack([logprobs, greedy.to(logprobs.dtype)], dim=-1).cpu())
+    return torch.cat(parts, dim=1)
 
 
 def _scored(row: Tensor, failure: Exception | None) -> Scored:
-    """A row [tokens, 2] of what was noted, or the failure of its fork or its logits."""
-    bad = row[:, 0].isnan().nonzero()
-    if failure is None and len(bad):
-        failure = NonFiniteLogits(int(bad[0]) + 1)
+    """A row [tokens, 2] of `_log_probabilities`, or the failure of its fork or its logits."""
+    not_numbers = row[:, 0].isnan().nonzero()
+    if failure is None and len(not_numbers):
+        failure = NonFiniteLogits(int(not_numbers[0]) + 1)
     if failure is not None:
         return Scored([], [], failure)
     return Scored(row[:, 0].tolist(), row[:, 1].bool().tolist())

@@ -101,8 +101,12 @@ def clone_of(states: States) -> dict[int, State]:
 
 def state_bytes(states: States) -> int:
     """Bytes held."""
-    held = (getattr(state, kind).values() for state in states.values() for kind in _KINDS)
-    return sum(part.nbytes for parts in held for part in parts if part is not None)
+    total = 0
+    for state in states.values():
+        for kind in _KINDS:
+            tensors = getattr(state, kind).values()
+            total += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return total
 
 
 def joined_cache(config: PreTrainedConfig, rows: Sequence[dict[int, State]]) -> PassingCache:

@@ -34,7 +34,7 @@ class Stopping:
 
     def first(self, logits: Tensor) -> Tensor:
         """Logits [rows, vocab] of the first token, -inf for tokens it may not be."""
-        ids = [one for one in sorted(self.end_ids) if 0 <= one < logits.shape[-1]]
+        ids = [token for token in sorted(self.end_ids) if 0 <= token < logits.shape[-1]]
         if self.may_be_empty or not ids:
             return logits
         ends = torch.tensor(ids, device=logits.device)

@@ -181,8 +181,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., tokens, dim], of which the first dimensions are rotated by cosines and sines [..., tokens,
     width], halves paired; in float32."""
     part, rest = x.float().split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    one, two = part.chunk(2, dim=-1)
-    return torch.cat([part * cos + torch.cat([-two, one], dim=-1) * sin, rest], dim=-1)
+    first_half, second_half = part.chunk(2, dim=-1)
+    turned = part * cos + torch.cat([-second_half, first_half], dim=-1) * sin
+    return torch.cat([turned, rest], dim=-1)
 
 
 @torch.inference_mode()
@@ -266,11 +267,12 @@ class BandState(AttentionState):
             return products(query, key)
         first = int((times < self.start).sum())
         base = times[first] if first < len(times) else now[0]
-        places, held = self.rotation(now - base), self.rotation(times - base)
-        recent = rotated(query, *places) @ rotated(key, *held).mT
-        places, held = self.rotation(now.clamp(max=self.most)), self.rotation(times[:first])
-        begin = rotated(query, *places) @ rotated(key[:, :, :first], *held).mT
-        return torch.cat([begin, recent[..., first:]], dim=-1)
+        query_turn, key_turn = self.rotation(now - base), self.rotation(times - base)
+        to_recent = rotated(query, *query_turn) @ rotated(key, *key_turn).mT
+        query_turn = self.rotation(now.clamp(max=self.most))
+        key_turn = self.rotation(times[:first])
+        to_first = rotated(query, *query_turn) @ rotated(key[:, :, :first], *key_turn).mT
+        return torch.cat([to_first, to_recent[..., first:]], dim=-1)
 
     @property
     def held_bytes(self) -> int:
