@@ -7,10 +7,11 @@ same to the runner: a `Plan`.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
@@ -77,7 +78,7 @@ class Outcome:
     fields: Mapping[str, Any]
 
 
-class Plan(Protocol):
+class Plan(ABC):
     """A task or a probe, as the runner sees it.
 
     Attributes:
@@ -86,19 +87,19 @@ class Plan(Protocol):
 
     batches_units: ClassVar[bool] = False
 
+    @abstractmethod
     def meta(self) -> dict[str, Any]:
         """Facts for reports: version, score_unit, lower_is_better, breakdown, figures, unit,
         measures; `data`, digests of the files the examples come from; and `subject`, the thing that
         the numbers are about where it is not the model (None: the model)."""
-        ...
 
+    @abstractmethod
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """All units, in an order of which every prefix is a balanced sample. Loads no model."""
-        ...
 
+    @abstractmethod
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """One record per (method, record id)."""
-        ...
 
     def run_batch(
         self, work: Sequence[tuple[Unit, Methods]], session: Session
