@@ -18,7 +18,7 @@ from filelock import FileLock
 from omegaconf import DictConfig
 
 from kvbench.cli.config import Settings
-from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.loading import ModelSpec, check_config_class, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, first_line, nearest, presentable, printable
 from kvbench.errors.options import fits, hints_of, refusal
@@ -94,6 +94,25 @@ def _classes_in(hint: Any) -> list[type]:
     return [found for part in get_args(hint) for found in _classes_in(part)]
 
 
+def named(spec: ModelSpec) -> str:
+    """The model, and the class of its config where that is known before anything is downloaded.
+
+    Raises:
+        ModelError: `ModelSpec.config` changes a field that this class does not have.
+    """
+    config_class = check_config_class(spec)
+    known = config_class or "its config's class is known when it is loaded"
+    return f"model {spec.label} ({known})"
+
+
+def checked(job: Job) -> str:
+    """A line that says what has been made of a job's settings and checked."""
+    plan = job.plan
+    task = plan.task if isinstance(plan, TaskPlan) else plan
+    methods = ", ".join(job.methods)
+    return f"settings checked: {named(job.session.spec)}, task {type(task).__name__}, {methods}"
+
+
 def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     """Make what the config names and check what can be checked without loading a model.
 
@@ -107,6 +126,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         check_logger(settings.logger["mode"], settings.logger["timeout_s"])
     device = resolve_device(settings.device)
     spec: ModelSpec = constructed(settings.model, "model", ModelSpec)
+    check_config_class(spec)
     if not re.search(r"\w", spec.label):  # the store has nothing to call its folder
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
     budget = constructed(settings.budget, "budget", Budget)

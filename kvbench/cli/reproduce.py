@@ -69,14 +69,14 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
 
 
 def run_script(name: str, given: Sequence[str], dry: bool = False) -> int:
-    """Run a script of scripts/; its exit status. A dry run tells of it."""
+    """Run a script of scripts/; its exit status. In a dry run the script only checks its settings."""
     place = Path("scripts", f"{name}.py")
     file = config_dir().resolve().parent / place
     if not file.is_file():
         raise UserError(f"{place} is not installed; allowed: kvbench's repository, where it is")
     if dry:
-        print(shlex.join(["python", str(place), *given]))
-        return 0
+        print(shlex.join(["python", str(place), *given]), flush=True)
+        given = [*given, "dry_run=true"]
     return subprocess.run([sys.executable, file, *given], check=False).returncode
 
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Ge
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -84,7 +85,8 @@ class ModelSpec:
         config: fields of the model's own config to be changed ({sliding_window: null}); None: none.
         random_weights: build `architecture` (or the path's config) with random weights: for speed
             and memory measurements without a download.
-        architecture: a transformers config (`model_type` and its fields) for `random_weights`.
+        architecture: a transformers config: `model_type`, which says before anything is downloaded what
+            `config` may change, and the fields that `random_weights` needs.
         device_map, max_memory: accelerate's, "auto" or a device by module, and what "auto" may use of
             each device; None: one device. Where a model lies is not part of a run's hash.
         parallel: "tensor" divides weights and KV heads among the processes that torchrun starts
@@ -289,14 +291,33 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(
                 str(path), trust_remote_code=spec.trust_remote_code, **where, **(spec.config or {})
             )
-        for name in spec.config or {}:
-            if not hasattr(config, name):
-                raise ModelError(
-                    f"model.config names {name!r}, which {type(config).__name__} does not have; "
-                    "allowed: fields of the model's own config"
-                )
+        _check_fields(spec, config)
     check_serves_interface(config)
     return config
+
+
+def check_config_class(spec: ModelSpec) -> str:
+    """The name of the class of the model's config, which has the fields that `ModelSpec.config` changes;
+    empty where `architecture` does not say it, so that only the model's own files do. Reads no file.
+
+    Raises:
+        ModelError: the class does not have such a field.
+    """
+    model_type = str((spec.architecture or {}).get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        return ""
+    config = CONFIG_MAPPING[model_type]()
+    _check_fields(spec, config)
+    return type(config).__name__
+
+
+def _check_fields(spec: ModelSpec, config: PreTrainedConfig) -> None:
+    for name in spec.config or {}:
+        if not hasattr(config, name):
+            raise ModelError(
+                f"model.config names {name!r}, which {type(config).__name__} does not have; "
+                "allowed: fields of the model's own config"
+            )
 
 
 def _origin(path: str, revision: str | None) -> dict[str, Any]:

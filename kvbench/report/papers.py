@@ -6,6 +6,8 @@ Under ``paper_table`` stands the name of a CSV of results/paper, a mapping, or a
     file: subgen_table1        results/paper/subgen_table1.csv
     where: {shots: 5}          only these of its rows
     rescored: 0.05             the share of examples that two honest runs answer anew
+    model: opt_6_7b            the model taken where the paper names none (others: no difference)
+    statistic: minimum         what the paper prints of repeated runs; mean if it is not said
 
 Nothing here imports pandas, so that ``kvbench show`` answers at once.
 """
@@ -16,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Predicate
 
@@ -39,6 +41,8 @@ class PaperTable:
     file: Annotated[str, Predicate(_NAME.fullmatch), "the name of a file of results/paper"]
     where: Mapping[str, Any] | None = None
     rescored: Fraction | None = None
+    model: str | None = None
+    statistic: Literal["mean", "minimum"] = "mean"
 
     def __post_init__(self) -> None:
         check_options(self, "paper_table.", PaperError)

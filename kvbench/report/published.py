@@ -3,7 +3,9 @@
 A file of results/paper is tidy and in our names: ``method`` (``a|b``: the best of ours of these names in
 every column), ``model`` and ``rate`` where they matter, ``by`` the record field (or fields, joined by
 ``+``) whose ``value`` a number is of, ``field`` the record field that it measures, ``unit``, and
-``printed``, the number as the paper prints it. A value such as ``qasper+hotpotqa`` is the sum of those
+``printed``, the number as the paper prints it (a fraction where the unit says so). A number of another
+model or of other lengths than ours stands beside ours without a difference, and the table says of what.
+ A value such as ``qasper+hotpotqa`` is the sum of those
 datasets' scores; no value is everything. ``models.csv`` says which of our models a published name means.
 
 A paper prints one run's mean and no interval. Of two honest runs of one experiment on the same
@@ -40,6 +42,8 @@ MARGIN = (
     "± is descriptive: how far two honest runs of our number of examples may be apart, plus rounding of"
     " the print, for our own model only."
 )
+LENGTH = "prompt_tokens"
+"""In ``by`` of tables of times and throughputs."""
 _KEYS = ("source", "task", "model", "published_model", "method", "variant")
 
 
@@ -101,20 +105,37 @@ def _plain(text: object) -> str:
 
 
 def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float) -> list[pd.DataFrame]:
-    """The published rows of our methods beside our numbers, one frame per record field and split."""
+    """The published rows of our methods beside our numbers, one frame per record field and split.
+
+    Where none of the published lengths is ours, rows of a method stand side by side all the same."""
     places = [place / "models.csv" for place in paper_folders()]
     models = pd.read_csv(next(place for place in places if place.is_file()))
     name = dict(zip(models["ours"], models["published"], strict=True)).get(group.model, group.model)
     if (theirs["model"] == name).any():
         theirs = theirs[theirs["model"] == name]
+    is_model_taken = spec.model in (None, group.model, name)
+    same = theirs["model"].eq(name) | (theirs["model"].eq("") & is_model_taken)
+    model = theirs["model"].where(theirs["model"] != "", spec.model or "")
+    theirs = theirs.assign(model=model, same=same, published_at="")
+    found = _beside(group, spec, theirs, f, ["method", "value"])
+    lengths = theirs["by"].str.contains(LENGTH)
+    if not found and lengths.any():
+        others = theirs[lengths].assign(same=False, published_at=theirs["value"])
+        found = _beside(group, spec, others, f, ["method"])
+    return found
+
+
+def _beside(
+    group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float, keys: list[str]
+) -> list[pd.DataFrame]:
+    """The published rows beside those of ours that have the same `keys`."""
     found, records = [], group.records
     for key, part in theirs.groupby(["by", "field"], sort=False):
         by, field = map(str, key)
         if field not in records or not set(filter(None, by.split("+"))) <= set(records):
             raise PaperError(f"{spec.file}: our records have no field {by or field}")
-        part = part.assign(same=part["model"].isin(["", name]))
-        ours = _ours(group, records, by, field, part)
-        both = part.merge(ours, on=["method", "value"], suffixes=("_paper", ""))
+        ours = _ours(group, records, by, field, part, spec.statistic)
+        both = part.merge(ours, on=keys, suffixes=("_paper", ""))
         asked = pd.to_numeric(both["rate_paper"], errors="coerce")
         compared = both["rate"].notna() & both["variant"].isin(group.compressed)
         both = both[~compared | (both["rate_paper"] == "") | ((asked - both["rate"]).abs() < 1e-9)]
@@ -126,10 +147,16 @@ def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float) -> l
 
 
 def _ours(
-    group: Group, records: pd.DataFrame, by: str, field: str, part: pd.DataFrame
+    group: Group,
+    records: pd.DataFrame,
+    by: str,
+    field: str,
+    part: pd.DataFrame,
+    statistic: str,
 ) -> pd.DataFrame:
     """Our scores of the values that the published rows name, with the parts that a margin is made of:
-    (mean, units) of each dataset, and whether they are summed."""
+    (mean, units) of each dataset, and whether they are summed. Where the paper prints the minimum of
+    repeated runs, ours is one, too, and has no interval; the median stands beside it."""
     unit = group.meta.score_unit if field == "score" else part["unit"].iloc[0]
     meta = replace(group.meta, score_unit="fraction" if unit in ("%", "fraction") else unit)
     fields = [name for name in by.split("+") if name]
@@ -158,6 +185,14 @@ def _ours(
     ours["summed"] = ours["value"].isin(sums)
     count = ours["of"].map(len).where(ours["summed"], 1)
     ours = ours.assign(**{key: ours[key] * count for key in ("mean", "low", "high")})
+    ours["median"] = math.nan
+    if statistic == "minimum":
+        runs = measured.records.groupby(["variant", split])["score"]
+        keys = list(zip(ours["variant"], ours["value"], strict=True))
+        least, median = runs.min(), runs.median()
+        ours["mean"] = [least.get(key, math.nan) for key in keys]
+        ours["median"] = [median.get(key, math.nan) for key in keys]
+        ours["low"] = ours["high"] = math.nan
     return ours.drop(columns=["by"]).rename(columns={"unit": "our_unit", "model": "our_model"})
 
 
@@ -181,17 +216,19 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
     """The join with differences and margins, in the shown unit."""
     percent = both["our_unit"].eq("fraction")
     factor = 1.0 + 99.0 * percent
-    published = pd.to_numeric(both["printed"], errors="coerce")
+    is_fraction = both["unit"].eq("fraction")
+    published = pd.to_numeric(both["printed"], errors="coerce") * (1.0 + 99.0 * is_fraction)
     margins = []
     for row in both.assign(published=published, percent=percent).to_dict("records"):
         margin = math.nan
         if row["percent"] and row["same"] and not math.isnan(row["published"]):
             digits = len(row["printed"].partition(".")[2])
             parts = [(mean, int(units)) for mean, units in row["parts"]]
-            f, unit = 1.0 if math.isnan(row["f"]) else row["f"], 10.0**-digits / 100
+            f = 1.0 if math.isnan(row["f"]) else row["f"]
+            unit = 10.0**-digits / (1 if row["unit"] == "fraction" else 100)
             margin = 100 * margin_of(parts, f, total=bool(row["summed"]), unit=unit)
         margins.append(margin)
-    numbers = {"score": "mean", "score_low": "low", "score_high": "high"}
+    numbers = {"score": "mean", "score_low": "low", "score_high": "high", "median": "median"}
     found = both.assign(
         model=both["our_model"],
         published_model=both["model"],
@@ -200,13 +237,15 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
         margin=margins,
         **{key: both[of] * factor for key, of in numbers.items()},
     )
-    found["difference"] = found["score"] - found["published"]
+    found["difference"] = (found["score"] - found["published"]).where(found["same"])
+    other_model = found["published_model"].where(~found["same"], "")
+    found["published_of"] = (other_model + " " + found["published_at"]).str.strip()
     enough = found["n"] >= LEAST
     found["beyond_margin"] = (found["difference"].abs() > found["margin"]) & enough
     untold = found["margin"].notna() & (found["f"].isna() | ~enough) & ~found["beyond_margin"]
     found["mark"] = found["beyond_margin"].map({True: "beyond", False: ""}).where(~untold, "untold")
     keys = [*_KEYS, "value", "field", "unit", "printed", "published", *numbers, "difference"]
-    return found[[*keys, "margin", "beyond_margin", "mark", "n", "expected"]]
+    return found[[*keys, "margin", "beyond_margin", "mark", "n", "expected", "published_of"]]
 
 
 def published_tables(frame: pd.DataFrame) -> list[Table]:
@@ -222,7 +261,7 @@ def published_tables(frame: pd.DataFrame) -> list[Table]:
 def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     unit = "fraction" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
     scale = 0.01 if unit == "fraction" else 1.0
-    keys = ("score", "score_low", "score_high", "difference", "margin")
+    keys = ("score", "score_low", "score_high", "median", "difference", "margin")
     frame = part.assign(**{key: scale * part[key] for key in keys})
     frame["group"] = [
         f"{task} on {ours}" + (f"; published: {theirs}" if theirs else "")
@@ -232,20 +271,28 @@ def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     frame["printed_mark"] = part["mark"]
     frame["score_mark"] = (part["n"] < part["expected"]).map({True: "incomplete", False: ""})
     text, signed = (score_format(unit, signed=s) for s in (False, True))
-    columns = (
+    repeated = frame["median"].notna().any()  # a minimum and a median of repeated runs
+    columns = [
         Column("variant", "method"),
         Column("value", " "),
-        Column("score", "ours", text),
-        Column("printed", "published"),
-        Column("difference", text=signed),
-        Column("margin", "±", text),
-    )
+        Column("score", "ours (minimum)" if repeated else "ours", text),
+    ]
+    if repeated:
+        columns.append(Column("median", "median", text))
+    columns.append(Column("printed", "published"))
+    if (frame["published_of"] != "").any():
+        columns.append(Column("published_of", "published of"))
+    if frame["difference"].notna().any():
+        columns += [Column("difference", text=signed), Column("margin", "±", text)]
+    notes = [] if repeated else [INTERVAL]
+    if frame["margin"].notna().any():
+        notes.append(MARGIN)
     of = "" if field == "score" or unit == "s" else f", {field.replace('_', ' ')}"
     return Table(
         f"{source}{'' if field == 'score' else '-' + field}-published",
         f"{', '.join(part['task'].unique())}{of}: ours beside {source}{unit_text(unit)}",
         frame,
-        columns,
-        (INTERVAL, MARGIN, *legend(frame)),
+        tuple(columns),
+        (*notes, *legend(frame)),
         part,
     )

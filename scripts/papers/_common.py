@@ -1,6 +1,7 @@
 """What the scripts of this folder share: arguments, model and prompts, layers, CSV file and figure.
 
-Keys: model, task (whose prompts are read), their options; limit, seed, device, dtype, results_dir, name.
+Keys: model, task (whose prompts are read), their options; limit, seed, device, dtype, results_dir, name;
+dry_run=true checks all of them, and loads and writes nothing.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ import yaml
 from _output import write
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
+from kvbench.cli.build import constructed, named
 from kvbench.cli.config import composed, expanded, hydra_of_conf
 from kvbench.engine.architecture import compressible_layers
-from kvbench.engine.loading import resolve_device, resolve_dtype
+from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV
 from kvbench.probes.base import encoded_prompts
 from kvbench.run.session import Session
+from kvbench.tasks.base import Task
 
 
 def spread(layers: Sequence[int], most: int | None) -> list[int]:
@@ -39,7 +43,7 @@ class Run(SimpleNamespace):
     def __init__(self, script: str, given: Sequence[str], model: str, task: str, **own: Any):
         """Read `given` over the defaults: model and task with their options, the `own` keys."""
         found = {"limit": 8, "seed": 0, "device": "auto", "dtype": "auto", "results_dir": "runs"}
-        found |= {"name": Path(script).stem, "synthetic": not model, **own}
+        found |= {"name": Path(script).stem, "synthetic": not model, "dry_run": False, **own}
         said = {text.partition("=")[0] for text in given}
         self.overrides = [] if "model" in said else model.split()
         self.overrides += [] if "task" in said else task.split()
@@ -47,11 +51,27 @@ class Run(SimpleNamespace):
             key, _, value = text.partition("=")
             if key in found:
                 found[key] = yaml.safe_load(value)
-            elif key.partition(".")[0] not in ("model", "task"):
+            elif key.lstrip("+").partition(".")[0] not in ("model", "task"):
                 raise UserError(f"{text!r} is unknown; allowed: model, task, {', '.join(found)}")
             else:
                 self.overrides.append(text)
         super().__init__(**found)
+        if self.dry_run:
+            print(self.check())
+            sys.exit(0)
+
+    def check(self) -> str:
+        """Make what model and task name, without loading anything; a line that says what was checked.
+
+        Raises:
+            UserError: what the run would be refused for.
+        """
+        if self.synthetic:
+            return "settings checked: no model is read"
+        config: Any = OmegaConf.to_container(self.config(), resolve=True)
+        spec: ModelSpec = constructed(config["model"], "model", ModelSpec)
+        task: Task = constructed(config["task"], "task", Task)
+        return f"settings checked: {named(spec)}, task {type(task).__name__}"
 
     def config(self, *more: str) -> Any:
         """Model and task, with further overrides, as the command line of kvbench composes them."""

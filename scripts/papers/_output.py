@@ -41,5 +41,7 @@ def write(
     figure.savefig(f"{place}.png", dpi=150, bbox_inches="tight")
     for file in (folder / f"{place.parent.name}.csv" for folder in paper_folders()):
         if file.is_file():
-            print(f"published:\n{pd.read_csv(file).to_string(index=False)}")
+            published = pd.read_csv(file, dtype=str)
+            of = ", ".join(published["model"].unique()) if "model" in published else ""
+            print(f"published{of and ', of ' + of}:\n{published.to_string(index=False)}")
     print(f"{len(rows)} rows: {place}.csv")

@@ -13,7 +13,7 @@ import torch
 from _common import Run, started
 from torch import Tensor
 
-from kvbench.engine.attention import capped
+from kvbench.kernels.softcap import capped
 from kvbench.kv import LayerKV
 
 BLOCK = 1 << 22

@@ -1,10 +1,10 @@
 """Whether the heavy neurons of the MLPs are the same on other texts, or at other checkpoints of
 training.
 
-H2O (arXiv 2306.14048), Figure 12 (four kinds of text) and Figure 13 (checkpoints: the paper's OPT-2.7B
-has none that are public; here Pythia-2.8B). The figures print no numbers. The score is the Jaccard index
-of two sets, a layer at a time; two sets of shares p and q that have nothing to do with each other have p
-q / (p + q - p q), which is `chance`.
+H2O (arXiv 2306.14048), Figure 12 (three kinds of text; code is ours) and Figure 13 (checkpoints: the
+paper's OPT-2.7B has none that are public; here Pythia-2.8B). The figures print no numbers. The score is
+the Jaccard index of two sets, a layer at a time; two sets of shares p and q that have nothing to do with
+each other have p q / (p + q - p q), which is `chance`.
 """
 
 from __future__ import annotations

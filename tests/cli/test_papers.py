@@ -88,7 +88,7 @@ def test_every_experiment_says_how_it_differs_from_its_paper(capsys: Any) -> Non
         assert config.differs or name == "balancekv_theorem3_1", name
         specs: Any = OmegaConf.to_container(config.paper_table) if config.paper_table else []
         for spec in specs if isinstance(specs, list) else [specs]:
-            assert set(spec) - {"where"} == {"file"}
+            assert set(spec) - {"where", "model", "statistic"} == {"file"}
             assert spec["file"] in ITEMS
     status, out, err = main(capsys, "show", "experiment=h2o_figure2d")  # without a published table
     assert (status, err) == (0, "")
@@ -130,6 +130,17 @@ def test_a_script_says_how_it_differs(capsys: Any) -> None:
     first, second = out.splitlines()
     assert first.startswith("differs from the paper: attention is summed by position here")
     assert second == "python scripts/papers/attention_mass.py name=h2o_figure2b"
+
+
+def test_a_dry_run_of_a_script_checks_its_settings(capfd: Any) -> None:
+    """Before anything is downloaded: MPT's own field, and one that its config does not have."""
+    (panel,) = [line for line in command_lines("clustergen_figure1", []) if "model=_mpt_7b" in line]
+    assert reproducing.run_script("papers/clusterability", panel[1:], dry=True) == 0
+    assert "settings checked: model MPT-7B (MptConfig), task LongBench" in capfd.readouterr().out
+    wrong = [word.replace("max_seq_len", "max_length_of_all") for word in panel[1:]]
+    assert reproducing.run_script("papers/clusterability", wrong, dry=True) == 2
+    said = capfd.readouterr().err
+    assert "model.config names 'max_length_of_all', which MptConfig does not have" in said
 
 
 def test_what_a_command_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

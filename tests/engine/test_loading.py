@@ -23,6 +23,7 @@ from kvbench.engine.generate import run_forks
 from kvbench.engine.loading import (
     ModelError,
     ModelSpec,
+    check_config_class,
     end_token_ids,
     load_model,
     load_tokenizer,
@@ -112,6 +113,12 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: load("asset:recall_mini", device_map="autu"), "cannot be loaded"),
     (
         lambda: load("asset:recall_mini", config={"max_seq_len": 8192}),
+        "model.config names 'max_seq_len', which LlamaConfig does not have",
+    ),
+    (
+        lambda: check_config_class(
+            spec(config={"max_seq_len": 8192}, architecture={"model_type": "llama"})()
+        ),
         "model.config names 'max_seq_len', which LlamaConfig does not have",
     ),
     (lambda: resolve_dtype("half", CPU), "dtype is 'half'; allowed: auto, float32"),

@@ -63,9 +63,7 @@ def test_every_item_is_made_small(
         assert (folder / f"{stem}.png").stat().st_size > 1000
 
 
-def test_scripts_are_short_and_refuse_what_they_do_not_know() -> None:
-    for path in SCRIPTS.glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 100, path.name
+def test_scripts_refuse_what_they_do_not_know() -> None:
     with pytest.raises(UserError, match="'walk=2' is unknown; allowed: model, task, limit"):
         Run("x.py", ["walk=2"], "", "", walks=1)
     run = Run(

@@ -17,7 +17,7 @@ from kvbench.report.papers import notes_on
 from kvbench.report.published import beside, published_tables
 
 PAPER = Path(__file__).parents[2] / "results" / "paper"
-RAW = {"balancekv_figure3", "balancekv_table3", "balancekv_table4", "models"}
+RAW = {"balancekv_figure3", "balancekv_table3", "balancekv_table4", "h2o_table12", "models"}
 """Files of results/paper that scripts draw from, or that are no table."""
 HEAD = "method,by,value,field,unit,printed\n"
 
@@ -58,11 +58,41 @@ def test_ours_are_joined_by_method_and_value_and_compared_in_per_cent(tmp_path: 
     assert list(frame["value"]) == ["qasper", "hotpotqa"], "the paper's average is of 13 datasets"
     assert list(frame["printed"]) == ["42.87", "52.05"]
     assert list(frame["score"]) == pytest.approx([50.0] * 2)
+    assert frame["difference"].isna().all(), "the published number is another model's"
+    (table,) = published_tables(frame)
+    assert heads(table) == ["method", " ", "ours", "published", "published of"]
+    of_another = ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87", "Llama-3.1-8B-Instruct"]
+    assert shown(table)[0] == of_another
+    assert not any("±" in note for note in table.notes)
+    write_qa(tmp_path / "own", spec, model="Llama-3.1-8B-Instruct")
+    frame = joined(tmp_path / "own")
     assert list(frame["difference"]) == pytest.approx([7.13, -2.05])
-    assert frame["margin"].isna().all(), "another model has none"
     (table,) = published_tables(frame)
     assert heads(table) == ["method", " ", "ours", "published", "difference", "±"]
-    assert shown(table)[0] == ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87", "+7.1", ""]
+    assert shown(table)[0][:5] == ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87 ?", "+7.1"]
+
+
+def test_of_repeated_runs_the_minimum_is_compared_and_other_lengths_are_not(tmp_path: Path) -> None:
+    """BalanceKV's Table 2: minima of 10 runs of 16,384 + 1,024 tokens, of a model that is not named."""
+    spec = {"file": "balancekv_table2", "model": "big", "statistic": "minimum"}
+    for model, prompt in (("big", 16384), ("big", 256), ("small", 16384)):
+        where = {"prompt_tokens": prompt, "asked_new_tokens": 1024, "score": 1.0}
+        records = [
+            {**where, "example_id": f"{i}", "decode_s": 40.0 + i**2, "prefill_compress_s": 4.0}
+            for i in range(4)
+        ]
+        folder = tmp_path / f"{model}{prompt}"
+        options = {"paper_table": spec}
+        write_run(folder, model=model, records=records, task_meta=THROUGHPUT_META, options=options)
+        frame = joined(folder)
+        row = frame[frame["field"] == "decode_s"].iloc[0]
+        assert (row["score"], row["median"], row["printed"]) == (40.0, 42.5, "37.769")
+        if (model, prompt) == ("big", 16384):
+            assert row["difference"] == pytest.approx(2.231)
+            assert row["published_of"] == ""
+        else:
+            assert pd.isna(row["difference"])
+            assert row["published_of"] == ("big 16384+1024" if prompt == 256 else "big")
 
 
 def test_an_average_is_compared_over_the_same_datasets_only(tmp_path: Path) -> None:
