@@ -79,6 +79,8 @@ def expanded(overrides: Sequence[str]) -> list[str]:
                 f"{key} is not kvbench's to set (it would run or write something else); allowed: "
                 "hydra.mode=RUN or MULTIRUN, hydra.sweeper.params, launcher=..."
             )
+        if key.lstrip("+") == "hydra.mode" and value not in ("RUN", "MULTIRUN"):
+            raise UserError(f"hydra.mode is {value!r}; allowed: RUN or MULTIRUN")
         if names_a_secret(key):
             said = f"{key} is given a value, which the results would keep"
             raise UserError(f"{said}; allowed: the environment (HF_TOKEN, WANDB_API_KEY)")
@@ -154,6 +156,8 @@ def explain(error: BaseException) -> str:
             names += [f"{n}.{key}" for n, v in nodes if isinstance(v, DictConfig) and key in v]
     elif isinstance(error, OverrideParseException):
         meant = nearest(error.override, ("list", "show", "reproduce"))
+        if error.override in catalogue("experiments"):
+            meant = f" (did you mean experiment={error.override}?)"
         return (
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )

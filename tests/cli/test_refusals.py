@@ -16,6 +16,9 @@ budget.rte=0.5 -> unknown key of budget 'rte' (did you mean 'rate'?)
 methods.snapkv.kernl=3 -> unknown key of methods.snapkv 'kernl' (did you mean 'kernel_size'
 methods=snapkv -> methods is 'snapkv'; allowed: method=[...] to choose one or more
 method=[exact -> cannot read 'method=[exact'; allowed: key=value
+demo -> cannot read 'demo' (did you mean experiment=demo?)
+hydra.mode=SIDEWAYS -> hydra.mode is 'SIDEWAYS'; allowed: RUN or MULTIRUN
+hydra.mode= -> hydra.mode is ''; allowed: RUN or MULTIRUN
 lists -> cannot read 'lists' (did you mean 'list'?)
 --model x -> (write model=x)
 --tasks=needle -> (write task=needle)
