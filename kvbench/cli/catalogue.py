@@ -98,6 +98,20 @@ def item_called(name: str) -> PaperItem | None:
     return items[found.alias] if found is not None and found.alias else found
 
 
+def about_item(item: PaperItem) -> str:
+    """An item that no experiment of conf makes, in a few lines of YAML."""
+    facts: dict[str, Any] = {"name": item.name, "paper": item.title, "shows": item.shows}
+    if item.no_data:
+        facts["no_data"] = item.no_data
+    else:
+        command = f"python scripts/papers/{item.script}.py name={item.name}"
+        facts["needs"] = item.needs
+        facts["differs"] = list(item.differs)
+        facts["commands"] = [f"{command} {run}".strip() for run in item.runs]
+        facts["all of it"] = f"kvbench reproduce {item.name}"
+    return str(yaml.safe_dump(facts, sort_keys=False, width=120, allow_unicode=True)).rstrip()
+
+
 def experiment_called(name: str) -> str:
     """The experiment that an item's name or an older name stands for; any other name as it is."""
     item = item_called(name)

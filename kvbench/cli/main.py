@@ -21,13 +21,37 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from kvbench import __version__, wait_asleep
-from kvbench.cli.catalogue import KINDS, catalogue, config_dir, experiment_lines
+from kvbench.cli.catalogue import (
+    KINDS,
+    about_item,
+    catalogue,
+    config_dir,
+    experiment_lines,
+    item_called,
+)
 from kvbench.cli.config import GROUPS, Settings, composed, expanded, hydra_of_conf
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
 from kvbench.errors.options import hints_of
 from kvbench.run.termination import TERMINATED, Terminated, terminable
+
+ABOUT = {
+    "list": """kvbench list methods|models|tasks|experiments|loggers|launchers
+  A line for each: its name and what it is.""",
+    "show": """kvbench show [key=value ...]
+  The config that these overrides compose to, resolved.
+kvbench show <name>
+  The same of a paper's table or figure, with how it differs from the paper.""",
+    "reproduce": """kvbench reproduce <name>|all [key=value ...]
+  Make a paper's table or figure with the paper's settings; all: every one.
+  kvbench list experiments has the names. With model=recall_mini it runs small
+  and offline, in a folder of its own. dry_run=true checks settings alone.""",
+    "claims": """kvbench claims model=<any> [claims=B1,H6] ['files=[essays/*.txt]']
+  Decide what the papers claim (results/claims.yaml) on one model. All of it
+  takes about 40 minutes of one core with model=smollm2_135m; claims= chooses.""",
+}
+"""What --help says of each command."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,13 +61,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     command, rest = (arguments or [""])[0], arguments[1:]
     try:
         with terminable():
-            if command == "list":
+            if command in ABOUT and {"-h", "--help"} & set(rest):
+                print(ABOUT[command])
+                status = 0
+            elif command == "list":
                 status = list_kind(rest)
             elif command == "show":
                 status = show_config(rest)
             elif command == "reproduce":
                 status = reproduce(rest, run) if rest else list_kind(["experiments"])
             elif command == "claims":
+                if not any(text.startswith("model=") for text in rest):
+                    raise UserError(
+                        "claims has no model, and decides all of results/claims.yaml: about 40 minutes "
+                        "of one core with model=smollm2_135m; allowed: model=<any>, and claims=B1,H6 "
+                        "to choose"
+                    )
                 status = run_script("claims", rest)
             else:
                 status = run(arguments)
@@ -75,9 +108,17 @@ def list_kind(arguments: Sequence[str]) -> int:
 
 def show_config(arguments: Sequence[str]) -> int:
     """``kvbench show key=value ...``: the config these overrides compose to, resolved; above it, as
-    comments, how the experiment differs from the paper that it stands beside."""
+    comments, how the experiment differs from the paper that it stands beside. ``kvbench show <name>``
+    does so for a paper's table or figure; where no experiment makes it, it says what does."""
     from kvbench.report.papers import specs_of
 
+    name = arguments[0].removeprefix("experiment=") if len(arguments) == 1 else ""
+    item = item_called(name)
+    if item is not None and (item.script or item.no_data):
+        print(redact(about_item(item)))
+        return 0
+    if item is not None:
+        arguments = [f"experiment={name}"]
     with hydra_of_conf() as hydra:
         settings = Settings.of(composed(hydra, expanded(arguments)))
     specs_of(settings.paper_table)  # refuses what is none

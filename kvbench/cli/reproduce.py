@@ -26,7 +26,8 @@ from kvbench.errors import UserError, nearest, needs_extra
 
 Run = Callable[[Sequence[str]], int]
 ALL = "all"
-INVENTED = "${FIXTURES}"
+FIXTURES = "${FIXTURES}"
+INVENTED = (FIXTURES, "haystack=generated", "dataset_name=null", "task.files=[]")
 """In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
 OF_JOBS = {"batch_size", "decode", "dry_run", "example_timeout"}
 OF_JOBS |= {"launcher", "logger", "retry_failed", "shards"}
@@ -96,10 +97,11 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     # in a wheel they are in the package
     places = config_dir().parent / "fixtures", config_dir().resolve().parent / "tests" / "data"
     invented = next(str(place) for place in places if place.is_dir())
-    less = item.small.replace(INVENTED, invented) if small else ""
+    less = item.small.replace(FIXTURES, invented) if small else ""
     if item.script:
         own = [text for text in overrides if re.split(r"[.=]", text)[0] not in OF_JOBS]
         first = [f"script={item.script}", f"name={item.name}{'_small' * small}"]
+        first += [f"small='{_small_sentence(item, given)}'"] if small else []
     else:
         with hydra_of_conf() as hydra:
             config = composed(hydra, [f"experiment={item.experiment}"])
@@ -122,6 +124,8 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
             )
         if number and "model" in given and any(word.startswith("model=") for word in words):
             continue
+        if small and _is_invented(item):
+            words = [re.sub("^task_label=", "task_label=fixture_", word) for word in words]
         settings = {word.partition("=")[0]: word for word in (*words, *shlex.split(less))}
         asked = {word.partition("=")[0] for word in own}
         yield [*first, *(word for key, word in settings.items() if key not in asked), *own]
@@ -129,10 +133,25 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
 
 def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]:
     """What keeps a small run apart from the paper's: folder, no published table, a line that says so."""
-    invented = INVENTED in item.small
-    said = f"A small run: model {given.get('model')}, {'invented texts' if invented else 'small sizes'}"
-    said += f", {given['limit']} examples of each dataset" if "limit" in given else ""
     words = [f"experiment_name={config.experiment_name}_small", "paper_table=null"]
-    words.append(f"small='{said}'")
-    label = OmegaConf.to_container(config, resolve=False)["task_label"]  # type: ignore[call-overload, index]
-    return [*words, f"task_label='fixture_{label}'"] if invented else words
+    words.append(f"small='{_small_sentence(item, given)}'")
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    return [*words, f"task_label='fixture_{plain['task_label']}'"] if _is_invented(item) else words
+
+
+def _is_invented(item: PaperItem) -> bool:
+    """Whether the texts of the item's small run are invented."""
+    return any(part in item.small for part in INVENTED)
+
+
+def _small_sentence(item: PaperItem, given: dict[str, str]) -> str:
+    """The sentence that a small run's page, tables and figures begin with: what it reduces."""
+    parts = [f"model {given.get('model')}"]
+    if _is_invented(item):
+        parts.append("invented texts")
+    if "limit" in given:
+        parts.append(f"{given['limit']} examples of each dataset")
+    smaller = [word for word in shlex.split(item.small) if FIXTURES not in word]
+    sentence = f"A small run, not that of the paper: {', '.join(parts)}"
+    changed = " ".join(smaller).replace("'", "")
+    return f"{sentence}; changed: {changed}." if changed else f"{sentence}."

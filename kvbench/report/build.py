@@ -87,6 +87,8 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         shown = [table for table in tables if table.columns]
         answers = max(3, LIMIT // len(parts))
         figures = figures_of(group, frame)
+        for one in figures if experiment.small else ():
+            one.say_above(" ".join(experiment.small))
         sections.append(Section(group, verdict(group, frame), shown, figures, answers))
     ranked = [part for part in parts if is_ranked(part[0])]
     shared = [
@@ -101,7 +103,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     try:
         place = write_text(experiment.folder / PAGE, page)
         write_text(experiment.folder / SUMMARY, summary([frame for _, frame in ranked]))
-        files = write_tables(every, experiment.folder)
+        files = write_tables(every, experiment.folder, experiment.small)
         drawings: list[Path] = []
         if for_print:
             folder = experiment.folder / "figures"
@@ -159,15 +161,15 @@ def tables_to_print(experiment: Experiment) -> list[Table]:
     return tables + _overviews([part for part in parts if is_ranked(part[0])])
 
 
-def write_tables(tables: Sequence[Table], folder: Path) -> list[Path]:
+def write_tables(tables: Sequence[Table], folder: Path, comments: Sequence[str] = ()) -> list[Path]:
     """Every table in ``tables`` below a folder, as CSV (where it holds numbers), Markdown and LaTeX
-    (where readers see it)."""
+    (where readers see it); CSV files begin with the comments."""
     paths, place = [], folder / "tables"
     make_folder(place, folder)
     for table in tables:
         stem = safe_name(table.name)
         if table.data is not None:
-            paths.append(write_text(place / f"{stem}.csv", csv(table.data)))
+            paths.append(write_text(place / f"{stem}.csv", csv(table.data, comments)))
         if table.columns:
             paths.append(write_text(place / f"{stem}.md", markdown(table)))
             paths.append(write_text(place / f"{stem}.tex", latex(table)))

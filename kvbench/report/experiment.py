@@ -188,6 +188,13 @@ class Experiment:
     runs: tuple[Run, ...]
     groups: tuple[Group, ...]
 
+    @property
+    def small(self) -> list[str]:
+        """The sentences that say what small runs reduce; none where settings are the paper's."""
+        configs = [run.manifest.get("config") or {} for run in self.runs]
+        sentences = [config.get("small") for config in configs]
+        return list(dict.fromkeys(str(text) for text in sentences if text))
+
 
 def load_experiment(folder: Path) -> Experiment:
     """Read all runs of an experiment.

@@ -9,6 +9,7 @@ import base64
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,12 @@ class Drawn:
     title: str
     caption: str
     figure: Figure
+
+    def say_above(self, sentence: str) -> None:
+        """Put a sentence above the figure."""
+        lines = textwrap.wrap(sentence, width=round(14 * self.figure.get_figwidth()))
+        heading = self.figure.get_suptitle()
+        self.figure.suptitle("\n".join([*lines, heading] if heading else lines), fontsize=7)
 
     def encoded(self, kind: str) -> bytes:
         """As svg, png or pdf (with embedded fonts); the same bytes for the same records."""

@@ -87,6 +87,7 @@ def render_page(
     return html(
         "page.html.j2",
         title=experiment.name,
+        small=experiment.small,
         notes=dict.fromkeys(note for table in every for note in table.notes),
         differs=dict.fromkeys(n for config in configs for n in notes_on(config.get("differs"))),
         facts=facts_of(experiment),

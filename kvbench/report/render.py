@@ -38,13 +38,18 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
-def csv(frame: pd.DataFrame) -> str:
+def csv(frame: pd.DataFrame, comments: Sequence[str] = ()) -> str:
     """A frame's rows, numbers in six digits. A text that a spreadsheet would take for a formula has an
-    apostrophe before it; a number stays one."""
+    apostrophe before it; a number stays one.
+
+    Args:
+        comments: stand above the rows, each behind a # (``pandas.read_csv(..., comment="#")``).
+    """
     safe = frame.rename(columns=_no_formula).apply(
         lambda column: column if is_numeric_dtype(column) else column.map(_no_formula)
     )
-    return str(safe.to_csv(index=False, float_format="%.6g"))
+    above = "".join(f"# {printable(line)}\n" for line in comments)
+    return above + str(safe.to_csv(index=False, float_format="%.6g"))
 
 
 def _no_formula(cell: Any) -> Any:

@@ -6,6 +6,7 @@ dry_run=true checks all of them, and loads and writes nothing.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -27,6 +28,7 @@ from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV
 from kvbench.probes.base import encoded_prompts
+from kvbench.report.item import RunNote
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
 
@@ -43,7 +45,13 @@ class Run(SimpleNamespace):
     def __init__(self, script: str, given: Sequence[str], model: str, task: str, **own: Any):
         """Read `given` over the defaults: model and task with their options, the `own` keys."""
         found = {"limit": 8, "seed": 0, "device": "auto", "dtype": "auto", "results_dir": "runs"}
-        found |= {"name": Path(script).stem, "synthetic": not model, "dry_run": False, **own}
+        found |= {
+            "name": Path(script).stem,
+            "synthetic": not model,
+            "dry_run": False,
+            "small": None,
+            **own,
+        }
         said = {text.partition("=")[0] for text in given}
         self.overrides = [] if "model" in said else model.split()
         self.overrides += [] if "task" in said else task.split()
@@ -104,9 +112,13 @@ class Run(SimpleNamespace):
         subject = "synthetic" if self.synthetic else self.session.spec.label
         return Path(self.results_dir, self.name, subject).expanduser()
 
-    def save(self, rows: list[Any], **how: Any) -> None:
-        """See `_output.write`."""
-        write(rows, self.place, **how)
+    def save(
+        self, rows: list[Any], *, y: str, x: str, by: str, panel: str, fit: Any = None
+    ) -> None:
+        """See `_output.write` and `kvbench.report.item.RunNote`."""
+        command = shlex.join(["python", *sys.argv])
+        note = RunNote(self.place.name, command, y, x, by, panel, self.small or "")
+        write(rows, self.place, note, fit)
 
 
 def started(main: Any) -> None:

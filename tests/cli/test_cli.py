@@ -182,6 +182,19 @@ def test_kvbench_alone_is_a_short_help_and_no_run(
     assert main(capsys, "--version")[1].startswith("kvbench 0.")
 
 
+@pytest.mark.parametrize("command", ["list", "show", "reproduce", "claims"])
+def test_every_command_has_help_and_claims_asks_for_a_model(capsys: Any, command: str) -> None:
+    status, out, err = main(capsys, command, "--help")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"kvbench {command}")
+    assert all(len(line) <= 80 for line in out.splitlines())
+    if command == "claims":
+        status, out, err = main(capsys, command, "claims=B1")
+        assert (status, out) == (2, "")
+        assert "claims has no model" in err
+        assert "minutes" in err
+
+
 def test_a_dry_run_says_what_would_be_and_leaves_nothing(
     capsys: Any, tmp_path: Any, monkeypatch: Any
 ) -> None:

@@ -29,6 +29,9 @@ EXPERIMENTS = {
     path.stem: yaml.safe_load(path.read_text())
     for path in sorted((ROOT / "conf/experiment").glob("[!_]*.yaml"))
 }
+GENERATED = {"balancekv_figure4", "h2o_figure5", "streaming_llm_figure3", "subgen_table1"}
+GENERATED |= {"clustergen_table1"}
+"""Items whose small runs read texts that a task makes."""
 NEEDED = {"balancekv_figure4": ["task.haystack_files=[x]"], "subgen_table1": ["task.files=[x]"]}
 
 
@@ -119,9 +122,11 @@ def test_every_command_composes_as_on_the_shipped_model(every: bool) -> None:
             config = composed(*one)
             assert config.paper_table is None
             assert config.experiment_name.endswith("_small")
-            assert config.small.startswith("A small run: model recall_mini, ")
-            invented = any("fixtures" in w or "tests/data" in w for w in one)
+            assert config.small.startswith("A small run, not that of the paper: model recall_mini")
+            is_of_fixtures = any("fixtures" in w or "tests/data" in w for w in one)
+            invented = is_of_fixtures or name in GENERATED
             assert config.task_label.startswith("fixture_") is invented, one
+            assert ("invented texts" in config.small) is invented
 
 
 def test_a_script_says_how_it_differs(capsys: Any) -> None:
@@ -143,6 +148,20 @@ def test_a_dry_run_of_a_script_checks_its_settings(capfd: Any) -> None:
     assert "model.config names 'max_length_of_all', which MptConfig does not have" in said
 
 
+def test_show_knows_every_item(capsys: Any) -> None:
+    for name, item in ITEMS.items():
+        if item.alias or not (item.script or item.no_data):
+            continue
+        status, out, err = main(capsys, "show", name)
+        assert (status, err) == (0, "")
+        told = yaml.safe_load(out)
+        assert told["shows"] == item.shows
+        assert told.get("differs", []) == list(item.differs)
+    status, out, err = main(capsys, "show", "h2o_table8")  # by an experiment
+    assert (status, err) == (0, "")
+    assert yaml.safe_load(out)["experiment_name"] == "h2o_table8"
+
+
 def test_what_a_command_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def lines(name: str, *words: str) -> list[list[str]]:
         return list(command_lines(name, words))
@@ -150,6 +169,7 @@ def test_what_a_command_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     words = ["model=recall_mini", "limit=2", "launcher=local", "shards=2", "results_dir=x"]
     (line,) = lines("balancekv_table3", *words)  # a script, which knows nothing of jobs
     assert line[:2] == ["script=norms", "name=balancekv_table3_small"]
+    assert line[2].startswith("small='A small run, not that of the paper: model recall_mini")
     assert line[-3:] == ["model=recall_mini", "limit=2", "results_dir=x"]
     assert [len(lines("clustergen_c2", *w)) for w in ([], ["model=opt_6_7b"])] == [4, 1]
     # what H2O's Table 5 changes of OPT's is no architecture by itself

@@ -59,8 +59,16 @@ def test_every_item_is_made_small(
     files = sorted(path.stem for path in folder.glob("*.csv"))
     assert files
     for stem in files:
-        assert len(pd.read_csv(folder / f"{stem}.csv")) > 1
+        table = folder / f"{stem}.csv"
+        assert table.read_text().startswith(
+            "# A small run, not that of the paper: model recall_mini"
+        )
+        assert len(pd.read_csv(table, comment="#")) > 1
         assert (folder / f"{stem}.png").stat().st_size > 1000
+    page = (folder / "report.html").read_text()
+    assert page.count("A small run, not that of the paper") == 1
+    assert page.count("data:image/png") == len(files)
+    assert all(line.split("&")[0].split("'")[0] in page for line in ITEMS[name].differs)
 
 
 def test_scripts_refuse_what_they_do_not_know() -> None:
