@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass, replace
@@ -53,6 +54,8 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
     words = " or ".join(kind.__name__ for kind in kinds) or "nothing that is made of a _target_"
     if not isinstance(node, Mapping) or not isinstance(named, str):
         raise KVError(f"{key} is {node!r:.200}; allowed: a mapping with a _target_: {words}")
+    if named.partition(".")[0] in sys.stdlib_module_names:  # importing some of them does things
+        raise KVError(f"{key}._target_ is {named!r}; allowed: a {words}")
     try:
         target: Any = locate(named)
     except ErrorDuringImport as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,6 +46,21 @@ def _set_environment(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def _stream_of(name: str) -> tuple[Any, bool]:
+    """The object that stands for a standard stream, and whether it is open."""
+    stream = getattr(sys, name)
+    return stream, not getattr(stream, "closed", True)
+
+
+def _restore_stream(name: str, before: tuple[Any, bool]) -> None:
+    """Put the object back that stood there; where it was closed, a new one of the same stream."""
+    stream, was_open = before
+    if was_open and stream.closed:
+        number = {"stdout": 1, "stderr": 2}[name]
+        stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - it stays open
+    setattr(sys, name, stream)
+
+
 _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -61,6 +77,8 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,
     ),
+    "the standard output": (partial(_stream_of, "stdout"), partial(_restore_stream, "stdout")),
+    "the standard error": (partial(_stream_of, "stderr"), partial(_restore_stream, "stderr")),
     "the working directory": (os.getcwd, os.chdir),
     "the environment": (partial(dict, os.environ), _set_environment),
     "torch's global generator": (torch.get_rng_state, torch.set_rng_state),
@@ -189,7 +207,7 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
             now = read()
             if not _same(now, value):
                 write(value)
-                unprinted = name.endswith(("generator", "environment"))
+                unprinted = name.endswith(("generator", "environment", "output", "error"))
                 state = "in another state" if unprinted else f"at {now} (it was {value})"
                 changed.append(f"{name} {state}")
     if changed:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvbench.errors import nearest
+from kvbench.errors import nearest, one_line
 from kvbench.errors.options import check_options
 from kvbench.kernels.eviction import Eviction
 from kvbench.kernels.qjl import QJL
@@ -404,6 +404,36 @@ class Method:
         """Which earlier tokens a token of an endless stream sees (probe `stream`). None: a method that
         evicts reads a stream with its own cache; any other method cannot read one."""
         return None
+
+
+ASKED = (
+    "version",
+    "saves_memory",
+    "uses_budget",
+    "recompresses",
+    "by_head",
+    "evicts",
+    "restricts",
+    "recompression",
+    "rescoring",
+    "whole_pass",
+)
+"""What a job asks a method about itself; properties, where a class makes them so."""
+
+
+def check_answers(label: str, method: Method) -> None:
+    """Refuse a method one of whose properties raises, before a job begins.
+
+    Raises:
+        KVError: naming the method, the property and what it raised.
+    """
+    for name in ASKED:
+        try:
+            getattr(method, name)
+        except Exception as failure:
+            raise KVError(
+                f"method {label!r}: its {name} raises {one_line(failure)}; allowed: a value"
+            ) from failure
 
 
 def allowed_entries(

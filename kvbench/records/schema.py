@@ -62,6 +62,39 @@ NUMBER_FIELDS = tuple(name for name, kind in get_type_hints(Record).items() if k
 
 
 @_checked
+class BudgetPart(TypedDict, total=False):
+    """The numbers of a run's budget that reports show."""
+
+    rate: Number
+    total_rate: Number
+    size: Number
+
+
+@_checked
+class Config(TypedDict, total=False):
+    """What a report asks of a run's config, or of the part of it that is the run's identity."""
+
+    budget: BudgetPart | None
+    sampling: dict[str, Any] | None
+    logger: dict[str, Any] | None
+    differs: list[Any] | None
+    small: str | None
+
+
+@_checked
+class About(TypedDict, total=False):
+    """What a task says about its scores."""
+
+    score_unit: str
+    lower_is_better: bool
+    breakdown: list[str] | None
+    measures: list[str] | None
+    figures: list[dict[str, Any]] | None
+    unit: str
+    subject: Text
+
+
+@_checked
 class Manifest(TypedDict, total=False):
     """What made a run's records."""
 
@@ -72,9 +105,11 @@ class Manifest(TypedDict, total=False):
     method: Text
     config_hash: Text
     seed: int | None
-    config: dict[str, Any] | None
-    identity: dict[str, Any] | None
-    task_meta: dict[str, Any] | None
+    config: Config | None
+    identity: Config | None
+    task_meta: About | None
+    hardware: dict[str, Any] | None
+    versions: dict[str, Any] | None
     earlier_starts: list[dict[str, Any]]
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from kvbench.errors import printable
+from kvbench.errors import first_line, printable
 from kvbench.records.figures import Figure, figures_in
 from kvbench.records.read import (
     COMMON_FIELDS,
@@ -237,7 +237,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     variants = variants_of(runs)
-    meta = TaskMeta.of(runs[-1].manifest)
+    try:
+        meta = TaskMeta.of(runs[-1].manifest)
+    except ValueError as error:
+        raise StoreError(f"{runs[-1].folder / MANIFEST}: {first_line(error)}") from error
     if meta.unit == "example_id" and any("context_id" in run.records for run in runs):
         meta = replace(meta, unit="context_id")  # answers of one context are not independent
     frames = []

@@ -97,7 +97,9 @@ def latex(table: Table) -> str:
         texts.append([_escape(text) for text, _ in cells])
         bold.append(["textbf:--rwrap;" if is_bold else "" for _, is_bold in cells])
     frame = pd.DataFrame(texts, columns=range(len(names)))
-    style = frame.style.hide(axis="index").relabel_index([_escape(n) for n in names], axis=1)
+    # pandas formats these: braces of a name would be fields.
+    heads = [_escape(name).replace("{", "{{").replace("}", "}}") for name in names]
+    style = frame.style.hide(axis="index").relabel_index(heads, axis=1)
     style = style.apply(lambda _: pd.DataFrame(bold, frame.index, frame.columns), axis=None)
     label = "tab:" + re.sub(r"[^A-Za-z0-9.:-]", "-", table.name)
     form = "l" * (1 + several) + "r" * (len(names) - 1 - several)

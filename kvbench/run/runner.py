@@ -17,6 +17,7 @@ from kvbench.engine.limits import in_main_thread
 from kvbench.engine.ranks import Ranks
 from kvbench.errors import redact
 from kvbench.kv import KVError
+from kvbench.methods.base import check_answers
 from kvbench.records.read import COMMON_FIELDS, recorded
 from kvbench.records.shards import Shard
 from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
@@ -84,6 +85,8 @@ class Job:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for label, (method, _) in self.methods.items():
+            check_answers(label, method)
         unlike = [k for k, pair in self.methods.items() if not getattr(pair[0], "by_head", True)]
         alone = unlike or self.batch_size == "auto" or self.session.example_timeout is not None
         if self.session.spec.parallel is not None and alone:

@@ -110,12 +110,14 @@ def test_nothing_that_a_config_names_is_called(tmp_path: Path, dry: str) -> None
     ways = {
         "os.mkdir": [f"+methods.x.path={made}"],
         "os.system": [f"+methods.x.command='touch {made}'"],
+        "this.d": [],  # a module that prints when it is imported
     }
     for target, options in ways.items():
         words = [*BASE[:-2], "limit=1", "method=[exact]", f"+methods.x._target_={target}", *options]
         found = ended([*words, dry], folder=tmp_path)
         assert found.status == 2
         assert f"methods.x._target_ is '{target}'; allowed: a Method" in found.err
+        assert "Zen" not in found.out
         assert not made.exists()
     user = tmp_path / "conf" / "method"
     user.mkdir(parents=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +21,9 @@ from support.tiny import prompt_ids, tiny_model
 from kvbench import compress
 from kvbench.engine.guard import LayerDamaged, SharedStateChanged
 from kvbench.engine.guard import compress as guarded
-from kvbench.kv import NORMALISERS, Budget, CompressedKV, LayerKV, gather_entries
+from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
-from kvbench.methods.base import Held, Method, Repetition
+from kvbench.methods.base import ASKED, Held, Method, Repetition
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kvzip import KVzip
 from kvbench.methods.topk import TopK
@@ -182,6 +184,28 @@ def test_classes_that_use_one_name_remember_for_themselves(tmp_path: Path) -> No
         assert together[label] == alone[label]
     answers = [[record["prediction"] for record in found] for found in together.values()]
     assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_closed_stream_is_opened_again_and_fails_its_method(
+    name: str, tmp_path: Path, without: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, name, io.StringIO())
+    found = records(tmp_path, Bad(fault=lambda *_: getattr(sys, name).close()))
+    (error,) = errors_in(found)
+    what = "output" if name == "stdout" else "error"
+    assert error.startswith(f"SharedStateChanged: method '{BAD}_0' left the standard {what}")
+    assert found == without
+    assert not getattr(sys, name).closed
+
+
+def test_a_property_that_raises_is_refused_before_the_job(tmp_path: Path) -> None:
+    for name in ASKED:
+        boom = property(lambda self, name=name: {}[f"no {name}"])
+        method = type("Boom", (H2O,), {name: boom, "__module__": "elsewhere"})()
+        with pytest.raises(KVError) as refused:
+            make_job(tmp_path, {"boom": method, "exact": build_method("exact")})
+        assert str(refused.value).startswith(f"method 'boom': its {name} raises KeyError")
 
 
 def test_a_setting_that_is_left_changed_fails_its_method(tmp_path: Path, without: Any) -> None:
