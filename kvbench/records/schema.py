@@ -65,9 +65,9 @@ NUMBER_FIELDS = tuple(name for name, kind in get_type_hints(Record).items() if k
 class BudgetPart(TypedDict, total=False):
     """The numbers of a run's budget that reports show."""
 
-    rate: Number
-    total_rate: Number
-    size: Number
+    rate: int | float | None
+    total_rate: int | float | None
+    size: int | float | None
 
 
 @_checked
