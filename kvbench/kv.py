@@ -81,14 +81,13 @@ class Budget:
                 f"budget.size is {self.size}; allowed: more than budget.sink + budget.window, "
                 f"{self.sink + self.window}"
             )
-        if self.total_rate is None:
-            return
-        other = "size" if self.size is not None else "rate"
-        if getattr(self, other) != getattr(Budget, other):  # the default rate stands for none
-            raise KVError(
-                f"budget.total_rate is {self.total_rate} and budget.{other} is "
-                f"{getattr(self, other)}; allowed: one of rate, total_rate and size"
-            )
+        given = []
+        for name in ("total_rate", "rate", "size"):
+            value = getattr(self, name)
+            if value != getattr(Budget, name):  # the default rate stands for none
+                given.append(f"budget.{name} is {value}")
+        if len(given) > 1:
+            raise KVError(f"{' and '.join(given)}; allowed: one of rate, total_rate and size")
 
     @property
     def share(self) -> float | None:

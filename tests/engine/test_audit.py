@@ -197,6 +197,7 @@ def test_a_share_of_the_prompt_is_the_share_in_all() -> None:
         ({"total_rate": 1.5}, r"budget.total_rate is 1.5; allowed: a number in \(0, 1\]"),
         ({"total_rate": 0.2, "rate": 0.5}, "is 0.2 and budget.rate is 0.5; allowed"),
         ({"total_rate": 0.2, "size": 100}, "is 0.2 and budget.size is 100; allowed: one of"),
+        ({"rate": 0.5, "size": 100}, "rate is 0.5 and budget.size is 100; allowed: one of"),
         ({"total_rate": 0.2}, "prompt of 100 tokens is 20 entries; allowed"),
         ({"size": 100}, r"size is 100, so there is no rate to vary"),
     ],
