@@ -55,8 +55,8 @@ INVARIANTS = {
     "subgen_streaming": "repeats",
 }
 """Of each method: keeps sink, window; the prompt's values bit for bit; exactly the capacity per head, or
-with `lengths` per layer; and `repeats`: positions may, so that nothing else is promised. A method that is
-not named here promises what all methods do."""
+with `lengths` per layer; and `repeats`: positions may, so that nothing else is promised. A method that
+is not named here promises what all methods do."""
 
 ELSEWHERE = {"kvpress", "minference", "kvzip"}
 """Other packages' methods, and what reads the prompt twice, have tests of their own."""
