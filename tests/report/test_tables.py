@@ -122,7 +122,8 @@ def tables(group: Group) -> dict[str, Table]:
 def test_a_task_has_its_scores_costs_and_pairs(tmp_path: Path) -> None:
     group = group_of(write_demo(tmp_path, tasks=["longeval_lines"]))
     found = tables(group)
-    assert list(found) == ["", "-pairs", "-by-num_lines"]
+    expected = ["", "-pairs", "-by-num_lines"]
+    assert [name for name in found if name in expected] == expected
     assert heads(found[""]) == [
         *("method", "longeval_lines", "Δ exact", "ratio", "entries", "failed", "scored")
     ]
