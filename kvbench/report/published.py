@@ -3,10 +3,10 @@
 A file of results/paper is tidy and in our names: ``method`` (``a|b``: the best of ours of these names in
 every column), ``model`` and ``rate`` where they matter, ``by`` the record field (or fields, joined by
 ``+``) whose ``value`` a number is of, ``field`` the record field that it measures, ``unit``, and
-``printed``, the number as the paper prints it (a fraction where the unit says so). A number of another
-model or of other lengths than ours stands beside ours without a difference, and the table says of what.
- A value such as ``qasper+hotpotqa`` is the sum of those
-datasets' scores; no value is everything. ``models.csv`` says which of our models a published name means.
+``printed``, the number as the paper prints it (a fraction where the unit says so). A value such as
+``qasper+hotpotqa`` is the sum of those datasets' scores; no value is everything. ``models.csv`` says
+which of our models a published name means. A number of another model or of other lengths than ours
+stands beside ours without a difference, and the table says of what it is.
 
 A paper prints one run's mean and no interval. Of two honest runs of one experiment on the same
 examples (another dtype, batch size or GPU), some answers differ. Let f be the share of examples that
