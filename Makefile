@@ -174,7 +174,7 @@ bench: setup ## what sharing a prefill saves, what compression costs, every kern
 GPU_CHECK = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS) --only
 gpu-check: ## the first half hour on a GPU: right answers, honest clocks, kernels against their floors
 	status=0; \
-	for sections in device,parity,tokens,kernels,throughput decoding,memory,capacity,compiled second,tests; do \
+	for sections in device,parity,tokens,kernels,throughput decoding,memory,capacity,compiled second,witness,tests; do \
 	  $(GPU_CHECK) $$sections || status=$$?; \
 	done; exit $$status
 

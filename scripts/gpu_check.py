@@ -3,7 +3,7 @@
     make gpu-check      # or these three, each of which takes at most ten minutes:
     python scripts/gpu_check.py --only device,parity,tokens,kernels,throughput
     python scripts/gpu_check.py --only decoding,memory,capacity,compiled
-    python scripts/gpu_check.py --only second,tests
+    python scripts/gpu_check.py --only second,witness,tests
 
 Needs CUDA, torch, triton, transformers, scipy and pydantic; `make gpu-wheels` fetches what a node
 without a network lacks. A call runs its sections one after the other and writes
@@ -63,6 +63,7 @@ from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
 from kvbench.engine.loading import ModelSpec, load_model
 from kvbench.engine.prefill import prefill
 from kvbench.engine.rows import DecodingRow, decode_rows
+from kvbench.engine.static_cache import generate_with_static_cache
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError, one_line
 from kvbench.kernels.philox import philox
@@ -108,6 +109,8 @@ TESTS = (
     "tests/kernels/test_kernels_eviction.py tests/engine/test_cuda.py"
 )
 """Every kernel at several shapes, eviction included, and decoding steps."""
+WITNESS_S = 200.0
+"""Seconds that transformers' own decoding may take here, most of them torch.compile's."""
 WORKERS = 4
 """Processes that run them side by side, where pytest-xdist is installed."""
 
@@ -403,7 +406,8 @@ def tokens(sizes: Sizes, device: torch.device, out: Figures) -> None:
     for name in available_methods():
         try:
             method = build_method(name)
-            methods[name] = (method, Budget(rate=0.25, sink=8, window=16))
+            if method.decoded_by == "kvbench":
+                methods[name] = (method, Budget(rate=0.25, sink=8, window=16))
         except UserError as reason:
             out.left_out[name] = one_line(reason)
     spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
@@ -751,6 +755,36 @@ def second(sizes: Sizes, on: torch.device, out: Figures) -> None:
     out.least("equal tokens of captured and eager steps, from the first on", alike, FIRST_STEPS + 3)
 
 
+def witness(sizes: Sizes, on: torch.device, out: Figures) -> None:
+    """Exact decoding by transformers' own static cache and torch.compile beside kvbench's `exact`: is
+    the yardstick of every table a fast one?"""
+    model, n, new = _llama(sizes, on), sizes.contexts[0], sizes.new_tokens
+    if not out.has_time_for("all of it", WITNESS_S if sizes.timed else 0.0):
+        return
+    graphs = StepGraphs("auto")
+    for _ in range(2):  # the first time captures
+        (exact,), _ = _generated(model, n, new, "exact", graphs)
+    graphs.kept.clear()
+    made = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, n), generator=made).tolist()
+    try:
+        (theirs,) = generate_with_static_cache(model, ids, new, attention="sdpa", compiled=True)
+    except Exception as failure:  # noqa: BLE001 - another library's failure is none of kvbench's
+        out.left_out["all of it"] = one_line(failure)
+        return
+    for name, result in {"exact": exact, "transformers": theirs}.items():
+        out.found[f"{name} at {n}"] = {
+            "prefill_s": result.prefill_s,
+            "decode_s": result.decode_s,
+        }
+    pairs = zip(theirs.tokens, exact.tokens, strict=True)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    out.found["equal tokens from the first on"] = alike
+    ratio = theirs.decode_s / exact.decode_s
+    least = 1.0 if sizes.timed else 0.0
+    out.goal(f"exact at {n}: decode speed over transformers' own", ratio, least)
+
+
 # --- all of them ---------------------------------------------------------------------------------
 
 
@@ -758,6 +792,7 @@ def main() -> int:
     """Exit status: 0 where every section passed."""
     sections = (
         device, parity, tokens, kernels, throughput, decoding, memory, capacity, second, compiled,
+        witness,
     )  # fmt: skip
     names = [*(section.__name__ for section in sections), "tests"]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

@@ -76,6 +76,11 @@ class Fork:
     ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
+        if getattr(self.method, "decoded_by", "kvbench") != "kvbench":
+            raise KVError(
+                f"method {self.label!r} is decoded by {self.method.decoded_by}, a witness of seconds; "
+                "allowed: task=throughput, or exact, which is the same cache"
+            )
         if self.method.whole_pass is not None:
             raise KVError(
                 f"method {self.label!r} masks one pass over prompt and answer, and holds no cache to "

@@ -221,6 +221,10 @@ class Method:
     their positions, with the queries of the last tokens): it chooses entries by their keys, values and
     those queries, or by chance, and its weights multiply."""
 
+    decoded_by: ClassVar[str] = "kvbench"
+    """Whose code reads the prompt and decodes. Another library's name: a witness of the exact cache's
+    seconds, which only the plans run that name it (`kvbench.run.plan.Plan.decoders`)."""
+
     by_head: ClassVar[bool] = True
     """False where what a KV head keeps depends on the layer's others: then no process has only some."""
 

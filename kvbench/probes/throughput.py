@@ -16,11 +16,13 @@ import torch
 
 from kvbench.engine import memory
 from kvbench.engine.faults import free_memory, is_out_of_memory
-from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.generate import Generation, Prompt, run_batch
+from kvbench.engine.static_cache import generate_with_static_cache
 from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
+from kvbench.methods.transformers import Transformers
 from kvbench.probes.base import Probe, Repeats, failed
 from kvbench.records.figures import Figure, Times
 from kvbench.run.plan import Methods, Outcome, Unit, measured
@@ -31,12 +33,16 @@ log = logging.getLogger(__name__)
 
 REFERENCE = "exact"
 """The method that the others' times are divided by."""
+WITNESS = "transformers"
+"""The method that decodes the exact cache by other code; every method's rate is told over its, too."""
 RATIOS = {
-    "speedup": "tokens_per_s",
-    "decode_speedup": "decode_tokens_per_s",
-    "prefill_ratio": "prefill_compress_s",
+    "speedup": ("tokens_per_s", REFERENCE),
+    "decode_speedup": ("decode_tokens_per_s", REFERENCE),
+    "prefill_ratio": ("prefill_compress_s", REFERENCE),
+    "decode_over_transformers": ("decode_tokens_per_s", WITNESS),
 }
-"""Record fields that divide another by the reference's of the same unit; null where there is none."""
+"""Record fields that divide another by that of the method named, of the same unit; null where there is
+none."""
 SUMMED = (
     *("prefill_s", "compress_s", "decode_s", "cache_bytes", "cache_bytes_end"),
     *("cache_bytes_peak", "cache_bytes_mean", "exact_bytes", "exact_bytes_mean"),
@@ -85,6 +91,7 @@ class Throughput(Probe):
 
     name: ClassVar[str] = "throughput"
     version: ClassVar[int] = 3
+    decoders: ClassVar[tuple[str, ...]] = ("kvbench", "transformers")
     score_unit: ClassVar[str] = "tokens/s"
     figures: ClassVar[tuple[Figure, ...]] = (Times(),)
 
@@ -174,8 +181,10 @@ class Throughput(Probe):
                 "runs": self.runs,
                 "turn": turn,
             }
-            exact = rows.get(REFERENCE, {})
-            ratios = {k: _over(fields.get(of), exact.get(of)) for k, of in RATIOS.items()}
+            ratios = {
+                ratio: _over(fields.get(of), rows.get(reference, {}).get(of))
+                for ratio, (of, reference) in RATIOS.items()
+            }
             yield Outcome(label, unit.id, asked | fields | ratios)
 
     def _measure(
@@ -187,18 +196,17 @@ class Throughput(Probe):
 
         def run(batch: int, most: int = setting.new_tokens) -> dict[str, Any]:
             """Record fields of the generation of a whole batch, its bytes summed over the rows."""
-            new, made = setting.new_tokens, {label: pair}
-            encoder = None if pair[0].rescoring is None else session.encoder
-            stopping = Stopping(min(most, new))
-            prompts = [
-                Prompt(row, [], made, stopping, f"throughput{i}", new, encoder=encoder)
-                for i, row in enumerate(_random_ids(session, setting.prompt_tokens, batch))
-            ]
-            answers = run_batch(session.model, prompts, seed=session.seed, graphs=session.graphs)
-            results = [answer[label] for answer in answers]
-            for result in results:
-                if result.failure is not None:
-                    raise result.failure
+            ids = _random_ids(session, setting.prompt_tokens, batch)
+            if isinstance(pair[0], Transformers):
+                results = generate_with_static_cache(
+                    session.model,
+                    ids,
+                    min(most, setting.new_tokens),
+                    attention=pair[0].attention,
+                    compiled=pair[0].compiled,
+                )
+            else:
+                results = _generate(session, setting, label, pair, ids, most)
             whole = {name: sum(getattr(result, name) for result in results) for name in SUMMED}
             return measured(results[0]) | whole
 
@@ -234,6 +242,32 @@ class Throughput(Probe):
             "bytes_before": before,
             "peak_is": "allocated" if device.type == "cuda" else "resident",
         }
+
+
+def _generate(
+    session: Session,
+    setting: Setting,
+    label: str,
+    pair: tuple[Method, Budget],
+    ids: Sequence[Sequence[int]],
+    most: int,
+) -> list[Generation]:
+    """The answers of kvbench's own decoding to a batch of prompts, of `most` tokens at most; the first
+    failure is raised."""
+    encoder = None if pair[0].rescoring is None else session.encoder
+    stopping = Stopping(min(most, setting.new_tokens))
+    prompts = [
+        Prompt(
+            row, [], {label: pair}, stopping, f"throughput{i}", setting.new_tokens, encoder=encoder
+        )
+        for i, row in enumerate(ids)
+    ]
+    answers = run_batch(session.model, prompts, seed=session.seed, graphs=session.graphs)
+    results = [answer[label] for answer in answers]
+    for result in results:
+        if result.failure is not None:
+            raise result.failure
+    return results
 
 
 def _random_ids(session: Session, n: int, batch: int) -> list[list[int]]:

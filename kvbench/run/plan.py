@@ -83,9 +83,11 @@ class Plan(ABC):
 
     Attributes:
         batches_units: whether several units may be given to `run_batch` at once.
+        decoders: whose decoding it can measure (`Method.decoded_by`).
     """
 
     batches_units: ClassVar[bool] = False
+    decoders: ClassVar[tuple[str, ...]] = ("kvbench",)
 
     @abstractmethod
     def meta(self) -> dict[str, Any]:

@@ -87,6 +87,12 @@ class Job:
     def __post_init__(self) -> None:
         for label, (method, _) in self.methods.items():
             check_answers(label, method)
+            decoder = getattr(method, "decoded_by", "kvbench")
+            if decoder not in self.plan.decoders:
+                raise KVError(
+                    f"method {label!r} is decoded by {decoder}, a witness of seconds; allowed: "
+                    f"task=throughput (task {self.task} measures what kvbench decodes)"
+                )
         unlike = [k for k, pair in self.methods.items() if not getattr(pair[0], "by_head", True)]
         alone = unlike or self.batch_size == "auto" or self.session.example_timeout is not None
         if self.session.spec.parallel is not None and alone:

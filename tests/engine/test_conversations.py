@@ -17,14 +17,15 @@ from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method
 
-NEED_PACKAGES = ("kvpress", "minference")
+NOT_HERE = ("kvpress", "minference", "transformers")
+"""Methods that need their packages, and one that kvbench does not decode."""
 SMALL = Budget(rate=0.25, sink=4, window=4)
 QUESTIONS = [prompt_ids(90)[60:80], prompt_ids(40)[30:], prompt_ids(90)[60:75]]
 WITHOUT_TOKENIZER = {"kvzip": {"instructed": False}}
 METHODS = {
     name: build_method(name, **WITHOUT_TOKENIZER.get(name, {}))
     for name in available_methods()
-    if name not in NEED_PACKAGES
+    if name not in NOT_HERE
 } | variants()
 
 
