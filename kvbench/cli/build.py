@@ -19,7 +19,8 @@ from filelock import FileLock
 from omegaconf import DictConfig
 
 from kvbench.cli.config import Settings
-from kvbench.engine.loading import ModelSpec, check_config_class, resolve_device, resolve_dtype
+from kvbench.engine.loading import check_config_class
+from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, first_line, nearest, presentable, printable
 from kvbench.errors.options import fits, hints_of, refusal

@@ -14,10 +14,10 @@ from kvbench.engine.costs import Cost
 from kvbench.engine.fork import Fork, copies_at_once, prompt_name
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.live_cache import LiveCache
-from kvbench.engine.loading import end_token_ids, model_end_ids
 from kvbench.engine.prefill import input_device, prefill
 from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.stopping import Stopping
+from kvbench.engine.tokenizer import end_token_ids, model_end_ids
 from kvbench.errors.options import Count, fits
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method

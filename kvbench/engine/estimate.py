@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig
 
 from kvbench.engine.architecture import kv_heads
 from kvbench.engine.attention import UnsupportedModel
-from kvbench.engine.loading import ModelError, ModelSpec, load_config
+from kvbench.engine.loading import load_config
+from kvbench.engine.model_spec import ModelError, ModelSpec
 from kvbench.kernels.quantize import Scheme
 
 

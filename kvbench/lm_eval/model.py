@@ -17,15 +17,10 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import Prompt, run_batch
-from kvbench.engine.loading import (
-    ModelSpec,
-    end_token_ids,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-)
+from kvbench.engine.loading import load_model
+from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.stopping import Stopping
+from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
 from kvbench.errors import UserError, nearest
 from kvbench.errors.options import fits, refusal
 from kvbench.kv import Budget

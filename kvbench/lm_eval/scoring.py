@@ -15,8 +15,9 @@ import lm_eval.models  # noqa: F401 - before a model is registered: it fills an 
 from lm_eval.models.huggingface import HFLM
 
 from kvbench.engine.fork import prompt_name
-from kvbench.engine.loading import Model, Tokenizer
+from kvbench.engine.loading import Model
 from kvbench.engine.scoring import read, score
+from kvbench.engine.tokenizer import Tokenizer
 from kvbench.errors import UserError
 from kvbench.probes.base import ReadCost, costs_of
 from kvbench.run.plan import Methods

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydoc import locate
 from typing import Any, NamedTuple
 
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.model_spec import ModelSpec
 
 _DEFAULTS: Mapping[str, Any] = {
     "data": None,

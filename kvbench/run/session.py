@@ -12,18 +12,11 @@ from typing import Any, Literal
 import torch
 
 from kvbench.engine.graphs import StepGraphs, check_decode
-from kvbench.engine.loading import (
-    Model,
-    ModelSpec,
-    Tokenizer,
-    end_token_ids,
-    load_config,
-    load_model,
-    load_tokenizer,
-    model_encoder,
-)
+from kvbench.engine.loading import Model, load_config, load_model
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
+from kvbench.engine.tokenizer import Tokenizer, end_token_ids, load_tokenizer, model_encoder
 from kvbench.errors.options import check_options
 from kvbench.kv import KVError
 from kvbench.tasks.base import Example, PromptEncoder

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from kvbench import compress
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.generate import Generation, Prompt, Stopping, run_batch
-from kvbench.engine.loading import ModelSpec, load_model
+from kvbench.engine.loading import load_model
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.scoring import read, score
 from kvbench.kv import Budget
 from kvbench.methods import build_method

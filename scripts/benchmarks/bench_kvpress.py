@@ -27,7 +27,7 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from kvbench.engine.generate import run_forks
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import build_method

@@ -29,7 +29,8 @@ def work(model: str, tokens: int, new: int) -> None:
 
     from kvbench.engine import threads
     from kvbench.engine.generate import run_forks
-    from kvbench.engine.loading import ModelSpec, load_model
+    from kvbench.engine.loading import load_model
+    from kvbench.engine.model_spec import ModelSpec
     from kvbench.engine.stopping import Stopping
     from kvbench.kv import Budget
     from kvbench.methods import build_method

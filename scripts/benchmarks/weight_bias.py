@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.engine.fork import layer_generator
-from kvbench.engine.loading import ModelSpec, load_model, load_tokenizer, prompt_encoder
+from kvbench.engine.loading import load_model
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.prefill import capture_layers
+from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvbench.engine.loading import local_path, prompt_encoder
+from kvbench.engine.model_spec import local_path
+from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.errors import UserError, needs_extra
 
 

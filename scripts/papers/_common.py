@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from kvbench.cli.build import constructed, named
 from kvbench.cli.config import composed, expanded, hydra_of_conf
 from kvbench.engine.architecture import compressible_layers
-from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV

@@ -23,7 +23,7 @@ import torch
 import yaml
 
 from kvbench.engine.generate import run_forks
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method

@@ -17,7 +17,7 @@ from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.live_cache import UnsupportedGeneration
-from kvbench.engine.loading import local_path
+from kvbench.engine.model_spec import local_path
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import build_method

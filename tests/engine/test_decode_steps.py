@@ -31,7 +31,7 @@ from kvbench.engine.decoding import _Counters
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods import available_methods, build_method, method_class

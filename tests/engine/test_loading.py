@@ -20,19 +20,17 @@ from transformers import AutoTokenizer
 
 from kvbench.engine import loading
 from kvbench.engine.generate import run_forks
-from kvbench.engine.loading import (
+from kvbench.engine.loading import check_config_class, load_model
+from kvbench.engine.model_spec import (
     ModelError,
     ModelSpec,
-    check_config_class,
-    end_token_ids,
-    load_model,
-    load_tokenizer,
-    prompt_encoder,
+    local_path,
     resolve_device,
     resolve_dtype,
 )
 from kvbench.engine.prefill import input_device
 from kvbench.engine.stopping import Stopping
+from kvbench.engine.tokenizer import end_token_ids, load_tokenizer, prompt_encoder
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 
@@ -81,7 +79,7 @@ def test_the_hubs_failures_are_one_line(monkeypatch, error, message):
     def refuse(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
     with pytest.raises(ModelError) as caught:
         load_tokenizer(ModelSpec(name="m", path="someone/model"))
     text = str(caught.value)
@@ -163,7 +161,7 @@ def test_a_base_model_gets_no_template_and_a_bos_where_its_tokenizer_puts_one():
 
 
 def test_a_chat_template_goes_around_the_prompt():
-    tokenizer = AutoTokenizer.from_pretrained(loading.local_path("asset:recall_mini"))
+    tokenizer = AutoTokenizer.from_pretrained(local_path("asset:recall_mini"))
     tokenizer.chat_template = (
         "{% for m in messages %}user: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}bot:{% endif %}"

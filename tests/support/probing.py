@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.methods import build_method
 from kvbench.probes.layer_error import SyntheticLayers
 from kvbench.run.session import Session

@@ -10,7 +10,8 @@ from hydra.utils import instantiate
 from support.command import composed
 
 from kvbench.cli.catalogue import config_dir
-from kvbench.engine.loading import ModelSpec, load_config
+from kvbench.engine.loading import load_config
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.tasks.base import Task, TaskError
 from kvbench.tasks.jsonl import Jsonl
 from kvbench.tasks.longbench import LongBench

@@ -15,8 +15,9 @@ from support.paths import DATA, write_lines
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvbench.engine.loading import ModelError, ModelSpec, local_path, prompt_encoder
+from kvbench.engine.model_spec import ModelError, ModelSpec, local_path
 from kvbench.engine.stopping import Stopping
+from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.tasks import longbench
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.longbench import (

@@ -1,0 +1,107 @@
+"""Tokenizers: how prompts become token ids, and which tokens end an answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbench.engine.loading import load_config, model_end_ids
+from kvbench.engine.model_spec import (
+    ModelError,
+    ModelSpec,
+    gguf_options,
+    local_path,
+    one_line_failures,
+    origin_of,
+)
+from kvbench.engine.packaged import PACKAGE_PREFIX
+from kvbench.tasks.base import PromptEncoder, tokenizing
+
+Tokenizer = PreTrainedTokenizerBase
+
+MESSAGE = "KVBENCH_PROMPT_GOES_HERE"
+"""Stands for a message in a chat template, to see what the template writes before and after it."""
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or the one `spec.tokenizer` names."""
+    path = spec.tokenizer or spec.path
+    with one_line_failures("tokenizer of model", spec):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            local_path(path),
+            trust_remote_code=spec.trust_remote_code,
+            **origin_of(path, None if spec.tokenizer else spec.revision),
+            **({} if spec.tokenizer else gguf_options(spec)),
+        )
+    if not spec.tokenizer and (spec.quantization == "gguf" or spec.path.startswith(PACKAGE_PREFIX)):
+        end = getattr(load_config(spec).get_text_config(), "eos_token_id", None)
+        if isinstance(end, int):  # transformers 5.17 reads another
+            tokenizer.eos_token_id = end
+    if "{" in spec.chat_template:  # a template itself
+        tokenizer.chat_template = spec.chat_template
+    return tokenizer
+
+
+def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
+    """How prompts become token ids: the chat template around them, or the tokenizer's own BOS.
+
+    Raises:
+        ModelError: `chat_template: always` and the tokenizer has none; a template that does not write a
+            message once, as it is; a stop token that the tokenizer does not have.
+    """
+    vocabulary = tokenizer.get_vocab() if spec.stop_tokens else {}
+    for token in spec.stop_tokens:
+        if token not in vocabulary:
+            raise ModelError(
+                f"model.stop_tokens names {token!r}, which the tokenizer of {spec.path!r} does not "
+                "have; allowed: tokens of its vocabulary"
+            )
+    ends = {vocabulary[token] for token in spec.stop_tokens}
+    end = getattr(tokenizer, "eos_token_id", None)
+    made = PromptEncoder(tokenizer, end_ids=frozenset(ends if end is None else {*ends, end}))
+
+    def encode(text: str, *, special: bool = False) -> list[int]:
+        with one_line_failures("tokenizer of model", spec), tokenizing(tokenizer):
+            return list(tokenizer.encode(text, add_special_tokens=special))
+
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if spec.chat_template == "always" and not has_template:
+        raise ModelError(
+            f"model.chat_template is 'always' and the tokenizer of {spec.path!r} has none; "
+            "allowed: auto, never"
+        )
+    if not has_template or spec.chat_template == "never":
+        plain, whole = encode("a"), encode("a", special=True)
+        before_text = whole.index(plain[0]) if plain and plain[0] in whole else 0
+        return replace(made, prefix_ids=tuple(whole[:before_text]))
+    with one_line_failures("chat template of model", spec):
+        text = made.render_chat(MESSAGE)
+    times = text.count(MESSAGE)
+    if times != 1:
+        raise ModelError(
+            f"the chat template of model {spec.path!r} prints a message {times} times"
+            f"{'' if times else ', or changes it'}; allowed: once, as it is (or "
+            "model.chat_template=never)"
+        )
+    before, _, after = text.partition(MESSAGE)
+    prefix, suffix = tuple(encode(before)), tuple(encode(after))
+    return replace(made, prefix_ids=prefix, suffix_ids=suffix, chat=True)
+
+
+def model_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
+    """`prompt_encoder`, with the facts about the model that benchmark protocols use."""
+    config = load_config(spec).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    return replace(
+        prompt_encoder(tokenizer, spec),
+        family=str(config.model_type),
+        max_input=spec.max_input,
+        max_positions=positions if isinstance(positions, int) else None,
+    )
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end a generation: the generation config's (one or several), the tokenizer's."""
+    end = tokenizer.eos_token_id
+    return model_end_ids(model) | (frozenset() if end is None else {end})
