@@ -73,18 +73,32 @@ from kvbench.methods import available_methods, build_method
 from kvbench.run import provenance
 
 LLAMA_8B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 262144, "rope_theta": 500000.0, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 262144,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
 SMALL_LLAMA = LLAMA_8B | {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 LEAST = {
-    "decode_attention": 0.4, "attention_mass": 0.15, "balanced_halving": 0.05, "cut": 0.01,
+    "decode_attention": 0.4,
+    "attention_mass": 0.15,
+    "balanced_halving": 0.05,
+    "cut": 0.01,
     "kcentre": 0.001,
-}  # fmt: skip
+}
 """Floor over measured time that each kernel should reach; expectations, not measurements."""
 WALL, WALL_S = 0.10, 0.05
 """Wall seconds of a generation beyond those of its parts, at most: a share of these, or seconds."""
@@ -792,9 +806,18 @@ def witness(sizes: Sizes, on: torch.device, out: Figures) -> None:
 def main() -> int:
     """Exit status: 0 where every section passed."""
     sections = (
-        device, parity, tokens, kernels, throughput, decoding, memory, capacity, second, compiled,
+        device,
+        parity,
+        tokens,
+        kernels,
+        throughput,
+        decoding,
+        memory,
+        capacity,
+        second,
+        compiled,
         witness,
-    )  # fmt: skip
+    )
     names = [*(section.__name__ for section in sections), "tests"]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(names), help="sections, with commas")
@@ -836,10 +859,14 @@ def main() -> int:
         except Exception as failure:  # noqa: BLE001 - the other sections are wanted all the same
             out.wrong.append(one_line(failure))
         found = {
-            "passed": not out.wrong, "wrong": out.wrong, "short": out.short,
-            "left_out": out.left_out, "seconds": round(time.perf_counter() - start, 1),
-            "compiling_s": round(COMPILED.seconds - before, 1), **out.found,
-        }  # fmt: skip
+            "passed": not out.wrong,
+            "wrong": out.wrong,
+            "short": out.short,
+            "left_out": out.left_out,
+            "seconds": round(time.perf_counter() - start, 1),
+            "compiling_s": round(COMPILED.seconds - before, 1),
+            **out.found,
+        }
         report["sections"][section] = found
         path.write_text(json.dumps(report, indent=1) + "\n")
         said = f"{found['seconds']:6.1f} s, {found['compiling_s']:5.1f} s of it compiling"

@@ -33,8 +33,17 @@ from kvbench.tasks.ruler import clean, matched
 
 SCORED = ("ruler", "longbench", "longbench-e")
 OF_SAMPLES = {
-    *("doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics"),
-    *("doc_hash", "prompt_hash", "target_hash"),
+    "doc_id",
+    "doc",
+    "target",
+    "arguments",
+    "resps",
+    "filtered_resps",
+    "filter",
+    "metrics",
+    "doc_hash",
+    "prompt_hash",
+    "target_hash",
 }
 Imported = tuple[dict[str, Any], list[dict[str, Any]]]
 """What a run was made with (model, task, method and further options), and its records."""

@@ -105,17 +105,27 @@ SCORES: dict[str, Sequence[Column]] = {
         Column("ratio, 0.25", f"leaderboard/needle-{MODEL}", {"rate": 0.25}, "ratio", 3),
         *(_found("needle", "needle", rate) for rate in (0.5, 0.25, 0.125)),
         *(_found("RULER", "ruler", rate) for rate in (0.5, 0.25, 0.125)),
-        *(_at_quarter(*column) for column in (
-            ("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
-            ("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),
-            ("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}),
-        )),
+        *(
+            _at_quarter(*column)
+            for column in (
+                ("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
+                ("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),
+                ("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}),
+            )
+        ),
     ),
     "frontier": (
         Column("bytes of float32", f"frontier/layer_error-{MODEL}", {}, "ratio", 3),
         Column("of bfloat16", f"frontier/layer_error-{MODEL}", {}, "bytes", 3),
-        *(Column(f"layer error, {rate}", f"frontier/layer_error-{MODEL}-by-rate", {"value": rate},
-                 digits=3) for rate in (0.5, 0.25, 0.125)),
+        *(
+            Column(
+                f"layer error, {rate}",
+                f"frontier/layer_error-{MODEL}-by-rate",
+                {"value": rate},
+                digits=3,
+            )
+            for rate in (0.5, 0.25, 0.125)
+        ),
     ),
     "figure4": (
         Column("words found (the paper's measure)", f"figure4/needle-{MODEL}", {"by": "dataset"}),
@@ -124,17 +134,26 @@ SCORES: dict[str, Sequence[Column]] = {
     ),
     "table1": (
         Column("multi_news, ROUGE-L", f"table1/longbench-{MODEL}", {"by": "dataset"}, digits=1),
-        *(Column(f"published, {model}", "table1/balancekv_table1-published",
-                 {"published_model": model}, "published", 2)
-          for model in ("Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct", "Qwen2.5-32B-Instruct")),
+        *(
+            Column(
+                f"published, {model}",
+                "table1/balancekv_table1-published",
+                {"published_model": model},
+                "published",
+                2,
+            )
+            for model in ("Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct", "Qwen2.5-32B-Instruct")
+        ),
     ),
     "lines": (
         Column("lines", "lines/longeval_lines-recall_mini", {"value": "average"}),
         Column("asked later", "lines/longeval_lines_context-recall_mini", {"value": "average"}),
-        Column("official 200 lines", "lines/longeval_official_prompt-recall_mini", {"by": "dataset"}),
+        Column(
+            "official 200 lines", "lines/longeval_official_prompt-recall_mini", {"by": "dataset"}
+        ),
         Column("asked later ", "lines/longeval_official_context-recall_mini", {"by": "dataset"}),
     ),
-}  # fmt: skip
+}
 FILES = {
     "training": "recall_mini/training.csv",
     "accuracy": "recall_mini/accuracy.csv",

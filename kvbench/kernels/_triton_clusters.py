@@ -19,9 +19,16 @@ PART = tl.constexpr(16)
 
 @triton.jit
 def _apart(
-    points, a, real_a, others, b, real_b, DIM: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+    points,
+    a,
+    real_a,
+    others,
+    b,
+    real_b,
+    DIM: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+):
     """Distances [A, B] of the points at places a and the others at places b."""
     squares = tl.zeros([A, B], tl.float32)
     for part in range(0, DIM, PART):
@@ -43,9 +50,16 @@ def nearest_kernel(
     among,  # [h, 1 or b, m] uint8
     distance,  # [h, b] float32, out
     index,  # [h, b] int64, out
-    b, m, points_step, others_step, among_step, among_row,
-    DIM: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+    b,
+    m,
+    points_step,
+    others_step,
+    among_step,
+    among_row,
+    DIM: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+):
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * A + tl.arange(0, A)
     best, where = tl.full([A], float("inf"), tl.float32), tl.zeros([A], tl.int32)
@@ -56,9 +70,16 @@ def nearest_kernel(
         seen = tl.load(among + place, mask=real, other=0) != 0
         if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
             apart = _apart(
-                points + head * points_step, row, row < b,
-                others + head * others_step, column, column < m, DIM, A, B,
-            )  # fmt: skip
+                points + head * points_step,
+                row,
+                row < b,
+                others + head * others_step,
+                column,
+                column < m,
+                DIM,
+                A,
+                B,
+            )
             apart = tl.where(seen, apart, float("inf"))
             least = tl.min(apart, 1)
             first = tl.min(tl.where(apart == least[:, None], column[None, :], m), 1)
@@ -104,10 +125,21 @@ def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tens
     distance = points.new_empty(heads, b)
     index = torch.empty_like(distance, dtype=torch.int64)
     nearest_kernel[(heads, triton.cdiv(b, 16))](
-        *(points, others, among.byte(), distance, index, b, m),
-        *(points.stride(0), others.stride(0), among.stride(0)),
+        points,
+        others,
+        among.byte(),
+        distance,
+        index,
+        b,
+        m,
+        points.stride(0),
+        others.stride(0),
+        among.stride(0),
         among.stride(1) if among.shape[1] > 1 else 0,
-        **{"DIM": dim, "A": 16, "B": 32, "num_warps": 4},
+        DIM=dim,
+        A=16,
+        B=32,
+        num_warps=4,
     )
     return distance, index
 

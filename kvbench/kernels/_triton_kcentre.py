@@ -37,10 +37,20 @@ ROWS = 32
 
 @triton.jit
 def _squared_distances(
-    points, square, a, real_a, b, real_b, step,
-    A: tl.constexpr, B: tl.constexpr,
-    DIM: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    points,
+    square,
+    a,
+    real_a,
+    b,
+    real_b,
+    step,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    PART: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """[A, B], of the points at places a and b."""
     inner = tl.zeros([A, B], tl.float32)
     for part in range(0, D, PART):
@@ -58,10 +68,22 @@ def _squared_distances(
 
 @triton.jit
 def _up_to_date(
-    points, square, distance, centres, place, since, chosen, n, step,
-    DIM: tl.constexpr, D: tl.constexpr, POINTS: tl.constexpr, CENTRES: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    points,
+    square,
+    distance,
+    centres,
+    place,
+    since,
+    chosen,
+    n,
+    step,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    POINTS: tl.constexpr,
+    CENTRES: tl.constexpr,
+    PART: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Distances of the points at places [POINTS], compared with centres since .. chosen - 1; -1: one."""
     real = place < n
     near = tl.load(distance + place, mask=real, other=-1.0)
@@ -113,9 +135,22 @@ def visit_kernel(
         lane = tl.arange(0, POINTS)
         place = tile + tiles * lane
         near = _up_to_date(
-            points + head * batch_step, square + head * n, distance, centres + head * count,
-            place, since, chosen, n, step, DIM, D, POINTS, CENTRES, PART, PRECISION,
-        )  # fmt: skip
+            points + head * batch_step,
+            square + head * n,
+            distance,
+            centres + head * count,
+            place,
+            since,
+            chosen,
+            n,
+            step,
+            DIM,
+            D,
+            POINTS,
+            CENTRES,
+            PART,
+            PRECISION,
+        )
         tl.store(distance + place, near, mask=place < n)
         tl.store(stamp + head * tiles + tile, chosen)
         for i in tl.static_range(FARTHEST):
@@ -155,9 +190,20 @@ def compare_kernel(
         a = tl.load(where + head * C + i, mask=real_i, other=0)
         b = tl.load(where + head * C + j, mask=real_j, other=0)
         found = _squared_distances(
-            points + head * batch_step, square + head * n, a, real_i, b, real_j, step,
-            PIECE, PIECE, DIM, D, PART, PRECISION,
-        )  # fmt: skip
+            points + head * batch_step,
+            square + head * n,
+            a,
+            real_i,
+            b,
+            real_j,
+            step,
+            PIECE,
+            PIECE,
+            DIM,
+            D,
+            PART,
+            PRECISION,
+        )
         tl.store(apart + (head * C + i[:, None]) * C + j[None, :], found)
 
 
@@ -278,9 +324,22 @@ def finish_kernel(
         since = tl.sum(tl.where(every == tile, stamps, 0), 0)
         place = tile + tiles * lane
         near = _up_to_date(
-            points, square, distance, centres, place, since, chosen, n, step,
-            DIM, D, POINTS, CENTRES, PART, PRECISION,
-        )  # fmt: skip
+            points,
+            square,
+            distance,
+            centres,
+            place,
+            since,
+            chosen,
+            n,
+            step,
+            DIM,
+            D,
+            POINTS,
+            CENTRES,
+            PART,
+            PRECISION,
+        )
         best = tl.max(near, 0)
         others = tl.max(tl.where(every == tile, -float("inf"), bounds), 0)
         # A centre chosen now is not compared yet with the tile: its stamp stays behind.
@@ -362,20 +421,72 @@ def greedy_k_centre(points: Tensor, square: Tensor, count: int, first: Tensor) -
             visit = largest.indices[:, :visited].contiguous()
             unseen = largest.values[:, visited].contiguous()
             visit_kernel[(visited, batch)](
-                points, square, distance, centres, filled, stamp, visit, value, where, rest,
-                n, count, tiles, visited, *steps, FARTHEST=FARTHEST, **options,
-            )  # fmt: skip
+                points,
+                square,
+                distance,
+                centres,
+                filled,
+                stamp,
+                visit,
+                value,
+                where,
+                rest,
+                n,
+                count,
+                tiles,
+                visited,
+                *steps,
+                FARTHEST=FARTHEST,
+                **options,
+            )
             compare_kernel[(pieces, pieces, batch)](
-                points, square, filled, value, where, apart,
-                n, count, *steps, C=candidates, PIECE=piece, **compared,
-            )  # fmt: skip
+                points,
+                square,
+                filled,
+                value,
+                where,
+                apart,
+                n,
+                count,
+                *steps,
+                C=candidates,
+                PIECE=piece,
+                **compared,
+            )
             choose_kernel[(batch,)](
-                distance, centres, filled, visit, value, went, where, rest, unseen, apart, bound,
-                n, count, tiles, V=visited, FARTHEST=FARTHEST, C=candidates, ROWS=min(ROWS, candidates),
+                distance,
+                centres,
+                filled,
+                visit,
+                value,
+                went,
+                where,
+                rest,
+                unseen,
+                apart,
+                bound,
+                n,
+                count,
+                tiles,
+                V=visited,
+                FARTHEST=FARTHEST,
+                C=candidates,
+                ROWS=min(ROWS, candidates),
                 num_warps=8,
-            )  # fmt: skip
+            )
     finish_kernel[(batch,)](
-        points, square, distance, centres, filled, stamp, bound,
-        n, count, tiles, *steps, TILES=triton.next_power_of_2(tiles), **options,
-    )  # fmt: skip
+        points,
+        square,
+        distance,
+        centres,
+        filled,
+        stamp,
+        bound,
+        n,
+        count,
+        tiles,
+        *steps,
+        TILES=triton.next_power_of_2(tiles),
+        **options,
+    )
     return centres

@@ -159,16 +159,40 @@ def walk_kernel(
             full = other < count  # always: an earlier tile
             column = tl.load(index + other)
             e = scale * _products(
-                keys, key_step, row, column, real, full, mean, mean_square,
-                DIM, D, PART, TILE, CENTRE != 0, PRECISION,
-            )  # fmt: skip
+                keys,
+                key_step,
+                row,
+                column,
+                real,
+                full,
+                mean,
+                mean_square,
+                DIM,
+                D,
+                PART,
+                TILE,
+                CENTRE != 0,
+                PRECISION,
+            )
             larger = tl.maximum(largest, tl.max(e, 1))
             g = tl.exp(e - larger[:, None])
             if VALUES:
                 p = _products(
-                    values, value_step, row, column, real, full, mean, 0.0,
-                    VALUE_DIM, E, PART, TILE, False, PRECISION,
-                )  # fmt: skip
+                    values,
+                    value_step,
+                    row,
+                    column,
+                    real,
+                    full,
+                    mean,
+                    0.0,
+                    VALUE_DIM,
+                    E,
+                    PART,
+                    TILE,
+                    False,
+                    PRECISION,
+                )
                 if WEIGHTS:
                     p *= row_weight[:, None] * tl.load(weights + other)[None, :]
                 g *= p + offset
@@ -177,17 +201,41 @@ def walk_kernel(
             largest = larger
 
         e = scale * _products(
-            keys, key_step, row, row, real, real, mean, mean_square,
-            DIM, D, PART, TILE, CENTRE != 0, PRECISION,
-        )  # fmt: skip
+            keys,
+            key_step,
+            row,
+            row,
+            real,
+            real,
+            mean,
+            mean_square,
+            DIM,
+            D,
+            PART,
+            TILE,
+            CENTRE != 0,
+            PRECISION,
+        )
         e = tl.where(tile[None, :] < tile[:, None], e, -float("inf"))
         larger = tl.maximum(largest, tl.max(e, 1))
         g = tl.exp(e - larger[:, None])  # 0 on and above the diagonal
         if VALUES:
             p = _products(
-                values, value_step, row, row, real, real, mean, 0.0,
-                VALUE_DIM, E, PART, TILE, False, PRECISION,
-            )  # fmt: skip
+                values,
+                value_step,
+                row,
+                row,
+                real,
+                real,
+                mean,
+                0.0,
+                VALUE_DIM,
+                E,
+                PART,
+                TILE,
+                False,
+                PRECISION,
+            )
             if WEIGHTS:
                 p *= row_weight[:, None] * row_weight[None, :]
             g *= p + offset

@@ -23,23 +23,37 @@ INSTALL = "pip install 'kvbench[kvpress]' (it needs transformers < 5.3)"
 
 _REASONS = {
     "it compresses while decoding, not after the prompt, as method recompress does": (
-        *("DecodingPress", "CompressionRatioDecodingPress", "PrefillDecodingPress", "CAMPress"),
+        "DecodingPress",
+        "CompressionRatioDecodingPress",
+        "PrefillDecodingPress",
+        "CAMPress",
     ),
     "it needs weights, patterns or statistics learned for one model, which it downloads": (
-        *("DuoAttentionPress", "LUKVPress", "FastKVzipPress", "KVzapPress", "QFilterPress"),
+        "DuoAttentionPress",
+        "LUKVPress",
+        "FastKVzipPress",
+        "KVzapPress",
+        "QFilterPress",
         "ExpectedAttentionStatsPress",
     ),
     "it runs the model on the prompt again, by hooks of its own on the whole model (method kvzip does "
     "so in the engine)": ("KVzipPress", "KVgradPress", "RestoreKVPress", "KVComposePress"),
     "its ratio cannot be set, so no budget can be given to it": (
-        *("DMSPress", "SimLayerKVPress", "PerLayerCompressionPress", "ComposedPress"),
+        "DMSPress",
+        "SimLayerKVPress",
+        "PerLayerCompressionPress",
+        "ComposedPress",
     ),
     "it moves keys to new positions; a fork decodes at the prompt's own": (
-        *("KeyRerotationPress", "FinchPress"),
+        "KeyRerotationPress",
+        "FinchPress",
     ),
     "it zeroes channels of keys and evicts no entry": ("ThinKPress",),
     "it reads queries or keys as before position encoding, as method expected_attention does": (
-        *("ExpectedAttentionPress", "CapPress", "LeverageScorePress", "CompactorPress"),
+        "ExpectedAttentionPress",
+        "CapPress",
+        "LeverageScorePress",
+        "CompactorPress",
     ),
 }
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}

@@ -44,8 +44,15 @@ RATIOS = {
 """Record fields that divide another by that of the method named, of the same unit; null where there is
 none."""
 SUMMED = (
-    *("prefill_s", "compress_s", "decode_s", "cache_bytes", "cache_bytes_end"),
-    *("cache_bytes_peak", "cache_bytes_mean", "exact_bytes", "exact_bytes_mean"),
+    "prefill_s",
+    "compress_s",
+    "decode_s",
+    "cache_bytes",
+    "cache_bytes_end",
+    "cache_bytes_peak",
+    "cache_bytes_mean",
+    "exact_bytes",
+    "exact_bytes_mean",
 )
 """Record fields that are sums over the rows of a batch."""
 

@@ -32,7 +32,12 @@ TAKEN = frozenset(
     {
         *COMMON_FIELDS,
         *(field.name for field in fields(Generation)),
-        *("context_id", "sample", "history", "evidence", "beyond_positions", "max_positions"),
+        "context_id",
+        "sample",
+        "history",
+        "evidence",
+        "beyond_positions",
+        "max_positions",
     }
 )
 """Fields of a record that the engine and the runner write: neither a task nor a method writes them."""

@@ -18,8 +18,15 @@ import kvbench
 from kvbench.errors import redact
 
 LIBRARIES = (
-    *("torch", "transformers", "tokenizers", "datasets", "numpy", "hydra-core", "triton"),
-    *("kvpress", "minference"),
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "numpy",
+    "hydra-core",
+    "triton",
+    "kvpress",
+    "minference",
 )
 
 

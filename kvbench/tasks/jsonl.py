@@ -34,8 +34,22 @@ ROLES = ("context", "question", "answers", "questions", "choices", "id", "datase
 USUAL = {"context": "context", "question": "question", "answers": "answers"}
 """Fields that stand for what they are called."""
 OF_SUBSETS = (
-    *("file", "local", "archive", "config", "split", "dataset", "revision", "fields", "extract"),
-    *("template", "answer_prefix", "metric", "pattern", "chat", "max_new_tokens", "stop"),
+    "file",
+    "local",
+    "archive",
+    "config",
+    "split",
+    "dataset",
+    "revision",
+    "fields",
+    "extract",
+    "template",
+    "answer_prefix",
+    "metric",
+    "pattern",
+    "chat",
+    "max_new_tokens",
+    "stop",
     "merge_answers",
 )
 HISTORIES: Mapping[bool | None, Any] = {None: "none", True: "golden", False: "own"}

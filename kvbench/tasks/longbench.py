@@ -64,8 +64,19 @@ DATASETS: Mapping[str, Dataset] = {
     "repobench-p": Dataset("code_similarity", 64, "ee9ec182ea5ffeb70a7140d55baea972"),
 }
 E_DATASETS = (
-    *("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec"),
-    *("triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
+    "qasper",
+    "multifieldqa_en",
+    "hotpotqa",
+    "2wikimqa",
+    "gov_report",
+    "multi_news",
+    "trec",
+    "triviaqa",
+    "samsum",
+    "passage_count",
+    "passage_retrieval_en",
+    "lcc",
+    "repobench-p",
 )
 """The datasets of LongBench-E, in the order of its tables."""
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
@@ -205,9 +216,13 @@ def source_of(stem: str, data: str | None = None, revision: str | None = None) -
         repository = data.removeprefix(HUB)
         return Source("longbench", dataset=repository, config=stem, revision=revision)
     return Source(
-        "longbench", data=data, dataset=REPOSITORY, revision=revision,
-        archive=ARCHIVE, file=f"data/{stem}.jsonl",
-    )  # fmt: skip
+        "longbench",
+        data=data,
+        dataset=REPOSITORY,
+        revision=revision,
+        archive=ARCHIVE,
+        file=f"data/{stem}.jsonl",
+    )
 
 
 def rows_of(source: Source, dataset: str) -> list[dict[str, Any]]:

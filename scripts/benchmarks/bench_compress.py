@@ -27,7 +27,13 @@ from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
 NAMES = (
-    *("balancekv", "wildcat", "qjl", "turboquant", "expected_attention", "snapkv", "adakv"),
+    "balancekv",
+    "wildcat",
+    "qjl",
+    "turboquant",
+    "expected_attention",
+    "snapkv",
+    "adakv",
     "pages",
 )
 
@@ -115,9 +121,7 @@ def main() -> None:
         angles = positions[:, None] * 1e4**-pairs
         return angles.cos(), angles.sin()
 
-    layer = LayerKV(
-        x[None], values[None], queries[None], 0, 1, args.dim**-0.5, rotary=rotary
-    )  # fmt: skip
+    layer = LayerKV(x[None], values[None], queries[None], 0, 1, args.dim**-0.5, rotary=rotary)
     print(f"load {os.getloadavg()[0]:.1f}; seconds of processor time, medians of {args.repeats}")
     for name in args.methods.split(","):
         # of balancekv the whole prompt is middle, so that both cover the same blocks

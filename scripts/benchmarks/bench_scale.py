@@ -188,7 +188,12 @@ def bench_jobs(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
     """A dry run of so many jobs, five rates and as many seeds as that needs; and the same sweep up to
     its first record."""
     words = [
-        *("-m", "kvbench", "-m", "logger=none", "limit=1", "method=[exact,snapkv]"),
+        "-m",
+        "kvbench",
+        "-m",
+        "logger=none",
+        "limit=1",
+        "method=[exact,snapkv]",
         f"seed=range({max(1, count // 5)})",
         "budget.rate=0.5,0.4,0.3,0.2,0.1",
         f"results_dir={folder / str(count)}",
