@@ -176,7 +176,7 @@ def compare(
     if isinstance(rate, list | tuple) and rate:
         rates = list(rate)
     budgets = {r: Budget(r, sink, window, size, total_rate) for r in rates}
-    texts = isinstance(prompt, list | tuple) and all(isinstance(one, str) for one in prompt)
+    texts = isinstance(prompt, list | tuple) and all(isinstance(part, str) for part in prompt)
     several = isinstance(prompt, Mapping) or (texts and len(prompt) > 0)
     prompts: dict[Any, Any] = {0: prompt}
     if several:
@@ -184,15 +184,15 @@ def compare(
     if isinstance(reference, Mapping):
         answers = dict(reference)
     else:
-        each = [reference] if isinstance(reference, str) else reference or ()
-        if each and len(each) != len(prompts):
+        references = [reference] if isinstance(reference, str) else reference or ()
+        if references and len(references) != len(prompts):
             raise KVError(
-                f"reference has {len(each)} texts for {len(prompts)} prompts; allowed: one of each"
+                f"reference has {len(references)} texts for {len(prompts)} prompts; allowed: one of each"
             )
-        answers = dict(zip(prompts, each, strict=False))
+        answers = dict(zip(prompts, references, strict=False))
     if not fits(Count, max_new_tokens):
         raise KVError(refusal("max_new_tokens", max_new_tokens, Count))
-    tokens = {name: _token_ids(tokenizer, one) for name, one in prompts.items()}
+    tokens = {name: _token_ids(tokenizer, asked) for name, asked in prompts.items()}
 
     ends, decode = end_token_ids(model, tokenizer), decoder(tokenizer)
     stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
@@ -309,7 +309,7 @@ def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Meth
 def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, Method]:
     if isinstance(methods, Mapping):
         return {label: _method(method, {})[1] for label, method in methods.items()}
-    made = [_method(one, {}) for one in ([methods] if isinstance(methods, str) else methods)]
+    made = [_method(name, {}) for name in ([methods] if isinstance(methods, str) else methods)]
     labels = [label for label, _ in made]
     if not made or len(set(labels)) < len(labels):
         raise KVError(

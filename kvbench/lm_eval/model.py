@@ -157,7 +157,7 @@ class KVBenchLM(Requests):
             BudgetExceeded, and whatever else stopped the method.
         """
         with kvbench_attention_on(self.model):
-            found = answer_requests(
+            scored = answer_requests(
                 self.model,
                 [(context, continuation) for _, context, continuation in requests],
                 self.methods,
@@ -167,7 +167,7 @@ class KVBenchLM(Requests):
                 batch_rows=max(32, self.batch_size),
                 encoder=PromptEncoder(self.tokenizer),
             )
-        answers = [one[LABEL] for one in found]
+        answers = [by_label[LABEL] for by_label in scored]
         for answer in answers:
             if answer.failure is not None:
                 raise answer.failure
@@ -203,8 +203,8 @@ class KVBenchLM(Requests):
             part = requests[begin : begin + self.batch_size]
             prompts = [self._prompt(*request.args) for request in part]
             with kvbench_attention_on(self.model):
-                found = run_batch(self.model, prompts, seed=self.seed, compress_after=after)
-            for answers, prompt in zip(found, prompts, strict=True):
+                generated = run_batch(self.model, prompts, seed=self.seed, compress_after=after)
+            for answers, prompt in zip(generated, prompts, strict=True):
                 answer, until = answers[LABEL], list(prompt.stopping.strings)
                 if answer.failure is not None:
                     raise answer.failure

@@ -139,15 +139,15 @@ def answer_requests(
         )
         costs = costs_of(model, reading, len(context) + room)  # before continuations are fed
         for label, scored in score(model, reading, tails, batch_rows=batch_rows).items():
-            for number, one in zip(members, scored, strict=True):
+            for number, pieces in zip(members, scored, strict=True):
                 answers[number][label] = Answer(
-                    logprob=sum(one.logprobs)
-                    / (len(one.logprobs) or 1 if scoring == "mean" else 1),
-                    greedy=all(one.greedy),
+                    logprob=sum(pieces.logprobs)
+                    / (len(pieces.logprobs) or 1 if scoring == "mean" else 1),
+                    greedy=all(pieces.greedy),
                     tokens=len(cut[number][1]),
                     context_tokens=len(context),
                     cost=costs[label],
-                    failure=one.failure,
+                    failure=pieces.failure,
                 )
     return answers
 

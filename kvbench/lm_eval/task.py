@@ -83,7 +83,7 @@ class HarnessTask(Probe):
                         f"task {name!r} is unknown to lm-evaluation-harness{nearest(name, known)}; "
                         f"allowed: {'its list' if folder is None else ', '.join(known[:12])}"
                     )
-                found = manager.load(list(self.tasks))["tasks"]
+                loaded = manager.load(list(self.tasks))["tasks"]
         except (TaskError, MemoryError):
             raise
         except Exception as error:  # whatever a data set's loader raises
@@ -91,11 +91,11 @@ class HarnessTask(Probe):
                 f"tasks {', '.join(self.tasks)} cannot be loaded: {first_line(error)}; allowed: with "
                 "their data (a network, once), or task.include_path=<a folder>"
             ) from error
-        for task in found.values():
+        for task in loaded.values():
             if self.num_fewshot is not None:
                 task.set_config(key="num_fewshot", value=self.num_fewshot)
             task.set_fewshot_seed(seed=1234)  # lm-evaluation-harness's default
-        return dict(found)
+        return dict(loaded)
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per document, the tasks in turn.

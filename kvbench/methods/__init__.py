@@ -28,7 +28,9 @@ def method_class(name: str) -> type[Method]:
     """
     known = available_methods()
     if name not in known:
-        presets = [f"{one}_{preset}" for one in known for preset in method_class(one).presets]
+        presets = [
+            f"{method}_{preset}" for method in known for preset in method_class(method).presets
+        ]
         check_known(f"unknown method {name!r}", name, sorted([*known, *presets]))
     module = importlib.import_module(f"{__name__}.{name}")
     classes = [
@@ -55,8 +57,8 @@ def build_method(name: str, preset: str | None = None, **options: Any) -> Method
     known = available_methods()
     if name not in known and preset is None:
         split = (n for n in known if name.removeprefix(f"{n}_") in method_class(n).presets)
-        if found := next(split, None):
-            name, preset = found, name.removeprefix(f"{found}_")
+        if method := next(split, None):
+            name, preset = method, name.removeprefix(f"{method}_")
     cls = method_class(name)
     if preset is not None:
         check_known(f"method {name!r} has no preset {preset!r}", preset, sorted(cls.presets))

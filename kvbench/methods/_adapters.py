@@ -29,15 +29,15 @@ def find_rows(kept: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> Tensor:
     """
     wanted, originals = _bits(kept), _bits(rows)
     copies, n = wanted.shape[1] // originals.shape[1], originals.shape[2]
-    found = np.empty(wanted.shape, dtype=np.int64)
+    places = np.empty(wanted.shape, dtype=np.int64)
     for row, head in np.ndindex(*wanted.shape[:2]):
         theirs, mine = originals[row, head // copies], wanted[row, head]
         order, back = theirs.argsort(kind="stable"), mine.argsort(kind="stable")
         mine = mine[back]
         repeats = np.arange(len(mine)) - mine.searchsorted(mine)
         place = (theirs.searchsorted(mine, sorter=order) + repeats).clip(max=n - 1)
-        found[row, head, back] = np.where(theirs[order[place]] == mine, order[place], -1)
-    return torch.from_numpy(found).to(kept[0].device)
+        places[row, head, back] = np.where(theirs[order[place]] == mine, order[place], -1)
+    return torch.from_numpy(places).to(kept[0].device)
 
 
 def held_entries(keys: Tensor, values: Tensor, layer: LayerKV) -> CompressedKV:

@@ -57,9 +57,9 @@ def _trimmed(layer: LayerKV, start: int, *samples: Sample) -> list[Sample]:
     pairs = [(torch.where(at < 0, -1, at + start), weights) for at, weights in samples]
     placed = [(p.to(device).view(shape), w.to(device).view(shape)) for p, w in pairs]
     empty = [log_weights == -math.inf for _, log_weights in placed]
-    most = torch.stack([(~one).sum(-1).max() for one in empty]).tolist()
+    most = torch.stack([(~of_prompt).sum(-1).max() for of_prompt in empty]).tolist()
     trimmed = []
-    for (positions, weights), one, count in zip(placed, empty, most, strict=True):
-        order = one.int().argsort(dim=-1, stable=True)[..., :count]
+    for (positions, weights), of_prompt, count in zip(placed, empty, most, strict=True):
+        order = of_prompt.int().argsort(dim=-1, stable=True)[..., :count]
         trimmed.append((positions.gather(-1, order), weights.gather(-1, order)))
     return trimmed

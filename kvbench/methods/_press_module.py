@@ -77,9 +77,9 @@ class AttentionModule:
 
     def forward_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the layer's forward pass that a press may read."""
-        one = self._layer.keys.new_ones(1, 1, 1)
+        ones = self._layer.keys.new_ones(1, 1, 1)
         table = (1, self._layer.n, self.head_dim)
-        rotation = (one.expand(table), torch.zeros_like(one).expand(table))
+        rotation = (ones.expand(table), torch.zeros_like(ones).expand(table))
         return {"hidden_states": self.hidden_states, "position_embeddings": rotation}
 
     def masked(self) -> Tensor | None:

@@ -42,7 +42,7 @@ class Wrapper(Method):
         package = importlib.import_module("kvbench.methods")  # which imports nothing of this folder
         made: Method = package.build_method(self.of, **self.options)
         known = package.available_methods()
-        able = [one for one in known if self._serves(package.method_class(one))]
+        able = [label for label in known if self._serves(package.method_class(label))]
         if not self._serves(type(made)):
             name = type(self).__module__.rpartition(".")[2]
             raise KVError(f"{name}.of is {self.of!r}; allowed: {', '.join(able)}")

@@ -160,19 +160,21 @@ class BalanceKV(Method):
             values = None
         sizes = per_halving(self, "block_size", len(plan))
         for step, ((_, size), b) in enumerate(zip(plan, sizes, strict=True)):
-            shape, found = (*keys.shape[:2], math.ceil(size / b), b), tuple(uniforms[step].shape)
-            if found not in (shape, (1, *shape[1:])):
-                raise KVError(f"uniforms[{step}] has shape {found}; allowed: {shape} or 1 in front")
-        draws = [to_device(one, keys.device).expand(len(keys), -1, -1, -1) for one in uniforms]
+            shape, given = (*keys.shape[:2], math.ceil(size / b), b), tuple(uniforms[step].shape)
+            if given not in (shape, (1, *shape[1:])):
+                raise KVError(f"uniforms[{step}] has shape {given}; allowed: {shape} or 1 in front")
+        draws = [to_device(draw, keys.device).expand(len(keys), -1, -1, -1) for draw in uniforms]
         if self.selection == "cut":
             return self._halvings(keys, values, draws, plan, order)
         # Heads come to hold different numbers: one after the other, then padded.
         parts = []
         for row, head in itertools.product(*map(range, keys.shape[:2])):
-            one = slice(row, row + 1), slice(head, head + 1)
-            of_head = None if values is None else values[one]
-            held = self._halvings(keys[one], of_head, [u[one] for u in draws], plan, order[one])
-            parts.append((held[0][0, 0], held[1][0, 0]))
+            at = slice(row, row + 1), slice(head, head + 1)
+            of_head = None if values is None else values[at]
+            positions, weights = self._halvings(
+                keys[at], of_head, [draw[at] for draw in draws], plan, order[at]
+            )
+            parts.append((positions[0, 0], weights[0, 0]))
         positions, weights = side_by_side(parts, 0.0)
         return positions.unflatten(0, (len(keys), -1)), weights.unflatten(0, (len(keys), -1))
 

@@ -220,7 +220,7 @@ def largest_batch(values: Tensor, room: int) -> int:
         buckets_of(norms[norms > 0]).unique(return_counts=True)[1]
         for norms in values.double().norm(dim=-1)
     ]
-    sizes = [[values.shape[1], *each.tolist()] for each in counts]
+    sizes = [[values.shape[1], *tokens.tolist()] for tokens in counts]
 
     def held(t: int, m: int) -> int:
         return m % t + t // 2 * (m // t).bit_count()

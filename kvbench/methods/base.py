@@ -320,7 +320,7 @@ class Method:
         """Further fields of a record, of a prompt of n tokens of which each layer holds so much: with a
         scheme that draws them ``scheme_bytes``, of the sketches and rotations that a model has once."""
         scheme = self.quantization()
-        dims = {layer: (one.dim, one.value_dim) for layer, one in held.items()}
+        dims = {layer: (shape.dim, shape.value_dim) for layer, shape in held.items()}
         drawn = 0 if scheme is None else scheme.model_bytes(dims)
         return {"scheme_bytes": drawn} if drawn else {}
 

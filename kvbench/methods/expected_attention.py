@@ -76,9 +76,9 @@ class ExpectedAttention(Method):
             spread = turn @ (off.mT @ off / off.shape[2]) @ turn.mT
             spread = spread.view(batch, kv_heads, group, dim, dim)
             half = layer.scaling**2 / 2
-            for one in range(group):  # a product [n, d] at a time
-                pushed = keys @ spread[:, :, one]
-                z[:, :, one] += half * pushed.mul_(keys).sum(-1)
+            for head in range(group):  # a product [n, d] at a time
+                pushed = keys @ spread[:, :, head]
+                z[:, :, head] += half * pushed.mul_(keys).sum(-1)
         scores = group_mean(z.softmax(-1).flatten(1, 2), kv_heads)
         if self.value_norm:
             scores = (scores + self.epsilon) * layer.values[:, :, sink:].float().norm(dim=-1)

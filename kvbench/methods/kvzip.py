@@ -101,13 +101,13 @@ class KVzip(Method):
 
     def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
         """Note the chunk's scores; computed once for all methods that share the pass."""
-        found = layer.once(
+        highest = layer.once(
             f"{self.rescoring} from {budget.sink}: {repeated.start}",
             lambda: largest_attention(layer, repeated, budget.sink),
         )
         name = f"scores {layer.layer_index}"
         before = [layer.carried[name]] if repeated.start > budget.sink else []
-        layer.carried[name] = torch.cat([*before, found], dim=-1)
+        layer.carried[name] = torch.cat([*before, highest], dim=-1)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The best of the middle, ascending, between sink and window.

@@ -63,10 +63,13 @@ class Pages(Wrapper):
         """Also ``page_bytes``, of whole pages as a paged cache holds them (a partial one costs a whole
         one), and ``blocks_freed``, pages of the prompt that it no longer holds; of all layers."""
         size = self.size
-        pages = {layer: -(-one.entries // size) for layer, one in held.items()}
-        each = {i: size * x.heads * (x.dim + x.value_dim) * x.itemsize for i, x in held.items()}
+        pages = {layer: -(-shape.entries // size) for layer, shape in held.items()}
+        bytes_of_page = {
+            layer: size * shape.heads * (shape.dim + shape.value_dim) * shape.itemsize
+            for layer, shape in held.items()
+        }
         return super().extras(n, held) | {
-            "page_bytes": sum(count * each[layer] for layer, count in pages.items()),
+            "page_bytes": sum(count * bytes_of_page[layer] for layer, count in pages.items()),
             "blocks_freed": sum(-(-n // size) - count for count in pages.values()),
         }
 
@@ -87,10 +90,10 @@ class Pages(Wrapper):
                 f"tokens is {kept}; allowed: a budget of at least {least} entries"
             )
         padded = torch.nn.functional.pad(scores, (0, pages * size - n))
-        each = padded.unflatten(-1, (pages, size))[:, :, free]
-        total = each.sum((-2, -1), keepdim=True)
-        each = torch.where(total > 0, each / total, 1 / max(1, len(free) * size))
-        of_head = each.amax(-1) if self.tokens == "max" else each.mean(-1)
+        by_page = padded.unflatten(-1, (pages, size))[:, :, free]
+        total = by_page.sum((-2, -1), keepdim=True)
+        shares = torch.where(total > 0, by_page / total, 1 / max(1, len(free) * size))
+        of_head = shares.amax(-1) if self.tokens == "max" else shares.mean(-1)
         of_page = of_head.mean(1) if self.heads == "mean" else of_head.amax(1)
         best = of_page.argsort(dim=-1, descending=True, stable=True)[:, : kept - len(fixed)]
         return torch.cat([free[best], fixed.expand(len(scores), -1)], dim=-1).sort(-1).values

@@ -32,11 +32,11 @@ class TopK(Method):
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """All entries; `scores` 1 for heavy hitters when they are asked for."""
-        held = keep_all(layer)
+        compressed = keep_all(layer)
         if not self.heavy_hitters:
-            return held
+            return compressed
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
-        return replace(held, scores=highest(mass, budget.capacity(layer.n) // 2).float())
+        return replace(compressed, scores=highest(mass, budget.capacity(layer.n) // 2).float())
 
     def restrict(self, held: Held, logits: Tensor) -> Tensor:
         """True for entries that are neither heavy hitters nor among the query's largest logits."""

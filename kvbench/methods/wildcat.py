@@ -113,8 +113,8 @@ class WildCat(Method):
         if self.bins == "even":
             count = max(1, kept // self.bin_size) if self.bin_size else 1
             edges = tuple(b * middle // count for b in range(count + 1))
-            each = tuple((b + 1) * kept // count - b * kept // count for b in range(count))
-            return Bins(edges, each)
+            sizes = tuple((b + 1) * kept // count - b * kept // count for b in range(count))
+            return Bins(edges, sizes)
         rate = budget.rate_of(n)
         target = math.floor(middle * (1 - (1 - rate)))  # their rate is 1 - compression_ratio
         if target < 1:
@@ -164,8 +164,11 @@ class WildCat(Method):
         drawn = to_device(uniforms, device).expand(-1, batch, -1, -1, -1).flatten(1, 2)
         keys, values = layer.keys.flatten(0, 1), layer.values.flatten(0, 1)
         room = len(bins.entries) * max(bins.entries)
-        held = values.new_empty(batch * heads, first + room + n - last, values.shape[2])
-        held[:, :first], held[:, first + room :] = values[:, :first], values[:, last:]
+        mixed_values = values.new_empty(batch * heads, first + room + n - last, values.shape[2])
+        mixed_values[:, :first], mixed_values[:, first + room :] = (
+            values[:, :first],
+            values[:, last:],
+        )
         # On a processor one head at a time, whose tensors stay in its cache; on a GPU all at once.
         together = batch * heads if device.type == "cuda" else 1
         parts, ends = [], []
@@ -178,29 +181,31 @@ class WildCat(Method):
             k, v = (x.unflatten(1, places.shape) for x in (k, v.float()))
             ends.append((values[part].amin(1), values[part].amax(1)))  # faster than both at once
             coresets = self.coreset(k, v, drawn[:, part], bins, layer)
-            held[part, first : first + room] = coresets.numerators.flatten(1, 2)
+            mixed_values[part, first : first + room] = coresets.numerators.flatten(1, 2)
             parts.append(coresets._replace(numerators=coresets.pivots))  # not held twice
         columns = (torch.cat(column).flatten(1, 2) for column in zip(*parts, strict=True))
         coresets = Coresets(*(column.unflatten(0, (batch, heads)) for column in columns))
-        held = held.unflatten(0, (batch, heads))
+        mixed_values = mixed_values.unflatten(0, (batch, heads))
         if not bool(coresets.found.all()):  # bins that differ in entries, or have few keys
             # No room that no head uses; entries that exist first, in the order they have.
             most = min(total, int(coresets.found.sum(-1).max()))
             order = (~coresets.found).to(torch.int8).argsort(dim=-1, stable=True)[..., :most]
             coresets = Coresets(*(x.gather(-1, order) for x in coresets))
-            mixed = rows_at(held[:, :, first : first + room], order)
-            held = torch.cat([held[:, :, :first], mixed, held[:, :, first + room :]], 2)
-        found, chosen = coresets.found, coresets.pivots + first
-        positions = torch.cat([sink, torch.where(found, chosen, 0), window], dim=-1)
-        kept = CompressedKV(rows_at(layer.keys, positions), held, None, positions)
-        inside = slice(first, first + found.shape[2])
+            mixed = rows_at(mixed_values[:, :, first : first + room], order)
+            mixed_values = torch.cat(
+                [mixed_values[:, :, :first], mixed, mixed_values[:, :, first + room :]], 2
+            )
+        is_pivot, chosen = coresets.found, coresets.pivots + first
+        positions = torch.cat([sink, torch.where(is_pivot, chosen, 0), window], dim=-1)
+        kept = CompressedKV(rows_at(layer.keys, positions), mixed_values, None, positions)
+        inside = slice(first, first + is_pivot.shape[2])
         weights = torch.ones(positions.shape, device=device)
         weights[:, :, inside] = coresets.denominators
         log_weights = None
-        if bool((coresets.shifts > 0).any() | ~found.all()):
+        if bool((coresets.shifts > 0).any() | ~is_pivot.all()):
             log_weights = torch.zeros(positions.shape, device=device)
-            log_weights[:, :, inside] = torch.where(found, coresets.shifts, -math.inf)
-            positions[:, :, inside] = torch.where(found, chosen, -1)
+            log_weights[:, :, inside] = torch.where(is_pivot, coresets.shifts, -math.inf)
+            positions[:, :, inside] = torch.where(is_pivot, chosen, -1)
         low, high = (torch.cat(x).unflatten(0, (batch, heads)) for x in zip(*ends, strict=True))
         return replace(kept, log_weights=log_weights, denominators=weights, value_range=(low, high))
 
@@ -228,13 +233,13 @@ class WildCat(Method):
         tau2 = self.tau2(kernel.norms.amax(-1).sqrt(), sizes, layer.scaling)
         kernel.factors = (layer.scaling / tau2).float()
         uneven = min(bins.entries) < steps
-        pivots, factor, found = pivoted_cholesky(
+        pivots, factor, is_pivot = pivoted_cholesky(
             kernel, uniforms.flatten(1, 2), real, wanted if uneven else None
         )
-        weights = nystroem(pivots, factor, found)
+        weights = nystroem(pivots, factor, is_pivot)
         if self.bins == "even":
-            by_position = torch.where(found, pivots, largest).argsort(-1)
-            pivots, found = pivots.gather(1, by_position), found.gather(1, by_position)
+            by_position = torch.where(is_pivot, pivots, largest).argsort(-1)
+            pivots, is_pivot = pivots.gather(1, by_position), is_pivot.gather(1, by_position)
             weights = weights.gather(1, by_position[..., None].expand_as(weights))
         exponents = kernel.factors[:, None] * kernel.norms
         top, bottom = exponents.amax(-1, keepdim=True), exponents.amin(-1, keepdim=True)
@@ -248,17 +253,17 @@ class WildCat(Method):
         numerators = (weights @ values.flatten(0, 1)) * scale[..., None]
         if any(e >= size for e, size in zip(bins.entries, bins.tokens, strict=True)):
             whole, step = (wanted >= sizes)[:, None], torch.arange(steps, device=device)
-            pivots, found = (
+            pivots, is_pivot = (
                 torch.where(whole, step, pivots),
-                torch.where(whole, step < sizes[:, None], found),
+                torch.where(whole, step < sizes[:, None], is_pivot),
             )
             shifts, denominators = shifts * ~whole, torch.where(whole, 1.0, denominators)
             numerators = torch.where(whole[..., None], values.flatten(0, 1)[:, :steps], numerators)
         if self.normalise:
-            mass = (denominators * shifts.exp() * found).sum(-1, keepdim=True)
+            mass = (denominators * shifts.exp() * is_pivot).sum(-1, keepdim=True)
             share = sizes[:, None] / mass
             denominators, numerators = denominators * share, numerators * share[..., None]
-        parts = (pivots + starts[:, None], numerators, denominators, shifts, found)
+        parts = (pivots + starts[:, None], numerators, denominators, shifts, is_pivot)
         return Coresets(*(part.unflatten(0, (heads, count)) for part in parts))
 
     def tau2(self, key_norm: Tensor, sizes: Tensor, scaling: float) -> Tensor:

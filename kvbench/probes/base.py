@@ -40,13 +40,13 @@ def failed(failure: Exception) -> dict[str, Any]:
 def places(tokens: int, most: int) -> dict[str, slice]:
     """Places 0 .. tokens - 1 in runs that double, by name: 1, 2, 3-4, 5-8 ... as counted from 1. Those
     of all texts of at most `most` tokens are alike."""
-    found, begin, end = {}, 0, 1
+    runs, begin, end = {}, 0, 1
     while begin < tokens:
         last = min(most, end)
         several = f"tokens {begin + 1}\N{EN DASH}{last}"
-        found[f"token {last}" if last == begin + 1 else several] = slice(begin, min(end, tokens))
+        runs[f"token {last}" if last == begin + 1 else several] = slice(begin, min(end, tokens))
         begin, end = end, 2 * end
-    return found
+    return runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +63,18 @@ class ReadCost(Cost):
 
     def record(self, *, long_answer: bool = False) -> dict[str, Any]:
         """See `Cost.record`; `imagined` only where it is."""
-        found = {**super().record(long_answer=long_answer), "prefill_s": self.prefill_s}
-        return found | ({"imagined": True} if self.imagined else {})
+        fields_of_cost = {**super().record(long_answer=long_answer), "prefill_s": self.prefill_s}
+        return fields_of_cost | ({"imagined": True} if self.imagined else {})
 
 
 def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, ReadCost]:
     """What every method of a reading costs by now; of one that masks a whole pass, what a cache would
     cost at the end of `tokens`."""
     n, exact, seconds = reading.start.n, reading.start.exact_bytes, reading.start.prefill_s
-    found = {f.label: ReadCost(**vars(f.cost()), prefill_s=seconds) for f in reading.forks}
+    costs = {f.label: ReadCost(**vars(f.cost()), prefill_s=seconds) for f in reading.forks}
     for label, (method, budget) in reading.whole.items():
         entries, ratio = masked_pass_cache(model, (method, budget), tokens)
-        found[label] = ReadCost(
+        costs[label] = ReadCost(
             prompt_tokens=n,
             capacity=budget.capacity(n) if method.saves_memory else n,
             entries={"mean": entries, "max": entries},
@@ -84,7 +84,7 @@ def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, 
             prefill_s=seconds,
             imagined=True,
         )
-    return found
+    return costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,5 +164,5 @@ class LayerProbe(Probe):
     ) -> Iterator[tuple[int, LayerKV]]:
         """The layers of a prompt, or of its first `tokens`, by number, in the order asked for."""
         ids = (*prompt.context_ids, *prompt.question_ids)[:tokens]
-        held = capture_layers(session.model, ids, [layer - 1 for layer in self.layers])
-        return ((layer, held[layer - 1]) for layer in self.layers)
+        layers = capture_layers(session.model, ids, [layer - 1 for layer in self.layers])
+        return ((layer, layers[layer - 1]) for layer in self.layers)

@@ -206,7 +206,7 @@ class ErrorScaling(LayerProbe):
 
         def unit(name: str, datasets: Sequence[str], replicates: Sequence[str], of: Any) -> Unit:
             every = product(replicates, datasets, self.kept)
-            ids = tuple(f"{dataset}/kept{kept}/{each}" for each, dataset, kept in every)
+            ids = tuple(f"{dataset}/kept{kept}/{draw}" for draw, dataset, kept in every)
             return Unit(name, ids, of)
 
         if self.prompts is None:
@@ -215,14 +215,14 @@ class ErrorScaling(LayerProbe):
                 for draw, name in product(range(self.draws), self.data)
             ]
         need, prompts = self.n + self.queries, encoded_prompts(self.prompts, session)
-        fitting = [each for each in prompts if each.n >= need][: self.num_prompts]
+        fitting = [prompt for prompt in prompts if prompt.n >= need][: self.num_prompts]
         if len(fitting) < self.num_prompts:
             raise KVError(
                 f"task.n + task.queries is {need} and {len(fitting)} of the {self.num_prompts} prompts "
-                f"wanted are that long; the longest has {max(each.n for each in prompts)} tokens"
+                f"wanted are that long; the longest has {max(prompt.n for prompt in prompts)} tokens"
             )
         layers = [f"layer {layer}" for layer in self.layers]
-        named = [(each.example.id, each) for each in fitting]
+        named = [(prompt.example.id, prompt) for prompt in fitting]
         draws = range(self.draws)
         return [unit(name, layers, [f"{name}-draw{i}" for i in draws], of) for name, of in named]
 
@@ -265,8 +265,8 @@ class ErrorScaling(LayerProbe):
                 try:
                     method = self._sized(label, methods[label][0], kept)
                     check_total(label, method, budget, layer.n, layer.num_layers)
-                    held, cost = compress_measured(label, method, budget, generator, layer)
-                    z = estimate(held, queries, layer.n, layer)
+                    compressed, cost = compress_measured(label, method, budget, generator, layer)
+                    z = estimate(compressed, queries, layer.n, layer)
                     error = float((torch.linalg.vector_norm(z - truth, dim=-1) / scale).mean())
                     record |= cost | {"held": cost["entries"]["mean"]}
                     record |= {"scaled_error": error, "score": error}

@@ -151,8 +151,8 @@ def compare(
     for label, result in results.items():  # a method may rule out what the exact model does not
         wrong = next((i for i, kl in enumerate(result.kl, start=1) if not math.isfinite(kl)), None)
         if wrong is not None and result.failure is None:
-            said = f"infinite KL divergence at token {wrong} of the continuation"
-            results[label] = replace(result, failure=ArithmeticError(said))
+            reason = f"infinite KL divergence at token {wrong} of the continuation"
+            results[label] = replace(result, failure=ArithmeticError(reason))
     return results
 
 
@@ -257,7 +257,7 @@ class FidelityProbe(Probe):
             tokens = greedy_continuation(session.model, reading, reference, stopping)
         else:
             tokens = encoder.encode_text(given)[:most]
-        found = compare(session.model, reading, tokens)
+        distances = compare(session.model, reading, tokens)
         text = encoded.example.context + encoded.example.question
         shared = {
             "prompt": unit.id,
@@ -277,36 +277,36 @@ class FidelityProbe(Probe):
                 fields = {
                     **shared,
                     **({} if rate is None else {"rate": rate}),
-                    **self._measured(found[key], tokens, encoder),
+                    **self._measured(distances[key], tokens, encoder),
                 }
                 yield Outcome(label, _at_rate(unit.id, rate, "/rate"), fields)
 
     def _measured(
-        self, found: Fidelity, tokens: Sequence[int], encoder: PromptEncoder
+        self, distances: Fidelity, tokens: Sequence[int], encoder: PromptEncoder
     ) -> dict[str, Any]:
         """Record fields of one method on one prompt. It diverges where its most likely token first is
         another than the exact model's: the prediction ends there, with that token."""
-        if found.failure is not None:
-            return found.record() | failed(found.failure)
+        if distances.failure is not None:
+            return distances.record() | failed(distances.failure)
         names = ("kl", "nll", "nll_exact", "difference")
-        means = {name: math.fsum(getattr(found, name)) / len(tokens) for name in names}
-        agreed = found.agree.index(0) if 0 in found.agree else None
-        prediction = tokens if agreed is None else [*tokens[:agreed], found.top[agreed]]
+        means = {name: math.fsum(getattr(distances, name)) / len(tokens) for name in names}
+        agreed = distances.agree.index(0) if 0 in distances.agree else None
+        prediction = tokens if agreed is None else [*tokens[:agreed], distances.top[agreed]]
         return {
-            **found.record(),
+            **distances.record(),
             **means,
             "score": means["kl"],
-            "max_kl": max(found.kl),
-            "agreement": sum(found.agree) / len(tokens),
+            "max_kl": max(distances.kl),
+            "agreement": sum(distances.agree) / len(tokens),
             "perplexity_ratio": math.exp(min(means["difference"], 700.0)),
             **{
-                name: math.fsum(found.kl[at]) / len(found.kl[at])
+                name: math.fsum(distances.kl[at]) / len(distances.kl[at])
                 for name, at in places(len(tokens), self.tokens).items()
             },
             "per_token": {  # six significant digits
-                "kl": [float(f"{value:.6g}") for value in found.kl],
-                "agree": found.agree,
-                "difference": [float(f"{value:.6g}") for value in found.difference],
+                "kl": [float(f"{value:.6g}") for value in distances.kl],
+                "agree": distances.agree,
+                "difference": [float(f"{value:.6g}") for value in distances.difference],
             },
             "diverges_at": None if agreed is None else agreed + 1,
             "prediction": encoder.decode(prediction),

@@ -107,23 +107,23 @@ def logits_of(keys: Tensor, queries: Tensor, layer: LayerKV) -> Tensor:
     return capped(logits, layer.softcap)
 
 
-def estimate(held: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
+def estimate(compressed: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
     """z_j for the queries at positions first, first + 1, ...: attention over what is held, entries
     of later positions hidden. queries [1, heads, m, d] -> [1, heads, m, d], float64."""
     batch, heads, m, _ = queries.shape
-    logits = logits_of(held.keys, queries, layer)
-    if held.log_weights is not None:
-        logits = logits + held.log_weights.double()[:, :, None, None]
+    logits = logits_of(compressed.keys, queries, layer)
+    if compressed.log_weights is not None:
+        logits = logits + compressed.log_weights.double()[:, :, None, None]
     at = torch.arange(first, first + m, device=queries.device)
-    later = held.positions[:, :, None, None, :] > at[:, None]
+    later = compressed.positions[:, :, None, None, :] > at[:, None]
     weights = logits.masked_fill(later, float("-inf")).softmax(-1)
-    out = weights[..., held.keys_only :] @ held.values.double()[:, :, None]
-    if held.denominators is not None:
+    out = weights[..., compressed.keys_only :] @ compressed.values.double()[:, :, None]
+    if compressed.denominators is not None:
         ends = None
-        if held.value_range is not None:
-            least, most = held.value_range
+        if compressed.value_range is not None:
+            least, most = compressed.value_range
             ends = least.double()[:, :, None, None], most.double()[:, :, None, None]
-        out = signed_mean(out, weights, held.denominators.double()[:, :, None], ends)
+        out = signed_mean(out, weights, compressed.denominators.double()[:, :, None], ends)
     return out.view(batch, heads, m, -1)
 
 
@@ -139,11 +139,11 @@ def relative_errors(z: Tensor, exact: Tensor) -> dict[str, float]:
             that makes the denominator smaller, and the error larger, by about sqrt(2).
     """
     distance, norm = (x.norm(dim=-1) for x in (z - exact, exact))
-    each = torch.where(distance == 0, 0.0, distance / norm)  # an output of zero may be met exactly
+    error = torch.where(distance == 0, 0.0, distance / norm)  # an output of zero may be met exactly
     clamped = distance / exact.clamp(min=1e-8).norm(dim=-1)
     whole = distance.square().sum()
     return {
-        "relative_error": float(each.mean()),
+        "relative_error": float(error.mean()),
         "pooled_error": float((whole / norm.square().sum()).sqrt()) if whole else 0.0,
         "released_error": float(clamped.mean()),
     }
@@ -167,13 +167,16 @@ def compress_measured(
         raise KVError(
             f"method {label!r} has the model repeat its prompt; allowed: methods that see one layer"
         )
-    held, capacity, clock = guard.compress(label, method, kv, budget, generator, kv.carried)
-    entries = {"mean": float(held.entries.float().mean()), "max": int(held.entries.max())}
-    if held.charged > capacity + 1:
-        raise BudgetExceeded(label, kv.layer_index, capacity, held.charged)
-    cache_bytes, scheme = held.nbytes, method.quantization()
+    compressed, capacity, clock = guard.compress(label, method, kv, budget, generator, kv.carried)
+    entries = {
+        "mean": float(compressed.entries.float().mean()),
+        "max": int(compressed.entries.max()),
+    }
+    if compressed.charged > capacity + 1:
+        raise BudgetExceeded(label, kv.layer_index, capacity, compressed.charged)
+    cache_bytes, scheme = compressed.nbytes, method.quantization()
     if scheme is not None:
-        held, cache_bytes = stored(held, scheme, kv.layer_index, generator)
+        compressed, cache_bytes = stored(compressed, scheme, kv.layer_index, generator)
     cost = Cost(
         prompt_tokens=kv.n,
         capacity=capacity,
@@ -186,11 +189,11 @@ def compress_measured(
     )
     later = ("cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean", "exact_bytes_mean")
     fields = {key: value for key, value in cost.record().items() if key not in later}
-    return held, fields
+    return compressed, fields
 
 
 def stored(
-    held: CompressedKV, scheme: Scheme, layer: int, generator: torch.Generator
+    compressed: CompressedKV, scheme: Scheme, layer: int, generator: torch.Generator
 ) -> tuple[CompressedKV, int]:
     """What a cache of such a scheme attends to instead of `held` (batch 1), and the bytes it holds.
 
@@ -200,17 +203,17 @@ def stored(
     Raises:
         KVError: heads of different lengths, which are packed head by head while decoding.
     """
-    if held.lengths is not None:
+    if compressed.lengths is not None:
         raise KVError(
             "heads of different lengths are quantized while decoding; allowed: quantize=null"
         )
     sides = []
-    packed = held.nbytes
+    packed = compressed.nbytes
     seed = 0
     if not isinstance(scheme, Quantization):  # which draws nothing
         seed = int(torch.randint(2**31, (), generator=generator))
-    codecs = scheme.codecs(held.keys[0], held.values[0], layer=layer, seed=seed)
-    for codec, rows in zip(codecs, (held.keys[0], held.values[0]), strict=True):
+    codecs = scheme.codecs(compressed.keys[0], compressed.values[0], layer=layer, seed=seed)
+    for codec, rows in zip(codecs, (compressed.keys[0], compressed.values[0]), strict=True):
         heads, _, dim = rows.shape
         exact = rows[:, codec.count :]
         packed += codec.nbytes + exact.nbytes - rows.nbytes
@@ -218,7 +221,7 @@ def stored(
             unit = torch.eye(dim, device=rows.device).expand(heads, dim, dim)
             exact = torch.cat([codec.dot(unit).mT.to(rows.dtype), exact], dim=1)
         sides.append(exact[None])
-    return replace(held, keys=sides[0], values=sides[1]), packed
+    return replace(compressed, keys=sides[0], values=sides[1]), packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,13 +285,13 @@ class LayerError(LayerProbe):
             KVError: a prompt of which no query can be measured.
         """
         draws = list(product(self.layers, self.rates, range(self.seeds)))
-        found: list[tuple[str, int, Any]] = []
+        sources: list[tuple[str, int, Any]] = []
         if self.synthetic is not None:
-            found = [("synthetic", self.synthetic.n, None)]
+            sources = [("synthetic", self.synthetic.n, None)]
         if self.prompts is not None:
             prompts = encoded_prompts(self.prompts, session, self.num_prompts)
-            found = [(each.example.id, each.n, each) for each in prompts]
-        for name, n, _ in found:
+            sources = [(each.example.id, each.n, each) for each in prompts]
+        for name, n, _ in sources:
             if n <= 2 * self.exact:
                 raise KVError(
                     f"task.exact is {self.exact} and prompt {name!r} has {n} tokens; allowed: "
@@ -296,7 +299,7 @@ class LayerError(LayerProbe):
                 )
         return [
             Unit(name, tuple(ID.format(name, *draw) for draw in draws), prompt)
-            for name, _, prompt in found
+            for name, _, prompt in sources
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
@@ -326,20 +329,20 @@ class LayerError(LayerProbe):
                 generator = layer_generator(SEED_STRIDE * session.seed + seed, unit.id, layer)
                 state = generator.get_state()
                 mine = replace(seen, carried=carried.setdefault((label, rate, seed), {}))
-                found = same.get((label, rate))
-                if found is None:
+                measurement = same.get((label, rate))
+                if measurement is None:
                     try:
                         budget = self.budget_of(method, rate, kv.n, kv.num_layers)
-                        held, cost = compress_measured(label, method, budget, generator, mine)
-                        errors = relative_errors(estimate(held, queries, first, kv), exact)
-                        found = {"score": errors[which], **errors, **cost}
+                        compressed, cost = compress_measured(label, method, budget, generator, mine)
+                        errors = relative_errors(estimate(compressed, queries, first, kv), exact)
+                        measurement = {"score": errors[which], **errors, **cost}
                     except Exception as failure:  # noqa: BLE001 - a record with its status
-                        found = failed(failure)
+                        measurement = failed(failure)
                 if torch.equal(state, generator.get_state()):
-                    same[label, rate] = found
+                    same[label, rate] = measurement
                     carried[label, rate, seed] = carried[label, rate, 0]
                 where = {"prompt": unit.id, "layer": layer, "rate": rate, "draw": seed}
-                fields = {**where, "prompt_tokens": kv.n, **found}
+                fields = {**where, "prompt_tokens": kv.n, **measurement}
                 yield Outcome(label, ID.format(unit.id, layer, rate, seed), fields)
 
     def budget_of(self, method: Method, rate: float, n: int, num_layers: int) -> Budget:

@@ -85,16 +85,16 @@ class Stream(TextSource, Probe):
             synchronize(session.device)
             clock = time.perf_counter()
             try:
-                found = read_text(session.model, ids, *pair, self.positions, label=label)
+                read = read_text(session.model, ids, *pair, self.positions, label=label)
                 synchronize(session.device)
-                fields |= self._measured(ids, found, time.perf_counter() - clock)
+                fields |= self._measured(ids, read, time.perf_counter() - clock)
             except Exception as failure:  # noqa: BLE001 - a record with its status
                 fields |= failed(failure)
             yield Outcome(label, unit.id, fields)
 
-    def _measured(self, ids: Sequence[int], found: Read, seconds: float) -> dict[str, Any]:
+    def _measured(self, ids: Sequence[int], read: Read, seconds: float) -> dict[str, Any]:
         """Record fields of one method on one text."""
-        nll, held, entries = found.nll.double(), found.held_bytes, found.entries
+        nll, held_bytes, entries = read.nll.double(), read.held_bytes, read.entries
         mean = float(nll.mean())
         if not math.isfinite(mean):
             raise ArithmeticError("the negative log-likelihood is not finite")
@@ -104,9 +104,9 @@ class Stream(TextSource, Probe):
             "new_tokens": len(nll),
             "entries": {"mean": entries, "max": entries},
             "capacity": entries,
-            "cache_bytes": held,
-            "exact_bytes": found.exact_bytes,
-            "ratio": held / found.exact_bytes,
+            "cache_bytes": held_bytes,
+            "exact_bytes": read.exact_bytes,
+            "ratio": held_bytes / read.exact_bytes,
             "compressed": entries < len(ids),
             "read_s": seconds,
             "tokens_per_s": len(ids) / seconds,

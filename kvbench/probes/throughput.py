@@ -175,8 +175,8 @@ class Throughput(Probe):
         for label in labels[start:] + labels[:start]:
             method, budget = methods[label][0], methods[label][1].with_share(setting.rate)
             capacity = budget.capacity(n) if method.saves_memory else n
-            found = self._measure(session, setting, label, (method, budget))
-            rows[label] = {"capacity": capacity, **found}
+            measurement = self._measure(session, setting, label, (method, budget))
+            rows[label] = {"capacity": capacity, **measurement}
         for turn, (label, fields) in enumerate(rows.items()):
             asked = {
                 "dataset": str(setting),
@@ -302,14 +302,14 @@ def largest_batch(trial: Callable[[int], object], device: torch.device, most: in
     def fitting(batch: int) -> bool:
         try:
             trial(batch)
-            found = True
+            it_fits = True
         except Exception as failure:
             if not is_out_of_memory(failure):
                 raise
-            found = False
+            it_fits = False
         free_memory(device)
-        log.info("batch %d %s", batch, "fits" if found else "is too large")
-        return found
+        log.info("batch %d %s", batch, "fits" if it_fits else "is too large")
+        return it_fits
 
     fits, too_many, size = 0, most + 1, 1
     while size < too_many:

@@ -302,12 +302,12 @@ def balanced_order(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     or less: each runs round and round, and starts one place later whenever all before it and it are
     back where they began.
     """
-    found: list[tuple[int, ...]] = [()]
+    orders: list[tuple[int, ...]] = [()]
     for size in sizes:
-        known, values = len(found), _spread(size)
+        known, values = len(orders), _spread(size)
         turn = lcm(known, size)
-        found = [
-            (*found[place % known], values[(place + place // turn) % size])
+        orders = [
+            (*orders[place % known], values[(place + place // turn) % size])
             for place in range(known * size)
         ]
-    return found
+    return orders

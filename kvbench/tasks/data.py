@@ -29,11 +29,11 @@ from kvbench.tasks.base import TaskError
 
 def matching(patterns: Iterable[str]) -> list[str]:
     """The files that paths and globs name, each once, by path."""
-    found: set[str] = set()
+    files: set[str] = set()
     for pattern in patterns:
         path = Path(pattern).expanduser()
-        found |= {str(path)} if path.is_file() else set(glob.glob(str(path), recursive=True))
-    return sorted(found)
+        files |= {str(path)} if path.is_file() else set(glob.glob(str(path), recursive=True))
+    return sorted(files)
 
 
 def file_digests(patterns: Iterable[str]) -> dict[str, str]:
@@ -264,16 +264,16 @@ class Source:
         Raises:
             TaskError: one is missing or cannot be fetched.
         """
-        found = []
+        files = []
         for pattern in self.files:
             if not matching([pattern]):
                 raise TaskError(
                     f"{self.task}: no file matches files={pattern!r}; allowed: a path or a glob"
                 )
-            found += matching([pattern])
+            files += matching([pattern])
         file = self.file if self.data is None else self.local or self.file
-        if found or file is None:
-            return found
+        if files or file is None:
+            return files
         if self.data is not None:
             return self._inside(Path(self.data).expanduser(), file)
         path = self._fetched(self.archive or file)
@@ -284,9 +284,9 @@ class Source:
         name = Path(file)
         if root.is_dir():
             parquet = [name.with_suffix(".parquet").name, f"{name.stem}/*.parquet"]
-            for pattern in (file, name.name, *parquet, *(f"data/{one}" for one in parquet)):
-                if found := sorted(root.glob(pattern)):
-                    return [str(path) for path in found]
+            for pattern in (file, name.name, *parquet, *(f"data/{shard}" for shard in parquet)):
+                if files := sorted(root.glob(pattern)):
+                    return [str(path) for path in files]
         elif root.is_file():
             try:
                 with zipfile.ZipFile(root) as archive:
@@ -295,7 +295,7 @@ class Source:
                 raise TaskError(
                     f"{self.task}: {root} is no zip archive ({problem}); allowed: a folder or zip"
                 ) from problem
-            alike = [each for each in names if Path(each).name == name.name]
+            alike = [path for path in names if Path(path).name == name.name]
             if file in names or len(alike) == 1:
                 return [f"zip://{file if file in names else alike[0]}::{root}"]
         elif not root.exists():

@@ -77,7 +77,7 @@ class Reader:
         Raises:
             TaskError: a pattern that is not found.
         """
-        found = dict(row)
+        row_with_parts = dict(row)
         for name, (source, pattern) in self.extract.items():
             text = str(self.field(source, row, place, f"extract.{name}"))
             match = regex.search(pattern, text, timeout=REGEX_SECONDS)
@@ -86,8 +86,8 @@ class Reader:
                     f"jsonl: {place}: field {source!r} is {_shown(text)}, without {pattern!r} "
                     f"(task.extract.{name}); allowed: text with it"
                 )
-            found[name] = match[1] if match.re.groups else match[0]
-        return found
+            row_with_parts[name] = match[1] if match.re.groups else match[0]
+        return row_with_parts
 
     def value(self, role: str, row: Row, place: str) -> Any:
         """What a row has for a role; None where no field stands for it.
@@ -165,9 +165,9 @@ class Reader:
             return ()
         if isinstance(value, Mapping):
             return (json.dumps(value, ensure_ascii=False),)
-        one = isinstance(value, str) or not isinstance(value, Sequence)
-        several = [value] if one else list(value)
-        if not several or not all(isinstance(each, str | int | float) for each in several):
+        is_single = isinstance(value, str) or not isinstance(value, Sequence)
+        several = [value] if is_single else list(value)
+        if not several or not all(isinstance(text, str | int | float) for text in several):
             raise self._wrong(role, value, place, "a text, a number, or a list of them")
         return tuple(map(str, several))
 
@@ -303,14 +303,14 @@ class Jsonl(Task):
     @cached_property
     def _parts(self) -> Mapping[str, Jsonl]:
         """The data sets that are run, by name; of one's own data there is one, without a name."""
-        found: dict[str, Jsonl] = {}
+        parts: dict[str, Jsonl] = {}
         for name in self.subsets if self.datasets is None else self.datasets:
             given = dict(self.subsets[name])
             for option in given:
                 _one_of(f"subsets.{name}", option, OF_SUBSETS)
             given["fields"] = {**self.fields, **given.get("fields", {})}
-            found[name] = replace(self, subsets={}, datasets=None, **given)
-        return found or {"": self}
+            parts[name] = replace(self, subsets={}, datasets=None, **given)
+        return parts or {"": self}
 
     @cached_property
     def _source(self) -> Source:
@@ -338,10 +338,10 @@ class Jsonl(Task):
             groups = islice(_grouped(part._prompts(name)), self.per_dataset)
             queues.append([part._examples(group, encoder) for group in groups])
         turns = chain.from_iterable(zip_longest(*queues))
-        found = [example for group in turns for example in group or ()]
-        if not found:
+        examples = [example for group in turns for example in group or ()]
+        if not examples:
             raise TaskError("jsonl: the data hold no question")
-        return found
+        return examples
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """The metric's score of a prediction, and those that it gives beside it."""
@@ -351,7 +351,7 @@ class Jsonl(Task):
     def _prompts(self, name: str) -> list[_Prompt]:
         """Every question of the data with its prompt."""
         reader = Reader(self.fields, self.extract)
-        found: list[_Prompt] = []
+        prompts: list[_Prompt] = []
         for number, (place, stem, row) in enumerate(self._source.rows(), start=1):
             row = reader.extended(row, place)
             given = reader.value("dataset", row, place)
@@ -361,18 +361,18 @@ class Jsonl(Task):
             context = reader.text("context", row, place)
             kept = {field: reader.field(field, row, place) for field in self.breakdowns}
             asked = reader.asked(row, place)
-            for j, one in enumerate(asked, start=1):
+            for j, row_of_question in enumerate(asked, start=1):
                 where = label if len(asked) == 1 else f"{label}-q{j}"
-                choices = reader.texts("choices", one, place)
-                question = reader.text("question", one, place)
-                answers = reader.texts("answers", one, place)
+                choices = reader.texts("choices", row_of_question, place)
+                question = reader.text("question", row_of_question, place)
+                answers = reader.texts("answers", row_of_question, place)
                 texts = {"context": context + MARK, "question": question, "choices": choices}
-                head, tail = self._rendered({**one, **texts})
-                found.append(_Prompt(where, dataset, head, tail, answers, choices, kept))
+                head, tail = self._rendered({**row_of_question, **texts})
+                prompts.append(_Prompt(where, dataset, head, tail, answers, choices, kept))
         if not self.merge_answers:
-            return found
+            return prompts
         merged: dict[str, _Prompt] = {}
-        for prompt in found:
+        for prompt in prompts:
             before = merged[prompt.id].answers if prompt.id in merged else ()
             merged[prompt.id] = replace(prompt, answers=(*before, *prompt.answers))
         return list(merged.values())
@@ -466,11 +466,11 @@ class _Prompt:
 def _grouped(prompts: Iterable[_Prompt]) -> Iterable[list[_Prompt]]:
     """The questions of each context together, contexts in the order in which they come first; a question
     without a context stands alone."""
-    found: dict[tuple[str, str, str], list[_Prompt]] = {}
+    groups: dict[tuple[str, str, str], list[_Prompt]] = {}
     for prompt in prompts:
         own = "" if prompt.head else prompt.id
-        found.setdefault((prompt.dataset, prompt.head, own), []).append(prompt)
-    return found.values()
+        groups.setdefault((prompt.dataset, prompt.head, own), []).append(prompt)
+    return groups.values()
 
 
 def _one_of(option: str, value: str, allowed: Sequence[str]) -> None:

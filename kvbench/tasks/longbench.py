@@ -484,7 +484,7 @@ class LongBench(Task):
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each dataset's file (of a mirror, its commit)."""
-        return {name: " ".join(one.digests().values()) for name, one in self._sources.items()}
+        return {name: " ".join(source.digests().values()) for name, source in self._sources.items()}
 
     def examples(self, encoder: PromptEncoder) -> Sequence[LongBenchExample]:
         """One of each dataset in turn, each dataset sorted by ``_id``.

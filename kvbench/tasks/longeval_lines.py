@@ -145,7 +145,7 @@ class LongEvalLines(Task):
         if self.repeats > 1:
             order = order * self.repeats
             rng.shuffle(order)
-        record = "".join(LINE.format(key=each, number=keys[each]) for each in order)
+        record = "".join(LINE.format(key=name, number=keys[name]) for name in order)
         return self._example(
             f"lines{lines}-{number:04d}",
             f"{lines} lines",
@@ -162,7 +162,7 @@ class LongEvalLines(Task):
                 f"longeval_lines: no file {path}; the official ones come with: git clone "
                 "https://github.com/DachengLi1/LongChat (longeval/evaluation/lines/testcases)"
             )
-        found: list[Example] = []
+        examples: list[Example] = []
         for line, row in file_rows("longeval_lines", str(path)):
             case = _test_case(row)
             if case is None:
@@ -178,7 +178,7 @@ class LongEvalLines(Task):
                     f"{QUESTION_START.strip()!r} after a blank line; only the lines task is read"
                 )
             example = self._example(
-                f"{path.stem}-{len(found):04d}",
+                f"{path.stem}-{len(examples):04d}",
                 path.stem,
                 (prompt[:cut], prompt[cut:]),
                 case["expected_number"],
@@ -187,10 +187,10 @@ class LongEvalLines(Task):
                 total=total,
                 line=case.get("correct_line"),
             )
-            found.append(example)
-        if not found:
+            examples.append(example)
+        if not examples:
             raise TaskError(f"longeval_lines: {path} holds no test case; JSON lines expected")
-        return found
+        return examples
 
     def _example(
         self,

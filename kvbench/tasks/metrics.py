@@ -134,8 +134,8 @@ def normalised(text: str) -> str:
 
 def _contains_all(prediction: str, key: Key) -> dict[str, float]:
     """The share of the answers that occur in a prediction, whatever their case."""
-    found = sum(answer.lower() in prediction.lower() for answer in key.answers)
-    return {"score": found / len(key.answers)}
+    contained = sum(answer.lower() in prediction.lower() for answer in key.answers)
+    return {"score": contained / len(key.answers)}
 
 
 def _regex(prediction: str, key: Key) -> dict[str, float]:
@@ -143,10 +143,10 @@ def _regex(prediction: str, key: Key) -> dict[str, float]:
     pattern, whether an answer, itself a pattern, is found."""
     try:
         if key.pattern is None:
-            found = any(
+            matches = any(
                 regex.search(answer, prediction, timeout=REGEX_SECONDS) for answer in key.answers
             )
-            return {"score": float(found)}
+            return {"score": float(matches)}
         match = regex.search(key.pattern, prediction, timeout=REGEX_SECONDS)
     except TimeoutError as problem:
         raise TaskError(
@@ -204,11 +204,11 @@ def _longbench(name: str) -> Pairwise:
 
 def _with_fresh_stack(score: Pairwise) -> Pairwise:
     def scored(prediction: str, answer: str) -> float:
-        found: list[float] = []
-        thread = Thread(target=lambda: found.append(score(prediction, answer)), name="rouge")
+        scores: list[float] = []
+        thread = Thread(target=lambda: scores.append(score(prediction, answer)), name="rouge")
         thread.start()
         thread.join()
-        return found[0]
+        return scores[0]
 
     return scored
 
@@ -230,7 +230,7 @@ def _classification(prediction: str, key: Key) -> Mapping[str, float]:
     """Of classes `Key.choices`."""
     score = _harness("longbench.metrics").classification_score
     classes = list(key.choices)
-    return _best(lambda said, answer: score(said, answer, all_classes=classes))(prediction, key)
+    return _best(lambda text, answer: score(text, answer, all_classes=classes))(prediction, key)
 
 
 # MATH, GSM8K, AIME: \\boxed{} and the comparison are lm-eval's copies of those of the MATH data set's
@@ -249,12 +249,12 @@ def _boxed(prediction: str, key: Key) -> dict[str, float]:
     math = _harness("hendrycks_math.utils")
     try:
         box = math.last_boxed_only_string(prediction)
-        found = math.remove_boxed(box.replace("\\fbox", "\\boxed", 1))
+        boxed = math.remove_boxed(box.replace("\\fbox", "\\boxed", 1))
     except (AttributeError, AssertionError, IndexError):  # no box, or a broken one
         return {"score": 0.0, "null": 1.0}
-    number = _number(found)
+    number = _number(boxed)
     right = any(
-        math.is_equiv(found, answer) or (number is not None and number == _number(answer))
+        math.is_equiv(boxed, answer) or (number is not None and number == _number(answer))
         for answer in key.answers
     )
     return {"score": float(right), "null": 0.0}
@@ -265,10 +265,13 @@ def _boxed(prediction: str, key: Key) -> dict[str, float]:
 
 def _longbench_v2(prediction: str, key: Key) -> dict[str, float]:
     text = prediction.replace("*", "")
-    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(
+    letter = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(
         r"The correct answer is ([A-D])", text
     )
-    return {"score": float(found is not None and found[1] in key.letters), "null": float(not found)}
+    return {
+        "score": float(letter is not None and letter[1] in key.letters),
+        "null": float(not letter),
+    }
 
 
 # InfiniteBench: lm-eval's copies of src/compute_scores.py, github.com/OpenBMB/InfiniteBench
@@ -285,8 +288,8 @@ def _infinitebench(name: str) -> Metric:
 
 def _math_calc(prediction: str, key: Key) -> dict[str, float]:
     """The share of intermediate values that are right before the first that is not."""
-    said, right = re.findall(r"\d+", prediction), 0
-    for value, answer in zip(said, key.answers, strict=False):
+    numbers, right = re.findall(r"\d+", prediction), 0
+    for value, answer in zip(numbers, key.answers, strict=False):
         if value.lstrip("0") != answer.lstrip("-").lstrip("0") or answer.startswith("-"):
             break
         right += 1
@@ -307,10 +310,10 @@ def _first_letter(prediction: str, key: Key) -> dict[str, float]:
     if text in right:
         return {"score": 1.0}
     text = " ".join(re.sub(r"[\n\"'.,?!{}]", " ", text).split())
-    for said in ("answer is:", "answer:", "answer is", "option is"):
-        _, found, rest = text.partition(said)
-        if found:
-            return {"score": float(any(rest[1:].startswith(one) for one in right))}
+    for marker in ("answer is:", "answer:", "answer is", "option is"):
+        _, marker_there, rest = text.partition(marker)
+        if marker_there:
+            return {"score": float(any(rest[1:].startswith(beginning) for beginning in right))}
     letter = next((word for word in text.split() if word in "ABCD"), "")
     return {"score": float(letter in right)}
 
@@ -329,24 +332,30 @@ def _rouge_geometric(prediction: str, key: Key) -> dict[str, float]:
 
 
 def _letter_accuracy(prediction: str, answer: str) -> float:
-    found, right = (re.search(r"\b[A-D]\b", text) for text in (prediction, answer))
-    return float(found is not None and right is not None and found[0] == right[0])
+    answered, right = (re.search(r"\b[A-D]\b", text) for text in (prediction, answer))
+    return float(answered is not None and right is not None and answered[0] == right[0])
 
 
 def _exponential_similarity(prediction: str, answer: str) -> float:
     """Half as good for every ten points that the percentage is wrong."""
-    said, right = (re.search(r"(\d+\.?\d*)%", text) for text in (prediction, answer))
-    if said is None or right is None:
+    answered, right = (re.search(r"(\d+\.?\d*)%", text) for text in (prediction, answer))
+    if answered is None or right is None:
         return 0.0
-    return float(0.5 ** (abs(float(said[1]) - float(right[1])) / 10))
+    return float(0.5 ** (abs(float(answered[1]) - float(right[1])) / 10))
 
 
 def _concordance(prediction: str, answer: str) -> float:
     """The share of pairs in the right order, of a list of the right numbers."""
-    said, right = ([int(n) for n in re.findall(r"\d{1,9}", text)] for text in (prediction, answer))
-    if sorted(said) != sorted(right) or len(set(said)) != len(said) or len(said) < 2:
+    answered, right = (
+        [int(n) for n in re.findall(r"\d{1,9}", text)] for text in (prediction, answer)
+    )
+    if (
+        sorted(answered) != sorted(right)
+        or len(set(answered)) != len(answered)
+        or len(answered) < 2
+    ):
         return 0.0
-    place = {number: i for i, number in enumerate(said)}
+    place = {number: i for i, number in enumerate(answered)}
     pairs = [(a, b) for i, a in enumerate(right) for b in right[i + 1 :]]
     return sum(place[a] < place[b] for a, b in pairs) / len(pairs)
 
@@ -361,8 +370,8 @@ def _rouge_2(prediction: str, key: Key) -> dict[str, float]:
 
     best = {"rouge-1": 0.0, "rouge-2": 0.0}
     for answer in key.answers if prediction.strip(". \n\t") else ():
-        found = Rouge(metrics=[*best]).get_scores(prediction, answer)[0]
-        best = {name: max(value, float(found[name]["f"])) for name, value in best.items()}
+        scores = Rouge(metrics=[*best]).get_scores(prediction, answer)[0]
+        best = {name: max(value, float(scores[name]["f"])) for name, value in best.items()}
     of_lines = METRICS["rouge_l"](prediction, key)["score"]
     return {"score": best["rouge-2"], "rouge1": best["rouge-1"], "rougeL": of_lines}
 
@@ -379,9 +388,9 @@ def _loogle(prediction: str, key: Key) -> dict[str, float]:
     (answer, *_) = key.answers
     text = prediction.strip() or "None"
     try:
-        found = Rouge().get_scores([text], [answer])[0]
+        scores = Rouge().get_scores([text], [answer])[0]
     except ValueError:  # nothing but full stops
-        found = {"rouge-1": {"r": 0.0}, "rouge-l": {"r": 0.0}}
+        scores = {"rouge-1": {"r": 0.0}, "rouge-l": {"r": 0.0}}
     words = [part.replace("\n", " ").split() for part in (answer, text)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # short answers have no 4-grams
@@ -389,7 +398,7 @@ def _loogle(prediction: str, key: Key) -> dict[str, float]:
             float(sentence_bleu([words[0]], words[1], weights=weights))
             for weights in ((1, 0, 0, 0), (0, 0, 0, 1))
         )
-    rouge = {"rouge1": float(found["rouge-1"]["r"]), "rougeL": float(found["rouge-l"]["r"])}
+    rouge = {"rouge1": float(scores["rouge-1"]["r"]), "rougeL": float(scores["rouge-l"]["r"])}
     return {"score": rouge["rougeL"], **rouge, "bleu1": bleu1, "bleu4": bleu4}
 
 
@@ -398,13 +407,13 @@ def _loogle_cloze(prediction: str, key: Key) -> dict[str, float]:
     divides by the masks of a whole set; it reads the prediction with `eval`, here it is a literal."""
     right: dict[str, str] = json.loads(key.answers[0])
     try:
-        said = ast.literal_eval(prediction.strip())
+        filled = ast.literal_eval(prediction.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        said = None
-    said = said if isinstance(said, dict) else {}
-    exact = sum(said.get(mask) == name for mask, name in right.items())
+        filled = None
+    filled = filled if isinstance(filled, dict) else {}
+    exact = sum(filled.get(mask) == name for mask, name in right.items())
     partial = sum(
-        bool(set(name.split()) & set(str(said.get(mask, "")).split()))
+        bool(set(name.split()) & set(str(filled.get(mask, "")).split()))
         for mask, name in right.items()
     )
     return {"score": exact / len(right), "partial": partial / len(right)}

@@ -158,12 +158,12 @@ class Needle(Task):
             return filler(texts, self.seed, number, need, 2 * begin, encoder, self.facts)
 
         sizes = (len(self.lengths), 1 if self.together else len(self.depths), self.num_examples)
-        found = []
+        examples = []
         for i, j, k in balanced_order(sizes):
             number = k if self.share_fillers else (k * sizes[0] + i) * sizes[1] + j
             asked = self._asked(encoder, filling(number), number, self.lengths[i], self.depths[j])
-            found.extend(asked)
-        return found
+            examples.extend(asked)
+        return examples
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """All four scores; the primary one again as ``score``."""
@@ -197,7 +197,7 @@ class Needle(Task):
         if not self.together:
             copies = range(self.repeats - 1)  # the others evenly over the text
             depths = [depth, *(100.0 * (copy + 0.5) / (self.repeats - 1) for copy in copies)]
-            return [(each, self.needle) for each in depths], [(0, self.question, self.answer)]
+            return [(place, self.needle) for place in depths], [(0, self.question, self.answer)]
         rng = random.Random(f"kvbench needles {self.seed} {number} {length}")
         keys = rng.sample([word for word in words_of("noun") if word.isalpha()], len(self.depths))
         values = rng.sample(range(10_000, 100_000), len(self.depths))
@@ -206,7 +206,7 @@ class Needle(Task):
             return text.replace("{key}", keys[fact]).replace("{value}", str(values[fact]))
 
         order = rng.sample(range(len(self.depths)), len(self.depths))
-        needles = [(each, told(self.needle, fact)) for fact, each in enumerate(self.depths)]
+        needles = [(place, told(self.needle, fact)) for fact, place in enumerate(self.depths)]
         return needles, [(f, told(self.question, f), told(self.answer, f)) for f in order]
 
     def _asked(

@@ -173,13 +173,13 @@ class Passkey(HiddenKeys):
             TaskError: a length that is too short.
         """
         sizes = dict.fromkeys(self.lengths, 1)
-        found: list[Example] = []
+        examples: list[Example] = []
         for number in range(self.num_examples):
             for length in self.lengths:
                 made = partial(self._text, encoder, length, number)
                 sizes[length] = self._largest(made, length, sizes[length])
-                found += made(sizes[length])
-        return found
+                examples += made(sizes[length])
+        return examples
 
     def _largest(self, made: Callable[[int], list[Example]], length: int, guess: int) -> int:
         """Lines of the longest text that fits."""
@@ -187,7 +187,7 @@ class Passkey(HiddenKeys):
         def tokens(size: int) -> int:
             asked = made(size)
             context = asked[0].context_ids or ()
-            return len(context) + max(len(one.question_ids or ()) for one in asked)
+            return len(context) + max(len(example.question_ids or ()) for example in asked)
 
         size = largest_fitting(
             tokens, length, least=self.queries, most=max(length, self.queries), guess=guess
@@ -213,12 +213,12 @@ class Passkey(HiddenKeys):
         context = before + "\n".join(lines) + white
         question = question.replace(QUESTION, self.question)
         ids = encode_context(encoder, context)
-        found = []
+        examples = []
         for query, (name, key, place) in enumerate(zip(names, keys, places, strict=True)):
             asked, prefix = (
                 part.replace("{name}", name) for part in (question, self.answer_prefix)
             )
-            found.append(
+            examples.append(
                 self._example(
                     f"len{length}-{number:04d}",
                     query,
@@ -233,7 +233,7 @@ class Passkey(HiddenKeys):
                     fields={"length": length, "depth": int(10 * round(10 * place / size))},
                 )
             )
-        return found
+        return examples
 
     def _key(self, rng: random.Random) -> str:
         repeated = self.digits // 2 if self.runs else 0

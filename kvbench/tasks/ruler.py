@@ -152,8 +152,8 @@ def _filled(prompt: Prompt, **fields: str) -> Prompt:
 def _singular(prompt: Prompt) -> Prompt:
     """The strings about one key with one value; the order of the replacements is RULER's."""
     template, prefix = prompt.template, prompt.prefix
-    for several, one in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
-        template, prefix = template.replace(several, one), prefix.replace(several, one)
+    for several, single in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
+        template, prefix = template.replace(several, single), prefix.replace(several, single)
     return Prompt(template, prefix, prompt.new_tokens)
 
 
@@ -263,10 +263,10 @@ def _unlike(known: set[str], draw: Callable[[], str]) -> str:
 
 def _distinct(count: int, draw: Callable[[], str], known: Sequence[str] = ()) -> list[str]:
     """So many draws, none of them twice or known."""
-    found: dict[str, None] = dict.fromkeys(known)
-    while len(found) < count + len(known):
-        found[draw()] = None
-    return list(found)[len(known) :]
+    distinct: dict[str, None] = dict.fromkeys(known)
+    while len(distinct) < count + len(known):
+        distinct[draw()] = None
+    return list(distinct)[len(known) :]
 
 
 @dataclass(frozen=True)
@@ -538,12 +538,12 @@ class Ruler(Task):
         """The examples of one task and length; where one's size was found, the next one's begins."""
         generator = self._generator(encoder, task, length)
         new_tokens = PROMPTS[generator.name].new_tokens
-        found: list[Example] = []
+        examples: list[Example] = []
         units = max(generator.least, length // 20)
         for number in range(self.num_examples):
             name = f"{task} {length} {number}"
             units, draft, (context, question) = self._sized(encoder, generator, name, number, units)
-            found.append(
+            examples.append(
                 Example(
                     id=f"{task}-{length}-{number:04d}",
                     context=draft.context,
@@ -559,7 +559,7 @@ class Ruler(Task):
                     fields={"task": task, "length": length, "units": units, **draft.fields},
                 )
             )
-        return found
+        return examples
 
     def _sized(
         self, encoder: PromptEncoder, generator: Generator, name: str, number: int, guess: int
@@ -624,8 +624,8 @@ class Ruler(Task):
 
         least = VariableTracking.least
         room = min(VariableTracking.EXAMPLE_TOKENS, length // 2)
-        found = largest_fitting(tokens, room, least=least, most=room, guess=least)
-        return least if found is None else found
+        fitting = largest_fitting(tokens, room, least=least, most=room, guess=least)
+        return least if fitting is None else fitting
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """RULER's score, 0 to 1; ``null`` is 1 for a prediction that is empty once cleaned."""

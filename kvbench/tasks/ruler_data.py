@@ -155,11 +155,15 @@ def hotpotqa(pattern: str) -> Collection:
 
     def collection(data: Any) -> Collection:
         texts = [[f"{t}\n{''.join(parts)}" for t, parts in row["context"]] for row in data]
-        documents = sorted({text for each in texts for text in each})
+        documents = sorted({text for paragraphs in texts for text in paragraphs})
         place = {text: number for number, text in enumerate(documents)}
         questions = [
-            Question(row["question"], (str(row["answer"]),), tuple({place[t]: 0 for t in each}))
-            for row, each in zip(data, texts, strict=True)
+            Question(
+                row["question"],
+                (str(row["answer"]),),
+                tuple({place[text]: 0 for text in paragraphs}),
+            )
+            for row, paragraphs in zip(data, texts, strict=True)
         ]
         return Collection(documents, questions)
 
@@ -172,11 +176,11 @@ def _collection(
     path = _files_of(option, pattern)[0]
     data = parsed_json("ruler", path, read_text("ruler", path).encode())
     try:
-        found = read(data)
+        collection = read(data)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise TaskError(
             f"ruler: {path} is not {name}; allowed: its JSON file as published"
         ) from problem
-    if not found.questions:
+    if not collection.questions:
         raise TaskError(f"ruler: {path} holds no question with an answer")
-    return found
+    return collection

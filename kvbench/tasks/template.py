@@ -100,8 +100,8 @@ class PromptTemplate:
                 parts.append(part)
                 length += len(part)
                 if length > MOST_CHARACTERS:
-                    said = f"{self.name} makes more than {MOST_CHARACTERS} characters"
-                    raise TaskError(f"{said}; allowed: fewer")
+                    reason = f"{self.name} makes more than {MOST_CHARACTERS} characters"
+                    raise TaskError(f"{reason}; allowed: fewer")
         except TaskError:
             raise
         except Exception as problem:  # whatever a filter or a comparison raises

@@ -44,8 +44,10 @@ class TextSource:
             where = (self.dataset_name, self.dataset_config, self.dataset_split)
             return texts_of_dataset(*where, self.dataset_column, rows)
         made = (generated_haystack(f"{kind} {i}") for i in range(count))
-        few = (islice(each, self.tokens) for each in made)  # sentences, of more than one token each
-        return [(f"generated {i}", " ".join(each)) for i, each in enumerate(few)]
+        few = (
+            islice(sentences, self.tokens) for sentences in made
+        )  # sentences, of more than one token each
+        return [(f"generated {i}", " ".join(sentences)) for i, sentences in enumerate(few)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +90,14 @@ class RunningText(TextSource, Task):
             documents = [(self.dataset_name, "".join(text for _, text in documents))]
         texts = {name: encoder.encode_text(text) for name, text in documents}
         longest = max(map(len, texts.values()), default=0)
-        found = []
+        examples = []
         for start in range(0, max(0, longest - room + 1), max(1, room)):
             for name, ids in texts.items():
                 piece, after = ids[start : start + room], ids[start + room :]
                 if len(piece) < room:
                     continue
                 follows = encoder.decode(after[: self.max_new_tokens])
-                found.append(
+                examples.append(
                     Example(
                         id=f"{name}/{start}",
                         context="",
@@ -109,12 +111,12 @@ class RunningText(TextSource, Task):
                         fields={"text": name},
                     )
                 )
-        if not found:
+        if not examples:
             raise TaskError(
                 f"task.tokens is {self.tokens} and the longest text has {longest} tokens; allowed: "
                 "fewer"
             )
-        return found[: self.num_examples]
+        return examples[: self.num_examples]
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """See `Task.score`."""
