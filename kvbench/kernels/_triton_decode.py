@@ -13,9 +13,20 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels._choice import on_its_device
+from kvbench.kernels.decode_attention import COLUMNS
 
-TABLE_COLUMNS = tl.constexpr(10)
-"""int64 columns of `EntryTable.pointers`."""
+TABLE_COLUMNS = tl.constexpr(len(COLUMNS))
+"""int64 columns of `EntryTable.pointers`; the next ten are their places."""
+KEYS = tl.constexpr(COLUMNS.index("keys"))
+VALUES = tl.constexpr(COLUMNS.index("values"))
+LOG_WEIGHTS = tl.constexpr(COLUMNS.index("log_weights"))
+KEY_HEAD_STRIDE = tl.constexpr(COLUMNS.index("key_head_stride"))
+KEY_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("key_entry_stride"))
+VALUE_HEAD_STRIDE = tl.constexpr(COLUMNS.index("value_head_stride"))
+VALUE_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("value_entry_stride"))
+WEIGHT_HEAD_STRIDE = tl.constexpr(COLUMNS.index("weight_head_stride"))
+WEIGHT_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("weight_entry_stride"))
+RESERVED = tl.constexpr(COLUMNS.index("reserved"))
 STAGE_BYTES = 32768
 """Keys and values one pipeline stage holds on chip: three stages fit twice in an SM of 227 KB and
 once in one of 163 KB, and two in flight are far more than latency x bandwidth of an SM (about 20 KB)."""
@@ -69,23 +80,23 @@ def split_kernel(
     row = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     split = tl.program_id(1)
-    reserved = tl.load(table + row * TABLE_COLUMNS + 9)
+    reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
     n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved).to(tl.int32)
     first = split * chunk
     if first >= n:
         return
     last = tl.minimum(first + chunk, n)
     dtype: tl.constexpr = query.dtype.element_ty
-    key = _row_pointer(table, row, 0, dtype, ALIGNED)
-    value = _row_pointer(table, row, 1, dtype, ALIGNED)
-    key += head * _row_stride(table, row, 3, ALIGNED, UNIT)
-    key_step = _row_stride(table, row, 4, ALIGNED, UNIT)
-    value += head * _row_stride(table, row, 5, ALIGNED, UNIT)
-    value_step = _row_stride(table, row, 6, ALIGNED, UNIT)
-    weighted = tl.load(table + row * TABLE_COLUMNS + 2) != 0
-    weight = _row_pointer(table, row, 2, tl.float32, False)
-    weight += head * tl.load(table + row * TABLE_COLUMNS + 7)
-    weight_step = tl.load(table + row * TABLE_COLUMNS + 8)
+    key = _row_pointer(table, row, KEYS, dtype, ALIGNED)
+    value = _row_pointer(table, row, VALUES, dtype, ALIGNED)
+    key += head * _row_stride(table, row, KEY_HEAD_STRIDE, ALIGNED, UNIT)
+    key_step = _row_stride(table, row, KEY_ENTRY_STRIDE, ALIGNED, UNIT)
+    value += head * _row_stride(table, row, VALUE_HEAD_STRIDE, ALIGNED, UNIT)
+    value_step = _row_stride(table, row, VALUE_ENTRY_STRIDE, ALIGNED, UNIT)
+    weighted = tl.load(table + row * TABLE_COLUMNS + LOG_WEIGHTS) != 0
+    weight = _row_pointer(table, row, LOG_WEIGHTS, tl.float32, False)
+    weight += head * tl.load(table + row * TABLE_COLUMNS + WEIGHT_HEAD_STRIDE)
+    weight_step = tl.load(table + row * TABLE_COLUMNS + WEIGHT_ENTRY_STRIDE)
 
     members = tl.arange(0, GROUP)
     columns = tl.arange(0, D)
@@ -162,7 +173,7 @@ def reduce_kernel(
 ):
     query_head = tl.program_id(0).to(tl.int64)
     row = query_head // heads
-    reserved = tl.load(table + row * TABLE_COLUMNS + 9)
+    reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
     n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved).to(tl.int32)
     used = tl.cdiv(n, chunk)  # what later programs would have written was not written
     columns = tl.arange(0, E)
@@ -213,7 +224,7 @@ def mass_kernel(
 ):
     row_head = tl.program_id(0).to(tl.int64)
     row = row_head // kv_heads
-    reserved = tl.load(table + row * TABLE_COLUMNS + 9)
+    reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
     n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved)
     place = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     received = tl.zeros([BLOCK], tl.float32)
@@ -239,15 +250,15 @@ def append_kernel(
     row_head = tl.program_id(0).to(tl.int64)
     row, head = row_head // kv_heads, row_head % kv_heads
     place = tl.load(lengths + row).to(tl.int64)
-    if place >= tl.load(table + row * TABLE_COLUMNS + 9):
+    if place >= tl.load(table + row * TABLE_COLUMNS + RESERVED):
         return  # no room: documented as the caller's business, but never somebody else's memory
     dtype: tl.constexpr = key.dtype.element_ty
-    to_key = _row_pointer(table, row, 0, dtype, False)
-    to_key += head * tl.load(table + row * TABLE_COLUMNS + 3)
-    to_key += place * tl.load(table + row * TABLE_COLUMNS + 4)
-    to_value = _row_pointer(table, row, 1, dtype, False)
-    to_value += head * tl.load(table + row * TABLE_COLUMNS + 5)
-    to_value += place * tl.load(table + row * TABLE_COLUMNS + 6)
+    to_key = _row_pointer(table, row, KEYS, dtype, False)
+    to_key += head * tl.load(table + row * TABLE_COLUMNS + KEY_HEAD_STRIDE)
+    to_key += place * tl.load(table + row * TABLE_COLUMNS + KEY_ENTRY_STRIDE)
+    to_value = _row_pointer(table, row, VALUES, dtype, False)
+    to_value += head * tl.load(table + row * TABLE_COLUMNS + VALUE_HEAD_STRIDE)
+    to_value += place * tl.load(table + row * TABLE_COLUMNS + VALUE_ENTRY_STRIDE)
     columns = tl.arange(0, D)
     value_columns = tl.arange(0, E)
     new_key = tl.load(key + row_head * DIM + columns, mask=columns < DIM)
@@ -256,11 +267,11 @@ def append_kernel(
         value + row_head * VALUE_DIM + value_columns, mask=value_columns < VALUE_DIM
     )
     tl.store(to_value + value_columns, new_value, mask=value_columns < VALUE_DIM)
-    weight = tl.load(table + row * TABLE_COLUMNS + 2)
+    weight = tl.load(table + row * TABLE_COLUMNS + LOG_WEIGHTS)
     if weight != 0:
         pointer = weight.to(tl.pointer_type(tl.float32))
-        pointer += head * tl.load(table + row * TABLE_COLUMNS + 7)
-        tl.store(pointer + place * tl.load(table + row * TABLE_COLUMNS + 8), 0.0)
+        pointer += head * tl.load(table + row * TABLE_COLUMNS + WEIGHT_HEAD_STRIDE)
+        tl.store(pointer + place * tl.load(table + row * TABLE_COLUMNS + WEIGHT_ENTRY_STRIDE), 0.0)
 
 
 def split_options(

@@ -11,10 +11,31 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels._choice import on_its_device
-from kvbench.kernels._triton_decode import TABLE_COLUMNS
+from kvbench.kernels._triton_decode import (
+    KEY_ENTRY_STRIDE,
+    KEY_HEAD_STRIDE,
+    KEYS,
+    LOG_WEIGHTS,
+    RESERVED,
+    TABLE_COLUMNS,
+    VALUE_ENTRY_STRIDE,
+    VALUE_HEAD_STRIDE,
+    VALUES,
+    WEIGHT_ENTRY_STRIDE,
+    WEIGHT_HEAD_STRIDE,
+)
+from kvbench.kernels.eviction import RULE
 
-RULE_COLUMNS = tl.constexpr(8)
-"""int64 columns of `EvictionTable.numbers`."""
+RULE_COLUMNS = tl.constexpr(len(RULE))
+"""int64 columns of `EvictionTable.numbers`; the next eight are their places."""
+SCORES = tl.constexpr(RULE.index("scores"))
+POSITIONS = tl.constexpr(RULE.index("positions"))
+HEAD_STRIDE = tl.constexpr(RULE.index("head_stride"))
+LIMIT = tl.constexpr(RULE.index("limit"))
+SINK = tl.constexpr(RULE.index("sink"))
+RECENT = tl.constexpr(RULE.index("recent"))
+HEAVIEST_LEAVES = tl.constexpr(RULE.index("heaviest_leaves"))
+PLACE = tl.constexpr(RULE.index("place"))
 STAYS = tl.constexpr(0x7FFFFFFF << 32)
 """Key of an entry that may not leave: after all others; of place 0, which leaves where all stay."""
 BLOCK = 512
@@ -56,12 +77,12 @@ def evict_kernel(
     if piece * BLOCK > new:
         return
     entries, rule = table + row * TABLE_COLUMNS, rules + row * RULE_COLUMNS
-    place = tl.load(rule + 7)
-    if (tl.load(going + place) == 0) | (new >= tl.load(entries + 9)):
+    place = tl.load(rule + PLACE)
+    if (tl.load(going + place) == 0) | (new >= tl.load(entries + RESERVED)):
         return
-    offset = head * tl.load(rule + 2)
-    to_position = tl.load(rule + 1).to(tl.pointer_type(tl.int64)) + offset
-    to_score = tl.load(rule).to(tl.pointer_type(tl.float32)) + offset
+    offset = head * tl.load(rule + HEAD_STRIDE)
+    to_position = tl.load(rule + POSITIONS).to(tl.pointer_type(tl.int64)) + offset
+    to_score = tl.load(rule + SCORES).to(tl.pointer_type(tl.float32)) + offset
     least += row_head * pieces
     lane = tl.arange(0, BLOCK)
     if not SECOND:
@@ -70,18 +91,18 @@ def evict_kernel(
         newest = tl.load(positions + place)
         worth = tl.load(to_position + here, mask=here < new, other=newest)
         tl.store(to_position + here, worth, mask=here == new)
-        free = held & (worth >= tl.load(rule + 4)) & (worth <= newest - tl.load(rule + 5))
+        free = held & (worth >= tl.load(rule + SINK)) & (worth <= newest - tl.load(rule + RECENT))
         if WEIGHS:
             score = tl.load(to_score + here, mask=here < new, other=0.0)
             score += tl.load(mass + row_head * longest + here, mask=held, other=0.0)
             tl.store(to_score + here, score, mask=held)
-            score = tl.where(tl.load(rule + 6) != 0, -score, score)
+            score = tl.where(tl.load(rule + HEAVIEST_LEAVES) != 0, -score, score)
             free &= score < float("inf")  # nor does NaN leave
             # Bits are in the numbers' order once those below 0 are turned round, and 0 has no sign.
             bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
             worth = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
         tl.store(least + piece, tl.min(tl.where(free, (worth << 32) | here, STAYS), 0))
-    elif new >= tl.load(rule + 3):
+    elif new >= tl.load(rule + LIMIT):
         leaving = tl.full([], STAYS, tl.int64)
         for start in range(0, new // BLOCK + 1, BLOCK):  # what lies beyond was not written
             part = start + lane
@@ -91,15 +112,21 @@ def evict_kernel(
         tl.store(to_position + leaving, tl.load(to_position + new))
         if WEIGHS:
             tl.store(to_score + leaving, tl.load(to_score + new))
-        weight = tl.load(entries + 2)
+        weight = tl.load(entries + LOG_WEIGHTS)
         if weight != 0:  # a new token's is 0
-            pointer = weight.to(tl.pointer_type(tl.float32)) + head * tl.load(entries + 7)
-            tl.store(pointer + leaving * tl.load(entries + 8), 0.0)
+            pointer = weight.to(tl.pointer_type(tl.float32)) + head * tl.load(
+                entries + WEIGHT_HEAD_STRIDE
+            )
+            tl.store(pointer + leaving * tl.load(entries + WEIGHT_ENTRY_STRIDE), 0.0)
         dtype: tl.constexpr = keys.dtype.element_ty
-        key = tl.load(entries).to(tl.pointer_type(dtype)) + head * tl.load(entries + 3)
-        value = tl.load(entries + 1).to(tl.pointer_type(dtype)) + head * tl.load(entries + 5)
-        _move(key, tl.load(entries + 4), new, leaving, DIM, D)
-        _move(value, tl.load(entries + 6), new, leaving, VALUE_DIM, E)
+        key = tl.load(entries + KEYS).to(tl.pointer_type(dtype)) + head * tl.load(
+            entries + KEY_HEAD_STRIDE
+        )
+        value = tl.load(entries + VALUES).to(tl.pointer_type(dtype)) + head * tl.load(
+            entries + VALUE_HEAD_STRIDE
+        )
+        _move(key, tl.load(entries + KEY_ENTRY_STRIDE), new, leaving, DIM, D)
+        _move(value, tl.load(entries + VALUE_ENTRY_STRIDE), new, leaving, VALUE_DIM, E)
 
 
 @on_its_device

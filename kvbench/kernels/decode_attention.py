@@ -14,6 +14,21 @@ from kvbench.kernels.philox import to_device
 from kvbench.kernels.quantize import CACHED
 from kvbench.kernels.softcap import capped
 
+COLUMNS = (
+    "keys",
+    "values",
+    "log_weights",
+    "key_head_stride",
+    "key_entry_stride",
+    "value_head_stride",
+    "value_entry_stride",
+    "weight_head_stride",
+    "weight_entry_stride",
+    "reserved",
+)
+"""Of `EntryTable.pointers`: the addresses of the three buffers (log-weights: 0 where all are zero), the
+strides over heads and over entries of each, in elements, and the entries reserved."""
+
 
 @dataclass(frozen=True)
 class EntryTable:
@@ -67,14 +82,22 @@ class EntryTable:
 
     @cached_property
     def pointers(self) -> Tensor:
-        """[rows, 10] int64 on the rows' device: addresses of keys, values and log-weights (0: none),
-        the strides over heads and over entries of each, in elements, and the entries reserved."""
+        """[rows, columns] int64 on the rows' device; `COLUMNS` names the columns."""
         table = []
         for key, value, weight in zip(self.keys, self.values, self.log_weights, strict=True):
-            strides = [*key.stride()[:2], *value.stride()[:2]]
-            strides += [0, 0] if weight is None else weight.stride()
-            address = 0 if weight is None else weight.data_ptr()
-            table.append([key.data_ptr(), value.data_ptr(), address, *strides, key.shape[1]])
+            row = {
+                "keys": key.data_ptr(),
+                "values": value.data_ptr(),
+                "log_weights": 0 if weight is None else weight.data_ptr(),
+                "key_head_stride": key.stride(0),
+                "key_entry_stride": key.stride(1),
+                "value_head_stride": value.stride(0),
+                "value_entry_stride": value.stride(1),
+                "weight_head_stride": 0 if weight is None else weight.stride(0),
+                "weight_entry_stride": 0 if weight is None else weight.stride(1),
+                "reserved": key.shape[1],
+            }
+            table.append([row[name] for name in COLUMNS])
         return to_device(torch.tensor(table, dtype=torch.int64), self.keys[0].device)
 
 

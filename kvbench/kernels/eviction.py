@@ -47,6 +47,20 @@ class Eviction:
         return worth.argmin(-1)
 
 
+RULE = (
+    "scores",
+    "positions",
+    "head_stride",
+    "limit",
+    "sink",
+    "recent",
+    "heaviest_leaves",
+    "place",
+)
+"""Of `EvictionTable.numbers`: the addresses of scores (0: none) and positions, the stride of both over
+heads, what `Eviction` says, and the row's place in the batch."""
+
+
 @dataclass(frozen=True)
 class EvictionTable:
     """What `evict_entries` needs of each row beside its entries. Made once, used at every step.
@@ -87,23 +101,22 @@ class EvictionTable:
 
     @cached_property
     def numbers(self) -> Tensor:
-        """[rows, 8] int64 on the rows' device: addresses of scores (0: none) and positions, the stride
-        of both over heads, limit, sink, recent, whether the heaviest leaves, and place."""
-        table = [
-            [
-                0 if scores is None else scores.data_ptr(),
-                positions.data_ptr(),
-                positions.stride(0),
-                limit,
-                rule.sink,
-                rule.recent,
-                int(rule.leaves == "heaviest"),
-                place,
-            ]
-            for rule, limit, scores, positions, place in zip(
-                self.rules, self.limits, self.scores, self.positions, self.places, strict=True
-            )
-        ]
+        """[rows, columns] int64 on the rows' device; `RULE` names the columns."""
+        table = []
+        for rule, limit, scores, positions, place in zip(
+            self.rules, self.limits, self.scores, self.positions, self.places, strict=True
+        ):
+            row = {
+                "scores": 0 if scores is None else scores.data_ptr(),
+                "positions": positions.data_ptr(),
+                "head_stride": positions.stride(0),
+                "limit": limit,
+                "sink": rule.sink,
+                "recent": rule.recent,
+                "heaviest_leaves": int(rule.leaves == "heaviest"),
+                "place": place,
+            }
+            table.append([row[name] for name in RULE])
         return to_device(torch.tensor(table, dtype=torch.int64), self.positions[0].device)
 
 
