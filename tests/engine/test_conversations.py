@@ -79,6 +79,7 @@ def test_as_many_conversations_at_once_as_memory_has_room_for(
         (3, 1000, 200, 3),
         (1, 1000, 200, 1),
         (10, 1000, 950, 1),
+        (2, 1000, 950, 1),
         (10, None, 200, 10),
         (10, 1000, None, 10),
     ],

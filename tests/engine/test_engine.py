@@ -167,13 +167,18 @@ class OnGpu(torch.Tensor):
 
 def test_on_a_gpu_what_is_not_finite_is_counted_first_and_refused_later():
     keys, values = (torch.randn(1, 2, 9, 4).as_subclass(OnGpu) for _ in "kv")
-    values[0, 1, 5] = float("inf")
+    values[0, 1, 5] = torch.tensor([1.0, -1.0, 0.0, 1.0]) / 0.0
     layer, counts = LayerKV(keys, values, None, 3, 4, 0.5), {}
     check_finite(layer, counts)
     assert {layer: part.tolist() for layer, part in counts.items()} == {3: [[0, 0], [0, 4]]}
-    assert float(values[0, 1, 5].abs().sum()) == 0
+    assert values[0, 1, 5].tolist() == [0.0] * 4
     with pytest.raises(KVError, match="values of layer 3, KV head 1"):
         refuse_non_finite(counts)
+    keys[0, 0, 2, 1] = float("nan")
+    on_cpu = LayerKV(torch.Tensor(keys), torch.Tensor(values), None, 3, 4, 0.5)
+    for told in ((on_cpu, {}), (layer, None)):
+        with pytest.raises(KVError, match="keys of layer 3, KV head 0"):
+            check_finite(*told)
 
 
 def test_shared_work_is_charged_to_every_method_that_uses_it():
