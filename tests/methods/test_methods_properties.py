@@ -444,12 +444,13 @@ def test_balancekv_weights_of_each_kind():
 
 
 def test_balancekv_released_weights_are_powers_of_two_at_their_rates():
-    layer = make_layer(300, scale=0.5)
-    for halvings in (1, 2, 3, 4):
-        budget = Budget(rate=0.5**halvings, sink=4, window=8)
-        kept = run(build_method("balancekv", block_size=16, weights="released"), layer, budget)
+    """Whatever is left over; at rates between them it is the middle over what stays of it."""
+    layer = make_layer(301, scale=0.5)
+    method = build_method("balancekv", block_size=16, weights="released")
+    for rate, weight in ((0.5, 2), (0.25, 4), (0.125, 8), (0.0625, 16), (0.7, 289 / 202)):
+        kept = run(method, layer, Budget(rate=rate, sink=4, window=8))
         inside = kept.log_weights[:, :, 4:-8].exp()
-        torch.testing.assert_close(inside, torch.full_like(inside, 2.0**halvings))
+        torch.testing.assert_close(inside, torch.full_like(inside, weight))
 
 
 def test_balancekv_keeps_at_least_half_of_what_its_last_halving_finds():

@@ -112,6 +112,8 @@ def test_pages_by_definition(shared_file):
 def test_queries_are_turned_back_whatever_the_length_of_the_rotation():
     """YaRN's tables are longer than 1: plain queries that are rotated are the queries again."""
     layer, table = make_layer(20, dim=8), rotary(8)
+    half = replace(layer, queries=layer.queries.half(), rotary=table)
+    assert plain_queries(half).dtype == torch.float32
     for length in (1.0, 1.3):
 
         def longer(at, length=length):
@@ -127,6 +129,7 @@ def test_the_best_of_all_heads_by_sorting():
     generator = torch.Generator().manual_seed(0)
     for heads, n, kept, safe in ((2, 7, 3, 0), (3, 90, 40, 11), (1, 5, 5, 2), (2, 400, 130, 30)):
         scores = torch.randint(0, 5, (1, heads, n), generator=generator).float()
+        scores[:, 0] -= 10  # of which nothing stays but what is safe
         found = best_of_all_heads(scores, kept, safe)[0]
         assert int(found.sum()) == heads * kept
         ranked = [sorted(range(n), key=lambda i, h=h: -scores[0, h, i]) for h in range(heads)]
