@@ -22,7 +22,7 @@ NEED_PACKAGES = ("kvpress", "minference")
 PROBES = ("error_scaling", "fidelity", "layer_error", "stream", "throughput")
 SMALL: dict[str, list[str]] = {
     **{name: [f"task.data={INVENTED / name}"] for name in ("longbench_v2", "infinitebench")},
-    **{name: [f"task.data={INVENTED / name}"] for name in ("zeroscrolls", "loogle", "scbench")},
+    **{name: [f"task.data={INVENTED / name}"] for name in ("zeroscrolls", "scbench")},
     **{name: [f"task.files=[{INVENTED / name}.jsonl]"] for name in ("gsm8k", "math500")},
     **{name: [f"task.files=[{INVENTED / name}.jsonl]"] for name in ("aime24", "aime25")},
     **{name: [f"task.data={DATA / 'longbench'}"] for name in ("longbench", "longbench_official")},
@@ -35,18 +35,21 @@ SMALL: dict[str, list[str]] = {
         "task.fields.answers=answer",
     ],
     "key_value": ["task.num_pairs=[4]"],
-    "lm_eval": ["task.tasks=[copa]", f"task.include_path={DATA / 'lm_eval'}"],
+    "lm_eval": ["task.tasks=[copa]", "task.num_fewshot=6", f"task.include_path={DATA / 'lm_eval'}"],
+    "loogle": [f"task.data={INVENTED / 'loogle'}", "task.datasets=[shortdep_cloze]"],
     "longeval_redundant": ["task.num_lines=[5]"],
     "needle_questions": ["task.lengths=[600]", "task.depths=[0,50]"],
     "needle_short": ["task.lengths=[300]"],
-    "ruler": ["task.lengths=[400]", "task.tasks=[niah_single_1,vt]"],
+    "ruler": ["task.lengths=[700]", "task.tasks=[niah_single_1]"],
     "text": ["task.tokens=200"],
 }
 """What gives each benchmark data that lie here, and short prompts."""
 LONG = ("lm_eval", "longbench", "longbench_official", "ruler")
 """Benchmarks that say themselves how long an answer is."""
 WHERE = ["model=tiny_random", "device=cpu", "limit=2", "experiment_name=all"]
-WHERE += ["budget.sink=2", "budget.window=4", "budget.rate=0.5"]
+WHERE += ["budget.sink=2", "budget.window=4", "budget.rate=0.5", "methods.pages.size=4"]
+WHERE += [f"model.architecture.{key}=64" for key in ("hidden_size", "intermediate_size")]
+WHERE += [f"model.architecture.num_{key}=2" for key in ("hidden_layers", "attention_heads")]
 
 
 def names(kind: str) -> list[str]:
