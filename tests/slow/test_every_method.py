@@ -68,10 +68,10 @@ def test_every_method_runs_on_every_benchmark_and_all_stand_in_one_table(tmp_pat
         words += [f"method=[{','.join(methods)}]", *SMALL[task]]
         words += [] if task in LONG else ["task.max_new_tokens=3"]
         result = run_job(build_job(composed(*words), shared))
-        assert result.written >= 2 * len(methods)
+        assert result.written >= len(methods)
         if result.failed:
             failed[task] = result.failed
     assert not failed
     *_, table = tables_to_print(load_experiment(tmp_path / "all"))
-    assert [head.split(",")[0] for head in heads(table)[1:]] == tasks
+    assert sorted(head.split(",")[0] for head in heads(table)[1:]) == tasks
     assert len(shown(table)) == len(methods)
