@@ -173,6 +173,7 @@ def test_every_field_is_checked_against_the_keys(fields: dict[str, Any], said: s
 
 def test_what_fits_is_taken() -> None:
     check_held(HELD, LAYER)
+    assert keep_all(LAYER).entries.tolist() == [[75, 75]]
     twice = torch.zeros(1, 4, 9, 16)  # keys repeated to query heads
     check_held(CompressedKV(twice, twice, None, torch.zeros(1, 4, 9).long()), LAYER)
 

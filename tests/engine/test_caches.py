@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kvbench.engine.attention import exact_attention
 from kvbench.engine.cache import GrowingCache, cache_of, store_of
 from kvbench.engine.fork import Fork
 from kvbench.engine.kept import entries_of
+from kvbench.engine.ragged_cache import RaggedCache
 from kvbench.kernels.decode_attention import entry_table, weighted_decode_attention
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, pack, unpack
@@ -233,6 +235,17 @@ def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
     mean = -(-sum(lengths) // heads)
     with pytest.raises(BudgetExceeded):
         fork_of(build_method("adakv"), budget).hold(0, held, mean - 2)
+
+
+def test_heads_of_different_lengths_hold_no_scores_signed_weights_or_lone_keys():
+    x, at = torch.randn(1, 2, 6, 8), torch.arange(6).expand(1, 2, -1)
+    held = CompressedKV(x, x, None, at, lengths=torch.tensor([[6, 4]]))
+    fork = fork_of(build_method("adakv"), Budget(rate=1.0, sink=0, window=0))
+    fork.hold(0, held, 6)
+    weights = torch.ones(1, 2, 6)
+    for extra in ({"scores": weights}, {"denominators": weights}, {"keys_only": 2}):
+        with pytest.raises(KVError, match="heads of different lengths hold scores"):
+            RaggedCache(replace(held, **extra), lambda part: None)
 
 
 def schedule(method, n, steps):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.prompts import facts
 from support.prompts import methods as variants
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
+from kvbench.engine.fork import Fork, copies_at_once
 from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
@@ -68,3 +71,67 @@ def test_as_many_conversations_at_once_as_memory_has_room_for(
     assert [facts({"x": a}) for label in wide for a in wide[label]] == [
         facts({"x": a}) for label in short for a in short[label]
     ]
+
+
+@pytest.mark.parametrize(
+    ("most", "total", "used", "copies"),
+    [
+        (10, 1000, 200, 4),  # 800 are free, half of them for copies of 100
+        (3, 1000, 200, 3),
+        (1, 1000, 200, 1),
+        (10, 1000, 950, 1),
+        (2, 1000, 950, 1),
+        (10, None, 200, 10),
+        (10, 1000, None, 10),
+    ],
+)
+def test_copies_take_half_of_the_free_memory(
+    most: int, total: int | None, used: int | None, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "total_bytes", lambda device: total)
+    monkeypatch.setattr(memory, "used_bytes", lambda device: used)
+    forks: list[Any] = []
+    for held in (20, 80):
+        fork = Fork("m", METHODS["exact"], SMALL, 0, "x", room=0)
+        fork.layers[0] = SimpleNamespace(reserved_bytes=lambda held=held: held)  # type: ignore
+        forks.append(fork)
+    assert copies_at_once(forks, most, torch.device("cpu")) == copies
+    empty = [Fork("m", METHODS["exact"], SMALL, 0, "x", room=0)]
+    assert copies_at_once(empty, most, torch.device("cpu")) == most, "nothing is copied"
+
+
+def test_prompts_with_unlike_many_conversations_get_all_their_answers() -> None:
+    model = on_kvbench(tiny_model("llama"))
+    three = prompt_of({name: METHODS[name] for name in ("exact", "snapkv")})
+    one = replace(three, conversations=three.conversations[1:2], example_id="y")
+    for prompts, counts in (([three, one], [3, 1]), ([one, three], [1, 3])):
+        found = run_conversations(model, prompts, seed=0)
+        assert [len(answers["snapkv"]) for answers in found] == counts
+        wide, narrow = found if counts[0] == 3 else reversed(found)
+        assert narrow["exact"][0].tokens == wide["exact"][1].tokens
+        assert all(answer.decode_s > 0 for answers in found for answer in answers["exact"])
+
+
+def test_the_time_of_an_answer_is_its_prompts_own_and_what_is_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that goes on by 2 s when a prompt's questions are read, by 5 s when all decode."""
+    now, seen = [100.0], []
+    real_ask, real_decode = engine._ask, engine.decode_rows
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def ask(*given: Any) -> None:
+        real_ask(*given)
+        now[0] += 2.0
+
+    def decode(model: Any, rows: Any, graphs: Any) -> None:
+        seen.append([row.spent_s for row in rows])
+        real_decode(model, rows, graphs)
+        now[0] += 5.0
+
+    monkeypatch.setattr(engine, "_ask", ask)
+    monkeypatch.setattr(engine, "decode_rows", decode)
+    one = prompt_of({"exact": METHODS["exact"]}, new=2)
+    one = replace(one, conversations=[[question for (question,) in one.conversations[:2]]])
+    run_conversations(on_kvbench(tiny_model("llama")), [one, replace(one, example_id="y")], seed=0)
+    assert seen == [[2.0, 2.0], [9.0, 9.0]]

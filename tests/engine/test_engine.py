@@ -13,7 +13,8 @@ from support.tiny import CONFIGS, Everything, on_kvbench, prompt_ids, tiny_model
 from kvbench.engine import threads
 from kvbench.engine.architecture import compressible_layers, kv_heads
 from kvbench.engine.attention import LayerCall, UnsupportedModel, exact_attention
-from kvbench.engine.guard import check_finite
+from kvbench.engine.fork import Fork
+from kvbench.engine.guard import check_finite, refuse_non_finite
 from kvbench.engine.prefill import capture_layers, layer_kv
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import NORMALISERS, KVError, LayerKV
@@ -103,6 +104,28 @@ def test_generation_ends_at_any_end_token_and_is_cut_at_stop_strings():
     assert stop not in strings.cut(decode(result.tokens))
 
 
+def test_a_text_is_cut_at_its_first_stop_string_and_else_whole():
+    for text, left in (("one and two", "one "), ("two", "two"), ("and", ""), ("x\n and", "x")):
+        assert Stopping(4, strings=("and", "\n")).cut(text) == left
+    assert Stopping(4).cut("and") == "and"
+
+
+def test_what_methods_note_goes_to_the_device_of_each_layer(monkeypatch):
+    went = []
+    real = Fork.carry_to
+    monkeypatch.setattr(
+        Fork, "carry_to", lambda fork, device: (went.append(device), real(fork, device))
+    )
+    generate(
+        on_kvbench(tiny_model("llama")), prompt_ids(60), {"m": (build_method("snapkv"), SMALL)}
+    )
+    assert went == [torch.device("cpu")] * 4
+    fork = Fork("m", build_method("snapkv"), SMALL, 0, "x", room=0)
+    fork.carried["noted"] = torch.zeros(3)
+    fork.carry_to(torch.device("meta"))
+    assert fork.carried["noted"].is_meta
+
+
 def test_captured_layers_are_what_the_layers_saw():
     model = tiny_model("qwen3")
     model.set_attn_implementation("kvbench")
@@ -134,6 +157,28 @@ def test_keys_that_are_not_finite_are_refused_by_layer_and_head():
         check_finite(layer)
     huge = LayerKV(torch.full((1, 1, 9, 4), 1e38), keys[:, :1], None, 0, 1, 0.5)
     check_finite(huge)  # the sum overflows, the entries do not
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it lies on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+def test_on_a_gpu_what_is_not_finite_is_counted_first_and_refused_later():
+    keys, values = (torch.randn(1, 2, 9, 4).as_subclass(OnGpu) for _ in "kv")
+    values[0, 1, 5] = torch.tensor([1.0, -1.0, 0.0, 1.0]) / 0.0
+    layer, counts = LayerKV(keys, values, None, 3, 4, 0.5), {}
+    check_finite(layer, counts)
+    assert {layer: part.tolist() for layer, part in counts.items()} == {3: [[0, 0], [0, 4]]}
+    assert values[0, 1, 5].tolist() == [0.0] * 4
+    with pytest.raises(KVError, match="values of layer 3, KV head 1"):
+        refuse_non_finite(counts)
+    keys[0, 0, 2, 1] = float("nan")
+    on_cpu = LayerKV(torch.Tensor(keys), torch.Tensor(values), None, 3, 4, 0.5)
+    for told in ((on_cpu, {}), (layer, None)):
+        with pytest.raises(KVError, match="keys of layer 3, KV head 0"):
+            check_finite(*told)
 
 
 def test_shared_work_is_charged_to_every_method_that_uses_it():

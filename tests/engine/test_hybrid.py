@@ -14,7 +14,7 @@ from kvbench import compress
 from kvbench.engine.architecture import check_serves_interface, compressible_layers
 from kvbench.engine.attention import UnsupportedModel, register
 from kvbench.engine.prefill import capture_layers
-from kvbench.engine.states import HYBRIDS
+from kvbench.engine.states import HYBRIDS, clone_of, states_in
 from kvbench.methods import build_method
 from kvbench.probes.fidelity import teacher_forced
 
@@ -106,6 +106,22 @@ def test_generates_what_transformers_generates_and_counts_both(name, compress_af
 def parts_of(layer):
     kinds = (getattr(layer, kind, {}) for kind in ("conv_states", "recurrent_states"))
     return [part for parts in kinds for part in parts.values() if part is not None]
+
+
+def test_a_clone_of_states_shares_nothing_with_them():
+    model, ids = hybrid(), prompt_ids(20)
+    cache = t.DynamicCache(config=model.config)
+    model(input_ids=torch.tensor([ids]), past_key_values=cache)
+    states = states_in(cache)
+    twins = clone_of(states)
+    assert list(states) == list(twins) == [0, 2]
+    for index, state in states.items():
+        twin = twins[index]
+        for name, value in vars(state).items():
+            assert not isinstance(value, dict) or value is not getattr(twin, name), name
+        for mine, theirs in zip(parts_of(state), parts_of(twin), strict=True):
+            assert torch.equal(mine, theirs)
+            assert mine.data_ptr() != theirs.data_ptr()
 
 
 def test_rows_of_a_batch_are_as_alone_and_scoring_is_one_pass():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -33,6 +34,7 @@ from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import end_token_ids, load_tokenizer, prompt_encoder
 from kvbench.kv import Budget
 from kvbench.methods import build_method
+from kvbench.run import session
 
 RECALL = ModelSpec(name="recall_mini", path="asset:recall_mini")
 CPU = torch.device("cpu")
@@ -299,3 +301,14 @@ def test_tokens_are_those_of_one_device(folder, placement):
     expected = answers(load(folder))
     assert len({str(tokens) for tokens, *_ in expected.values()}) > 2, "methods must differ"
     assert answers(spread) == expected
+
+
+def test_a_model_that_cannot_be_run_is_refused_before_its_tokenizer_is_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetched: list[ModelSpec] = []
+    monkeypatch.setattr(session, "load_tokenizer", fetched.append)
+    monkeypatch.setattr(session, "load_config", Mock(side_effect=ModelError("no such model")))
+    with pytest.raises(ModelError, match="no such model"):
+        _ = session.Session(RECALL, CPU, torch.float32).encoder
+    assert not fetched

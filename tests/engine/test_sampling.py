@@ -65,6 +65,13 @@ def test_the_edges() -> None:
     assert Sampling(1.0).pick(logits, torch.zeros(3))[0, 0] == 1
 
 
+def test_a_draw_between_two_tokens_is_the_second() -> None:
+    """Each token has [below, below + probability): equal ones in the order of the vocabulary."""
+    draws = torch.tensor([0.0, 0.249, 0.25, 0.5, 0.75, 1 - 2**-24])
+    tokens, _ = Sampling(1.0).pick(torch.zeros(6, 4), draws)
+    assert tokens.tolist() == [0, 0, 1, 2, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -13,14 +13,19 @@ import torch
 import torch.distributed as dist
 from support.command import composed
 from support.fork_server import ForkServer
+from support.method_layers import make_layer
 from support.stores import rows_below
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
 from kvbench.cli.build import build_job
-from kvbench.engine.ranks import Ranks
-from kvbench.errors import UserError
-from kvbench.kv import keep_all
+from kvbench.engine.costs import ExactBytes
+from kvbench.engine.faults import NonFiniteLogits
+from kvbench.engine.fork import Fork
+from kvbench.engine.ranks import RankFailure, Ranks, _Reason
+from kvbench.errors import UserError, one_line
+from kvbench.kv import Budget, BudgetExceeded, keep_all
+from kvbench.methods import build_method
 from kvbench.methods.base import Method
 
 JOB = ["logger=none", "model=recall_mini", "task=longeval_lines", "task.num_lines=[20]", "limit=2"]
@@ -81,6 +86,56 @@ def test_compress_counts_the_bytes_of_all_ranks(monkeypatch: Any) -> None:
             model.generate(ids, max_new_tokens=4)
         found.append([session.cache_bytes[0], session.exact_bytes[0]])
     assert found[1] == [2 * value for value in found[0]]
+
+
+OWN, OTHER = ValueError("own"), _Reason("KeyError: theirs", follows=False)
+FOLLOWS = _Reason("logits are NaN", follows=True)
+AGREED: list[tuple[Exception | None, Any, str | None]] = [
+    (None, None, None),
+    (None, OTHER, "RankFailure: KeyError: theirs"),
+    (OWN, None, "RankFailure: ValueError: own"),
+    (OWN, OTHER, "RankFailure: ValueError: own"),
+    (NonFiniteLogits(1), OTHER, "RankFailure: KeyError: theirs"),
+    (NonFiniteLogits(1), FOLLOWS, f"RankFailure: {one_line(NonFiniteLogits(1))}"),
+    (RankFailure("agreed before"), OTHER, "RankFailure: agreed before"),
+    (BudgetExceeded("m", 0, 3, 9), OTHER, one_line(BudgetExceeded("m", 0, 3, 9))),
+]
+"""What failed here, on the other rank, and what both say of it."""
+
+
+@pytest.mark.parametrize(("own", "other", "agreed"), AGREED, ids=range(len(AGREED)))
+def test_ranks_agree_on_the_first_reason_that_follows_from_no_other(
+    own: Exception | None, other: Any, agreed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, value: [value, other])
+    found = Ranks(2).agree_on(own)
+    assert (None if found is None else one_line(found)) == agreed
+    assert Ranks(1).agree_on(own) is own, "one process has nobody to ask"
+
+
+def test_a_fork_that_failed_on_another_rank_fails_at_its_next_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others: list[Any] = []
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, value: [value, *others])
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    layer = make_layer(40, kv_heads=2, num_layers=1)
+    for fails_later in (False, True):
+        fork = Fork("m", build_method("exact"), Budget(), 0, "x", room=4)
+        fork.begin_prompt(40, Ranks(2))
+        assert fork.example_id == "x\0rank 1", "draws of its own"
+        fork.hold(0, keep_all(layer), 40)
+        if fails_later:
+            fork.end_prompt(40, ExactBytes())
+            assert fork.failure is None
+        others.append(OTHER)
+        if fails_later:
+            fork.cost()
+        else:
+            fork.end_prompt(40, ExactBytes())
+        assert str(fork.failure) == "KeyError: theirs"
+        assert not fork.layers, "its memory is given back"
+        others.clear()
 
 
 @pytest.mark.parametrize(("given", "said"), REFUSED)

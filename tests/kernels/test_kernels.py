@@ -3,6 +3,7 @@ are interpreted on the CPU at small awkward shapes, and run on CUDA at full size
 
 from __future__ import annotations
 
+import math
 import os
 import random
 
@@ -13,7 +14,7 @@ from support.attention import by_definition, draw
 from support.interpreted import DEVICE, HAVE_TRITON
 from support.method_layers import walk_by_definition
 
-from kvbench.kernels import _choice, balanced_walk, kcentre
+from kvbench.kernels import _choice, balanced_walk, kcentre, online_clusters
 from kvbench.kernels import attention_mass as mass_module
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
@@ -206,6 +207,29 @@ def test_walk_in_float64_is_the_definition(seed, monkeypatch):
                 np.testing.assert_array_equal(positive[block, :n].numpy(), expected)
 
 
+def test_walk_of_large_values_is_that_in_float64():
+    """What the keys alone keep finite, e^55, overflows with values of 1e8, beside tiny ones."""
+    keys, values, index, uniforms = walk_inputs(2, 3, 40, 16, 16, FLOAT)
+    keys = 220**0.5 * torch.nn.functional.normalize(1 + 0.02 * keys, dim=-1)
+    values = torch.nn.functional.normalize(values, dim=-1) * 1e8
+    values[:, :, ::3] *= 1e-20
+    options = {"gamma": 4.0, "offset": 0.025, "centre": "none", "implementation": "torch"}
+    one, other = (
+        balanced_walk.balanced_walk(keys.to(kind), values.to(kind), index, uniforms, **options)
+        for kind in (torch.float32, torch.float64)
+    )
+    assert torch.equal(one, other)
+
+
+def test_a_walk_that_is_forced_onto_a_gpu_says_that_there_is_none(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    keys, values, index, uniforms = walk_inputs(1, 1, 8, 4, 4, FLOAT)
+    with pytest.raises(ValueError, match="balanced_walk cannot run as a Triton kernel"):
+        balanced_walk.balanced_walk(
+            keys, values, index, uniforms, gamma=4.0, offset=0.0, implementation="triton"
+        )
+
+
 def test_walk_without_gamma_is_a_fair_coin():
     keys, values, index, uniforms = walk_inputs(2, 3, 40, 8, 8, FLOAT)
     signs = balanced_walk.balanced_walk(keys, values, index, uniforms, gamma=0.0, offset=0.025)
@@ -367,6 +391,10 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     ]:
         with pytest.raises(ValueError, match=message):
             weighted_decode_attention(q, table, lengths, scaling=1.0, implementation=how)
+    fits = torch.zeros(1, 2, 4)
+    for new in ((fits[:, :1], fits), (fits, fits[..., :3]), (fits, fits.half()), (key, key)):
+        with pytest.raises(ValueError, match=r"(key|value) is .*; allowed: \(1, 2, 4\)"):
+            append_entries(table, [3], *new)
     with pytest.raises(ValueError, match="5 queries of 2 heads over 4 keys"):
         attention_mass(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 4, 8), scaling=1.0)
     with pytest.raises(ValueError, match="4 centres of 3 points"):
@@ -589,6 +617,27 @@ def test_online_clusters(heads, n, most, monkeypatch):
         where[implementation] = torch.cat([found.read(part) for part in points.split(64, 1)], 1)
     assert torch.equal(where["triton"], where["torch"])
     assert most is None or int(found.clusters.max()) == most
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e4])
+def test_far_from_clusters_is_what_differences_say_where_products_round(size):
+    """Points at 1 +- 1e-4 times delta from one of the clusters, whose norms are 0 to `size`."""
+    g = generator(3)
+    others = size * torch.randn(2, 6, 8, generator=g)
+    others[:, 0] = 0.0
+    place = torch.randint(0, 6, (2, 200), generator=g)
+    steps = torch.nn.functional.normalize(torch.randn(2, 200, 8, generator=g), dim=-1)
+    delta, factor = torch.tensor([0.5, 2.0]), 1 + 1e-4 * torch.randn(2, 200, 1, generator=g)
+    points = (
+        others.gather(1, place[..., None].expand(-1, -1, 8)) + delta[:, None, None] * steps * factor
+    )
+    among = torch.ones(2, 1, 6, dtype=torch.bool)
+    among[1, 0, 3] = False
+    far = online_clusters._farther(points, others, among, delta)
+    apart = (points[:, :, None] - others[:, None]).square().sum(-1).sqrt()
+    wanted = apart.masked_fill(~among, math.inf).amin(-1) > delta[:, None]
+    assert torch.equal(far, wanted)
+    assert 0.2 < far.float().mean() < 0.8
 
 
 # --- the switch ---------------------------------------------------------------------------------

@@ -119,3 +119,11 @@ def test_rules_of_two_kinds_or_without_scores_are_refused():
         EvictionTable(rules, [3, 3], [None, None], [positions] * 2, [0, 1])
     with pytest.raises(ValueError, match="a rule by attention has no scores"):
         EvictionTable([Eviction("lightest")], [3], [None], [positions], [0])
+
+
+def test_a_table_says_which_entry_leaves():
+    positions, scores = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4)
+    rules = [Eviction("lightest", sink=1, recent=2), Eviction("heaviest", sink=3, recent=0)]
+    table = EvictionTable(rules, [3, 4], [scores] * 2, [positions] * 2, [0, 5])
+    assert table.numbers[:, 2:].tolist() == [[4, 3, 1, 2, 0, 0], [4, 4, 3, 0, 1, 5]]
+    assert table.numbers[0, :2].tolist() == [scores.data_ptr(), positions.data_ptr()]

@@ -162,6 +162,60 @@ def test_qjl_inner_products(orthogonal, unbias, bias):
     torch.testing.assert_close(other.dot(query), block.dot(query))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("outliers", "m_out"), [(0, 0), (3, 24)])
+def test_qjl_by_definition(outliers, m_out, dtype):
+    """sqrt(pi / 2) / m |k| <q S, sign(k S)>, that of the outlier channels beside the others'."""
+    generator = torch.Generator().manual_seed(1)
+    keys = (3 * torch.randn(2, 8, 16, generator=generator)).to(dtype)
+    query = torch.randn(2, 5, 16, generator=generator)
+    projection = torch.randn(16, 32, generator=generator)
+    scheme = QJL(m=32, m_out=m_out or 8, outliers=outliers, group=4, buffer=4)
+    block = pack_keys(keys, projection=projection, m_out=m_out, scheme=scheme)
+    wanted = torch.zeros(2, 5, 8, dtype=torch.float64)
+    for head in range(2):
+        for i in range(8):
+            group = keys[head, i // 4 * 4 : i // 4 * 4 + 4].double()
+            out = torch.zeros(16, dtype=torch.bool)
+            out[group.square().sum(0).topk(outliers).indices] = True
+            norm = block.norms.double()[head, i // 4, i % 4]
+            parts = [(~out, projection.double(), norm)]
+            if outliers:
+                outer = block.outlier_norms.double()[head, i // 4, i % 4]
+                inner = (norm.square() - outer.square()).sqrt()
+                parts = [(~out, projection.double(), inner)]
+                parts += [(out, projection[:, :m_out].double(), outer)]
+            for channels, s, length in parts:
+                signs = ((keys[head, i].double() * channels) @ s > 0).double() * 2 - 1
+                told = (query[head].double() * channels) @ s @ signs
+                wanted[head, :, i] += length * told / s.shape[1] * math.sqrt(math.pi / 2)
+    torch.testing.assert_close(block.dot(query).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_orthogonal_sketches_overstate_is_divided_out_where_that_is_asked():
+    """sqrt(d / 2) Gamma(d / 2) / Gamma((d + 1) / 2), which goes to 1 for large d."""
+    keys, projection = torch.randn(1, 4, 16), torch.randn(16, 16)
+    for orthogonal in (False, True):
+        for unbias in (False, True):
+            scheme = QJL(
+                m=16, m_out=8, outliers=0, group=4, buffer=4, orthogonal=orthogonal, unbias=unbias
+            )
+            block = pack_keys(keys, projection=projection, m_out=0, scheme=scheme)
+            wanted = math.sqrt(8) * math.gamma(8) / math.gamma(8.5) if orthogonal and unbias else 1
+            assert block.bias == pytest.approx(wanted, rel=1e-12)
+
+
+def test_no_bits_have_one_centroid_and_centroids_are_each_ranges_mean():
+    assert lloyd_max(16, 0, "beta").tolist() == lloyd_max(16, 0, "normal").tolist() == [0.0]
+    draws = torch.randn(200_000, 16, generator=torch.Generator().manual_seed(0))
+    for codebook, x in (("normal", draws[:, 0] / 4), ("beta", (draws.T / draws.norm(dim=1))[0])):
+        for bits in (1, 3):
+            found = torch.from_numpy(lloyd_max(16, bits, codebook))
+            nearest = (x[:, None] - found).abs().argmin(1)
+            means = [float(x[nearest == i].mean()) for i in range(2**bits)]
+            assert means == pytest.approx(found.tolist(), abs=4e-3)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
 def test_bits(bits):
     codes = torch.randint(0, 2**bits, (3, 21), dtype=torch.uint8)
@@ -256,6 +310,7 @@ def test_a_token_that_completes_the_buffer_attends_to_packed_keys():
         ({"scheme": "turboquant", "bits": 6}, r"bits is 6; allowed: 1\.\.5"),
         ({"scheme": "turboquant", "keys": "x"}, r"keys is 'x'; allowed: mse \| prod"),
         ({"bits": 3}, "bits is 3; allowed: bits 2 or 4"),
+        ({"group_size": 0}, "group_size is 0; allowed: an integer >= 1"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

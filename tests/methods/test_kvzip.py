@@ -185,6 +185,11 @@ def test_the_words_the_last_tokens_and_the_template_come_before_a_chunk():
         (42, 43, [*cd, *ids[39:42], 7, 8, *ids[42:]]),
     ]
     assert [piece[2] for piece in sequences(Rescoring(30), ids, 0, None)] == [ids[:30], ids[30:]]
+    assert [piece[2] for piece in sequences(Rescoring(30), ids, 0, WORDS)] == [ids[:30], ids[30:]]
+    for words in (("ab", ""), ("", "cd")):
+        with pytest.raises(KVError, match="asks the model to repeat the prompt and there is no"):
+            next(sequences(Rescoring(20, *words), ids, 2, None))
+        assert next(sequences(Rescoring(50, *words), ids, 0, WORDS))[2][-45:] == [7, 8, *ids]
 
 
 @dataclass(frozen=True, kw_only=True)

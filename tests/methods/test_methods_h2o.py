@@ -12,6 +12,7 @@ from support.method_layers import make_layer, run
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.prefill import forward_rows
+from kvbench.engine.scoring import masked_pass_cache, read, score
 from kvbench.kv import Budget, KVError
 from kvbench.methods import Held, build_method
 from kvbench.methods.h2o import released_mask
@@ -108,6 +109,14 @@ def test_released_semantics_score_one_masked_pass(architecture, semantics):
         logits = forward_rows(model, tokens, torch.arange(56), Masked())[0, 49:-1]
     want = -logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
     assert found.nll == pytest.approx(want.tolist(), abs=1e-4)
+    pairs = {"h2o": (method, budget)}
+    reading = read(model, ids, pairs, seed=0, example_id="x", room=6)
+    (scored,) = score(model, reading, [answer])["h2o"]
+    assert scored.logprobs == pytest.approx((-want).tolist(), abs=1e-4)
+    assert scored.greedy == (logits.argmax(-1) == torch.tensor(answer)).tolist()
+    entries, ratio = masked_pass_cache(model, (method, budget), 55)
+    group = 1 if architecture == "opt" else 2
+    assert (entries, ratio) == (found.entries["max"], entries * group / 55), "each query head's own"
 
 
 def test_released_semantics_hold_nothing_to_generate_with(tmp_path):

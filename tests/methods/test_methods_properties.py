@@ -443,6 +443,44 @@ def test_balancekv_weights_of_each_kind():
     torch.testing.assert_close(sums, torch.full_like(sums, 288.0))
 
 
+def test_balancekv_released_weights_are_powers_of_two_at_their_rates():
+    """Whatever is left over; at rates between them it is the middle over what stays of it."""
+    layer = make_layer(301, scale=0.5)
+    method = build_method("balancekv", block_size=16, weights="released")
+    for rate, weight in ((0.5, 2), (0.25, 4), (0.125, 8), (0.0625, 16), (0.7, 289 / 202)):
+        kept = run(method, layer, Budget(rate=rate, sink=4, window=8))
+        inside = kept.log_weights[:, :, 4:-8].exp()
+        torch.testing.assert_close(inside, torch.full_like(inside, weight))
+
+
+def test_balancekv_keeps_at_least_half_of_what_its_last_halving_finds():
+    keys = torch.randn(1, 1, 12, 4)
+    method = build_method("balancekv", block_size=12, use_values=False)
+    for kept in (3, 4, 5, 6):
+        uniforms = [torch.rand(1, 1, 1, 12), torch.rand(1, 1, int(kept < 6), 12)]
+        positions, _ = method.select(keys, None, uniforms, kept=kept)
+        assert positions.shape[2] == kept
+    for kept in (0, 2, 7, 12):
+        with pytest.raises(KVError, match=rf"kept is {kept}; allowed: from half of 6 to all"):
+            method.select(keys, None, uniforms, kept=kept)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_uniform_subset_is_drawn_by_coins_that_do_not_look_at_keys(weighted):
+    budget = Budget(rate=0.7, sink=4, window=8)
+    method = build_method("uniform", scope="subset", weighted=weighted)
+    one, other = (run(method, make_layer(120, seed=seed), budget) for seed in (1, 2))
+    assert torch.equal(one.positions, other.positions)
+    coin = build_method("balancekv", gamma=0.0, weights="entry" if weighted else "none")
+    same = run(coin, make_layer(120, seed=1), budget)
+    assert torch.equal(one.positions, same.positions)
+    if weighted:
+        assert torch.equal(one.log_weights, same.log_weights)
+        assert {round(weight, 3) for weight in one.log_weights.exp().flatten().tolist()} == {1, 2}
+    else:
+        assert one.log_weights is None
+
+
 # -- BalanceKV with protected tokens -------------------------------------------------------------
 
 

@@ -109,6 +109,53 @@ def test_pages_by_definition(shared_file):
         assert kept.positions.shape[2] <= case["capacity"]
 
 
+def test_queries_are_turned_back_whatever_the_length_of_the_rotation():
+    """YaRN's tables are longer than 1: plain queries that are rotated are the queries again."""
+    layer, table = make_layer(20, dim=8), rotary(8)
+    half = replace(layer, queries=layer.queries.half(), rotary=table)
+    assert plain_queries(half).dtype == torch.float32
+    for length in (1.0, 1.3):
+
+        def longer(at, length=length):
+            cos, sin = table(at)
+            return length * cos, length * sin
+
+        plain = plain_queries(replace(layer, rotary=longer))
+        torch.testing.assert_close(rotated(plain, longer), layer.queries)
+
+
+def test_the_best_of_all_heads_by_sorting():
+    """Each head's safe ones, then the largest of all; of equal scores the lower head and place."""
+    generator = torch.Generator().manual_seed(0)
+    for heads, n, kept, safe in ((2, 7, 3, 0), (3, 90, 40, 11), (1, 5, 5, 2), (2, 400, 130, 30)):
+        scores = torch.randint(0, 5, (1, heads, n), generator=generator).float()
+        scores[:, 0] -= 10  # of which nothing stays but what is safe
+        found = best_of_all_heads(scores, kept, safe)[0]
+        assert int(found.sum()) == heads * kept
+        ranked = [sorted(range(n), key=lambda i, h=h: -scores[0, h, i]) for h in range(heads)]
+        first = {(h, i) for h in range(heads) for i in ranked[h][:safe]}
+        places = [(h, i) for h in range(heads) for i in range(n)]
+        places.sort(key=lambda at: (at not in first, -scores[0, at[0], at[1]]))
+        assert {tuple(at) for at in found.nonzero().tolist()} == set(places[: heads * kept])
+
+
+def test_a_budget_that_pages_ask_for_is_enough():
+    method, budget = build_method("pages", size=8), Budget(size=20, sink=9, window=9)
+    with pytest.raises(KVError, match=r"take 4 pages of 8 .* a budget of at least 32 entries"):
+        method.choose(torch.rand(1, 2, 128), budget)
+    assert method.choose(torch.rand(1, 2, 128), replace(budget, size=32))[0].tolist() == [
+        0,
+        1,
+        14,
+        15,
+    ]
+
+
+def test_without_an_interval_nothing_is_compressed_again():
+    assert build_method("rkv", every=None).recompression is None
+    assert build_method("rkv", every=16).recompression.every == 16
+
+
 # -- properties ----------------------------------------------------------------------------------
 
 BUDGET = Budget(rate=0.3, sink=4, window=6)

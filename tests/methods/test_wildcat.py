@@ -11,7 +11,7 @@ from scipy import stats
 from support.golden import arrays_of, assert_near, cases_of, checked
 from support.method_layers import attend, make_layer, run
 
-from kvbench.kernels.pivoted_cholesky import Gaussian, nystroem, pivoted_cholesky
+from kvbench.kernels.pivoted_cholesky import GRAM_LIMIT, Gaussian, nystroem, pivoted_cholesky
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.wildcat import Bins
@@ -168,6 +168,26 @@ def test_bins_spend_the_budget_and_may_be_rescaled_to_their_tokens():
             assert float(kept.denominators.sum()) == pytest.approx(200, rel=1e-3)
         else:
             assert kept.entries.unique().tolist() == [method.layer_capacity(budget, 200, 0, 4)]
+
+
+@pytest.mark.parametrize("bin_size", [3, 4, 5, 8])
+def test_no_token_stands_twice_where_bins_of_unlike_sizes_are_kept_whole(bin_size):
+    layer, budget = make_layer(53, kv_heads=2, dim=16), Budget(rate=0.95, sink=2, window=3)
+    kept = run(build_method("wildcat", bin_size=bin_size), layer, budget)
+    for head in range(2):
+        real = kept.positions[0, head][kept.positions[0, head] >= 0].tolist()
+        assert len(real) == len(set(real)) == budget.capacity(53)
+
+
+@pytest.mark.parametrize("n", [40, GRAM_LIMIT + 5])
+def test_rows_of_the_kernel_by_definition_in_sets_of_any_size(n):
+    keys = torch.randn(2, n, 3, generator=torch.Generator().manual_seed(n))
+    kernel, pivots = Gaussian(keys), torch.tensor([7, n - 1])
+    kernel.factors = torch.tensor([0.5, 2.0])
+    x = keys.double()
+    apart = (x - x[torch.arange(2), pivots][:, None]).square().sum(-1)
+    wanted = (-kernel.factors[:, None] * apart / 2).exp()
+    torch.testing.assert_close(kernel.row(pivots).double(), wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_attention_is_exact_where_the_coreset_spans_the_keys():

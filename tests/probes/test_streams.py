@@ -13,6 +13,7 @@ from support.jobs import Letters, records_of
 from support.probing import probe_job
 from support.tiny import prompt_ids, tiny_model
 
+from kvbench.engine import streams
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import LayerCall, UnsupportedModel
 from kvbench.engine.streams import (
@@ -71,6 +72,23 @@ class Engine(StreamingLLM):
 
     def reading(self, budget):
         return None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotation_is_checked_as_precisely_as_the_model_computes(dtype, monkeypatch):
+    """Frequencies that are off by 1 in 2,000 are refused in float32; bfloat16 rounds more than that."""
+    model = tiny_model("llama").to(dtype)
+    with kvbench_attention_on(model):
+        assert rotation_of(model) is not None
+        monkeypatch.setattr(streams, "rotary", lambda frequencies: rotary(frequencies * 1.0005))
+        if dtype == torch.float32:
+            with pytest.raises(UnsupportedModel, match="otherwise than by fixed rotary"):
+                rotation_of(model)
+        else:
+            assert rotation_of(model) is not None
+        monkeypatch.setattr(streams, "rotary", lambda frequencies: rotary(frequencies * 1.5))
+        with pytest.raises(UnsupportedModel, match="otherwise than by fixed rotary"):
+            rotation_of(model)
 
 
 @pytest.mark.parametrize(("architecture", "start"), [("llama", 0), ("gpt_neox", 3), ("opt", 3)])

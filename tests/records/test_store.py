@@ -8,15 +8,18 @@ import math
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from support.stores import fill, make_record
 
 from kvbench.records import durable
-from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs, read_manifest
+from kvbench.records.read import COMMON_FIELDS, StoreError, load_run, load_runs, read_manifest
+from kvbench.records.schema import NUMBER_FIELDS
 from kvbench.records.store import RecordStore, config_hash, run_folder, safe_name, write_manifest
 
 INNER = Path("model") / "task" / "m-00000000"
@@ -64,6 +67,27 @@ def test_records_come_back_as_written(tmp_path: Path) -> None:
     assert load_runs(tmp_path)[0].records["score"][0] == 1.0, "the first of two counts"
     with pytest.raises(StoreError, match="is not open"):
         records.append(make_record("z"))
+
+
+def test_only_files_of_a_runs_own_names_are_read_and_numbers_are_floats(tmp_path: Path) -> None:
+    with RecordStore(tmp_path) as records:
+        records.append(make_record("a", prompt_tokens=3))
+    write_manifest(tmp_path, {})
+    for name in ("records-old.jsonl", "records_copy.jsonl", "records-1of2.jsonl.jsonl"):
+        (tmp_path / name).write_text(json.dumps(make_record("of somebody else")) + "\n")
+    records = load_run(tmp_path).records
+    assert list(records["example_id"]) == ["a"]
+    assert {str(records[name].dtype) for name in NUMBER_FIELDS} == {"float64"}
+
+
+def test_a_folder_whose_names_may_not_be_on_disk_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for file systems that cannot sync folders at all."""
+    for code, told in ((errno.EIO, True), (errno.EINVAL, False), (errno.ENOTSUP, False)):
+        monkeypatch.setattr(durable.os, "fsync", Mock(side_effect=OSError(code, "no")))
+        with pytest.raises(OSError, match="no") if told else nullcontext():
+            durable.sync_folder(tmp_path)
 
 
 def test_values_json_does_not_know(tmp_path: Path) -> None:

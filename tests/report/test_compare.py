@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import t
-from support.report_runs import HOSTILE, write_run
+from support.report_runs import ERROR_META, HOSTILE, write_run
 from support.tables import shown
 
 from kvbench.records.read import StoreError
@@ -73,6 +73,32 @@ def test_the_same_examples_are_paired(both: tuple[Path, Path]) -> None:
     h2o = by.loc["h2o"]
     assert (h2o["common_examples"], h2o["difference"]) == (2, 0), "the first and the last"
     assert (h2o["first_failed"], h2o["second_failed"]) == ("1 oom", "1 oom")
+
+
+def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> None:
+    """Twenty prompts of three records each: the interval is that of twenty means."""
+    rng = np.random.default_rng(1)
+    change = rng.normal(-0.2, 0.1, (20, 1)) + rng.normal(0.0, 0.01, (20, 3))
+    for name, shift in (("a", 0.0), ("b", change)):
+        scores = (np.full((20, 3), 0.5) + shift).ravel()
+        records = [
+            {"example_id": f"e{i}", "score": x, "prompt": f"p{i // 3}", "status": "ok"}
+            for i, x in enumerate(scores)
+        ]
+        write_run(tmp_path / name, method="snapkv", records=records, task_meta=ERROR_META)
+    found = compared(tmp_path / "a" / "demo", tmp_path / "b" / "demo")
+    row, means = found.frame.iloc[0], change.mean(1)
+    farthest = 1.5 * np.abs(means - means.mean()).max()
+    error = np.r_[means, means.mean() + farthest, means.mean() - farthest].std() / math.sqrt(20)
+    half = t.ppf(0.975, 19) * error
+    assert row["difference_high"] - row["difference_low"] == pytest.approx(2 * half, rel=1e-3)
+    assert (row["common_examples"], row["better"], row["worse"]) == (60, 60, 0), "lower is better"
+    (table,) = found.tables
+    assert list(table.frame["difference_mark"]) == ["shown"]
+    older = [{"example_id": f"e{i}", "score": 0.5} for i in range(60)]  # without their prompts
+    write_run(tmp_path / "c", method="snapkv", records=older, task_meta=ERROR_META)
+    row = compared(tmp_path / "c" / "demo", tmp_path / "b" / "demo").frame.iloc[0]
+    assert row["p"] < 0.001, "then every record is a unit"
 
 
 def test_what_one_lacks_is_told(both: tuple[Path, Path]) -> None:

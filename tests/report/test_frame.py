@@ -149,6 +149,33 @@ def test_a_field_that_an_older_run_did_not_measure_is_not_known(
     assert totals_of(group, "spare")["mean"].isna().all()
 
 
+def test_prompts_too_short_to_compress_are_counted_of_methods_that_save_memory(
+    tmp_path: Path,
+) -> None:
+    records = [{"example_id": f"{i}", "score": 1.0, "compressed": i > 1} for i in range(5)]
+    for method in ("exact", "snapkv"):
+        write_run(tmp_path, method=method, records=records)
+    frame = tidy(group_of(tmp_path / "demo"))
+    whole = frame[frame["measure"] == "uncompressed"].set_index("variant")["mean"]
+    assert whole.to_dict() == {"exact": 0.0, "snapkv": 2.0}
+
+
+def test_the_order_of_records_changes_no_digit(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    records = [
+        {"example_id": f"e{i}", "dataset": f"d{i % 2}", "prompt": i % 7, "score": rng.random()}
+        for i in range(70)
+    ]
+    frames = []
+    for name in ("one", "other"):
+        for method in ("exact", "snapkv"):
+            about: Any = {"experiment": name, "method": method, "task_meta": ERROR_META}
+            write_run(tmp_path, records=records, **about)
+        frames.append(tidy(group_of(tmp_path / name)))
+        records = [records[i] for i in rng.permutation(70)]
+    pd.testing.assert_frame_equal(*frames, check_exact=True)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_interval_p_mark_and_sentence_say_the_same(tmp_path: Path, seed: int) -> None:
     """Of the total alone, and of one family for all differences of the table."""
@@ -236,6 +263,7 @@ def test_several_datasets_count_alike_and_every_seed_is_expected(tmp_path: Path)
     assert mine["score", "qasper"] == pytest.approx(0.405)
     assert mine["score", AVERAGE] == pytest.approx((0.805 + 0.405) / 2)
     assert mine["difference", AVERAGE] == pytest.approx(-0.1)
+    assert mine["difference", "qasper"] == pytest.approx(-0.1)
     assert totals(frame)["expected"]["snapkv"] == 32
     also = scores(group_of(tmp_path / "demo"), also={"both": ["qasper", "hotpotqa"], "x": ["y"]})
     assert totals(also)["mean"]["snapkv"] == pytest.approx((0.805 + 0.405) / 2)

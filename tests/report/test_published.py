@@ -102,6 +102,11 @@ def test_an_average_is_compared_over_the_same_datasets_only(tmp_path: Path) -> N
     assert set(joined(tmp_path, whole)["value"]) == {"qasper", "hotpotqa", "average"}
     other = whole + "exact,dataset,trec,score,%,70\n"
     assert set(joined(tmp_path, other)["value"]) == {"qasper", "hotpotqa"}
+    write_qa(tmp_path, "mine", method="snapkv")
+    rated = "rate," + HEAD + ",exact,dataset,qasper,score,%,40\n"
+    for rate, methods in (("0.25", {"exact", "snapkv"}), ("a quarter", {"exact"})):
+        row = f"{rate},snapkv,dataset,qasper,score,%,30\n"
+        assert set(joined(tmp_path, rated + row)["method"]) == methods, "rates are numbers"
     summed = HEAD + "exact,dataset,qasper+hotpotqa,score,%,90\n"
     frame = joined(tmp_path, summed)
     assert list(frame["score"]) == [100.0]
@@ -125,6 +130,10 @@ def test_rates_are_matched_and_of_several_names_the_best_is_taken(tmp_path: Path
     assert list(best["printed"]) == ["86", "66"]
     (table,) = published_tables(frame)
     assert [row[3] for row in shown(table) if row[0] == "exact"] == ["98 ?", "100 ?"]
+    headings = [heading for heading, _ in table.groups()]
+    assert headings == [
+        f"longeval_{n} on longchat_7b_v15_32k; published: longchat_7b_v15_32k" for n in (200, 300)
+    ]
     assert "400" not in set(frame["value"]), "the paper has no such rate"
 
 

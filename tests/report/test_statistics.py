@@ -113,6 +113,7 @@ def test_an_average_of_datasets_by_welch_and_satterthwaite() -> None:
         (found,) = mean_intervals(strata, fraction=fraction)
         assert found.value == pytest.approx(np.mean([x.mean() for x in parts]))
         assert found.low == pytest.approx(max(0.0 if fraction else -9, found.value - half))
+        assert found.high == pytest.approx(min(1.0 if fraction else 9, found.value + half))
 
 
 def test_no_interval_has_no_width() -> None:
@@ -235,6 +236,11 @@ def test_self_bleu_is_nltks_of_each_text_against_all_others(seed):
         others = worded[:i] + worded[i + 1 :]
         theirs = sentence_bleu(others, worded[i], smoothing_function=smooth)
         assert found == pytest.approx(float(theirs), rel=1e-12)
+
+
+def test_a_single_text_has_no_self_bleu_and_two_alike_have_the_highest() -> None:
+    assert np.isnan(self_bleu(["the dog ran off"])).all()
+    assert self_bleu(["the dog ran off"] * 2) == pytest.approx([1.0, 1.0])
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 10, 33])

@@ -157,6 +157,16 @@ def test_the_verdict_is_one_sentence_a_rate_from_the_marks(tmp_path: Path) -> No
     assert groups[2][1] == ["snapkv", "balancekv", "uniform"], "by score"
 
 
+def test_a_verdict_names_four_methods_and_counts_the_others(tmp_path: Path) -> None:
+    for i, method in enumerate(("snapkv", "h2o", "uniform", "subgen", "pyramidkv", "balancekv")):
+        records = [{"example_id": f"{k}", "score": float(not i)} for k in range(20)]
+        write_run(tmp_path, method=method, records=records)
+    group = group_of(tmp_path / "demo")
+    said = verdict(group, tidy(group)).partition("shown worse: ")[2]
+    assert said.count(",") == 3
+    assert said.endswith(" and 1 more.")
+
+
 def test_several_datasets_and_tasks_are_set_side_by_side(tmp_path: Path) -> None:
     group = group_of(write_longbench(tmp_path))
     split = data(tables(group)["-by-length_bucket-and-dataset"])
@@ -191,6 +201,7 @@ def test_distances_from_the_exact_model_are_averaged_over_prompts(tmp_path: Path
             **{"example_id": f"p{p}/{rate}", "prompt": f"p{p}", "rate": rate, "score": kl},
             **{"kl": kl, "max_kl": 2 * kl, "agreement": 0.5, "difference": kl / 2},
             **{"perplexity_ratio": math.exp(kl / 2), "kl_floor": 1e-7, "ratio": rate},
+            "compressed": p > 0 or rate < 0.5,
         }
         for p in range(4)
         for rate in (0.5, 0.25)
@@ -202,5 +213,6 @@ def test_distances_from_the_exact_model_are_averaged_over_prompts(tmp_path: Path
     assert list(frame["group"]) == ["rate 0.5", "rate 0.25"]
     assert list(frame["kl"]) == pytest.approx([0.5, 1.0])
     assert list(frame["agreement"]) == [50.0, 50.0], "as per cent"
+    assert list(frame["compressed"]) == ["3/4", "4/4"], "prompts that were not kept whole"
     for key, column in (("low", "kl_low"), ("high", "kl_high")):
         assert list(frame[column]) == pytest.approx(list(same[key])), "one interval in all tables"

@@ -147,6 +147,24 @@ class Counting(Plan):
         return [[Outcome("m", unit.id, {"status": "ok"})] for unit, _ in work]
 
 
+def test_a_unit_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Path) -> None:
+    """Where the plan says so in an outcome and raises nothing."""
+
+    class Tight(Counting):
+        def run_batch(self, work: Any, session: Any) -> list[list[Outcome]]:
+            answers = super().run_batch(work, session)
+            if len(work) > 2:
+                answers[0] = [Outcome("m", work[0][0].id, {"status": "oom", "error": "no memory"})]
+            return answers
+
+    plan = Tight()
+    work: Any = [(Unit(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(8)]
+    runner = Runner(plan, make_job(tmp_path).session, 4, lambda outcomes: None)
+    told = [outcomes[0].example_id for outcomes in runner.run(work)]
+    assert plan.groups == [4, 1, 2, 2]
+    assert told == ["u1", "u2", "u3", "u0", "u4", "u5", "u6", "u7"]
+
+
 SIZES: list[tuple[Any, int, int | None, list[int]]] = [
     ("auto", 40, 8, [1, 2, 4, 8, 8, 8, 8, 1]),  # 10 + 8 * 8 fits in 85 of 100, 16 units would not
     ("auto", 200, 0, [1, 2, 4, 8, 16, 32, AUTO_MOST, AUTO_MOST, 9]),

@@ -22,6 +22,7 @@ from kvbench.run import identity
 from kvbench.run.identity import without_defaults
 from kvbench.run.plan import TaskPlan
 from kvbench.run.preview import print_dry_run
+from kvbench.run.progress import Progress
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import PromptEncoder
 from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines
@@ -49,6 +50,19 @@ def test_one_record_per_example_and_method_with_every_field(tmp_path: Path) -> N
     manifest = load_run(result.folders["snapkv"]).manifest
     assert manifest["task_meta"]["breakdown"] == ["length"]
     assert manifest["identity"]["budget"] == {"rate": 0.25}
+
+
+def test_progress_is_told_the_score_and_the_tasks_other_measures(tmp_path: Path) -> None:
+    class Two(Echo):
+        measures: ClassVar[tuple[str, ...]] = ("letters",)
+
+    told: list[Any] = []
+    progress = Progress()
+    progress.add = lambda method, values: told.append(values)  # type: ignore[method-assign]
+    result = run_job(make_job(tmp_path, EXACT, echo=Two()), progress)
+    assert told == [
+        {k: row[k] for k in ("score", "letters")} for row in records_of(result)["exact"]
+    ]
 
 
 def test_a_second_run_writes_nothing_and_a_larger_limit_goes_on(tmp_path: Path) -> None:
@@ -149,6 +163,13 @@ def test_an_option_that_is_added_with_its_default_changes_no_name(
     assert lean(After, size=3, shapes=[2, 1]) != before
     assert lean(Before, size=4) != before
     assert lean(Before, size=3, rate=0.25) != before
+
+
+def test_options_of_a_model_that_are_not_at_their_default_are_part_of_its_name() -> None:
+    model = {"name": "m", "path": "p", "dtype": "auto", "random_weights": True}
+    named = {"model": model, "method": {}, "task": {}, "seed": 0}
+    found = without_defaults(named)["model"]
+    assert found == {"name": "m", "path": "p", "random_weights": True}
 
 
 def test_another_file_under_the_same_name_is_another_run(tmp_path: Path) -> None:

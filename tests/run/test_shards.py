@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,18 @@ def test_shards_are_disjoint_balanced_and_of_a_prefix_prefixes(
     for shard, part in zip(shards(count), parts, strict=True):
         assert part == sorted(part)
         assert shard.select(range(n + more))[: len(part)] == part
+
+
+def test_units_that_come_round_in_a_cycle_are_spread_over_all_shards() -> None:
+    for count, cycle in itertools.product((2, 3, 4, 5), range(2, 7)):
+        units = [i % cycle for i in range(60 * count * cycle)]
+        for shard in shards(count):
+            times = Counter(shard.select(units)).values()
+            assert len(times) == cycle
+            assert min(times) >= 40
+            assert max(times) <= 80
+    # a job that goes on elsewhere must divide its units as before
+    assert Shard(1, 3).select(range(24)) == [0, 5, 6, 10, 14, 15, 19, 21]
 
 
 def test_shards_are_read_from_text() -> None:

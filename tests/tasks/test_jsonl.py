@@ -54,6 +54,8 @@ def test_rows_become_prompts_and_those_of_one_context_stand_together(file: str) 
     assert cups.context_id is None
     assert cups.answers == ("3", "three")
     assert cups.fields == {"level": "hard", "nr": 2, "truncated_tokens": 0}
+    task = Jsonl(files=[file], fields=FIELDS, breakdowns=["level", "nr"])
+    assert list(task.breakdown) == ["level", "nr"]
     encoded = encode_examples([hat, who, cups], shipped())
     assert encoded[0].context_ids == encoded[1].context_ids
     read = [shipped().decode([*e.context_ids, *e.question_ids]) for e in encoded]

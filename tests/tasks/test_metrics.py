@@ -43,6 +43,20 @@ def test_every_metric_scores_its_cases() -> None:
             assert found == pytest.approx(expected, abs=1e-6), (name, prediction)
 
 
+def test_a_box_holds_the_same_number_or_the_same_text() -> None:
+    for boxed, answers, wanted in (
+        (r"\boxed{1,000}", ["1000.0"], 1.0),  # a number alone
+        (r"\boxed{\frac12}", [r"\frac{1}{2}"], 1.0),  # a text alone
+        (r"\boxed{x}", ["y"], 0.0),
+        (r"\boxed{3}", ["4"], 0.0),
+        (r"\boxed{3}", ["y", "3"], 1.0),
+        (r"\boxed{x}", ["3"], 0.0),
+        ("3", ["3"], 0.0),  # no box
+    ):
+        found = METRICS["boxed"](boxed, Key(tuple(answers)))
+        assert found == {"score": wanted, "null": float("boxed" not in boxed)}, boxed
+
+
 def test_what_stands_beside_a_score() -> None:
     text, answer = "the old harbour was opened on Monday", "The harbour was opened on Sunday."
     (theirs,) = Rouge().get_scores(text, answer)

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from kvbench.tasks.base import PromptEncoder, TaskError, balanced_order
-from kvbench.tasks.haystack import generated_haystack
+from kvbench.tasks.haystack import generated_haystack, place_needles
 from kvbench.tasks.needle import Needle
 from kvbench.tasks.text import RunningText
 
@@ -47,6 +47,29 @@ def test_prompts_have_exactly_the_asked_length(encoder: Any, repeats: int) -> No
         assert example.context == encoder.decode(example.context_ids)
         assert example.question == encoder.decode(example.question_ids)
         assert example.context.count(NEEDLE["needle"]) == repeats
+
+
+@pytest.mark.parametrize("start", [1, 3, 6])
+def test_a_needle_at_the_very_start_may_have_another_number_of_tokens(start: int) -> None:
+    """The prompt is as long as asked all the same: sentences of 5 tokens, needles of 3 or `start`."""
+    pieces = [[10 + i] * 5 for i in range(30)]
+    needles = [([1, 1, 1], [1] * start), ([2, 2, 2], [2] * start)]
+    for depths in ((0, 50), (50, 100), (3, 4), (0, 0)):
+        ids, spans = place_needles(pieces, needles, depths, 99, 80)
+        assert len(ids) == 80
+        for number, (begin, count) in enumerate(spans):
+            assert ids[begin : begin + count] == [number + 1] * count
+            assert count == (start if depths[number] < 6 else 3)
+        filler = [token for token in ids if token >= 10]
+        assert filler == [token for piece in pieces for token in piece][: len(filler)]
+
+
+def test_a_begin_token_stands_in_the_filler_only_where_that_is_asked(with_begin_token: Any) -> None:
+    tokenizer = with_begin_token
+    encoder = PromptEncoder(tokenizer, (tokenizer.bos_token_id,))
+    for asked, count in ((False, 0), (True, 3)):
+        found = task(begin_tokens=asked, depths=[50], lengths=[500]).examples(encoder)
+        assert [list(one.context_ids).count(tokenizer.bos_token_id) for one in found] == [count]
 
 
 def test_needle_follows_the_nearest_sentence_end_at_or_before_its_depth() -> None:

@@ -12,10 +12,14 @@ import pytest
 from hydra.utils import instantiate
 from support.command import composed
 from support.encoders import Letters, chat, ids_of, shipped
+from wonderwords import RandomWord
 
 from kvbench.run.encoding import encode_examples
 from kvbench.tasks.base import PromptEncoder, TaskError
 from kvbench.tasks.longeval_lines import INTRODUCTION, LINE, QUESTION, LongEvalLines
+
+WORDS = RandomWord()
+ADJECTIVES, NOUNS = (set(WORDS.filter(include_categories=[of])) for of in ("adjective", "noun"))
 
 
 def lines(**options: Any) -> Any:
@@ -55,6 +59,8 @@ def test_generated_records_depend_on_the_seed_and_every_prefix_is_balanced() -> 
         assert {int(number) for _, number in pairs} <= set(range(7, 901))
         asked = example.fields["line_key"]
         assert dict(pairs)[asked] == example.answers[0]
+        parts = ((key[:i], key[i + 1 :]) for key in keys for i, c in enumerate(key) if c == "-")
+        assert sum(how in ADJECTIVES and what in NOUNS for how, what in parts) == len(keys)
         assert keys[example.fields["line_place"]] == asked
         assert example.context.startswith(INTRODUCTION)
         assert example.question == QUESTION.format(key=asked)
@@ -147,7 +153,8 @@ def test_a_key_is_hidden_in_a_text_as_long_as_there_is_room(name: str) -> None:
         assert example.fields["length"] - 32 <= len(ids_of(example)) <= example.fields["length"]
         lines = example.context.strip().split("\n")[2:]
         place = next(i for i, line in enumerate(lines) if key in line)
-        assert abs(example.fields["depth"] - 100 * place / len(lines)) <= 15
+        nearest = 10 * round(10 * place / (len(lines) - 1))
+        assert (example.fields["depth"], type(example.fields["depth"])) == (nearest, int)
         assert made.score(f" {key}. 1", example) == {"score": 1.0}
         assert made.score(f"1 {key}", example) == {"score": 0.0}
         assert not example.settled(key)

@@ -1,0 +1,77 @@
+"""Every method on every benchmark once: two examples on a random model, and one table of them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import composed
+from support.paths import ROOT
+from support.tables import heads, shown
+
+from kvbench.cli.build import build_job
+from kvbench.cli.catalogue import config_dir
+from kvbench.report.build import tables_to_print
+from kvbench.report.experiment import load_experiment
+from kvbench.run.runner import run_job
+
+DATA = ROOT / "tests" / "data"
+INVENTED = DATA / "benchmarks"
+NEED_PACKAGES = ("kvpress", "minference")
+PROBES = ("error_scaling", "fidelity", "layer_error", "stream", "throughput")
+SMALL: dict[str, list[str]] = {
+    **{name: [f"task.data={INVENTED / name}"] for name in ("longbench_v2", "infinitebench")},
+    **{name: [f"task.data={INVENTED / name}"] for name in ("zeroscrolls", "scbench")},
+    **{name: [f"task.files=[{INVENTED / name}.jsonl]"] for name in ("gsm8k", "math500")},
+    **{name: [f"task.files=[{INVENTED / name}.jsonl]"] for name in ("aime24", "aime25")},
+    **{name: [f"task.data={DATA / 'longbench'}"] for name in ("longbench", "longbench_official")},
+    **{name: ["task.lengths=[300]"] for name in ("passkey", "number_string", "needle")},
+    **{name: ["task.num_lines=[10]"] for name in ("longeval_lines", "longeval_lines_context")},
+    "h2o_summaries": [f"task.data={DATA / 'summaries'}"],
+    "jsonl": [
+        f"task.files=[{INVENTED}/gsm8k.jsonl]",
+        "task.fields.context=question",
+        "task.fields.answers=answer",
+    ],
+    "key_value": ["task.num_pairs=[4]"],
+    "lm_eval": ["task.tasks=[copa]", "task.num_fewshot=6", f"task.include_path={DATA / 'lm_eval'}"],
+    "loogle": [f"task.data={INVENTED / 'loogle'}", "task.datasets=[shortdep_cloze]"],
+    "longeval_redundant": ["task.num_lines=[5]"],
+    "needle_questions": ["task.lengths=[600]", "task.depths=[0,50]"],
+    "needle_short": ["task.lengths=[300]"],
+    "ruler": ["task.lengths=[700]", "task.tasks=[niah_single_1]"],
+    "text": ["task.tokens=200"],
+}
+"""What gives each benchmark data that lie here, and short prompts."""
+LONG = ("lm_eval", "longbench", "longbench_official", "ruler")
+"""Benchmarks that say themselves how long an answer is."""
+WHERE = ["model=tiny_random", "device=cpu", "limit=2", "experiment_name=all"]
+WHERE += ["budget.sink=2", "budget.window=4", "budget.rate=0.5", "methods.pages.size=4"]
+WHERE += [f"model.architecture.{key}=64" for key in ("hidden_size", "intermediate_size")]
+WHERE += [f"model.architecture.num_{key}=2" for key in ("hidden_layers", "attention_heads")]
+
+
+def names(kind: str) -> list[str]:
+    return sorted(path.stem for path in (config_dir() / kind).glob("[!_]*.yaml"))
+
+
+@pytest.mark.slow
+def test_every_method_runs_on_every_benchmark_and_all_stand_in_one_table(tmp_path: Path) -> None:
+    methods = [name for name in names("method") if not name.startswith(NEED_PACKAGES)]
+    tasks = [name for name in names("task") if not name.startswith(PROBES)]
+    assert set(tasks) == set(SMALL), "a new benchmark is to run here, too"
+    shared: dict[str, Any] = {}
+    failed: dict[str, int] = {}
+    for task in tasks:
+        words = [f"task={task}", f"task_label={task}", f"results_dir={tmp_path}", *WHERE]
+        words += [f"method=[{','.join(methods)}]", *SMALL[task]]
+        words += [] if task in LONG else ["task.max_new_tokens=3"]
+        result = run_job(build_job(composed(*words), shared))
+        assert result.written >= len(methods)
+        if result.failed:
+            failed[task] = result.failed
+    assert not failed
+    *_, table = tables_to_print(load_experiment(tmp_path / "all"))
+    assert sorted(head.split(",")[0] for head in heads(table)[1:]) == tasks
+    assert len(shown(table)) == len(methods)
