@@ -19,6 +19,7 @@ from torch import Tensor
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import GrowingCache
 from kvbench.engine.fork import Fork, ForkBatch
+from kvbench.engine.ragged_cache import RaggedCache
 from kvbench.kernels.decode_attention import (
     append_entries,
     entry_table,
@@ -37,10 +38,10 @@ class _Counters:
     Attributes:
         positions: [rows] int64, of the token to be fed.
         position_steps: [rows] int64, what a step adds to `positions`: 1, or 0 for rows that have ended.
-        lengths: [slots] int32, entries held before the step; a slot is a row of a group, and the groups
-            of the device stand one after the other.
+        lengths: [slots] int32, entries held before the step; a slot is a cache of a group, and the
+            groups of the device stand one after the other.
         length_steps: [slots] int32, what a step adds to `lengths`, up to `limits`.
-        limits: [slots] int32, the most entries that a row may hold.
+        limits: [slots] int32, the most entries that a cache may hold.
         with_new: [slots] int32, entries including the token that is fed: `lengths` + 1.
         on_host: copies of `lengths` and `with_new` as lists, on a CPU, whose kernels take numbers.
     """
@@ -63,7 +64,7 @@ class _Counters:
             self.on_host = self.lengths.tolist(), self.with_new.tolist()
 
     def of(self, slots: slice) -> tuple[Tensor | Sequence[int], Tensor | Sequence[int]]:
-        """Entries of a group's rows, without and with the token that is fed."""
+        """Entries of a group's caches, without and with the token that is fed."""
         lengths, with_new = self.on_host or (self.lengths, self.with_new)
         return lengths[slots], with_new[slots]
 
@@ -78,18 +79,22 @@ class _Counters:
 class _Group:
     """Rows of one layer that go through the kernels together.
 
+    A row has one cache of the layer, or, where its heads hold different numbers of entries, one for each
+    head. To the kernels such a row is as many rows of one KV head.
+
     Args:
         rows: their places in the batch.
-        caches: the rows' caches of this layer.
+        caches: the caches of this layer, those of a row one after the other.
         several: whether the batch has other rows.
         common: what the rows have in common: numbers of heads and channels, dtype, rule of eviction.
 
     Attributes:
+        per_row: caches of a row.
         index: `rows` as a tensor on the device; None where they are the whole batch.
         table: addresses and strides of the rows' entries.
-        limits: the most entries that each row may hold.
+        limits: the most entries that each cache may hold.
         evictions: the rules by which entries leave; None where none do.
-        slots: the rows' places in the device's `_Counters`.
+        slots: the caches' places in the device's `_Counters`.
         graph_key: what a captured step has fixed of the rows.
     """
 
@@ -97,6 +102,7 @@ class _Group:
         self, rows: list[int], caches: list[GrowingCache], several: bool, common: Hashable
     ) -> None:
         self.rows, self.caches, self.device = rows, caches, caches[0].store.keys.device
+        self.per_row = len(caches) // len(rows)
         self.index = torch.tensor(rows, device=self.device) if several else None
         self.limits = [NO_LIMIT if cache.limit is None else cache.limit for cache in caches]
         self.slots = slice(0)
@@ -115,6 +121,11 @@ class _Group:
             positions = [store.positions for store in stores]
             self.evictions = EvictionTable(rules, self.limits, scores, positions, rows)
         self.graph_key = (tuple(rows), common, table.longest, table.chunk, table.aligned)
+
+    def caches_of(self, row: int) -> slice:
+        """The places of a row's caches among `caches`."""
+        first = self.rows.index(row) * self.per_row
+        return slice(first, first + self.per_row)
 
 
 class DecodeState(ForkBatch):
@@ -144,7 +155,7 @@ class DecodeState(ForkBatch):
         for group in self._all_groups():
             mine = by_device.setdefault(group.device, [])
             begin = mine[-1].slots.stop if mine else 0
-            group.slots = slice(begin, begin + len(group.rows))
+            group.slots = slice(begin, begin + len(group.caches))
             mine.append(group)
         self._counters = {
             device: _Counters(positions.to(device), groups) for device, groups in by_device.items()
@@ -177,20 +188,29 @@ class DecodeState(ForkBatch):
     def _sort(self, layer: int, first: Sequence[int], steps: Sequence[int]) -> None:
         """Sort the rows of a layer into those that go through the kernels together, a group for each
         kind of buffers, and those that attend one by one."""
-        together: dict[tuple[object, ...], dict[int, GrowingCache]] = {}
+        together: dict[tuple[object, ...], dict[int, list[GrowingCache]]] = {}
         self._alone[layer] = []
         for row, fork in enumerate(self.forks):
             cache = fork.layers[layer]
-            if not isinstance(cache, GrowingCache) or not cache.steps_by_kernel:
+            if not cache.steps_by_kernel:
                 self._alone[layer].append(row)
                 continue
-            cache.expect(first[row], steps[row])
-            keys, values = cache.store.keys, cache.store.values
-            leaves = None if cache.rule is None else cache.rule.leaves == "oldest"
-            kind = (keys.shape[0], keys.shape[2], values.shape[2], keys.dtype, leaves)
-            together.setdefault(kind, {})[row] = cache
+            assert isinstance(cache, GrowingCache | RaggedCache)
+            parts = cache.heads if isinstance(cache, RaggedCache) else [cache]
+            for part in parts:
+                part.expect(first[row], steps[row])
+            keys, values, rule = parts[0].store.keys, parts[0].store.values, parts[0].rule
+            leaves = None if rule is None else rule.leaves == "oldest"
+            channels = (keys.shape[2], values.shape[2])
+            kind = (len(parts), keys.shape[0], *channels, keys.dtype, leaves)
+            together.setdefault(kind, {})[row] = parts
         self._groups[layer] = [
-            _Group(list(rows), list(rows.values()), len(rows) < len(self.forks), kind)
+            _Group(
+                list(rows),
+                [part for parts in rows.values() for part in parts],
+                len(rows) < len(self.forks),
+                kind,
+            )
             for kind, rows in together.items()
         ]
 
@@ -209,15 +229,20 @@ class DecodeState(ForkBatch):
         return out
 
     def _attend_group(self, group: _Group, call: LayerCall) -> Tensor:
-        key, value, evictions = call.key, call.value, group.evictions
-        repeats = group.table.kv_heads // key.shape[1]
+        query, key, value = (part[:, :, 0] for part in (call.query, call.key, call.value))
+        evictions, stored_heads = group.evictions, group.table.kv_heads * group.per_row
+        repeats = stored_heads // key.shape[1]
         if repeats > 1:  # a method that repeats keys to query heads
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        if group.per_row > 1:  # heads that hold different numbers of entries are rows of their own
+            query, key, value = (
+                part.reshape(len(group.caches), -1, part.shape[2]) for part in (query, key, value)
+            )
         counters = self._counters[group.device]
         lengths, with_new = counters.of(group.slots)
-        append_entries(group.table, lengths, key[:, :, 0], value[:, :, 0])
+        append_entries(group.table, lengths, key, value)
         out, mass = weighted_decode_attention(
-            call.query[:, :, 0],
+            query,
             group.table,
             with_new,
             scaling=call.scaling,
@@ -233,7 +258,7 @@ class DecodeState(ForkBatch):
                 counters.positions,
                 counters.position_steps,
             )
-        return out[:, :, None]
+        return out.reshape(len(group.rows), call.query.shape[1], 1, -1)
 
     def move_on(self) -> None:
         """Advance positions and numbers of entries to the next token; part of the step, on the
@@ -250,12 +275,12 @@ class DecodeState(ForkBatch):
             counters.position_steps[row] = 0
         for group in self._all_groups(row):
             counters = self._counters[group.device]
-            counters.length_steps[group.slots.start + group.rows.index(row)] = 0
+            counters.length_steps[group.slots][group.caches_of(row)] = 0
 
     def _settle(self, row: int) -> None:
         for group in self._all_groups(row) if row not in self._ended else ():
-            place = group.rows.index(row)
-            group.caches[place].count_steps_by_kernel(self.taken)
+            for cache in group.caches[group.caches_of(row)]:
+                cache.count_steps_by_kernel(self.taken)
 
     def settle(self) -> None:
         """End this run of steps: every cache is told how many entries it holds by now."""

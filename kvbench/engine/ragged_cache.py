@@ -19,15 +19,12 @@ class RaggedCache(LayerCache):
     """A layer whose heads hold different numbers of entries, without padding: one cache of one head for
     each head, so that what is held and counted is the sum of the heads.
 
-    A token joins every head and attends in each to what that head holds. Rows go alone, not through
-    `kvbench.kernels.decode_attention`.
+    A token joins every head and attends in each to what that head holds.
 
     Args:
         held: the compressed prompt, batch 1, with `CompressedKV.lengths`.
         make: makes the cache of what one head holds.
     """
-
-    steps_by_kernel = False
 
     def __init__(self, held: CompressedKV, make: Callable[[CompressedKV], GrowingCache]) -> None:
         assert held.lengths is not None
@@ -54,6 +51,11 @@ class RaggedCache(LayerCache):
             )
         self.capacity = first.capacity
         self.prompt_entries = held.lengths[0].cpu()
+
+    @property
+    def steps_by_kernel(self) -> bool:
+        """See `LayerCache`: where every head can."""
+        return all(head.steps_by_kernel for head in self.heads)
 
     @property
     def stores(self) -> Sequence[Entries]:

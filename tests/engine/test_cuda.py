@@ -29,6 +29,7 @@ from kvbench.methods import build_method
 pytestmark = [pytest.mark.cuda, needs_cuda]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
+METHODS["adakv"] = ("adakv", {})  # heads of unequal length
 
 
 def model_on(device, layers=2, kind="llama"):
@@ -119,7 +120,7 @@ def cost(way, name, layers, batch, new):
 @needs_pretend
 def test_a_captured_step_serves_later_prompts(monkeypatch):
     monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
-    steps, names = graphs.StepGraphs(), ("exact", "h2o", "balancekv", "streaming_llm")
+    steps, names = graphs.StepGraphs(), ("exact", "h2o", "balancekv", "streaming_llm", "adakv")
     monkeypatch.setattr(steps, "capture", capture := Mock(side_effect=steps.capture))
     on_gpu, on_cpu = model_on(CUDA), model_on(CPU)
     for n in (72, 69):
