@@ -76,7 +76,7 @@ class ValueBlock(Block):
 
     @abstractmethod
     def mix(self, weights: Tensor) -> Tensor:
-        """Sum of weights times rows, [heads, q, n] -> [heads, q, d]."""
+        """Sum of weights times rows, [heads, q, n] -> [heads, q, d], float32."""
 
 
 def never(count: int, waiting: int) -> int:
@@ -147,10 +147,10 @@ class Codec(Generic[B]):
         return torch.cat([block.dot(query) for block in self.blocks], dim=-1)
 
     def mix(self: Codec[ValueBlock], weights: Tensor) -> Tensor:
-        """Sum of weights times rows, [heads, q, count] -> [heads, q, d], in the weights' dtype."""
+        """Sum of weights times rows, [heads, q, count] -> [heads, q, d], float32."""
         parts = weights.split([block.count for block in self.blocks], dim=-1)
         mixed = [block.mix(part) for block, part in zip(self.blocks, parts, strict=True)]
-        return torch.stack(mixed).sum(0).to(weights.dtype)
+        return torch.stack(mixed).sum(0)
 
 
 Codecs = tuple[Codec[Any], Codec[ValueBlock]]
@@ -272,7 +272,7 @@ class Packed(ValueBlock):
         mixed = wide.new_zeros(*wide.shape[:2], self.along)
         for rows, codes in self._table.pieces(self.codes, self.along):
             mixed.baddbmm_(wide[..., rows], self._scaled(codes, self.scale[:, rows]))
-        return mixed.add_(self._spread(wide @ self._middles)).to(weights.dtype)
+        return mixed.add_(self._spread(wide @ self._middles))
 
     @property
     def _size(self) -> int:
