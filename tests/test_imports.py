@@ -10,6 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import kvbench
 
 PACKAGE = Path(kvbench.__file__).parent
@@ -17,10 +19,11 @@ PACKAGE = Path(kvbench.__file__).parent
 ALLOWED = {
     "errors": set(),
     "kernels": set(),
-    "kv": {"errors", "kernels"},
+    "budget": {"errors"},
+    "kv": {"budget", "errors", "kernels"},
     "methods": {"errors", "kernels", "kv"},
     "tasks": {"errors", "records"},
-    "engine": {"errors", "kernels", "kv", "methods", "tasks"},
+    "engine": {"budget", "errors", "kernels", "kv", "methods", "tasks"},
     "records": {"errors"},
     "run": {"engine", "errors", "kv", "methods", "records", "tasks"},
     "probes": {"engine", "errors", "kernels", "kv", "methods", "records", "run", "tasks"},
@@ -70,12 +73,21 @@ def test_only_the_engine_knows_transformers_and_a_report_no_torch():
             assert not re.search(r"^(import|from) (torch|wandb)", source, re.M), file
 
 
-def test_usage_errors_come_without_importing_torch():
+@pytest.mark.parametrize(
+    ("words", "unneeded"),
+    [
+        (["method=snapkvv"], {"torch", "pandas", "transformers", "wandb"}),
+        (["budget.rate=1.5"], {"torch", "pandas", "transformers", "wandb"}),
+        (["sampling.top_p=2"], {"torch", "pandas", "transformers", "wandb"}),
+        (["methods.snapkv.kernel_size=4"], {"pandas", "transformers", "wandb"}),
+    ],
+)
+def test_usage_errors_come_without_importing_what_they_do_not_need(words, unneeded):
     script = (
         "import sys, kvbench; from kvbench.cli.main import main\n"
         "assert 'compress' in dir(kvbench)\n"
-        "try: main(['method=snapkvv'])\n"
-        "finally: assert not {'torch', 'pandas', 'transformers', 'wandb'} & set(sys.modules)"
+        f"try: main({words})\n"
+        f"finally: assert not {unneeded} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from pydoc import ErrorDuringImport, locate
-from typing import Any, get_args
+from typing import Any
 
 from filelock import FileLock
 from omegaconf import DictConfig
 
 from kvbench.cli.config import Settings
+from kvbench.cli.construct import constructed, methods_of
 from kvbench.engine.loading import check_config_class
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
-from kvbench.errors import complain, first_line, nearest, presentable, printable
-from kvbench.errors.options import fits, hints_of, refusal
+from kvbench.errors import complain, presentable, printable
 from kvbench.kv import Budget, KVError
-from kvbench.methods.base import Method
 from kvbench.records.read import Run, load_run
 from kvbench.records.shards import Shard
 from kvbench.run import provenance
@@ -34,68 +31,6 @@ from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
-
-
-def constructed(node: object, key: str, *kinds: type) -> Any:
-    """The object of which a config names the class in ``_target_`` and has the options.
-
-    The class is found to be of an expected kind, and its options to be there and to allow their
-    values, before anything of it is called. Configs inside the config are made first, of a class that
-    the hint of their option names.
-
-    Args:
-        node: the config as plain values.
-        key: what the command line calls it.
-        kinds: what the class must be derived from; `Plan`: a class with its methods.
-
-    Raises:
-        KVError: one line that names the key, its value and what is allowed.
-    """
-    named = node.get("_target_") if isinstance(node, Mapping) else None
-    words = " or ".join(kind.__name__ for kind in kinds) or "nothing that is made of a _target_"
-    if not isinstance(node, Mapping) or not isinstance(named, str):
-        raise KVError(f"{key} is {node!r:.200}; allowed: a mapping with a _target_: {words}")
-    if named.partition(".")[0] in sys.stdlib_module_names:  # importing some of them does things
-        raise KVError(f"{key}._target_ is {named!r}; allowed: a {words}")
-    try:
-        target: Any = locate(named)
-    except ErrorDuringImport as error:
-        raise KVError(f"{key}._target_ is {named!r}: {first_line(error)}") from error
-    if not isinstance(target, type) or not issubclass(target, kinds):
-        missing = ", which cannot be found" if target is None else ""
-        raise KVError(f"{key}._target_ is {named!r}{missing}; allowed: a {words}")
-    hints, options = hints_of(target), dict[str, Any]()  # type: ignore[arg-type]
-    for name, value in ((name, node[name]) for name in node if name != "_target_"):
-        if hints and name not in hints:
-            meant = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
-            raise KVError(f"unknown key {name!r} of {key}{meant}")
-        options[name] = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
-        if name in hints and not fits(hints[name], options[name]):
-            several = ",".join(map(str, value)) if isinstance(value, list) else ""
-            several = several and f"; for a job each: -m {key}.{name}={several}"
-            raise KVError(refusal(f"{key}.{name}", value, hints[name]) + several)
-    try:
-        return target(**options)
-    except TypeError as error:
-        raise KVError(f"{key} cannot be made: {first_line(error)}") from error
-
-
-def _with_inner(value: Any, key: str, *kinds: type) -> Any:
-    """The value of an option, with objects in place of the configs in it."""
-    if isinstance(value, Mapping):
-        if "_target_" in value:
-            return constructed(value, key, *kinds)
-        return {name: _with_inner(inner, f"{key}.{name}", *kinds) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_inner(inner, f"{key}.{at}", *kinds) for at, inner in enumerate(value)]
-    return value
-
-
-def _classes_in(hint: Any) -> list[type]:
-    """The classes with options that a hint names."""
-    if isinstance(hint, type) and not get_args(hint):
-        return [hint] if is_dataclass(hint) or issubclass(hint, Task) else []
-    return [found for part in get_args(hint) for found in _classes_in(part)]
 
 
 def named(spec: ModelSpec) -> str:
@@ -134,11 +69,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     if not re.search(r"\w", spec.label):  # the store has nothing to call its folder
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
     budget = constructed(settings.budget, "budget", Budget)
-    methods: dict[str, tuple[Method, Budget]] = {}
-    for label, node in settings.methods.items():
-        method: Method = constructed(node, f"methods.{label}", Method)
-        method.quantization()  # refuses a scheme that cannot be
-        methods[label] = method, budget
+    methods = {label: (method, budget) for label, method in methods_of(settings.methods).items()}
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()

@@ -26,7 +26,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import __version__
+from kvbench.budget import Budget
 from kvbench.cli.catalogue import catalogue, config_dir, experiment_called
+from kvbench.cli.construct import constructed
+from kvbench.engine.sampling import Sampling
 from kvbench.errors import (
     UserError,
     complain,
@@ -236,6 +239,8 @@ class Settings:
                 raise UserError(f"unknown key {key!r}{nearest(key, list(known))}; allowed: {names}")
         made = Settings(**{key: values.get(key) for key in known})
         check_options(made, "", UserError)
+        constructed(made.budget, "budget", Budget)
+        constructed(made.sampling, "sampling", Sampling)
         named = {key: values.get(key) for key in ("experiment_name", "results_dir", "task_label")}
         named["model.name"] = made.model.get("name")
         for key, name in named.items():

@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import errors
 from kvbench.cli.config import Settings, explain, explaining, hydra_of_conf
+from kvbench.cli.construct import methods_of
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, fits, refusal
 from kvbench.records.durable import make_folder, replace
@@ -87,12 +88,13 @@ class Jobs:
 
     def __call__(self, config: DictConfig) -> None:
         """Run one job; a failure is a line (after a traceback if it is a bug) and an outcome."""
-        from kvbench.cli.build import run_config
-
         sys.argv = self.argv  # where the manifest looks for the command
         # as typed: a ${...} in them has another meaning, or none, where Hydra keeps them
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         try:
+            methods_of(Settings.of(config).methods)  # before the libraries of models are imported
+            from kvbench.cli.build import run_config
+
             done = run_config(config, self._shared)
             runs = tuple(map(str, done.folders.values()))
             said = f"{done.records} records, {done.failed} of them failed"
@@ -106,6 +108,7 @@ class Jobs:
     def check(self, config: DictConfig, name: str = "") -> None:
         """Make a job without running it; in a dry run print what it would do, in one line if it has a
         name. Raises a UserError for what the job would be refused for."""
+        methods_of(Settings.of(config).methods)  # before the libraries of models are imported
         from kvbench.cli.build import build_job, checked
         from kvbench.run.preview import print_dry_run
 
@@ -171,12 +174,17 @@ class Sweeper(sweeper.Sweeper):
             parser = OverridesParser.create(config_loader=self.loader)
             parsed = parser.parse_overrides([*params, *arguments])
             (jobs,) = BasicSweeper.split_arguments(parsed, None)
-        parts: list[list[str]] = []
-        for number, (overrides, name) in enumerate(zip(jobs, names(jobs), strict=True), 1):
+        # What is wrong with any job is told before the first one is made, which imports torch.
+        configs = []
+        for overrides in jobs:
             with explaining():
                 config = self.loader.load_sweep_config(self.settings, list(overrides))
             HydraConfig.instance().set_config(config)
-            settings = Settings.of(config)
+            configs.append((config, Settings.of(config)))
+        parts: list[list[str]] = []
+        for number, (overrides, name) in enumerate(zip(jobs, names(jobs), strict=True), 1):
+            config, settings = configs[number - 1]
+            HydraConfig.instance().set_config(config)
             if config.launcher.name == "slurm":
                 config.device = "cpu"  # jobs run on a node's devices
             if None not in (settings.shards, settings.shard):

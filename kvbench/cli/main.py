@@ -164,15 +164,16 @@ def run(arguments: Sequence[str]) -> int:
                 jobs.check(config)
             else:
                 hydra.run("config", jobs, overrides)
-    if jobs.folders or jobs.status:
+    several = len(jobs.outcomes) > 1
+    if jobs.folders:  # a job that was refused waits for no library that results need
         from kvbench.cli.build import finish, print_scores
-
-        if len(jobs.outcomes) > 1:
-            for folder in jobs.folders:
-                print_scores(folder)
-            jobs.print_summary()
+    if several:
         for folder in jobs.folders:
-            finish(folder)
+            print_scores(folder)
+        if jobs.folders or jobs.status:
+            jobs.print_summary()
+    for folder in jobs.folders:
+        finish(folder)
     return jobs.status
 
 

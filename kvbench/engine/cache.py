@@ -208,7 +208,7 @@ class GrowingCache(LayerCache):
             logits.masked_fill_(past.repeat(1, group, 1), float("-inf"))
         self._hide(logits)
         weights = logits.softmax(-1)
-        out = store.mix_values(weights.to(value.dtype))
+        out = store.mix_values(weights)
         if store.denominators is not None:
             ranges, store.value_range = grown_range(store.value_range, value, group)
             out = signed_mean(out, weights, store.denominators[:, :n], ranges)

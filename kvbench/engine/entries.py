@@ -177,8 +177,10 @@ class Entries:
         return products(query, self.keys[:, : self.length])
 
     def mix_values(self, weights: Tensor) -> Tensor:
-        """weights [kv_heads, q, entries] . v of all entries: [kv_heads, q, value_dim]."""
-        return weights[..., self.first_value :] @ self.values[:, : self.length - self.first_value]
+        """weights [kv_heads, q, entries] float32 . v of all entries: [kv_heads, q, value_dim] in the
+        values' dtype."""
+        weights = weights[..., self.first_value :].to(self.values.dtype)
+        return weights @ self.values[:, : self.length - self.first_value]
 
     def cuts(self, tokens: int) -> Sequence[int]:
         """The ends of the pieces in which so many tokens may join at once, the last being `tokens`."""
@@ -259,7 +261,8 @@ class PackedEntries(Entries):
         mixed = super().mix_values(weights)
         if not self.codecs.values.count:
             return mixed
-        return mixed + self.codecs.values.mix(weights[..., self.keys_only : self.first_value])
+        packed = self.codecs.values.mix(weights[..., self.keys_only : self.first_value])
+        return packed.add_(mixed).to(mixed.dtype)
 
     def cuts(self, tokens: int) -> Sequence[int]:
         """See `Entries.cuts`: a token whose step packs keys before it attends joins alone."""

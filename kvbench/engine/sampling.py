@@ -1,17 +1,21 @@
-"""Choosing the next token: the most probable one, or one drawn at random."""
+"""Choosing the next token: the most probable one, or one drawn at random.
+
+torch is imported where it is used, so that options that cannot be are refused without it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from annotated_types import Ge, Le
-from torch import Tensor
 
+from kvbench.budget import KVError
 from kvbench.errors.options import Share, check_options
-from kvbench.kv import KVError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Sampling:
     def uniforms(self, seed: int, name: str, sample: int, count: int) -> Tensor | None:
         """The uniform draws of an answer of up to `count` tokens, [count] float32 on the CPU; None where
         nothing is drawn. A longer answer begins with the draws of a shorter one."""
+        import torch
+
         if self.greedy:
             return None
         digest = hashlib.sha256(f"{seed}\0{name}\0{sample}\0tokens".encode()).digest()
@@ -70,6 +76,8 @@ class Sampling:
             [2, rows] int64, on the device, so that one transfer reads both: the token of each row, and 1
             where its logits can be trusted, else 0.
         """
+        import torch
+
         best, tokens = logits.max(-1)
         sound = torch.isfinite(best)
         if uniforms is None:

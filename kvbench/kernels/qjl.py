@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels.quantize import (
@@ -21,10 +22,11 @@ from kvbench.kernels.quantize import (
     Codecs,
     Quantization,
     ValueBlock,
+    at_a_time,
     pack,
     pack_bits,
     packed_bytes,
-    unpack_bits,
+    signs,
 )
 
 
@@ -178,29 +180,51 @@ class Signs(Block):
 
     def dot(self, query: Tensor) -> Tensor:
         """See `kvbench.kernels.quantize.Block`; the query is not quantised. [heads, q, d], float32."""
-        q, projection = query.float(), self.projection
-        heads = len(q)
+        q, (heads, groups, group, _) = query.float(), self.bits.shape
         m, m_out = 8 * self.bits.shape[-1], 8 * self.outlier_bits.shape[-1]
-        whole = q @ projection
-        logits = []
-        for head in range(heads):  # one head's signs at a time: four bytes each
-            inner = whole[head].expand(self.bits.shape[1], -1, -1)
-            norms, outlier = self.norms[head].float(), None
-            if m_out:
-                at = self.outliers[head].long()
-                parts = q[head][:, at].transpose(0, 1)  # [groups, q, outliers]
-                outlier = parts @ projection[at]
-                inner = inner - outlier
-                norms = (
-                    (norms.square() - self.outlier_norms[head].float().square()).clamp(min=0).sqrt()
-                )
-            found = (inner @ _signs(self.bits[head], m).mT) * (norms / m)[:, None]
-            if outlier is not None:
-                signs = _signs(self.outlier_bits[head], m_out)
-                scale = self.outlier_norms[head].float() / m_out
-                found += (outlier[..., :m_out] @ signs.mT) * scale[:, None]
-            logits.append(found.transpose(0, 1).flatten(1))
-        return torch.stack(logits) * (math.sqrt(math.pi / 2) / self.bias)
+        unit = math.sqrt(math.pi / 2) / self.bias
+        whole, table = q @ self.projection, signs(q.device)
+        if not m_out:
+            dots = table.products(whole, self.bits.flatten(1, 2))
+            return dots.mul_(self.norms.float().flatten(1)[:, None] * (unit / m))
+        outer_norms = self.outlier_norms.float()
+        inner_norms = (self.norms.float().square() - outer_norms.square()).clamp_(min=0).sqrt_()
+        # A query without its outlier channels differs from group to group of tokens: projected, it is
+        # the whole query's row less the projection's rows of these channels.
+        queries = q.shape[1]
+        channels = self.outliers.long()[:, :, None].expand(-1, -1, queries, -1)
+        numbers = q[:, None].expand(-1, groups, -1, -1).gather(-1, channels)
+        last = len(self.projection) + torch.arange(heads * queries, device=q.device)
+        last = last.view(heads, 1, queries, 1).expand(-1, groups, -1, -1)
+        others = torch.cat([channels, last], dim=-1)
+        other_numbers = torch.cat([-numbers, torch.ones_like(numbers[..., :1])], dim=-1)
+        rows_of_others = torch.cat([self.projection, whole.flatten(0, 1)])
+        rows_of_outliers = self.projection[:, :m_out].contiguous()
+        step = group * max(1, 2 * at_a_time(q.device) // (heads * group * m))
+        pieces = zip(
+            table.pieces(self.bits.flatten(1, 2), m, rows=step),
+            table.pieces(self.outlier_bits.flatten(1, 2), m_out, rows=step),
+            strict=True,
+        )
+        dots = q.new_empty(heads, groups, queries, group)
+        for (tokens, inner_signs), (_, outer_signs) in pieces:
+            part = slice(tokens.start // group, tokens.stop // group)
+            inner = weighted_rows(rows_of_others, others[:, part], other_numbers[:, part])
+            outer = weighted_rows(rows_of_outliers, channels[:, part], numbers[:, part])
+            inner = inner @ inner_signs.unflatten(1, (-1, group)).mT
+            outer = outer @ outer_signs.unflatten(1, (-1, group)).mT
+            inner *= inner_norms[:, part, None] * (unit / m)
+            outer *= outer_norms[:, part, None] * (unit / m_out)
+            torch.add(inner, outer, out=dots[:, part])
+        return dots.transpose(1, 2).flatten(2)
+
+
+def weighted_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Sums of rows [k, m] at places [..., c] times weights [..., c]: [..., m]. No row is copied."""
+    flat = places.reshape(-1, places.shape[-1])
+    factors = weights.reshape(flat.shape)
+    sums = F.embedding_bag(flat, rows, mode="sum", per_sample_weights=factors)
+    return sums.view(*places.shape[:-1], -1)
 
 
 def pack_keys(keys: Tensor, *, projection: Tensor, m_out: int, scheme: QJL) -> Signs:
@@ -237,15 +261,11 @@ def _signs_of(
     channels, and the keys' norms in them."""
     if not outliers:
         none = groups[..., :0]
-        signs = pack_bits((groups @ projection > 0).byte(), 1)
-        return signs, none.byte(), none[:, :, 0].byte(), none[..., 0, :]
+        bits = pack_bits((groups @ projection > 0).byte(), 1)
+        return bits, none.byte(), none[:, :, 0].byte(), none[..., 0, :]
     top = groups.square().sum(2).topk(outliers, dim=-1).indices
     outlying = torch.zeros_like(groups[:, :, :1]).scatter_(-1, top[:, :, None], 1.0)
     out = groups * outlying
-    signs = pack_bits((groups * (1 - outlying) @ projection > 0).byte(), 1)
+    bits = pack_bits((groups * (1 - outlying) @ projection > 0).byte(), 1)
     outer = pack_bits((out @ projection[:, :m_out] > 0).byte(), 1)
-    return signs, outer, top.byte(), out.norm(dim=-1)
-
-
-def _signs(bits: Tensor, m: int) -> Tensor:
-    return unpack_bits(bits, 1, m).float().mul_(2).sub_(1)
+    return bits, outer, top.byte(), out.norm(dim=-1)

@@ -9,10 +9,11 @@ quantised per token as well.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import cached_property, lru_cache, partial, reduce
 from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -20,6 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BITS = (2, 4)
+
+CACHED = 1 << 18
+"""Numbers that a processor works on at a time: one MiB of float32."""
 
 MERGED = 256
 """A block of a codec with fewer rows takes up the rows that follow; a full one is not copied again."""
@@ -72,7 +76,7 @@ class ValueBlock(Block):
 
     @abstractmethod
     def mix(self, weights: Tensor) -> Tensor:
-        """Sum of weights times rows, [heads, q, n] -> [heads, q, d]."""
+        """Sum of weights times rows, [heads, q, n] -> [heads, q, d], float32."""
 
 
 def never(count: int, waiting: int) -> int:
@@ -143,10 +147,10 @@ class Codec(Generic[B]):
         return torch.cat([block.dot(query) for block in self.blocks], dim=-1)
 
     def mix(self: Codec[ValueBlock], weights: Tensor) -> Tensor:
-        """Sum of weights times rows, [heads, q, count] -> [heads, q, d], in the weights' dtype."""
+        """Sum of weights times rows, [heads, q, count] -> [heads, q, d], float32."""
         parts = weights.split([block.count for block in self.blocks], dim=-1)
         mixed = [block.mix(part) for block, part in zip(self.blocks, parts, strict=True)]
-        return torch.stack(mixed).sum(0).to(weights.dtype)
+        return torch.stack(mixed).sum(0)
 
 
 Codecs = tuple[Codec[Any], Codec[ValueBlock]]
@@ -173,10 +177,6 @@ class Scheme(Protocol):
     def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
         """Bytes that a model has once for all prompts; `dims` of a layer's keys and values."""
         ...
-
-
-CACHED = 1 << 18
-"""Numbers that a processor works on at a time: one MiB of float32."""
 
 
 @dataclass(frozen=True)
@@ -255,13 +255,70 @@ class Packed(ValueBlock):
         return self.along if self.by_channel else self.codes.shape[1]
 
     def dot(self, query: Tensor) -> Tensor:
-        """See `Block`. Unpacking writes one layer's rows for the length of this product; only a kernel
-        that reads the codes itself would not."""
-        return query.float() @ unpack(self).float().mT
+        """See `Block`. Some rows at a time become codes times scales; what every number of a group has
+        in common meets the query once for the group."""
+        query = query.float()
+        if self.by_channel:
+            return self._dot_channels(query)
+        dots = query.new_empty(*query.shape[:2], self.count)
+        for rows, codes in self._table.pieces(self.codes, self.along):
+            dots[..., rows] = query @ self._scaled(codes, self.scale[:, rows]).mT
+        of_groups = in_groups(query, self._size).sum(-1)
+        return dots.add_(of_groups @ self._middles.mT)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """See `Block`."""
-        return weights @ unpack(self).to(weights.dtype)
+        """See `Block`, and `dot`."""
+        wide = weights.float()
+        mixed = wide.new_zeros(*wide.shape[:2], self.along)
+        for rows, codes in self._table.pieces(self.codes, self.along):
+            mixed.baddbmm_(wide[..., rows], self._scaled(codes, self.scale[:, rows]))
+        return mixed.add_(self._spread(wide @ self._middles))
+
+    @property
+    def _size(self) -> int:
+        """Numbers of a group."""
+        return min(self.quantization.group_size, self.along)
+
+    @property
+    def _table(self) -> CodeTable:
+        """Codes as their distance from the middle of all codes, so that rounding is small."""
+        return centred(self.quantization.bits, self.codes.device)
+
+    @property
+    def _middles(self) -> Tensor:
+        """What the middle of all codes stands for, [heads, rows, groups] float32."""
+        return self.zero.float() + self.scale.float() * ((2**self.quantization.bits - 1) / 2)
+
+    def _spread(self, of_groups: Tensor) -> Tensor:
+        """Numbers of groups [..., groups] as those of their columns [..., along]."""
+        return of_groups.repeat_interleave(self._size, dim=-1)[..., : self.along]
+
+    def _scaled(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """Codes [heads, rows, columns] times their groups' scales [heads, rows, groups], in place where
+        the last group is whole."""
+        columns = codes.shape[-1]
+        grouped = in_groups(codes, self._size).mul_(scale.float()[..., None])
+        return grouped.flatten(-2)[..., :columns]
+
+    def _dot_channels(self, query: Tensor) -> Tensor:
+        """`dot` where rows are channels: some groups of entries at a time, which begin with a byte."""
+        bits, (heads, d, _) = self.quantization.bits, self.codes.shape
+        dots = self._spread(query @ self._middles).contiguous()
+        whole = math.lcm(self._size, 8 // bits)
+        step = whole * max(1, at_a_time(query.device) // (heads * d * whole))
+        for first in range(0, self.along, step):
+            last = min(self.along, first + step)
+            part = self.codes[..., first * bits // 8 : -(-last * bits // 8)]
+            scale = self.scale[..., first // self._size : -(-last // self._size)]
+            codes = self._scaled(self._table.restored(part, last - first), scale)
+            dots[..., first:last].baddbmm_(query, codes)
+        return dots
+
+
+def in_groups(rows: Tensor, size: int) -> Tensor:
+    """Rows [..., columns] as [..., groups, size]; a last group that is short is filled up with zeros."""
+    padded = F.pad(rows, (0, -rows.shape[-1] % size)) if rows.shape[-1] % size else rows
+    return padded.unflatten(-1, (-1, size))
 
 
 def packed_bytes(
@@ -333,3 +390,130 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
         return (single << shifts).sum(-1, dtype=torch.uint8)
     places = [(packed >> (bits * place)) & (2**bits - 1) for place in range(8 // bits)]
     return torch.stack(places, dim=-1).flatten(-2)[..., :count]
+
+
+def at_a_time(device: torch.device) -> int:
+    """Numbers that are restored at a time: as many as stay in a processor's cache, on a GPU 256 MiB."""
+    return 1 << 26 if device.type == "cuda" else CACHED
+
+
+@dataclass(frozen=True)
+class CodeTable:
+    """Packed codes as the numbers they stand for, several codes with one look into a table.
+
+    A CPU looks 16 adjacent bytes up nearly as fast as 4. So the table has a place for every value of
+    several adjacent codes, and one look restores all of them.
+
+    Attributes:
+        numbers: [2^bits] float32, what each code stands for, or int8, which takes less time where
+            codes have one bit.
+        bits: of a code, 1..5.
+    """
+
+    numbers: Tensor
+    bits: int
+
+    @property
+    def together(self) -> int:
+        """Codes that are looked up together: a byte's of small integers; of others four, or two of more
+        than 3 bits, whose table would no longer stay in cache."""
+        if self.numbers.dtype == torch.int8:
+            return 8 // self.bits
+        return 4 if self.bits <= 3 else 2
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[2^(together * bits)], each the numbers of `together` codes side by side, as one number."""
+        places = torch.arange(1 << (self.together * self.bits), device=self.numbers.device)
+        shifts = self.bits * torch.arange(self.together, device=self.numbers.device)
+        codes = (places[:, None] >> shifts) & ((1 << self.bits) - 1)
+        wide = {2: torch.int16, 4: torch.int32, 8: torch.complex64, 16: torch.complex128}
+        side_by_side = self.numbers[codes]
+        return side_by_side.view(wide[self.together * self.numbers.itemsize])[:, 0]
+
+    def pieces(
+        self, packed: Tensor, count: int, *, rows: int | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of packed codes as numbers, some at a time, which are still in a processor's cache when
+        they are used.
+
+        Args:
+            packed: [heads, n, bytes], see `pack_bits`. count: codes of a row.
+            rows: of a piece; None: `at_a_time`.
+
+        Yields:
+            which rows, and their numbers [heads, rows, count] float32. The next piece takes the same
+            memory: a piece must be used before the next is asked for.
+        """
+        heads, n, _ = packed.shape
+        if rows is None:
+            rows = at_a_time(packed.device) // max(1, heads * count)
+        rows = max(1, min(n, rows))
+        width = self.bits * self.together
+        looks = -(-count // self.together)
+        places = torch.empty(heads * rows * looks, dtype=torch.int32, device=packed.device)
+        wide = torch.empty(heads * rows * looks, dtype=self.table.dtype, device=packed.device)
+        single = torch.empty(heads * rows * looks * self.together, device=packed.device)
+        for start in range(0, n, rows):
+            part = packed[:, start : start + rows]
+            shape = heads, part.shape[1], looks
+            size = math.prod(shape)
+            place = places[:size]
+            place.view(shape).copy_(part if width == 8 else words(part, width)[..., :looks])
+            torch.index_select(self.table, 0, place, out=wide[:size])
+            numbers = wide[:size].view(self.numbers.dtype)
+            if self.numbers.dtype != torch.float32:
+                numbers = single[: numbers.numel()].copy_(numbers)
+            yield (
+                slice(start, start + part.shape[1]),
+                numbers.view(heads, part.shape[1], -1)[..., :count],
+            )
+
+    def restored(self, packed: Tensor, count: int) -> Tensor:
+        """All rows at once: packed [heads, n, bytes] as numbers [heads, n, count] float32."""
+        ((_, numbers),) = self.pieces(packed, count, rows=packed.shape[1])
+        return numbers
+
+    def products(self, query: Tensor, packed: Tensor) -> Tensor:
+        """query [heads, q, count] float32 . numbers of packed [heads, n, bytes]: [heads, q, n]."""
+        out = query.new_empty(*query.shape[:2], packed.shape[1])
+        for rows, numbers in self.pieces(packed, query.shape[-1]):
+            out[..., rows] = query @ numbers.mT
+        return out
+
+    def mixture(self, weights: Tensor, packed: Tensor, count: int) -> Tensor:
+        """weights [heads, q, n] float32 times the numbers of packed [heads, n, bytes], `count` a row,
+        summed over the rows: [heads, q, count]."""
+        out = weights.new_zeros(*weights.shape[:2], count)
+        for rows, numbers in self.pieces(packed, count):
+            out.baddbmm_(weights[..., rows], numbers)
+        return out
+
+
+@lru_cache(maxsize=8)
+def centred(bits: int, device: torch.device) -> CodeTable:
+    """The codes themselves, less their mean."""
+    middle = (2**bits - 1) / 2
+    return CodeTable(torch.arange(1 << bits, dtype=torch.float32, device=device) - middle, bits)
+
+
+@lru_cache(maxsize=8)
+def signs(device: torch.device) -> CodeTable:
+    """-1 for a bit that is 0, 1 for one that is 1."""
+    return CodeTable(torch.tensor([-1, 1], dtype=torch.int8, device=device), 1)
+
+
+def words(packed: Tensor, width: int) -> Tensor:
+    """Bytes [..., m] as numbers of `width` <= 24 bits each, little end first: [..., ceil(8 m / width)]
+    int32, and more where that fills up whole bytes; bits beyond the last byte are 0."""
+    unit = math.lcm(8, width) // 8
+    padded = F.pad(packed, (0, -packed.shape[-1] % unit))
+    parts = padded.unflatten(-1, (-1, unit)).int().unbind(-1)
+    numbers = []
+    for begin in range(0, 8 * unit, width):
+        first, offset = divmod(begin, 8)
+        number = parts[first] >> offset
+        for further in range(first + 1, -(-(begin + width) // 8)):
+            number = number | (parts[further] << (8 * (further - first) - offset))
+        numbers.append(number & ((1 << width) - 1))
+    return torch.stack(numbers, dim=-1).flatten(-2)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import torch
 from scipy import special
 from torch import Tensor
 
-from kvbench.kernels.quantize import CACHED, Codec, Codecs, ValueBlock, pack_bits, unpack_bits
+from kvbench.kernels.quantize import CACHED, Codec, Codecs, CodeTable, ValueBlock, pack_bits, signs
 
 
 @dataclass(frozen=True)
@@ -182,19 +182,43 @@ class Coder:
         if self.projection is None:
             return packed, norms.to(dtype)
         residual = unit - looked_up(self.centroids, codes) @ self.rotation
-        signs = pack_bits((residual @ self.projection.T > 0).byte(), 1)
-        return packed, norms.to(dtype), signs, residual.norm(dim=-1).to(dtype)
+        signed = pack_bits((residual @ self.projection.T > 0).byte(), 1)
+        return packed, norms.to(dtype), signed, residual.norm(dim=-1).to(dtype)
 
-    def looked_up(self, packed: Tensor) -> Tensor:
-        """Centroids of the codes, [heads, n, size], in the rotated space."""
+    @cached_property
+    def codebook(self) -> CodeTable:
+        """The centroids by the bits of several codes."""
+        return CodeTable(self.centroids, self.bits)
+
+    def dot(self, query: Tensor, part: tuple[Tensor, ...]) -> Tensor:
+        """query [heads, q, size] . vectors as `encode` left them: [heads, q, n] float32. The query is
+        rotated (and projected), no vector is rotated back."""
+        norms = part[1].float()[:, None]
+        if self.bits:
+            dots = self.codebook.products(query @ self.rotation.T, part[0])
+        else:  # the single centroid of no bits is 0
+            dots = query.new_zeros(*query.shape[:2], norms.shape[-1])
+        if self.projection is not None:
+            signed = signs(part[2].device).products(query @ self.projection.T, part[2])
+            dots += signed.mul_(self._scale(part[3]))
+        return dots.mul_(norms)
+
+    def mix(self, weights: Tensor, part: tuple[Tensor, ...]) -> Tensor:
+        """Sum of weights [heads, q, n] times vectors as `encode` left them: [heads, q, size] float32;
+        summed as they are stored, and rotated back once."""
         size = self.rotation.shape[0]
-        if not self.bits:
-            return self.centroids.expand(*packed.shape[:-1], size)
-        return looked_up(self.centroids, unpack_bits(packed, self.bits, size))
+        scaled = weights.float() * part[1].float()[:, None]
+        mixed = weights.new_zeros(*weights.shape[:2], size, dtype=torch.float32)
+        if self.bits:
+            mixed = self.codebook.mixture(scaled, part[0], size) @ self.rotation
+        if self.projection is not None:
+            signed = signs(part[2].device).mixture(scaled * self._scale(part[3]), part[2], size)
+            mixed += signed @ self.projection
+        return mixed
 
-    def signs(self, packed: Tensor) -> Tensor:
-        """+-1, [heads, n, size]."""
-        return unpack_bits(packed, 1, self.rotation.shape[0]).float().mul_(2).sub_(1)
+    def _scale(self, residuals: Tensor) -> Tensor:
+        """Of the signs of vectors whose residuals have these norms [heads, n]: [heads, 1, n]."""
+        return math.sqrt(math.pi / 2) / self.rotation.shape[0] * residuals.float()[:, None]
 
 
 def looked_up(table: Tensor, places: Tensor) -> Tensor:
@@ -302,27 +326,15 @@ class Rotated(ValueBlock):
 
     def dot(self, query: Tensor) -> Tensor:
         """See `kvbench.kernels.quantize.Block`; no vector is restored: the query is rotated."""
-        total: Tensor | float = 0.0
         split = split_channels(query, self.order, self.coders)
-        for one, q, part in zip(self.coders, split, self.parts, strict=True):
-            found = (q @ one.rotation.T) @ one.looked_up(part[0]).mT
-            if one.projection is not None:
-                scale = math.sqrt(math.pi / 2) / q.shape[-1] * part[3].float()
-                found = found + (q @ one.projection.T) @ one.signs(part[2]).mT * scale[:, None]
-            total = total + found * part[1].float()[:, None]
-        assert isinstance(total, Tensor)
-        return total
+        sets = zip(self.coders, split, self.parts, strict=True)
+        first, *further = (coder.dot(channels, part) for coder, channels, part in sets)
+        return sum(further, start=first)
 
     def mix(self, weights: Tensor) -> Tensor:
         """See `kvbench.kernels.quantize.Block`; rotated back once."""
-        mixed = []
-        for one, part in zip(self.coders, self.parts, strict=True):
-            scaled = weights.float() * part[1].float()[:, None]
-            found = (scaled @ one.looked_up(part[0])) @ one.rotation
-            if one.projection is not None:
-                scale = math.sqrt(math.pi / 2) / len(one.rotation) * part[3].float()
-                found = found + (scaled * scale[:, None]) @ one.signs(part[2]) @ one.projection
-            mixed.append(found)
+        sets = zip(self.coders, self.parts, strict=True)
+        mixed = [coder.mix(weights, part) for coder, part in sets]
         out = torch.cat(mixed, dim=-1)
         if self.order is None:
             return out

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -36,11 +37,21 @@ def highest(scores: Tensor, count: int) -> Tensor:
     lower positions, on every device (`topk` orders them as it likes)."""
     if count == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
-    least = scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    least = _lowest_of_highest(scores, count)
     above = scores > least
     tied = scores == least
     places_left = count - above.sum(-1, keepdim=True)
-    return above | (tied & (tied.cumsum(-1) <= places_left))
+    return above | (tied & (tied.cumsum(-1, dtype=torch.int32) <= places_left))
+
+
+def _lowest_of_highest(scores: Tensor, count: int) -> Tensor:
+    """The count-th highest score, [..., 1]. On a CPU numpy, which only parts the higher scores from the
+    lower, takes half the time of torch's `topk`, which tells their positions as well."""
+    if scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
+        place = scores.shape[-1] - count
+        parted = np.partition(scores.detach().numpy(), place, axis=-1)
+        return torch.from_numpy(parted[..., place : place + 1])
+    return scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
 
 
 def top_positions(scores: Tensor, count: int) -> Tensor:

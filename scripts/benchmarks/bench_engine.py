@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/bench_engine.py sharing    eight methods in one job over `exact` alone
     python scripts/benchmarks/bench_engine.py decode     a token's time at rate 0.25 over exact's
+    python scripts/benchmarks/bench_engine.py layer      a token's attention over one layer's cache
     python scripts/benchmarks/bench_engine.py answers    a token's time along an answer of 8,192 tokens
     python scripts/benchmarks/bench_engine.py questions  ten questions on one context over one question
     python scripts/benchmarks/bench_engine.py scoring    teacher-forced scores over one exact forward
@@ -26,11 +27,18 @@ from transformers import PreTrainedModel
 
 from kvbench import compress
 from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.attention import LayerCall
+from kvbench.engine.cache import cache_of
 from kvbench.engine.generate import Generation, Prompt, Stopping, run_batch
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.scoring import read, score
-from kvbench.kv import Budget
+from kvbench.kernels.decode_attention import (
+    append_entries,
+    entry_table,
+    weighted_decode_attention,
+)
+from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
 EIGHT = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "subgen", "balancekv")
@@ -108,6 +116,50 @@ def bench_decode(given: argparse.Namespace) -> None:
         print(f"{label:16} {ms:7.2f} ms per token, {taken['exact'] / ms:.2f} times exact's speed")
 
 
+@torch.inference_mode()
+def bench_layer(given: argparse.Namespace) -> None:
+    """Attention of one token over what each method holds of one layer of Llama-3.1-8B's shape (32 heads,
+    8 KV heads, 128), rate 0.25 where it evicts; over exact's. Normal keys, whose outlier channels differ
+    from group to group: QJL's worst case."""
+    torch.set_num_threads(1)
+    tokens, new, scaling = given.tokens or 8192, given.new or 9, 128**-0.5
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 8, tokens, 128, generator=generator)
+    queries = torch.randn(1, 32, tokens, 128, generator=generator)
+    key, value = torch.randn(2, 1, 8, 1, 128, generator=generator)
+    layer = LayerKV(keys, values, queries, 0, 1, scaling)
+
+    def step_of(name: str) -> Callable[[], object]:
+        method, capacity = build_method(name), RATE.capacity(tokens)
+        held = method.compress(layer, RATE, torch.Generator().manual_seed(0))
+        capacity = capacity if method.saves_memory else tokens
+        room = new * (given.runs + 1)
+        cache = cache_of(held, room, method, capacity=capacity, scheme=method.quantization())
+        call = LayerCall(0, queries[:, :, -1:], key, value, scaling)
+        if not cache.steps_by_kernel:
+            return lambda: cache.step(call, torch.tensor([tokens]))
+        store = cache.store
+        table, lengths = entry_table([store.keys], [store.values], [store.log_weights]), [0]
+        lengths[0] = store.length
+
+        def step() -> None:
+            append_entries(table, lengths, key[:, :, 0], value[:, :, 0])
+            lengths[0] += 1
+            weighted_decode_attention(queries[:, :, -1], table, lengths, scaling=scaling)
+
+        return step
+
+    def several(step: Callable[[], object]) -> None:
+        for _ in range(new):
+            step()
+
+    names = ["exact", *(given.methods or ("snapkv", "turboquant", "qjl"))]
+    seconds = medians({name: partial(several, step_of(name)) for name in names}, given.runs)
+    for name, taken in seconds.items():
+        ms, ratio = 1000 * taken / new, taken / seconds["exact"]
+        print(f"{name:16} {ms:7.2f} ms a token, {ratio:.2f} times exact's")
+
+
 @dataclass(frozen=True)
 class Clocked(Stopping):
     """Notes when each token is there."""
@@ -181,6 +233,7 @@ def bench_scoring(given: argparse.Namespace) -> None:
 BENCHES = {
     "sharing": bench_sharing,
     "decode": bench_decode,
+    "layer": bench_layer,
     "answers": bench_answers,
     "questions": bench_questions,
     "scoring": bench_scoring,

@@ -476,6 +476,21 @@ def test_mass_whatever_the_tiles_and_the_size_of_logits(tile, monkeypatch):
     torch.testing.assert_close(found.double(), mass_by_definition(huge, huge, 1.0)[0])
 
 
+def test_mass_where_some_tiles_need_a_shift_and_others_do_not(monkeypatch):
+    """Blocks of queries whose normalisers lie on both sides of `UNSHIFTED`, and far below zero."""
+    monkeypatch.setattr(mass_module, "TILE", (32, 64))
+    queries = torch.randn(1, 4, 300, 8, generator=generator(0))
+    keys = torch.randn(1, 2, 300, 8, generator=generator(1))
+    queries[:, :, 100:200] *= 40.0
+    queries[:, :, 0] = -30.0 * keys.repeat_interleave(2, 1)[:, :, 0]  # sees itself alone: e^-200
+    expected, normalisers = mass_by_definition(queries, keys, 1.0)
+    blocks = (normalisers.abs() > mass_module.UNSHIFTED).split(32, -1)
+    assert {bool(block.any()) for block in blocks} == {True, False}
+    assert normalisers.min() < -mass_module.UNSHIFTED
+    found = attention_mass(queries, keys, scaling=1.0, normalisers=normalisers.float())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @needs_triton
 def test_mass_of_a_window_over_shared_out_keys(monkeypatch):
     """Few queries over many keys: the first pass is split over the keys."""

@@ -12,8 +12,9 @@ from support.attention import step
 from support.golden import arrays_of, assert_near, cases_of, checked
 
 from kvbench.engine.cache import cache_of
+from kvbench.kernels import quantize
 from kvbench.kernels import turboquant as tq
-from kvbench.kernels.qjl import QJL, orthogonalised, pack_keys
+from kvbench.kernels.qjl import QJL, Signs, orthogonalised, pack_keys
 from kvbench.kernels.quantize import Codec, Quantization, pack, pack_bits, unpack_bits
 from kvbench.kernels.turboquant import TurboQuant, hadamard_rotation, lloyd_max
 from kvbench.kv import CompressedKV, KVError
@@ -228,6 +229,91 @@ def test_bits(bits):
     part = torch.cat([codes.new_zeros(5), codes.flatten()])[5:].view(3, 21)
     assert torch.equal(pack_bits(part, bits), packed)
     assert torch.equal(pack_bits(part.T, bits), pack_bits(codes.T.clone(), bits))
+
+
+def restored_turbo(block: tq.Rotated) -> torch.Tensor:
+    """Vectors [heads, n, d] float64 of a block, code by code."""
+    sets = []
+    for coder, (packed, norms, *residual) in zip(block.coders, block.parts, strict=True):
+        size = len(coder.rotation)
+        codes = packed.new_zeros(*norms.shape, size)
+        if coder.bits:
+            codes = unpack_bits(packed, coder.bits, size)
+        vectors = coder.centroids.double()[codes.long()] @ coder.rotation.double()
+        if coder.projection is not None:
+            signed = 2.0 * unpack_bits(residual[0], 1, size).double() - 1
+            scale = math.sqrt(math.pi / 2) / size * residual[1].double()[..., None]
+            vectors = vectors + scale * (signed @ coder.projection.double())
+        sets.append(vectors * norms.double()[..., None])
+    together = torch.cat(sets, dim=-1)
+    if block.order is None:
+        return together
+    return torch.empty_like(together).scatter_(
+        -1, block.order[:, None].expand_as(together), together
+    )
+
+
+def restored_qjl(block: Signs) -> torch.Tensor:
+    """The vectors [heads, n, d] float64 whose products with a query are the estimates of a block."""
+    m, m_out = 8 * block.bits.shape[-1], 8 * block.outlier_bits.shape[-1]
+    projection = block.projection.double()
+    inner = (2.0 * unpack_bits(block.bits, 1, m).double() - 1) @ projection.T
+    norms = block.norms.double()
+    if m_out:
+        outer = 2.0 * unpack_bits(block.outlier_bits, 1, m_out).double() - 1
+        outer_norms = block.outlier_norms.double()
+        norms = (norms**2 - outer_norms**2).clamp(min=0).sqrt()
+        outer = outer @ projection[:, :m_out].T * (outer_norms / m_out)[..., None]
+        outlying = torch.zeros_like(inner[:, :, :1])
+        outlying.scatter_(-1, block.outliers.long()[:, :, None], 1.0)
+        vectors = inner * (norms / m)[..., None] * (1 - outlying) + outer * outlying
+    else:
+        vectors = inner * (norms / m)[..., None]
+    return vectors.flatten(1, 2) * math.sqrt(math.pi / 2) / block.bias
+
+
+READ = {
+    **{f"turbo_{bits}": TurboQuant(bits=bits) for bits in (1, 2, 3, 4, 5)},
+    "turbo_prod": TurboQuant(bits=1, keys="prod", values="prod"),
+    "turbo_two_widths": TurboQuant(bits=2, outlier_bits=3, keys="prod", values="prod"),
+    "turbo_odd_sets": TurboQuant(bits=3, outlier_bits=5, outlier_share=0.3),
+    "qjl": QJL(),
+    "qjl_narrow": QJL(first_m=64, first_m_out=8, outliers=3, group=8, buffer=8, value_bits=4),
+    "qjl_plain": QJL(outliers=0, unbias=True, value_group=24),
+    "per_channel": Quantization(2, 48),
+    "per_channel_odd": Quantization(4, 7),
+    "per_entry": Quantization(4, 64, keys="entry"),
+}
+
+
+@pytest.mark.parametrize("dim", [48, 128])
+@pytest.mark.parametrize("name", READ)
+def test_what_is_packed_is_read_as_it_would_be_restored(name, dim, monkeypatch):
+    """In float64; the pieces that are read at a time do not fit the number of rows."""
+    monkeypatch.setattr(quantize, "CACHED", 3 * dim * 50)
+    generator = torch.Generator().manual_seed(dim)
+    keys, values = torch.randn(2, 3, 416, dim, generator=generator)
+    query = torch.randn(3, 5, dim, generator=generator)
+    for codec, rows in zip(
+        READ[name].codecs(keys, values, layer=0, seed=1), (keys, values), strict=True
+    ):
+        (block,) = codec.blocks
+        if isinstance(block, Signs):
+            vectors = restored_qjl(block)
+        elif isinstance(block, tq.Rotated):
+            vectors = restored_turbo(block)
+        else:
+            vectors = quantize.unpack(block).double()
+        assert vectors.shape == (3, block.count, dim)
+        expected = query.double() @ vectors.mT
+        size = query.norm(dim=-1)[..., None] * vectors.norm(dim=-1)[:, None]
+        assert ((block.dot(query) - expected).abs() / size).max() < 2e-6
+        if rows is values:
+            weights = torch.rand(3, 5, block.count, generator=generator).softmax(-1)
+            mixed = block.mix(weights)
+            torch.testing.assert_close(
+                mixed.double(), weights.double() @ vectors, rtol=0, atol=2e-6
+            )
 
 
 SCHEMES = {
