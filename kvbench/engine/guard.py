@@ -4,7 +4,7 @@ Methods of a job read the same keys, values, queries and shared results (`LayerK
 process. A method from outside `kvbench.methods` gets copies of the tensors. One from inside gets the
 tensors themselves, and after every call it is checked that it wrote to none (`Seal`). A method that
 leaves a setting of the process changed fails, and the setting is restored. ``os._exit`` raises while a
-method runs. Not contained are a signal that ends the process and a KeyboardInterrupt: they end the job,
+method runs, and so does ``os.close`` of a standard stream. Not contained are a signal that ends the process and a KeyboardInterrupt: they end the job,
 whose records are on disk up to the example in progress.
 """
 
@@ -192,8 +192,8 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
     left_out |= set() if is_foreign(method) else {"the environment"}
     before = {name: read() for name, (read, _) in _PROCESS.items() if name not in left_out}
     changed: list[str] = []
-    end_process = os._exit
-    os._exit = _refuse_exit
+    end_process, close = os._exit, os.close
+    os._exit, os.close = _refuse_exit, partial(_close_unless_standard, close)
     try:
         yield
     except (SystemExit, GeneratorExit) as failure:
@@ -201,7 +201,7 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
             raise
         raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
     finally:
-        os._exit = end_process
+        os._exit, os.close = end_process, close
         for name, value in before.items():
             read, write = _PROCESS[name]
             now = read()
@@ -230,6 +230,16 @@ def sealed(seal: Seal, label: str, layer: LayerKV) -> Iterator[None]:
 def _refuse_exit(status: int) -> NoReturn:
     """In place of `os._exit` while a method's code runs, which would end the job without a word."""
     raise MethodExit(f"a method called os._exit({status}); allowed: to raise an exception")
+
+
+def _close_unless_standard(close: Callable[[int], None], descriptor: int) -> None:
+    """In place of `os.close` while a method's code runs: the next file that the job opens would get the
+    number of a standard stream that was closed, and what is printed would go into it."""
+    if descriptor in (0, 1, 2):
+        raise MethodExit(
+            f"a method called os.close({descriptor}), of a standard stream; allowed: to leave it open"
+        )
+    close(descriptor)
 
 
 def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -426,14 +427,19 @@ ASKED = (
 
 
 def check_answers(label: str, method: Method) -> None:
-    """Refuse a method one of whose properties raises, before a job begins.
+    """Refuse a method one of whose properties, or whose `Method.quantization`, raises, before a job
+    begins.
 
     Raises:
-        KVError: naming the method, the property and what it raised.
+        KVError: naming the method, the property and what it raised; or see `Method.quantization`.
     """
-    for name in ASKED:
+    questions = {name: partial(getattr, method, name) for name in ASKED}
+    questions["quantization"] = lambda: method.quantization()
+    for name, answer in questions.items():
         try:
-            getattr(method, name)
+            answer()
+        except KVError:
+            raise
         except Exception as failure:
             raise KVError(
                 f"method {label!r}: its {name} raises {one_line(failure)}; allowed: a value"
