@@ -33,8 +33,8 @@ from kvbench.run.session import Session
 from kvbench.tasks.base import Task
 
 
-def named(spec: ModelSpec) -> str:
-    """The model, and the class of its config where that is known before anything is downloaded.
+def model_line(spec: ModelSpec) -> str:
+    """The model's name, and the class of its config where that is known before a download.
 
     Raises:
         ModelError: `ModelSpec.config` changes a field that this class does not have.
@@ -44,19 +44,21 @@ def named(spec: ModelSpec) -> str:
     return f"model {spec.label} ({known})"
 
 
-def checked(job: Job) -> str:
-    """A line that says what has been made of a job's settings and checked."""
+def settings_checked(job: Job) -> str:
+    """One line for a dry run: which model, task and methods a job's settings have made."""
     plan = job.plan
     task = plan.task if isinstance(plan, TaskPlan) else plan
     methods = ", ".join(job.methods)
-    return f"settings checked: {named(job.session.spec)}, task {type(task).__name__}, {methods}"
+    return (
+        f"settings checked: {model_line(job.session.spec)}, task {type(task).__name__}, {methods}"
+    )
 
 
 def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     """Make what the config names and check what can be checked without loading a model.
 
     Args:
-        shared: of the jobs of a process, see `Session.once`.
+        shared: what the jobs of a process hand on to each other, see `Session.once`.
     """
     settings = Settings.of(config)
     if settings.logger.get("name") == "wandb":
@@ -110,7 +112,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
 
 
 def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
-    """Run one job and print its tables; `shared` as of `build_job`."""
+    """Run one job and print its tables; for `shared` see `build_job`."""
     job = build_job(config, shared)
     if job.session.spec.place[0]:  # the first rank alone writes, shows and logs
         return replace(run_job(job), folders={})
@@ -159,5 +161,5 @@ def finish(folder: Path) -> None:
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     if runs:
         waiting = len(not_taken(runs))
-        said = f"{waiting} runs; to send them: wandb sync" if waiting else "all sent:"
-        print(printable(f"W&B: {said} {json.dumps(str(folder / 'wandb'))}"))
+        state = f"{waiting} runs; to send them: wandb sync" if waiting else "all sent:"
+        print(printable(f"W&B: {state} {json.dumps(str(folder / 'wandb'))}"))

@@ -109,12 +109,12 @@ class Jobs:
         """Make a job without running it; in a dry run print what it would do, in one line if it has a
         name. Raises a UserError for what the job would be refused for."""
         methods_of(Settings.of(config).methods)  # before the libraries of models are imported
-        from kvbench.cli.build import build_job, checked
+        from kvbench.cli.build import build_job, settings_checked
         from kvbench.run.preview import print_dry_run
 
         job = build_job(config, self._shared)
         if config.dry_run:
-            print(presentable(checked(job)), flush=True)
+            print(presentable(settings_checked(job)), flush=True)
             print_dry_run(job, name=name)
 
     @property

@@ -3,9 +3,10 @@
 Methods of a job read the same keys, values, queries and shared results (`LayerKV.once`), and run in one
 process. A method from outside `kvbench.methods` gets copies of the tensors. One from inside gets the
 tensors themselves, and after every call it is checked that it wrote to none (`Seal`). A method that
-leaves a setting of the process changed fails, and the setting is restored. ``os._exit`` raises while a
-method runs, and so does ``os.close`` of a standard stream. Not contained are a signal that ends the process and a KeyboardInterrupt: they end the job,
-whose records are on disk up to the example in progress.
+leaves a setting of the process changed fails, and the setting is restored. While a method runs,
+``os._exit`` raises, and so does ``os.close`` of a standard stream. A signal that ends the process and a
+KeyboardInterrupt are not contained: they end the job, whose records are on disk up to the example in
+progress.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def use_triton(
 def on_its_device(
     launcher: Callable[Concatenate[Tensor, P], R],
 ) -> Callable[Concatenate[Tensor, P], R]:
-    """Every function that launches Triton kernels wears this. Triton launches on the current GPU
-    whatever its arguments are on; the one of the first tensor is made the current one meanwhile."""
+    """Decorator of every function that launches Triton kernels: makes the GPU of its first tensor the
+    current one for the call. Triton launches on the current GPU, wherever its arguments lie."""
 
     @functools.wraps(launcher)
     def launch(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -101,7 +101,7 @@ def on_its_device(
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; 1 where the kernels are interpreted."""
+    """Number of multiprocessors of a CUDA device; 1 for a CPU, where Triton's interpreter runs."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

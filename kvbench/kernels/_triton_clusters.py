@@ -1,7 +1,8 @@
-"""Triton kernels of online clustering: the nearest representatives, and which points become some.
+"""Triton kernels of online clustering: each point's nearest representative, and which points become
+representatives themselves.
 
-Distances are sums of squared differences, so that no product's rounding has to be mended, for which the
-host would wait.
+Distances are sums of squared differences. Matrix products would be faster, but their rounding leaves
+some comparisons in question, and the host would have to wait for the device to learn which.
 """
 
 from __future__ import annotations

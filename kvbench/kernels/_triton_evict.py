@@ -1,7 +1,9 @@
-"""Triton kernel of `eviction`: split over the entries, then reduced, as `_triton_decode`'s.
+"""Triton kernel of `eviction`: one launch over pieces of the entries, one that combines the pieces.
 
-The first launch has a program per piece of a KV head of a row: it adds up and finds the least worth of
-its entries. The second has one per (row, KV head): the least of all pieces is overwritten.
+In the first launch a program has one piece (`BLOCK` entries) of one KV head of a row: it adds the new
+attention to the scores of its entries and finds the entry that should leave first. In the second a
+program has one KV head of a row: of the entries that the pieces found, the one to leave first is
+overwritten by the new entry.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ RECENT = tl.constexpr(RULE.index("recent"))
 HEAVIEST_LEAVES = tl.constexpr(RULE.index("heaviest_leaves"))
 PLACE = tl.constexpr(RULE.index("place"))
 STAYS = tl.constexpr(0x7FFFFFFF << 32)
-"""Key of an entry that may not leave: after all others; of place 0, which leaves where all stay."""
+"""Sorting key (worth x 2^32 + place) of an entry that may not leave: larger than every other key. Its
+place is 0, so that entry 0 leaves where no entry may."""
 BLOCK = 512
 """Entries of a piece: few, since at batch 1 only the pieces of the heads fill the device."""
 

@@ -51,7 +51,7 @@ def _squared_distances(
     PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """[A, B], of the points at places a and b."""
+    """Squared distances [A, B] between the points at places a and those at places b."""
     inner = tl.zeros([A, B], tl.float32)
     for part in range(0, D, PART):
         columns = part + tl.arange(0, PART)
@@ -84,7 +84,8 @@ def _up_to_date(
     PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Distances of the points at places [POINTS], compared with centres since .. chosen - 1; -1: one."""
+    """Squared distances [POINTS] of the points at `place` to the nearest centre, brought up to date with
+    the centres `since` to `chosen` - 1; -1 for a point that is a centre itself."""
     real = place < n
     near = tl.load(distance + place, mask=real, other=-1.0)
     for done in range(since, chosen, CENTRES):

@@ -94,11 +94,12 @@ def attention_mass(
 
 
 def _normalised_mass(queries: Tensor, keys: Tensor, scaling: float, normalisers: Tensor) -> Tensor:
-    """Of all n queries, their normalisers known: a product, 2^x, and the sums of columns, by tiles that
-    stay in cache. 2^x takes a third of the time of e^x on a CPU, so the logits are made in base 2.
+    """`attention_mass` of all n queries where their normalisers are known, by tiles that stay in cache:
+    each tile is a matrix product, then 2^x of its numbers, then the sums of its columns. On a CPU 2^x
+    takes a third of the time of e^x, so the logits are made in base 2.
 
-    The sum of columns is a product with a vector anyway. Where no score can overflow (`UNSHIFTED`), that
-    vector is e^-normaliser of each query, so that nothing need be subtracted from the scores themselves.
+    Columns are summed by a product with a vector. Where no score can overflow (`UNSHIFTED`), that vector
+    holds e^-normaliser of each query, and no normaliser has to be subtracted from the scores.
     """
     batch, heads, n, _ = queries.shape
     group = heads // keys.shape[1]

@@ -183,11 +183,15 @@ def _centred(k: Tensor, counts: Tensor | None, centre: str) -> Tensor:
 def _form_kernel(
     k: Tensor, v: Tensor | None, out: list[Tensor], work: Tensor, scale: float, offset: float
 ) -> Tensor | None:
-    """Fill `out`, the strips [blocks, rows, end] of G; return the exponent each row was scaled by.
+    """Fill `out`, the strips [blocks, rows, end] of G, scaled where they might overflow.
 
-    None, or [blocks, b]: the row's largest exponent over earlier places, at least 0, where a bound
-    (Cauchy-Schwarz) says that the row might overflow; 0 elsewhere. Rows are scaled left of the
-    diagonal tile; the tile itself is what its rows do to later places, so there columns are.
+    Left of the diagonal tile each row is scaled by its own factor. Row i of the diagonal tile is what
+    place i adds to later places, so there each column is scaled, by the factor of the later place.
+
+    Returns:
+        [blocks, b] float32: row i was multiplied by e^-shift[i]. It is the row's largest exponent over
+        earlier places, at least 0, where a bound (Cauchy-Schwarz) says that the row might overflow, and
+        0 elsewhere. None where no row might.
     """
     norms = torch.linalg.vector_norm(k, dim=-1)
     bound = norms * norms.amax(-1, keepdim=True) * abs(scale)
@@ -212,11 +216,17 @@ def _form_kernel(
 
 
 def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor) -> None:
-    """Subtract from the exponents e [blocks, rows, end] each row's largest one where `risky`."""
+    """Scale rows that might overflow (see `_form_kernel`), in place.
+
+    Args:
+        e: [blocks, rows, end], the exponents of a strip: each row's largest one is subtracted.
+        shift: [blocks, rows], filled with what was subtracted.
+        risky: [blocks, rows] bool, the rows to scale.
+    """
     rows, end = e.shape[1:]
     top = end - rows
     tile = e[:, :, top:]
-    # Places that are not read.
+    # The lower half of the tile and its diagonal are never read.
     tile += torch.full((rows, rows), float("-inf"), dtype=e.dtype, device=e.device).tril_()
     largest = tile.amax(1)
     if top:
@@ -224,15 +234,22 @@ def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor) -> None:
     torch.mul(largest.clamp_(min=0.0), risky, out=shift)
     e[:, :, :top] -= shift.unsqueeze(-1)
     tile -= shift.unsqueeze(1)
-    # Nothing that counts beside exp(0), but slow denormals.
+    # Smaller exponents add nothing beside exp(0), and their denormal numbers are slow.
     e.clamp_(min=-SAFE_EXPONENT)
 
 
 def _walk(kernel: list[Tensor], excess: Tensor, opposite: Tensor) -> None:
-    """Fill `opposite` [blocks, b] with minus the signs, using `excess` [blocks, b] up.
+    """Walk through the places of each block in order.
 
-    Steps are taken on the host by numpy: they are of so few numbers that their price is that of a call,
-    of which torch's is twice numpy's."""
+    The steps run in numpy on the host: each handles so few numbers that it costs one call, and torch's
+    calls take twice as long.
+
+    Args:
+        kernel: the strips [blocks, rows, end] of G, see `_form_kernel`.
+        excess: [blocks, b], overwritten: how far the sum over earlier signs exceeds the threshold
+            of each place; without earlier signs (u - 1/2) / gamma.
+        opposite: [blocks, b], filled with minus the sign of each place.
+    """
     left, minus = excess.cpu(), opposite.cpu()  # themselves on a CPU
     for strip in kernel:
         g, end = strip.cpu(), strip.shape[2]
@@ -243,7 +260,7 @@ def _walk(kernel: list[Tensor], excess: Tensor, opposite: Tensor) -> None:
         moved, after = np.empty_like(tile[:, 0]), left[:, top:end].numpy()
         signs = minus[:, top:end].numpy()
         for i in range(end - top):
-            # Of +0 it is +1. A difference of equal numbers is +0.
+            # copysign of +0 is +1, and the difference of equal numbers is +0.
             step = np.copysign(1.0, after[:, i, None], out=signs[:, i, None])
             if i + 1 < end - top:
                 np.multiply(tile[:, i, i + 1 :], step, out=moved[:, i + 1 :])

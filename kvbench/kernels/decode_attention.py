@@ -229,7 +229,7 @@ def _too_wide(group: int, dim: int, itemsize: int) -> str | None:
 
 
 def on_device(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Lengths as a tensor there."""
+    """`lengths` as an integer tensor [rows] on `device`."""
     if isinstance(lengths, Tensor):
         return lengths.to(device)
     return torch.tensor(lengths, dtype=torch.int64, device=device)

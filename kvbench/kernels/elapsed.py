@@ -1,4 +1,4 @@
-"""Seconds that work on a device takes, told without waiting for it."""
+"""A clock for work on a device, which does not make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 class Elapsed:
-    """A clock that runs from here to `stop`. On CUDA two events on the device's stream say the time, and
-    the host waits for the second only when `seconds` is asked for."""
+    """A clock that runs from its construction to `stop`. On CUDA it records two events on the device's
+    current stream, and the host waits for the second only when `seconds` is read."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -23,13 +23,13 @@ class Elapsed:
         return event
 
     def stop(self) -> Elapsed:
-        """The work has been launched; returns this clock."""
+        """Stop the clock, once the work has been launched; returns this clock."""
         self._ended = self._mark()
         return self
 
     @property
     def seconds(self) -> float:
-        """From the beginning to `stop`."""
+        """Seconds from construction to `stop`."""
         if isinstance(self._begun, float) or isinstance(self._ended, float):
             return float(self._ended) - float(self._begun)  # type: ignore[arg-type]
         if not self._ended.query():

@@ -45,11 +45,13 @@ def greedy_k_centre(
 
 
 def _torch_greedy(points: Tensor, count: int, first: Tensor) -> Tensor:
-    """The farthest points of one moment are mostly those of the next ones too. So the `CANDIDATES`
-    farthest are compared among themselves, and a candidate is taken for as long as its distance to
-    every centre, the new ones included, is no less than the distance of every other point to the
-    old ones (which can only shrink): that makes it the farthest of all. Then one matrix product
-    brings all running minimum distances up to date.
+    """`greedy_k_centre` in torch, which finds many centres per pass over the points.
+
+    The points that are farthest now are mostly the farthest after the next few choices too. So a pass
+    compares the `CANDIDATES` farthest among themselves, and takes candidates for as long as their
+    distance to every centre, the new ones included, is no less than the distance of every other point to
+    the old centres (which can only shrink): such a candidate is the farthest point of all. Then one
+    matrix product brings the distance of every point to its nearest centre up to date.
     """
     batch, n, _ = points.shape
     x = _origin_free(points)
@@ -80,21 +82,27 @@ def _torch_greedy(points: Tensor, count: int, first: Tensor) -> Tensor:
         apart = torch.baddbmm(norm.unsqueeze(1), rows, rows.mT, alpha=-2).add_(norm.unsqueeze(2))
         parts = (left.cpu().numpy(), apart.clamp_(min=0.0).cpu().numpy(), others.tolist())
         rooms = (count - filled).clamp(max=wide).tolist()
-        found = [_greedy_order(*head) for head in zip(*parts, rooms, strict=True)]
-        taken = torch.tensor([len(order) for order in found], device=x.device)
-        # A head that closed early repeats its last centre from there on; one that has all, anything.
-        longest = max(map(len, found))
-        filled_up = [[*o, *(o[-1:] or [0]) * (longest - len(o))] for o in found]
+        orders = [_greedy_order(*head) for head in zip(*parts, rooms, strict=True)]
+        taken = torch.tensor([len(order) for order in orders], device=x.device)
+        # A head that took fewer than others repeats its last candidate; one that took none, any.
+        longest = max(map(len, orders))
+        filled_up = []
+        for order in orders:
+            last = order[-1] if order else 0
+            filled_up.append(order + [last] * (longest - len(order)))
         chosen = candidates.gather(1, torch.tensor(filled_up, device=x.device))
     return centres[:, :count]
 
 
 def _greedy_order(left: np.ndarray, apart: np.ndarray, others: float, room: int) -> list[int]:
-    """The candidates that one head takes, in order; numpy, for each step is a few numbers.
+    """The candidates that one head takes in a pass, in order. In numpy, whose calls are faster than
+    torch's for so few numbers.
 
     Args:
-        left: [c] squared distances to the centres so far; written to. apart: [c, c], of each other.
-        others: the largest distance of any other point. room: at most so many.
+        left: [c] squared distances of the candidates to the centres so far; overwritten.
+        apart: [c, c] squared distances of the candidates to each other.
+        others: the largest squared distance of any other point to the centres so far.
+        room: centres that the head still wants.
     """
     order: list[int] = []
     while len(order) < room:
@@ -108,7 +116,7 @@ def _greedy_order(left: np.ndarray, apart: np.ndarray, others: float, room: int)
 
 
 def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
-    """Which centre (0 .. count - 1, by l2) each point is nearest to: [batch, n] int64.
+    """The centre (0 .. count - 1) that is nearest to each point by l2 distance: [batch, n] int64.
 
     Args:
         points: [batch, n, dim].
@@ -128,6 +136,6 @@ def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
 
 
 def _origin_free(points: Tensor) -> Tensor:
-    """float32 points moved to mean zero: equal distances, less cancellation."""
+    """The points in float32 less their mean: distances stay the same, and lose fewer digits."""
     x = points.float()
     return x - x.mean(1, keepdim=True)

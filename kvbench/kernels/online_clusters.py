@@ -52,20 +52,27 @@ class OnlineClusters:
         return torch.where(apart < best, before + nearer, where)
 
     def count(self, points: Tensor) -> None:
-        """As `read`, for the number of clusters alone."""
+        """Read points [h, b, dim] as `read` does, but only count the clusters."""
         there = self._there()
         width = there.shape[2]
         self._start(points, _farther(points, self.points[:, :width], there, self.delta), width)
 
     def _there(self) -> Tensor:
-        """Which representatives there are, [h, 1, width], of the head that has most. A GPU is not asked
-        how many that are where `most` bounds them."""
-        most = self.most if self.clusters.is_cuda else None
-        width = int(self.clusters.max()) if most is None else most
+        """Which places of `points` hold a representative of each head: [h, 1, width] bool.
+
+        `width` is the largest number of clusters of any head. On a GPU it is `most`, where that is
+        given, since reading the largest number would make the host wait."""
+        bound = self.most if self.clusters.is_cuda else None
+        width = int(self.clusters.max()) if bound is None else bound
         return torch.arange(width, device=self.delta.device) < self.clusters[:, None, None]
 
     def _start(self, points: Tensor, far: Tensor, width: int) -> tuple[Tensor, ...]:
-        """Add the representatives among these points; far: those that are far from all `width` earlier.
+        """Find the points that become representatives, and add them.
+
+        Args:
+            points: [h, b, dim] float32.
+            far: [h, b] bool, the points that no earlier representative is within `delta` of.
+            width: places of earlier representatives, see `_there`.
 
         Returns:
             the new representatives [h, u, dim], their places among the points [h, u], and [h, u] bool,
@@ -92,13 +99,14 @@ class OnlineClusters:
 
 
 def count_clusters(points: Tensor, delta: Tensor, most: int) -> Tensor:
-    """Clusters that arise of points [h, n, dim] float32 within delta [h], counted to `most`: [h]."""
-    found = OnlineClusters(len(points), points.shape[2], delta, most)
+    """Number of clusters that points [h, n, dim] float32 form with radius delta [h]: [h] int64, at most
+    `most`, where counting stops."""
+    clustering = OnlineClusters(len(points), points.shape[2], delta, most)
     for block in points.split(BLOCK, dim=1):
-        found.count(block)
-        if not points.is_cuda and int(found.clusters.min()) == most:
+        clustering.count(block)
+        if not points.is_cuda and int(clustering.clusters.min()) == most:
             break
-    return found.clusters
+    return clustering.clusters
 
 
 def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,8 +177,13 @@ def _rounding(dim: int) -> float:
 
 
 def _true_ones(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where mask [h, b] is true: places [h, u] in order, padded with places where it is not, and their
-    number [h, 1]. u is the largest number; on a GPU, which is not asked, b."""
+    """The places where mask [h, b] is true.
+
+    Returns:
+        places [h, u] int64 in order, filled up with places where the mask is false, and how many are
+        true, [h, 1]. u is the largest of these numbers; on a GPU it is b, since reading the largest
+        would make the host wait.
+    """
     count = mask.sum(-1, keepdim=True)
     most = mask.shape[1] if mask.is_cuda else int(count.max())
     return (~mask).to(torch.int8).argsort(dim=-1, stable=True)[:, :most], count
@@ -180,20 +193,21 @@ def _rows(points: Tensor, index: Tensor) -> Tensor:
     return points.gather(1, index.unsqueeze(-1).expand(-1, -1, points.shape[2]))
 
 
-def _first_come(points: Tensor, free: Tensor, found: OnlineClusters) -> Tensor:
-    """Which of the free points become representatives, [h, u] bool: those not within the radius of an
-    earlier one that does, as long as a head has room.
+def _first_come(points: Tensor, free: Tensor, known: OnlineClusters) -> Tensor:
+    """Which of the free points become representatives, [h, u] bool: in order, each that is not within
+    the radius of one that became a representative before it, as long as its head has room.
 
     Args:
-        points: [h, u, dim]. free: [h, u] bool, not within the radius of any representative in `found`.
+        points: [h, u, dim] float32.
+        free: [h, u] bool, the points that are not within the radius of any representative in `known`.
     """
     u, dim = points.shape[1:]
-    room = torch.full_like(found.clusters, u) if found.most is None else found.most - found.clusters
+    room = torch.full_like(known.clusters, u) if known.most is None else known.most - known.clusters
     if use_triton("online_clusters", "auto", points, rows_on_chip=False):
         from kvbench.kernels import _triton_clusters
 
-        return _triton_clusters.first_come(points, found.delta, free, room)
-    radius = found.delta.view(-1, 1, 1)
+        return _triton_clusters.first_come(points, known.delta, free, room)
+    radius = known.delta.view(-1, 1, 1)
     norms = _squared_norm(points)
     norms = norms.unsqueeze(1) + norms.unsqueeze(2)
     over = torch.baddbmm(norms, points, points.mT, alpha=-2).sub_(radius.square())
@@ -202,13 +216,19 @@ def _first_come(points: Tensor, free: Tensor, found: OnlineClusters) -> Tensor:
     doubt &= free.unsqueeze(1)
     for part in doubt.nonzero().split(max(1, PAIRS // dim)):
         head, i, j = part.T
-        near[head, i, j] = _apart(points[head, i], points[head, j]) <= found.delta[head]
+        near[head, i, j] = _apart(points[head, i], points[head, j]) <= known.delta[head]
     fresh = _first_come_numpy(*(x.cpu().numpy() for x in (near, free, room)))
     return torch.from_numpy(fresh).to(points.device)
 
 
 def _first_come_numpy(near: np.ndarray, free: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """See `_first_come`; near [h, u, u] is read above its diagonal."""
+    """`_first_come` in numpy.
+
+    Args:
+        near: [h, u, u] bool, pairs of points within the radius of each other; only what is above the
+            diagonal is read.
+        free: [h, u] bool. room: [h], representatives that each head may still get.
+    """
     heads, places = np.arange(len(near)), np.arange(near.shape[1])
     fresh = np.zeros_like(free)
     while True:

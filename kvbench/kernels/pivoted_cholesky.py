@@ -74,7 +74,8 @@ def pivoted_cholesky(
     Returns:
         pivots: [sets, r] int64 in order of choice; 0 where a set has no such pivot.
         factor: [sets, r, n], row t the t-th column of the Cholesky factor; 0 where there is no pivot.
-        found: [sets, r] bool. A set whose residual is exhausted (equal keys) has fewer than wanted.
+        chosen: [sets, r] bool, whether the set has a pivot of that step. A set whose residual is
+            exhausted (equal keys) has fewer than wanted.
     """
     sets, n = kernel.norms.shape
     steps, device = uniforms.shape[0], kernel.norms.device
@@ -85,7 +86,7 @@ def pivoted_cholesky(
         noise.masked_fill_(~real, -math.inf)
     rho = torch.ones_like(kernel.norms) if real is None else real.float()
     pivots = torch.zeros(sets, steps, dtype=torch.int64, device=device)
-    found = torch.zeros(sets, steps, dtype=torch.bool, device=device)
+    chosen = torch.zeros(sets, steps, dtype=torch.bool, device=device)
     factor = torch.zeros(sets, steps, n, device=device)
     for step in range(steps):
         pivot = noise[step].add_(rho.log()).argmax(-1)
@@ -105,17 +106,18 @@ def pivoted_cholesky(
         rho.masked_fill_(rho <= EXHAUSTED, 0.0)  # never drawn, since its logarithm is -inf
         rho.scatter_(1, pivot[:, None], (residual * ~more)[:, None])
         pivots[:, step] = pivot * more
-        found[:, step] = more
-    return pivots, factor, found
+        chosen[:, step] = more
+    return pivots, factor, chosen
 
 
-def nystroem(pivots: Tensor, factor: Tensor, found: Tensor) -> Tensor:
-    """Weights of the kernel, [sets, r, n]: G_SS^-1 G_S., by one triangular solve (G_S. = L_S L^T).
-    Rows of absent pivots are 0."""
+def nystroem(pivots: Tensor, factor: Tensor, chosen: Tensor) -> Tensor:
+    """Nystroem weights [sets, r, n] of every key: G_SS^-1 G_S with G_SS the kernel among the pivots and
+    G_S that of the pivots with all keys, by one triangular solve (G_S = L_S L^T). Rows of pivots that
+    were not chosen are 0."""
     index = pivots[:, None].expand(-1, factor.shape[1], -1)
     corner = factor.gather(2, index).mT.tril()  # row a: the pivot a in the columns so far
-    corner = corner * found[:, None] * found[..., None]
-    corner.diagonal(dim1=1, dim2=2).add_((~found).to(corner.dtype))
+    corner = corner * chosen[:, None] * chosen[..., None]
+    corner.diagonal(dim1=1, dim2=2).add_((~chosen).to(corner.dtype))
     return torch.linalg.solve_triangular(corner.mT, factor, upper=True)
 
 

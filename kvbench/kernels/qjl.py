@@ -153,8 +153,8 @@ def orthogonalised(projection: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Signs(Block):
-    """Keys of some groups of tokens, [heads, groups, group, ...]; the projection is the model's, whose
-    bytes are not the prompt's.
+    """Packed keys of groups of consecutive tokens. The projection belongs to the model, so its bytes are
+    not counted in a prompt's.
 
     Attributes:
         bits, outlier_bits: [heads, groups, group, m / 8] uint8, bit j of byte i for column 8 i + j.
@@ -220,7 +220,12 @@ class Signs(Block):
 
 
 def weighted_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Sums of rows [k, m] at places [..., c] times weights [..., c]: [..., m]. No row is copied."""
+    """Weighted sums of rows, without copying any: [..., m].
+
+    Args:
+        rows: [k, m].
+        places, weights: [..., c], the rows of each sum and their weights.
+    """
     flat = places.reshape(-1, places.shape[-1])
     factors = weights.reshape(flat.shape)
     sums = F.embedding_bag(flat, rows, mode="sum", per_sample_weights=factors)

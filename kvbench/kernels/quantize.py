@@ -23,14 +23,15 @@ from torch import Tensor
 BITS = (2, 4)
 
 CACHED = 1 << 18
-"""Numbers that a processor works on at a time: one MiB of float32."""
+"""Numbers that a CPU restores at a time: one MiB of float32, which stays in its cache."""
 
 MERGED = 256
-"""A block of a codec with fewer rows takes up the rows that follow; a full one is not copied again."""
+"""New rows are merged into a codec's last block while that has fewer rows than this. A larger block is
+left alone, so that it is not copied again and again."""
 
 
 class Block(ABC):
-    """Consecutive rows [heads, n, d] in packed form: a frozen dataclass."""
+    """Consecutive rows [heads, n, d] in packed form. Subclasses are frozen dataclasses."""
 
     ROWS: ClassVar[tuple[str, ...]]
     """Fields with a place for every row: tensors [heads, rows, ...], or tuples of such."""
@@ -42,50 +43,58 @@ class Block(ABC):
 
     @abstractmethod
     def dot(self, query: Tensor) -> Tensor:
-        """query . row, [heads, q, d] -> [heads, q, n], float32."""
+        """Inner products of query [heads, q, d] with every row: [heads, q, n] float32."""
 
     @property
     def nbytes(self) -> int:
         """Bytes as stored."""
         sizes: list[int] = []
         for name in self.ROWS:
-            over(lambda x: sizes.append(x.nbytes), getattr(self, name))
+            map_tensors(lambda x: sizes.append(x.nbytes), getattr(self, name))
         return sum(sizes)
 
     def joined(self, other: Self) -> Self:
-        """These rows and those of a block of the same kind that follow."""
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.ROWS}
-        together = {name: over(lambda *x: torch.cat(x, 1), *pair) for name, pair in pairs.items()}
-        return replace(self, **together)  # type: ignore[type-var]
+        """These rows, followed by those of another block of the same kind."""
+        joined = {
+            name: map_tensors(
+                lambda *parts: torch.cat(parts, 1), getattr(self, name), getattr(other, name)
+            )
+            for name in self.ROWS
+        }
+        return replace(self, **joined)  # type: ignore[type-var]
 
     def without(self, places: Tensor) -> Self:
-        """Without one row of each head, places [heads], which the last one takes."""
-        left = {name: over(lambda x: moved(x, places), getattr(self, name)) for name in self.ROWS}
+        """These rows without one of each head, at places [heads]; the last row moves to its place."""
+        left = {
+            name: map_tensors(lambda x: without_rows(x, places), getattr(self, name))
+            for name in self.ROWS
+        }
         return replace(self, **left)  # type: ignore[type-var]
 
 
-def over(change: Callable[..., Any], *held: Any) -> Any:
-    """`change` of tensors, or of those that tuples of one form hold in each place."""
-    if isinstance(held[0], Tensor):
-        return change(*held)
-    return tuple(over(change, *each) for each in zip(*held, strict=True))
+def map_tensors(change: Callable[..., Any], *fields: Any) -> Any:
+    """Apply `change` to tensors, or to the tensors at each place of (nested) tuples of equal length."""
+    if isinstance(fields[0], Tensor):
+        return change(*fields)
+    return tuple(map_tensors(change, *parts) for parts in zip(*fields, strict=True))
 
 
 class ValueBlock(Block):
-    """Rows that can be averaged as well: signs of keys cannot."""
+    """Rows that can be averaged, too, as values must be. The signs of keys cannot."""
 
     @abstractmethod
     def mix(self, weights: Tensor) -> Tensor:
-        """Sum of weights times rows, [heads, q, n] -> [heads, q, d], float32."""
+        """Rows summed with weights [heads, q, n]: [heads, q, d] float32."""
 
 
 def never(count: int, waiting: int) -> int:
-    """How many of `waiting` exact rows a codec of `count` rows takes over: none."""
+    """`Codec.due` of a codec that packs no further rows: 0."""
     return 0
 
 
-def moved(stored: Tensor, places: Tensor) -> Tensor:
-    """stored [heads, n, ...] without one row of each head, places [heads], which the last one takes."""
+def without_rows(stored: Tensor, places: Tensor) -> Tensor:
+    """stored [heads, n, ...] without one row of each head, at places [heads]: [heads, n - 1, ...]. The
+    last row moves to its place."""
     kept = stored[:, :-1].clone()
     inside = (places < kept.shape[1]).nonzero()[:, 0]  # the last row may be the one that leaves
     kept[inside, places[inside]] = stored[inside, -1]
@@ -97,13 +106,16 @@ B = TypeVar("B", bound=Block)
 
 @dataclass(frozen=True)
 class Codec(Generic[B]):
-    """The packed ones of the rows of one side (keys or values) of a layer, oldest first.
+    """The packed rows of a layer's keys, or of its values, oldest first. Newer rows wait in exact form
+    until they are due.
 
     Attributes:
         pack: makes a block of rows [heads, n, d].
-        due: how many of the exact rows that follow it takes over, of (rows held, rows waiting).
+        due: how many of the exact rows are to be packed now, from the number of packed rows and the
+            number of exact ones.
         fixed_nbytes: bytes held beside the blocks.
-        ahead: rows that become due with a token are taken before it attends, not after.
+        ahead: rows that become due with a token are packed before it attends, not after.
+        blocks: the packed rows.
     """
 
     pack: Callable[[Tensor], B]
@@ -123,7 +135,14 @@ class Codec(Generic[B]):
         return self.fixed_nbytes + sum(block.nbytes for block in self.blocks)
 
     def take(self, rows: Tensor) -> tuple[Codec[B], int]:
-        """Of the exact rows that follow [heads, t, d] take over what is due; how many that was."""
+        """Pack the exact rows that are due.
+
+        Args:
+            rows: [heads, t, d], all exact rows, oldest first.
+
+        Returns:
+            the codec with them, and how many were packed: the first of `rows`.
+        """
         taken = self.due(self.count, rows.shape[1])
         if not taken:
             return self, 0
@@ -133,33 +152,35 @@ class Codec(Generic[B]):
         return replace(self, blocks=(*self.blocks, block)), taken
 
     def without(self, places: Tensor) -> Codec[B]:
-        """See `Block.without`; what is held stays as it was packed."""
+        """The codec without one row of each head (`Block.without`). No other row is packed anew."""
         (whole,) = self.whole
         return replace(self, blocks=(whole.without(places),))
 
     @property
     def whole(self) -> tuple[B, ...]:
-        """All rows as one block; none where there is no row."""
-        return (reduce(lambda one, other: one.joined(other), self.blocks),) if self.blocks else ()
+        """All rows in one block; an empty tuple where there is no row."""
+        if not self.blocks:
+            return ()
+        return (reduce(lambda block, following: block.joined(following), self.blocks),)
 
     def dot(self, query: Tensor) -> Tensor:
-        """query . row, [heads, q, d] -> [heads, q, count], float32."""
+        """Inner products of query [heads, q, d] with every row: [heads, q, count] float32."""
         return torch.cat([block.dot(query) for block in self.blocks], dim=-1)
 
     def mix(self: Codec[ValueBlock], weights: Tensor) -> Tensor:
-        """Sum of weights times rows, [heads, q, count] -> [heads, q, d], float32."""
+        """Rows summed with weights [heads, q, count]: [heads, q, d] float32."""
         parts = weights.split([block.count for block in self.blocks], dim=-1)
         mixed = [block.mix(part) for block, part in zip(self.blocks, parts, strict=True)]
         return torch.stack(mixed).sum(0)
 
 
 Codecs = tuple[Codec[Any], Codec[ValueBlock]]
-"""Of keys and of values."""
+"""The codec of a layer's keys, and that of its values."""
 
 
 @runtime_checkable
 class Scheme(Protocol):
-    """How entries are stored: frozen dataclasses. A scheme chooses no entries."""
+    """How entries are stored; it does not choose which are kept. Schemes are frozen dataclasses."""
 
     @property
     def by_entry(self) -> bool:
@@ -167,7 +188,7 @@ class Scheme(Protocol):
         ...
 
     def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> Codecs:
-        """Codecs of the prompt's keys and values [heads, n, d]; rows that stay exact are the last."""
+        """Pack the prompt's keys and values [heads, n, d]. Rows that stay exact are the last ones."""
         ...
 
     def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
@@ -175,7 +196,8 @@ class Scheme(Protocol):
         ...
 
     def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
-        """Bytes that a model has once for all prompts; `dims` of a layer's keys and values."""
+        """Bytes that are held once for a model, whatever the prompts; `dims` has the numbers of a key
+        and of a value for each layer."""
         ...
 
 
@@ -225,7 +247,7 @@ class Quantization:
         return sum(packed_bytes(shape, self, itemsize, by_channel=side) for side in sides)
 
     def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
-        """See `Scheme`: none."""
+        """See `Scheme`: 0, since nothing is shared between prompts."""
         return 0
 
 
@@ -234,10 +256,11 @@ class Packed(ValueBlock):
     """A tensor [heads, n, d] in packed integers.
 
     Attributes:
-        codes: [heads, rows, ceil(columns * bits / 8)] uint8, several codes a byte.
+        codes: [heads, rows, ceil(along * bits / 8)] uint8, several codes a byte.
         scale, zero: [heads, rows, groups] in the dtype of what was packed.
-        by_channel: rows are channels (keys), of `along` entries each, and none is joined or leaves;
-            else entries (values), of `along` channels.
+        along: numbers of a row.
+        by_channel: True where the rows of the codes are channels (of keys), whose numbers run along the
+            entries; no entry can then join or leave. False where they are entries.
     """
 
     ROWS = ("codes", "scale", "zero")
@@ -255,8 +278,10 @@ class Packed(ValueBlock):
         return self.along if self.by_channel else self.codes.shape[1]
 
     def dot(self, query: Tensor) -> Tensor:
-        """See `Block`. Some rows at a time become codes times scales; what every number of a group has
-        in common meets the query once for the group."""
+        """See `Block`. A number is its code's distance from the middle code times the group's scale,
+        plus a number that the whole group shares. The first part is restored for some rows at a time;
+        the second is multiplied with the query once for the group.
+        """
         query = query.float()
         if self.by_channel:
             return self._dot_channels(query)
@@ -267,7 +292,7 @@ class Packed(ValueBlock):
         return dots.add_(of_groups @ self._middles.mT)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """See `Block`, and `dot`."""
+        """See `ValueBlock`, and `dot` for how numbers are restored."""
         wide = weights.float()
         mixed = wide.new_zeros(*wide.shape[:2], self.along)
         for rows, codes in self._table.pieces(self.codes, self.along):
@@ -393,21 +418,21 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def at_a_time(device: torch.device) -> int:
-    """Numbers that are restored at a time: as many as stay in a processor's cache, on a GPU 256 MiB."""
+    """Numbers that are restored from codes at a time: `CACHED` on a CPU, 256 MiB of them on a GPU."""
     return 1 << 26 if device.type == "cuda" else CACHED
 
 
 @dataclass(frozen=True)
 class CodeTable:
-    """Packed codes as the numbers they stand for, several codes with one look into a table.
+    """Restores packed codes to the numbers that they stand for, several codes by one look into a table.
 
-    A CPU looks 16 adjacent bytes up nearly as fast as 4. So the table has a place for every value of
-    several adjacent codes, and one look restores all of them.
+    A CPU reads 16 adjacent bytes of a table nearly as fast as 4. So the table has a row for every
+    combination of several adjacent codes, and one look restores all of them.
 
     Attributes:
         numbers: [2^bits] float32, what each code stands for, or int8, which takes less time where
             codes have one bit.
-        bits: of a code, 1..5.
+        bits: bits of a code, 1 to 5.
     """
 
     numbers: Tensor
@@ -415,15 +440,16 @@ class CodeTable:
 
     @property
     def together(self) -> int:
-        """Codes that are looked up together: a byte's of small integers; of others four, or two of more
-        than 3 bits, whose table would no longer stay in cache."""
+        """Codes that one look restores. For int8 numbers these are the codes of a byte; for float32
+        numbers four, or two where codes have more than 3 bits, so that the table stays in cache."""
         if self.numbers.dtype == torch.int8:
             return 8 // self.bits
         return 4 if self.bits <= 3 else 2
 
     @cached_property
     def table(self) -> Tensor:
-        """[2^(together * bits)], each the numbers of `together` codes side by side, as one number."""
+        """[2^(together * bits)]: for every combination of `together` codes their numbers side by side,
+        viewed as one wide number, since torch looks up single numbers fastest."""
         places = torch.arange(1 << (self.together * self.bits), device=self.numbers.device)
         shifts = self.bits * torch.arange(self.together, device=self.numbers.device)
         codes = (places[:, None] >> shifts) & ((1 << self.bits) - 1)
@@ -492,20 +518,20 @@ class CodeTable:
 
 @lru_cache(maxsize=8)
 def centred(bits: int, device: torch.device) -> CodeTable:
-    """The codes themselves, less their mean."""
+    """A table that restores each code as its distance from the mean of all codes."""
     middle = (2**bits - 1) / 2
     return CodeTable(torch.arange(1 << bits, dtype=torch.float32, device=device) - middle, bits)
 
 
 @lru_cache(maxsize=8)
 def signs(device: torch.device) -> CodeTable:
-    """-1 for a bit that is 0, 1 for one that is 1."""
+    """A table that restores bits as signs: -1 for 0, 1 for 1."""
     return CodeTable(torch.tensor([-1, 1], dtype=torch.int8, device=device), 1)
 
 
 def words(packed: Tensor, width: int) -> Tensor:
-    """Bytes [..., m] as numbers of `width` <= 24 bits each, little end first: [..., ceil(8 m / width)]
-    int32, and more where that fills up whole bytes; bits beyond the last byte are 0."""
+    """Cut bytes [..., m] into numbers of `width` <= 24 bits each, the lowest bits first: int32,
+    [..., at least ceil(8 m / width)]. Bits beyond the last byte are 0."""
     unit = math.lcm(8, width) // 8
     padded = F.pad(packed, (0, -packed.shape[-1] % unit))
     parts = padded.unflatten(-1, (-1, unit)).int().unbind(-1)

@@ -114,13 +114,13 @@ class TurboQuant:
         sets, total = self.sets(d), 0
         packed = max(0, n - self.buffer)
         for stage in (self.keys, self.values):
-            each = sum(vector_bytes(size, bits, stage, itemsize) for size, bits in sets)
-            total += packed * each + (n - packed) * d * itemsize
+            vector = sum(vector_bytes(size, bits, stage, itemsize) for size, bits in sets)
+            total += packed * vector + (n - packed) * d * itemsize
             total += sets[0][0] if len(sets) > 1 else 0
         return heads * total
 
     def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
-        """See `kvbench.kernels.quantize.Scheme`: of every instance rotation, projection and codebook."""
+        """See `kvbench.kernels.quantize.Scheme`: rotation, projection and codebook of every `Coder`."""
         instances = {
             (size, bits, stage, number, layer if self.per == "layer" else 0)
             for layer, sides in dims.items()
@@ -134,7 +134,8 @@ class TurboQuant:
 
 
 def vector_bytes(size: int, bits: int, stage: str, itemsize: int) -> int:
-    """Bytes of one vector of a set: codes, norm, and with prod the signs and the residual's norm."""
+    """Bytes of a packed vector of `size` numbers: its codes and norm; with ``prod`` also the signs of
+    the projected residual and the residual's norm."""
     if stage == "mse":
         return math.ceil(size * bits / 8) + itemsize
     return math.ceil(size * (bits - 1) / 8) + math.ceil(size / 8) + 2 * itemsize
@@ -142,11 +143,14 @@ def vector_bytes(size: int, bits: int, stage: str, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Coder:
-    """One instance: vectors of `size` numbers.
+    """Packs vectors of `size` numbers: TurboQuant's Algorithm 1 (mse), with a projection Algorithm 2
+    (prod).
 
     Attributes:
-        rotation: [size, size] Pi. centroids: [2^bits] ascending. projection: [size, size] S, with prod.
-        bits: of the codes (one less than asked for with prod).
+        rotation: [size, size], the paper's Pi.
+        centroids: [2^bits] ascending.
+        projection: [size, size], the paper's S; None with mse.
+        bits: bits of a code; with prod one less than was asked for.
     """
 
     rotation: Tensor
@@ -155,17 +159,25 @@ class Coder:
     bits: int
 
     def on(self, device: torch.device) -> Coder:
-        """On a device."""
+        """The same coder with its tensors on `device`."""
         projection = None if self.projection is None else self.projection.to(device)
         return Coder(self.rotation.to(device), self.centroids.to(device), projection, self.bits)
 
     def encode(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """x [heads, n, size] float32 -> packed codes, norms, and with a projection packed signs and the
-        norm of the unit vector's residual."""
+        """Pack vectors x [heads, n, size] float32.
+
+        Returns:
+            packed codes [heads, n, bytes] uint8 and norms [heads, n] in `dtype`; with a projection
+            also the packed signs of the projected residual and the residual's norm, where the residual
+            is that of the vector scaled to norm 1.
+
+        Raises:
+            ValueError: a norm that `dtype` does not hold.
+        """
         norms = x.norm(dim=-1)
         if not torch.isfinite(norms.to(dtype)).all():
             raise ValueError(f"a vector's norm is more than {dtype} holds; allowed: dtype=float32")
-        # On a processor some tokens at a time, whose numbers stay in its cache.
+        # On a CPU some tokens at a time, so that their numbers stay in its cache.
         tokens = x.shape[1] if x.is_cuda else max(1, CACHED // max(1, x.shape[0] * x.shape[2]))
         parts = [
             self._encode(*part, dtype)
@@ -187,12 +199,16 @@ class Coder:
 
     @cached_property
     def codebook(self) -> CodeTable:
-        """The centroids by the bits of several codes."""
+        """A table that restores codes to their centroids."""
         return CodeTable(self.centroids, self.bits)
 
     def dot(self, query: Tensor, part: tuple[Tensor, ...]) -> Tensor:
-        """query [heads, q, size] . vectors as `encode` left them: [heads, q, n] float32. The query is
-        rotated (and projected), no vector is rotated back."""
+        """Inner products of query [heads, q, size] with packed vectors: [heads, q, n] float32. The query
+        is rotated (and projected) once; no vector is rotated back.
+
+        Args:
+            part: the vectors as `encode` returned them.
+        """
         norms = part[1].float()[:, None]
         if self.bits:
             dots = self.codebook.products(query @ self.rotation.T, part[0])
@@ -204,8 +220,12 @@ class Coder:
         return dots.mul_(norms)
 
     def mix(self, weights: Tensor, part: tuple[Tensor, ...]) -> Tensor:
-        """Sum of weights [heads, q, n] times vectors as `encode` left them: [heads, q, size] float32;
-        summed as they are stored, and rotated back once."""
+        """Packed vectors summed with weights [heads, q, n]: [heads, q, size] float32. They are summed in
+        rotated form, and the sum is rotated back.
+
+        Args:
+            part: the vectors as `encode` returned them.
+        """
         size = self.rotation.shape[0]
         scaled = weights.float() * part[1].float()[:, None]
         mixed = weights.new_zeros(*weights.shape[:2], size, dtype=torch.float32)
@@ -217,27 +237,30 @@ class Coder:
         return mixed
 
     def _scale(self, residuals: Tensor) -> Tensor:
-        """Of the signs of vectors whose residuals have these norms [heads, n]: [heads, 1, n]."""
+        """Factors [heads, 1, n] on products with the signs of vectors with these residual norms
+        [heads, n]."""
         return math.sqrt(math.pi / 2) / self.rotation.shape[0] * residuals.float()[:, None]
 
 
 def looked_up(table: Tensor, places: Tensor) -> Tensor:
-    """table[places] of a table [m], several times as fast as indexing on a CPU."""
+    """table[places] for a table [m]; on a CPU several times as fast as indexing."""
     return table.index_select(0, places.flatten().int()).view(places.shape)
 
 
 def nearest_code(x: Tensor, centroids: Tensor) -> Tensor:
-    """Which of the ascending centroids each number is nearest to, as uint8; a tie goes to the lower."""
+    """The index of the nearest of the ascending centroids for each number, uint8; the lower on a tie."""
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     above = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    for edge in (centroids[1:] + centroids[:-1]) / 2:  # few: faster than a search for each number
+    # There are at most 31 edges: comparing with all is faster than a search for each number.
+    for edge in (centroids[1:] + centroids[:-1]) / 2:
         codes += torch.gt(x, edge, out=above)
     return codes
 
 
 @lru_cache(maxsize=64)
 def coder(size: int, bits: int, stage: str, rotation: str, codebook: str, seed: int) -> Coder:
-    """An instance by its draws: the Gaussian matrix or the signs of the rotation, then S; in float64.
+    """A coder whose rotation and projection are drawn from a seed: first the rotation's Gaussian matrix,
+    or its signs, then the projection, in float64.
 
     Raises:
         ValueError: a Hadamard rotation of a size that is no power of two.
@@ -306,11 +329,12 @@ def lloyd_max(d: int, bits: int, codebook: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rotated(ValueBlock):
-    """Vectors by sets of channels.
+    """Packed vectors, whose channels are split into sets with a coder each (see `TurboQuant.sets`).
 
     Attributes:
-        parts: of each set codes, norms (and signs, residual norms), [heads, n, ...].
-        order: [heads, d] channels by set, None where there is one set in order.
+        parts: for each set, what its coder's `encode` returned.
+        coders: one for each set.
+        order: [heads, d], the channels set after set; None where one set has all channels in order.
     """
 
     ROWS = ("parts",)
@@ -325,14 +349,14 @@ class Rotated(ValueBlock):
         return self.parts[0][1].shape[1]
 
     def dot(self, query: Tensor) -> Tensor:
-        """See `kvbench.kernels.quantize.Block`; no vector is restored: the query is rotated."""
+        """See `kvbench.kernels.quantize.Block` and `Coder.dot`."""
         split = split_channels(query, self.order, self.coders)
         sets = zip(self.coders, split, self.parts, strict=True)
         first, *further = (coder.dot(channels, part) for coder, channels, part in sets)
         return sum(further, start=first)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """See `kvbench.kernels.quantize.Block`; rotated back once."""
+        """See `kvbench.kernels.quantize.ValueBlock` and `Coder.mix`."""
         sets = zip(self.coders, self.parts, strict=True)
         mixed = [coder.mix(weights, part) for coder, part in sets]
         out = torch.cat(mixed, dim=-1)
@@ -342,18 +366,18 @@ class Rotated(ValueBlock):
 
 
 def split_channels(x: Tensor, order: Tensor | None, coders: Sequence[Coder]) -> Sequence[Tensor]:
-    """x [heads, n, d] by sets of channels, in float32."""
+    """Split x [heads, n, d] into the sets' channels, [heads, n, size] each, in float32."""
     if order is not None:
         x = x.gather(-1, order[:, None].expand_as(x))
-    return x.float().split([len(one.rotation) for one in coders], dim=-1)
+    return x.float().split([len(coder.rotation) for coder in coders], dim=-1)
 
 
 def pack_vectors(rows: Tensor, *, coders: tuple[Coder, ...], order: Tensor | None) -> Rotated:
-    """Vectors [heads, n, d] by sets of channels.
+    """Pack vectors [heads, n, d], whose channels are split into one set for each coder.
 
     Raises:
         ValueError: a norm that the vectors' dtype does not hold.
     """
     split = split_channels(rows, order, coders)
-    parts = tuple(one.encode(x, rows.dtype) for one, x in zip(coders, split, strict=True))
+    parts = tuple(coder.encode(x, rows.dtype) for coder, x in zip(coders, split, strict=True))
     return Rotated(parts, coders, order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -433,7 +433,9 @@ def check_answers(label: str, method: Method) -> None:
     Raises:
         KVError: naming the method, the property and what it raised; or see `Method.quantization`.
     """
-    questions = {name: partial(getattr, method, name) for name in ASKED}
+    questions: dict[str, Callable[[], object]] = {
+        name: partial(getattr, method, name) for name in ASKED
+    }
     questions["quantization"] = lambda: method.quantization()
     for name, answer in questions.items():
         try:

@@ -89,7 +89,7 @@ class Runner:
                 )
 
     def _went_well(self, units: int) -> None:
-        """A group of so many units fitted."""
+        """Let the next group be larger, after one of so many units fitted into memory."""
         if not self.grows or self.size == self.most:
             return
         device = self.session.device
@@ -151,41 +151,52 @@ class Runner:
     def _run_unit(self, unit: Unit, methods: Methods) -> list[Outcome]:
         """The outcomes of one unit, in the order of the methods.
 
-        All methods run together. Then those that ran out of memory or time, and those that a failure
-        of the whole unit took along, run once more, one at a time; their records say ``retried``.
+        All methods run together. Then those that ran out of memory or time, and those without an
+        outcome because the whole unit failed, run once more, one at a time; their records say
+        ``retried``.
         """
 
-        def settled(methods: Methods, others: Sequence[Outcome]) -> tuple[list[Outcome], set[str]]:
-            """One outcome for every record, and the methods that may end differently alone."""
-            (told,), failure = self._attempt([(unit, methods)], others)
+        def run_together(
+            methods: Methods, others: Sequence[Outcome]
+        ) -> tuple[list[Outcome], set[str]]:
+            """One outcome for every record of these methods, and those of them that may not fail when
+            they run alone."""
+            (outcomes,), failure = self._attempt([(unit, methods)], others)
             failed = []
             if failure is not None:
-                failed = _missing(unit, methods, status_of(failure), one_line(failure), told)
-            shared = [outcome for outcome in told if _failed_as([outcome], RETRIED_ALONE)]
-            return [*told, *failed], {outcome.method for outcome in (*shared, *failed)}
+                failed = _missing(unit, methods, status_of(failure), one_line(failure), outcomes)
+            shared = [outcome for outcome in outcomes if _failed_as([outcome], RETRIED_ALONE)]
+            return [*outcomes, *failed], {outcome.method for outcome in (*shared, *failed)}
 
-        outcomes, again = settled(methods, [])
+        outcomes, again = run_together(methods, [])
         if len(methods) > 1 and again and device_is_usable(self.session.device):
             log.info("%s: once more, one at a time: %s", unit.id, ", ".join(sorted(again)))
             for label in (label for label in methods if label in again):
                 self.session.graphs.kept.clear()
                 free_memory(self.session.device)
                 others = [outcome for outcome in outcomes if outcome.method != label]
-                alone, _ = settled({label: methods[label]}, others)
-                marked = (replace(o, fields={**o.fields, "retried": True}) for o in alone)
-                outcomes = [*others, *marked]
+                alone, _ = run_together({label: methods[label]}, others)
+                retried = [
+                    replace(outcome, fields={**outcome.fields, "retried": True})
+                    for outcome in alone
+                ]
+                outcomes = [*others, *retried]
         order = list(methods)
         return sorted(outcomes, key=lambda outcome: order.index(outcome.method))
 
     def _attempt(
         self, work: Sequence[Work], others: Sequence[Outcome] = ()
     ) -> tuple[list[list[Outcome]], BaseException | None]:
-        """The outcomes of each unit of a group up to a failure of the whole, and that failure.
+        """Run a group of units.
 
         Args:
-            others: outcomes of these units that there are already; saved with the rest when code hangs.
+            others: outcomes that these units have already; saved with the new ones if code hangs.
+
+        Returns:
+            the outcomes of each unit, and what failed as a whole: then only the outcomes of a single
+            unit before that failure are there. None where nothing failed as a whole.
         """
-        told: list[list[Outcome]] = [[] for _ in work]
+        outcomes: list[list[Outcome]] = [[] for _ in work]
         name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
         seconds = self.session.example_timeout
 
@@ -194,18 +205,18 @@ class Runner:
             if len(work) > 1:
                 error = f"hung in a batch of {len(work)} examples; batch_size=1 tells which it is"
             log.error("%s %s; recorded; the same command goes on after it", name, error)
-            for (unit, methods), some in zip(work, told, strict=True):
-                missing = _missing(unit, methods, "timeout", error, some)
-                self.save([*others, *some, *missing])
+            for (unit, methods), known in zip(work, outcomes, strict=True):
+                missing = _missing(unit, methods, "timeout", error, known)
+                self.save([*others, *known, *missing])
 
         limit = None if seconds is None else seconds * sum(unit.answers for unit, _ in work)
         try:
             with time_limit(limit, hung):
                 if len(work) > 1:
-                    told[:] = map(list, self.plan.run_batch(work, self.session))
+                    outcomes[:] = map(list, self.plan.run_batch(work, self.session))
                 else:
                     for outcome in self.plan.run(*work[0], self.session):
-                        told[0].append(outcome)  # what was told before a failure counts
+                        outcomes[0].append(outcome)  # those before a failure count
         except BaseException as failure:
             if asks_to_stop(failure):
                 raise
@@ -214,15 +225,15 @@ class Runner:
             level = logging.INFO if len(work) > 1 else logging.WARNING
             log.log(level, "%s: %s", name, one_line(failure))
             log.debug("%s", traceback_of(failure))
-            return told, failure
-        return told, None
+            return outcomes, failure
+        return outcomes, None
 
 
 def _missing(
-    unit: Unit, methods: Methods, status: str, error: str, found: Sequence[Outcome] = ()
+    unit: Unit, methods: Methods, status: str, error: str, outcomes: Sequence[Outcome] = ()
 ) -> list[Outcome]:
-    """One failed outcome for every record of a unit that has none yet."""
-    known = {(outcome.method, outcome.example_id) for outcome in found}
+    """A failed outcome for every record of a unit that is not among `outcomes`."""
+    known = {(outcome.method, outcome.example_id) for outcome in outcomes}
     return [
         Outcome(
             label, record_id, {**unit.fields.get(record_id, {}), "status": status, "error": error}

@@ -17,7 +17,7 @@ MOST_EVIDENCE, MOST_PIECE = 400, 40
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """An example and its prompt's token ids, with what the model puts around a prompt."""
+    """An example and the token ids of its prompt, the model's tokens before and after it included."""
 
     example: Example
     context_ids: tuple[int, ...]
@@ -30,24 +30,26 @@ class EncodedExample:
 
     @property
     def context(self) -> str:
-        """The name of its context among those of the task."""
+        """The id of its context, which other examples may share."""
         return self.example.context_id or self.example.id
 
     def fields(self, sample: int, samples: int) -> dict[str, Any]:
-        """What a record of it says whatever becomes of it.
+        """The fields that a record of this example has even where its method fails.
 
         Args:
-            sample: of so many `samples` of its answer, counted from 0.
+            sample: which of the `samples` answers it is, from 0.
         """
         example = self.example
-        found: dict[str, Any] = {"dataset": example.dataset, **example.fields}
+        fields: dict[str, Any] = {"dataset": example.dataset, **example.fields}
         if example.context_id is not None or samples > 1:
-            found["context_id"] = self.context
+            fields["context_id"] = self.context
         if example.evidence:
-            found["evidence"] = example.evidence[:MOST_EVIDENCE]
+            fields["evidence"] = example.evidence[:MOST_EVIDENCE]
         if example.history != "none":
-            found["history"] = example.history
-        return found | ({"sample": sample} if samples > 1 else {})
+            fields["history"] = example.history
+        if samples > 1:
+            fields["sample"] = sample
+        return fields
 
 
 def encode_example(
@@ -55,11 +57,11 @@ def encode_example(
     encoder: PromptEncoder,
     contexts: dict[Any, tuple[int, ...]] | None = None,
 ) -> EncodedExample:
-    """Token ids of an example's context and question; the boundary is a token boundary, so that a
-    prompt is the same tokens whatever `compress_after` says.
+    """Token ids of an example's context and question. They are encoded apart, so that no token spans
+    both and a prompt has the same tokens whatever `compress_after` says.
 
     Args:
-        contexts: token ids of the contexts that were encoded before; takes those of this one.
+        contexts: token ids of the contexts that were encoded before, to which this one's are added.
     """
     contexts = {} if contexts is None else contexts
     context = (example.context, example.context_ids, example.complete)
@@ -75,18 +77,19 @@ def encode_example(
 
 
 def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list[EncodedExample]:
-    """Token ids of all examples; the question of one with a history of golden answers begins with it,
-    and that of one with its method's own answers with what comes between an answer and a message.
+    """Token ids of all examples. The question of an example whose history is golden answers begins with
+    that history; that of an example whose history is its method's own answers begins with the tokens
+    that come between an answer and the next message.
 
     Raises:
         KVError: examples of one context id that have different contexts.
     """
-    found: list[EncodedExample] = []
+    every: list[EncodedExample] = []
     contexts: dict[Any, tuple[int, ...]] = {}
     firsts: dict[str, EncodedExample] = {}
     golden: dict[str, tuple[int, ...]] = {}
-    told = any(example.history != "none" for example in examples)
-    between = tuple(encoder.between_turns()) if told else ()
+    has_turns = any(example.history != "none" for example in examples)
+    between = tuple(encoder.between_turns()) if has_turns else ()
     for example in examples:
         encoded = encode_example(example, encoder, contexts)
         name, question = encoded.context, encoded.question_ids
@@ -100,35 +103,40 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
                 encoded = replace(encoded, question_ids=(*golden.get(name, ()), *question))
             elif name in golden:
                 encoded = replace(encoded, question_ids=(*between, *question))
-            said = next(iter(example.answers), "") if example.golden is None else example.golden
-            answer = encoder.encode_text(said) if said else []
+            text = next(iter(example.answers), "") if example.golden is None else example.golden
+            answer = encoder.encode_text(text) if text else []
             golden[name] = (*golden.get(name, ()), *question, *answer, *between)
-        found.append(encoded)
-    return found
+        every.append(encoded)
+    return every
 
 
 def conversations_of(examples: Sequence[EncodedExample]) -> list[list[EncodedExample]]:
-    """The examples of one context, each with those that go on from the answer to it."""
-    found: list[list[EncodedExample]] = []
-    for each in examples:
-        if found and each.example.history == "own":
-            found[-1].append(each)
+    """The conversations about one context: each is an example, followed by those that go on from the
+    answer to it."""
+    conversations: list[list[EncodedExample]] = []
+    for encoded in examples:
+        if conversations and encoded.example.history == "own":
+            conversations[-1].append(encoded)
         else:
-            found.append([each])
-    return found
+            conversations.append([encoded])
+    return conversations
 
 
 def pieces_of(encoded: EncodedExample, kept: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The text of each piece of a prompt (`kvbench.engine.kept.strips_of`), and from which token to
-    before which the answer stands, where the task knows it and the tokens say it."""
+    """The texts of a prompt's pieces (`kvbench.engine.kept.strips_of`), for the strips on a page.
+
+    Returns:
+        ``texts``: of each piece; ``answer``: the first token of the answer in the prompt, and the token
+        after its last one, where the task says what the answer is and the decoded tokens contain it.
+    """
     ids = [*encoded.context_ids, *encoded.question_ids][: kept["tokens"]]
     words = [str(tokenizer.decode([token])) for token in ids]
     width = kept["width"]
     texts = ["".join(words[at : at + width]) for at in range(0, len(words), width)]
-    found: dict[str, Any] = {"texts": [text[:MOST_PIECE] for text in texts]}
+    pieces: dict[str, Any] = {"texts": [text[:MOST_PIECE] for text in texts]}
     ends = list(accumulate(map(len, words)))
     begin = "".join(words).find(encoded.example.evidence) if encoded.example.evidence else -1
     if begin >= 0:
         last = begin + len(encoded.example.evidence) - 1
-        found["answer"] = [bisect_right(ends, begin), bisect_right(ends, last) + 1]
-    return found
+        pieces["answer"] = [bisect_right(ends, begin), bisect_right(ends, last) + 1]
+    return pieces

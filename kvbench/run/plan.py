@@ -42,7 +42,8 @@ TAKEN = frozenset(
 )
 """Fields of a record that the engine and the runner write: neither a task nor a method writes them."""
 NOTED = 2
-"""The first units of a task say what every method kept: one alone may be a special case."""
+"""So many units of a task, the first, record which entries every method kept: two, since one may be a
+special case."""
 Methods = Mapping[str, tuple[Method, Budget]]
 """Methods of a job by label, each with its budget."""
 
@@ -53,15 +54,15 @@ class Unit:
 
     Attributes:
         id: unique within the plan, stable under `limit`.
-        record_ids: the example ids of the records it ends in, for each method.
+        record_ids: the example ids of its records; every method has one record of each.
         payload: whatever the plan needs to run it.
-        fields: what each of its records says whatever becomes of it (the dataset, a number of lines
-            ...), by record id.
-        context: what it shares with other units, of which limit and shards take all or none; None:
-            nothing.
-        answers: how many examples' time it may take.
-        notes_kept: whether its first record of each method says what the method kept.
-        examples: of a benchmark's unit, those of its context.
+        fields: by record id, the fields that a record has even where its method fails (the dataset, a
+            number of lines ...).
+        context: the id of what it shares with other units: a limit and a shard take all units of a
+            context or none. None where it shares nothing.
+        answers: how many times `example_timeout` it may take.
+        notes_kept: whether the first record of each method says which entries the method kept.
+        examples: a benchmark's examples in this unit, which share their context.
     """
 
     id: str
@@ -287,7 +288,7 @@ class TaskPlan(Plan):
 
 
 def refuse_taken(whose: str, names: Iterable[str]) -> None:
-    """Refuse fields that would overwrite others of a record.
+    """Refuse a task's or a method's fields whose names every record has already.
 
     Raises:
         KVError: naming the field.
@@ -298,7 +299,7 @@ def refuse_taken(whose: str, names: Iterable[str]) -> None:
 
 
 def with_extras_checked(label: str, result: Generation) -> Generation:
-    """The generation, failed where the method's `Method.extras` have fields that every record has."""
+    """The generation; a failed one if `Method.extras` has names of fields that every record has."""
     try:
         refuse_taken(f"the extras of method {label!r}", result.extras)
     except KVError as failure:
@@ -311,10 +312,10 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
     first = unit.examples[0]
     after = session.compress_after == "context"
 
-    def question(each: EncodedExample, sample: int) -> Question:
-        ids = each.question_ids if after else ()
-        stopping = session.stopping(each.example, unit.answers)
-        return Question(ids, stopping, each.example.id, sample)
+    def question(encoded: EncodedExample, sample: int) -> Question:
+        ids = encoded.question_ids if after else ()
+        stopping = session.stopping(encoded.example, unit.answers)
+        return Question(ids, stopping, encoded.example.id, sample)
 
     return Prompt(
         first.context_ids,
@@ -325,7 +326,7 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
         note_kept=unit.notes_kept,
         encoder=session.encoder,
         conversations=[
-            [question(each, sample) for each in conversation]
+            [question(encoded, sample) for encoded in conversation]
             for sample in range(session.sampling.samples)
             for conversation in conversations_of(unit.examples)
         ],
@@ -343,22 +344,24 @@ def _answers(prompts: Sequence[Prompt], session: Session) -> list[dict[str, list
 
 
 def _warm_up(prompt: Prompt, session: Session) -> None:
-    """Generate two tokens with the methods that have not run yet, and record nothing: on a GPU a kernel
-    is compiled at its first launch, which no example's seconds should hold."""
-    methods = {k: v for k, v in prompt.methods.items() if k not in session.warmed}
+    """Generate two tokens with the methods that have not run yet, and record nothing. On a GPU a kernel
+    is compiled at its first launch, which must not count in an example's seconds."""
+    methods = {
+        label: method for label, method in prompt.methods.items() if label not in session.warmed
+    }
     if session.device.type != "cuda" or not methods:
         return
     session.warmed.update(methods)
     question = replace(prompt.conversations[0][0], stopping=Stopping(2))
     try:
         _answers([replace(prompt, methods=methods, conversations=[[question]])], session)
-    except Exception as failure:  # noqa: BLE001 - the example itself meets it again, as its record
+    except Exception as failure:  # noqa: BLE001 - the example fails in the same way, and its record says so
         release_frames(failure)
     free_memory(session.device)
 
 
 def measured(result: Generation, *, long_answer: bool = False) -> dict[str, Any]:
-    """The record fields that a generation measured; null where a failure left none.
+    """The fields of a record that were measured while generating; None where a failure left none.
 
     Args:
         long_answer: see `Cost.record`.

@@ -18,38 +18,48 @@ from kvbench.engine.prefill import PrefillState
 from kvbench.errors import complain, presentable
 
 SECONDS_BETWEEN_LINES = 15.0
-"""Of a log; a terminal's line changes ten times a second."""
+"""Seconds between two lines of a log. On a terminal the line changes ten times a second."""
 
 
 class Progress:
     """How far a job is, in tokens that were read or generated.
 
     Args:
-        tell: shows it; called often, and with True when it matters.
+        show: shows the progress. It is called at every layer of a forward pass with False, when it may
+            skip the call, and with True when the line must be shown.
 
     Attributes:
-        doing: what happens now. total, done: units of the job, and those that have all their records.
+        doing: what happens now, in words.
+        total, done: units of the job, and those of them that have all their records.
         on_unit: called with `means` when a unit is done.
     """
 
-    def __init__(self, tell: Callable[[Progress, bool], None] = lambda progress, now: None) -> None:
+    def __init__(
+        self, show: Callable[[Progress, bool], None] = lambda progress, force: None
+    ) -> None:
         self.doing, self.total, self.done = "loading the data and the model", 0, 0
         self.on_unit: Callable[[dict[str, float]], None] = lambda means: None
         self._sums: dict[str, tuple[float, int]] = {}
-        self._tell = tell
+        self._show = show
         self._costs: list[float] = []
         self._passed, self._began, self._step, self._most = 0.0, time.monotonic(), 0, 0
-        tell(self, True)
+        show(self, True)
 
     def begin(self, work: Sequence[tuple[Any, Any]], total: int) -> None:
-        """Say what of so many units is on disk already, before the first of the others runs."""
+        """Note what there is to do, before the first unit runs.
+
+        Args:
+            work: the units that lack records, each with the methods that it is to be run with.
+            total: all units of the job.
+        """
         self.total, self.done = total, total - len(work)
-        lengths = [[e.example.max_new_tokens for e in unit.examples] for unit, _ in work]
-        self._most = max((n for each in lengths for n in each), default=0)
-        for (unit, methods), each in zip(work, lengths, strict=True):
-            self._costs.append(sum(e.n for e in unit.examples[:1]) + len(methods) * sum(each) or 1)
+        for unit, methods in work:
+            answers = [encoded.example.max_new_tokens for encoded in unit.examples]
+            self._most = max([self._most, *answers])
+            prompt = unit.examples[0].n if unit.examples else 0
+            self._costs.append(prompt + len(methods) * sum(answers) or 1)
         self._began, self.doing = time.monotonic(), f"{self.done} of {total} on disk"
-        self._tell(self, self.done > 0)
+        self._show(self, self.done > 0)
 
     def add(self, method: str, values: Mapping[str, float | None]) -> None:
         """Count one record, by its score and other measures."""
@@ -69,17 +79,19 @@ class Progress:
         self.on_unit(self.means)
         self.doing = "done" if self.done == self.total else self.doing
         self._passed = sum(self._costs[: len(self._costs) - (self.total - self.done)])
-        self._tell(self, self.done == self.total)
+        self._show(self, self.done == self.total)
 
     @property
     def left(self) -> float | None:
-        """Seconds, if the rest takes as long per token; None before the first token."""
-        every = sum(self._costs)
-        passed = min(self._passed, every)
-        return (time.monotonic() - self._began) * (every - passed) / passed if passed else None
+        """Seconds that are left if the rest takes as long per token; None before the first token."""
+        total = sum(self._costs)
+        passed = min(self._passed, total)
+        if not passed:
+            return None
+        return (time.monotonic() - self._began) * (total - passed) / passed
 
     def __str__(self) -> str:
-        """How far it is, what happens now, time left, and the mean score so far per method."""
+        """One line: units done, what happens now, the time left, and each method's mean score so far."""
         left = [] if self.left is None else [f"about {self.left:.0f} s left"]
         means = "  ".join(
             f"{name.removesuffix('/score')} {mean:.2f}"
@@ -91,14 +103,14 @@ class Progress:
 
     @contextmanager
     def watching(self, model: Module) -> Iterator[None]:
-        """While this lasts, the model's forward passes are what happens now."""
+        """Within this context the model's forward passes are shown, layer by layer."""
         layers = max((m for m in model.modules() if isinstance(m, ModuleList)), key=len)
         place, layer = {module: number for number, module in enumerate(layers, 1)}, 0
         shape, methods, first = (1, 1), "", True
 
         def begun(_: Module, args: Any, named: dict[str, Any]) -> None:
             nonlocal shape, methods
-            if is_compiling():  # steps that are compiled hold none of this, which would split them
+            if is_compiling():  # this code would split a compiled step into several graphs
                 return
             shape = tuple((args[0] if args else named["input_ids"]).shape)
             self._step = self._step + 1 if shape[1] == 1 else 0
@@ -111,7 +123,7 @@ class Progress:
         def compressing(label: str) -> None:
             where = f"{label} compresses layer {layer} of {len(layers)}"
             self.doing = f"prefill of {shape[1]:,} tokens: {where}"
-            self._tell(self, False)
+            self._show(self, False)
 
         def layer_begun(module: Module, _: Any) -> None:
             nonlocal first, layer
@@ -121,7 +133,7 @@ class Progress:
             self.doing = f"prefill of {tokens:,} tokens: layer {layer} of {len(layers)}"
             if tokens == 1:
                 self.doing = f"decoding {methods}, token {self._step} of {self._most}"
-            self._tell(self, first)
+            self._show(self, first)
             self._passed += rows * tokens / len(layers)
             first = False
 
@@ -136,17 +148,20 @@ class Progress:
 
 @contextmanager
 def progress_display(title: str) -> Iterator[Progress]:
-    """A job's progress, shown under its title for as long as this lasts."""
-    console, told = Console(stderr=True), -math.inf
-    shown = console.status(title) if console.is_terminal else None
-    every = SECONDS_BETWEEN_LINES if shown is None else 0.1
+    """Within this context a job's progress is shown on stderr after its title."""
+    console, last_shown = Console(stderr=True), -math.inf
+    status = console.status(title) if console.is_terminal else None
+    pause = SECONDS_BETWEEN_LINES if status is None else 0.1
 
-    def tell(progress: Progress, now: bool) -> None:
-        nonlocal told
-        if now or time.monotonic() - told >= every:
-            told = time.monotonic()
+    def show(progress: Progress, force: bool) -> None:
+        nonlocal last_shown
+        if force or time.monotonic() - last_shown >= pause:
+            last_shown = time.monotonic()
             line = presentable(f"{title}: {progress}")
-            complain(line) if shown is None else shown.update(escape(line))
+            if status is None:
+                complain(line)
+            else:
+                status.update(escape(line))
 
-    with shown or nullcontext():
-        yield Progress(tell)
+    with status or nullcontext():
+        yield Progress(show)

@@ -24,15 +24,15 @@ from kvbench.tasks.base import Example, PromptEncoder
 
 @dataclass(frozen=True)
 class Session:
-    """Model, device and the settings every example of a job shares.
+    """The model, the device and the settings that every example of a job shares.
 
     Attributes:
-        seed: of the methods' draws (and of random weights).
+        seed: seeds the methods' draws (and random weights).
         compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_batch`.
         decode: how decode steps run, see `kvbench.engine.graphs`; "compiled" alone may round otherwise.
         sampling: how the tokens of an answer are chosen, and how many answers are given.
         example_timeout: seconds; an example that takes longer is recorded as a timeout; None: no limit.
-        shared: what the sessions of a process have in common, see `once`.
+        shared: tokenizers and models that the sessions of a process hand on, see `once`.
     """
 
     spec: ModelSpec
@@ -50,13 +50,21 @@ class Session:
         check_decode(self.decode, self.device)
         compiler = os.environ.get("CXX", "g++")  # as torch does
         if self.decode == "compiled" and self.device.type == "cpu" and not which(compiler):
-            said = f"decode is 'compiled' and there is no C++ compiler {compiler!r}"
-            raise KVError(f"{said}; allowed: CXX=<one> in the environment, or decode=auto")
+            raise KVError(
+                f"decode is 'compiled' and there is no C++ compiler {compiler!r}; allowed: "
+                "CXX=<a compiler> in the environment, or decode=auto"
+            )
 
-    def once(self, what: str, of: object, make: Callable[[], Any]) -> Any:
-        """The last of its kind that a session with this `shared` made, if it is of the same model and
-        `of` the same; else it is let go, and another one is made."""
-        key = repr((self.spec, of))
+    def once(self, what: str, settings: object, make: Callable[[], Any]) -> Any:
+        """Make a tokenizer, a model or the like, or take the one that an earlier session with this
+        `shared` made. Only the last one of a kind is kept.
+
+        Args:
+            what: its kind.
+            settings: what it depends on beside the model's spec; where they differ, a new one is made.
+            make: makes it.
+        """
+        key = repr((self.spec, settings))
         if self.shared.get(what, ("", None))[0] != key:
             self.shared.pop(what, None)
             self.shared[what] = key, make()
@@ -69,7 +77,7 @@ class Session:
 
     @cached_property
     def encoder(self) -> PromptEncoder:
-        """Text to token ids, with what this model puts around a prompt."""
+        """Encodes text to token ids, with the tokens that this model has before and after a prompt."""
         load_config(self.spec)  # before anything is fetched for a model that cannot be run
         return model_encoder(self.tokenizer, self.spec)
 
@@ -77,8 +85,8 @@ class Session:
     def model(self) -> Model:
         """The model, ready for kvbench's attention."""
         seed = self.seed if self.spec.random_weights else 0
-        how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "seed": seed}
-        return self.once("model", how, lambda: load_model(self.spec, **how))
+        options: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "seed": seed}
+        return self.once("model", options, lambda: load_model(self.spec, **options))
 
     @cached_property
     def graphs(self) -> StepGraphs:
@@ -92,14 +100,15 @@ class Session:
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a generation."""
+        """Ids of the tokens that end an answer."""
         return end_token_ids(self.model, self.tokenizer) | self.encoder.end_ids
 
     def stopping(self, example: Example, answers: int = 1) -> Stopping:
-        """When the answer to an example ends, for this model.
+        """The rule by which this model's answer to an example ends.
 
         Args:
-            answers: examples whose time it may take.
+            answers: examples that are answered together; they may take so many times the example's
+                time.
         """
         seconds = self.example_timeout
         return Stopping(

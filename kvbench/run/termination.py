@@ -66,10 +66,10 @@ def _handle(_signal: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def finished_first() -> Iterator[None]:
-    """While this lasts, SIGTERM waits, where it is `terminable`.
+    """Within this context, inside `terminable`, SIGTERM does not interrupt.
 
     Raises:
-        Terminated: at the end, if it came.
+        Terminated: at the end of the context, if SIGTERM came.
     """
     global _busy
     _busy = True
@@ -82,6 +82,7 @@ def finished_first() -> Iterator[None]:
 
 
 def asks_to_stop(error: BaseException) -> bool:
-    """Whether an exception is somebody's wish that this process ends. Any other is a failure of what
-    ran: a panic in a library written in Rust, a library's ``sys.exit``."""
+    """Whether an exception means that a user or the system asked this process to end (Ctrl-C, SIGTERM).
+    Any other is a failure of the code that ran, even a library's ``sys.exit`` or a panic of one written
+    in Rust, which are no `Exception` either."""
     return isinstance(error, KeyboardInterrupt | Terminated)

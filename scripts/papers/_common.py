@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from kvbench.cli.build import constructed, named
+from kvbench.cli.build import constructed, model_line
 from kvbench.cli.config import composed, expanded, hydra_of_conf
 from kvbench.engine.architecture import compressible_layers
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
@@ -79,7 +79,7 @@ class Run(SimpleNamespace):
         config: Any = OmegaConf.to_container(self.config(), resolve=True)
         spec: ModelSpec = constructed(config["model"], "model", ModelSpec)
         task: Task = constructed(config["task"], "task", Task)
-        return f"settings checked: {named(spec)}, task {type(task).__name__}"
+        return f"settings checked: {model_line(spec)}, task {type(task).__name__}"
 
     def config(self, *more: str) -> Any:
         """Model and task, with further overrides, as the command line of kvbench composes them."""
@@ -108,7 +108,7 @@ class Run(SimpleNamespace):
 
     @property
     def place(self) -> Path:
-        """Of this run's files, less their ending: named after the model."""
+        """Path of this run's files without their suffix; the file is named after the model."""
         subject = "synthetic" if self.synthetic else self.session.spec.label
         return Path(self.results_dir, self.name, subject).expanduser()
 

@@ -225,12 +225,19 @@ def test_a_setting_that_is_left_changed_fails_its_method(tmp_path: Path, without
 
 
 def test_a_method_that_asks_the_program_to_end_fails_alone(tmp_path: Path, without: Any) -> None:
-    exits = (raises(SystemExit), raises(GeneratorExit), lambda *_: os._exit(0), lambda *_: os.close(1))
+    exits = (
+        raises(SystemExit),
+        raises(GeneratorExit),
+        lambda *_: os._exit(0),
+        lambda *_: os.close(1),
+    )
     found = records(tmp_path, *(Bad(fault=fault) for fault in exits))
     named = enumerate(("SystemExit", "GeneratorExit"))
     wanted = [f"MethodExit: method '{BAD}_{i}' raised {e}" for i, e in named]
     wanted.append("MethodExit: a method called os._exit(0); allowed: to raise an exception")
-    closed = "MethodExit: a method called os.close(1), of a standard stream; allowed: to leave it open"
+    closed = (
+        "MethodExit: a method called os.close(1), of a standard stream; allowed: to leave it open"
+    )
     wanted.append(closed)
     assert errors_in(found) == wanted
     assert found == without
