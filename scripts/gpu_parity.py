@@ -64,7 +64,7 @@ class Inputs:
 
     @property
     def scaling(self) -> float:
-        """Of the logits."""
+        """The factor on logits, 1 / sqrt(dim)."""
         return float(self.dim**-0.5)
 
     @property

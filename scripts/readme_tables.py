@@ -202,7 +202,7 @@ def statistics() -> str:
 
 
 def claims() -> str:
-    """Of every claim the comparison that decided, as `kvbench claims` wrote it beside claims.csv."""
+    """The table of claims with the comparison that decided each, as `kvbench claims` wrote it."""
     return (RESULTS / "claims" / "claims.md").read_text(encoding="utf-8")
 
 

@@ -156,7 +156,7 @@ class Sweeper(sweeper.Sweeper):
         self.params = params or {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
-        """As Hydra's sweepers."""
+        """Take the command's config and launcher. Hydra calls it before `sweep`."""
         self.jobs: Jobs = task_function
         self.loader, self.settings = hydra_context.config_loader, config
         with explaining():
@@ -214,13 +214,17 @@ class Launcher(launcher.Launcher):
     """
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
-        """As Hydra's launchers."""
+        """Take the command's jobs and config. Hydra's sweeper calls it before `launch`."""
         self.jobs, self.config = task_function, config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """As Hydra's launchers; refuses a link below the results folder."""
+        """Run the jobs of these overrides, and return what Hydra expects of each.
+
+        Raises:
+            StoreError: a folder below `results_dir` is a link.
+        """
         self.folder = Path(self.config.hydra.sweep.dir).expanduser()
         make_folder(self.folder, Path(self.config.results_dir).expanduser())
         self.folder.chmod(0o700)

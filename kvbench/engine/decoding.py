@@ -69,7 +69,7 @@ class _Counters:
         return lengths[slots], with_new[slots]
 
     def advance(self) -> None:
-        """To the next token, on the device."""
+        """Move positions and numbers of entries on to the next token, on the device."""
         self.positions += self.position_steps
         self.lengths.add_(self.length_steps).clamp_(max=self.limits)
         torch.add(self.lengths, 1, out=self.with_new)

@@ -117,7 +117,7 @@ class Entries:
         return sum(part.nbytes for part in self.buffers().values())
 
     def buffers(self, names: Sequence[str] = BUFFERS) -> dict[str, Tensor]:
-        """Those of the named buffers that are not None."""
+        """The named buffers that there are, by name."""
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def clone(self) -> Entries:
@@ -128,7 +128,8 @@ class Entries:
         return twin
 
     def reserve(self, entries: int, more: int = 0) -> None:
-        """Where the buffers do not hold `entries`, copy them to larger ones, for `more` beside these."""
+        """Make room for `entries` in all. Where the buffers are too small, they are copied to larger
+        ones, with room for `more` entries beyond these."""
         reserved = self.positions.shape[1]
         if entries <= reserved:
             return

@@ -53,7 +53,7 @@ def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
 
 
 def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape:
-    """As `cache_shape`, of a text config."""
+    """The shape of the cache of a model with this text config; see `cache_shape`."""
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     count = config.num_hidden_layers

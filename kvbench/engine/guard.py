@@ -134,7 +134,7 @@ class Seal:
 
     @classmethod
     def of(cls, layer: LayerKV) -> Seal:
-        """Of the layer as it is now."""
+        """The seal of a layer as it is now."""
         own = {"keys": layer.keys, "values": layer.values}
         if layer.queries is not None:
             own["queries"] = layer.queries
@@ -156,7 +156,7 @@ class Seal:
         return None
 
     def check(self, label: str, layer: LayerKV) -> None:
-        """Refuse a write.
+        """Refuse tensors that have been written to since the seal was made.
 
         Raises:
             LayerDamaged: naming the method `label` and the tensor that it wrote to.
@@ -229,13 +229,14 @@ def sealed(seal: Seal, label: str, layer: LayerKV) -> Iterator[None]:
 
 
 def _refuse_exit(status: int) -> NoReturn:
-    """In place of `os._exit` while a method's code runs, which would end the job without a word."""
+    """Stands for `os._exit` while a method's code runs; the real one would end the job without a
+    word."""
     raise MethodExit(f"a method called os._exit({status}); allowed: to raise an exception")
 
 
 def _close_unless_standard(close: Callable[[int], None], descriptor: int) -> None:
-    """In place of `os.close` while a method's code runs: the next file that the job opens would get the
-    number of a standard stream that was closed, and what is printed would go into it."""
+    """Stands for `os.close` while a method's code runs, and refuses standard streams: the next file that
+    the job opens would get the closed stream's number, and what is printed would go into it."""
     if descriptor in (0, 1, 2):
         raise MethodExit(
             f"a method called os.close({descriptor}), of a standard stream; allowed: to leave it open"

@@ -16,9 +16,13 @@ BINS, MOST_LAYERS = 128, 16
 
 
 def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of each layer its number, and its entries' positions (-1 for entries that are no single token) and
-    weights, both [kv_heads, entries]: exp(log-weight), times the weight in the denominator where that
-    differs; 0 for padding."""
+    """The entries that a fork holds, layer by layer.
+
+    Yields:
+        the layer's index; positions [kv_heads, entries] int64, -1 for entries that are no single token;
+        weights [kv_heads, entries] float32: exp(log-weight), times the weight in the denominator where
+        that differs, 0 for padding.
+    """
     for layer in layers:
         own_heads: list[tuple[Tensor, Tensor]] = []
         for store in fork.layers[layer].stores:

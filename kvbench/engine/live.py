@@ -174,7 +174,8 @@ class Compression:
         return [row.compress_s for row in self.rows]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the model's own: its options are checked, and it ends with `finish`."""
+        """Stands for the model's own `generate`: checks the options first, and calls `finish` at the
+        end."""
         assert self._original is not None
         bound = inspect.signature(self._original).bind_partial(*args, **kwargs).arguments
         check_options(self.model, {**bound, **bound.get("kwargs", {})})

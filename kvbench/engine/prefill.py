@@ -50,8 +50,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where the token ids go: to the embedding, which a device map may keep on no device between two
-    passes (weights that accelerate offloads)."""
+    """The device that token ids must be on: the embedding's. Where accelerate offloads the embedding's
+    weights between two passes, it is the device on which they are used."""
     embedding = model.get_input_embeddings()
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return next(embedding.parameters()).device if device is None else torch.device(device)

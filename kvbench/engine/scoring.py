@@ -210,8 +210,12 @@ def run_masked_pass(
 def masked_pass_cache(
     model: PreTrainedModel, pair: tuple[Method, Budget], tokens: int
 ) -> tuple[int, float]:
-    """Of a method that masks a pass of so many tokens: the entries per head of a cache that held what a
-    query sees, and its bytes over those of the exact cache. Each query head chooses for itself."""
+    """The cache that would hold what a query sees, for a method that masks a whole pass of `tokens`
+    tokens. Each query head chooses its own entries.
+
+    Returns:
+        entries per head, and bytes over those of the exact cache.
+    """
     config = model.config.get_text_config()
     method, budget = pair
     assert method.whole_pass is not None
@@ -276,7 +280,8 @@ def score(
 
 
 def _log_probabilities(continuations: Sequence[Sequence[int]], fed: Logits) -> Tensor:
-    """Of each row the tokens' log-probabilities, and which are greedy, [rows, tokens, 2]."""
+    """The log-probability of each token, and 1 where the token is the greedy choice, else 0:
+    [rows, tokens, 2]."""
     longest = max(map(len, continuations))
     tokens = torch.tensor([repeat_last(continuation, longest) for continuation in continuations])
     parts = []

@@ -84,7 +84,7 @@ class PassingCache(DynamicCache):
 
 
 def states_in(cache: Cache) -> dict[int, State]:
-    """Those of all rows."""
+    """The recurrent states of a cache, each of all rows, by layer index."""
     layers = [] if State is None else cache.layers
     return {i: layer for i, layer in enumerate(layers) if isinstance(layer, State)}
 

@@ -143,8 +143,8 @@ def stream(
 def recomputed(
     model: PreTrainedModel, ids: Sequence[int], *, recent: int, rows: int = 16
 ) -> Iterator[Tensor]:
-    """As `stream`, by sliding-window re-computation: each token from a new pass over the `recent` tokens
-    before it and itself. O(len(ids) * recent^2)."""
+    """Negative log-likelihoods as `stream` yields them, by sliding-window re-computation: each token is
+    predicted by a new pass over the `recent` + 1 tokens before it. Takes O(len(ids) * recent^2) time."""
     device = input_device(model)
     tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
     whole = tokens[: recent + 1][None]

@@ -97,7 +97,7 @@ class LogLine(logging.Formatter):
     was typed."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """As `logging.Formatter`."""
+        """The record as text, without secrets and control characters."""
         return "\n".join(map(printable, redact(super().format(record)).split("\n")))
 
 

@@ -32,7 +32,7 @@ strides over heads and over entries of each, in elements, and the entries reserv
 
 @dataclass(frozen=True)
 class EntryTable:
-    """Where the entries of each row are. Made once by `entry_table`, used at every step.
+    """The addresses of the entries of each row. Made once by `entry_table`, used at every step.
 
     Rows of a decode step are forks and prompts that hold different numbers of entries, in buffers
     reserved when each was prefilled. Neither a padded batch tensor (reads and stores padding) nor

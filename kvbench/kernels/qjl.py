@@ -262,8 +262,12 @@ def pack_keys(keys: Tensor, *, projection: Tensor, m_out: int, scheme: QJL) -> S
 def _signs_of(
     groups: Tensor, projection: Tensor, m_out: int, outliers: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of groups of keys [heads, groups, group, d]: signs, those of the outlier channels, these
-    channels, and the keys' norms in them."""
+    """Sketch groups of keys [heads, groups, group, d].
+
+    Returns:
+        packed signs of the keys without their outlier channels, packed signs of these channels alone,
+        the channels themselves, and the keys' norms in them; shapes as in `Signs`.
+    """
     if not outliers:
         none = groups[..., :0]
         bits = pack_bits((groups @ projection > 0).byte(), 1)

@@ -18,7 +18,8 @@ def _bits(parts: tuple[Tensor, ...]) -> np.ndarray:
 
 
 def find_rows(kept: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> Tensor:
-    """Where each kept row stands among the original ones; equal rows are told off in order.
+    """The place of each kept row among the original ones. Of equal rows the first kept one gets the
+    first place, and so on.
 
     Args:
         kept: tensors [batch, copies * heads, c, d]: a row is what they hold at one place.

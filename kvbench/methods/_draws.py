@@ -50,5 +50,6 @@ def _key(generator: torch.Generator) -> int:
 
 
 def _maker(device: torch.device) -> torch.device:
-    """Where draws for `device` are made: not every other kind of device has float64 and sorts int64."""
+    """The device on which draws for `device` are made: CUDA or the CPU, since other kinds of devices may
+    lack float64 or sorting of int64."""
     return device if device.type == "cuda" else torch.device("cpu")

@@ -93,7 +93,8 @@ def cholesky(gram: Tensor) -> Tensor:
 
 
 def largest_eigenvalue(columns: Tensor) -> Tensor:
-    """Of columns^T columns, where no element is negative: power iteration from a vector of ones."""
+    """The largest eigenvalue of columns^T columns, for columns without a negative element, by power
+    iteration from a vector of ones."""
     vector = torch.ones_like(columns[0])
     for _ in range(8):
         vector = columns.mT @ (columns @ vector)
@@ -127,7 +128,8 @@ class Block(NamedTuple):
         softcap: float | None = None,
         log_weights: Tensor | None = None,
     ) -> Block:
-        """Of keys and values [n, dim] and queries [m, dim]; `log_weights` [n] that the entries have."""
+        """The block of keys and values [n, dim], whose entries may have log_weights [n] already, as
+        queries [m, dim] see it."""
         logits = capped(keys.float() @ (queries.float() * scaling).mT, softcap)
         if log_weights is not None:
             logits = logits + log_weights[:, None]
@@ -362,8 +364,8 @@ def match(
 
 
 def evenly_spread(queries: Tensor, kv_heads: int, most: int) -> Tensor:
-    """Of the queries [batch, heads, m, dim] at most `most` for each KV head: every head's evenly spread
-    along m, those of a group at places between one another."""
+    """At most `most` of the queries [batch, heads, m, dim] for each KV head. Every head's are evenly
+    spread along m, and the heads of a group take places that lie between each other's."""
     batch, heads, m, _ = queries.shape
     group = heads // kv_heads
     count = max(1, most // group)

@@ -278,8 +278,8 @@ def plan_halvings(middle: int, rate: float, kept: int) -> list[tuple[int, int]]:
 def smaller_classes(
     positive: Tensor, order: Tensor, weights: Tensor, b: int
 ) -> tuple[Tensor, Tensor]:
-    """Of the first m entries of a head, in blocks of b, the smaller sign class of each block with its
-    weight doubled (Algorithm 2; the +1 class on a tie); what follows is kept as it is.
+    """Halve the first m entries of a head, in blocks of b: the smaller sign class of each block stays,
+    with its weight doubled (Algorithm 2; the +1 class on a tie). What follows is kept as it is.
 
     Args:
         positive: [1, 1, m] bool, the signs. order, weights: [1, 1, c], c >= m.

@@ -105,7 +105,7 @@ class Recompression:
     inside: bool = False
 
     def stays(self, budget: Budget, prompt: int, fed: int, held: int) -> int | None:
-        """To how many entries a cache is compressed at this step; None: not at this step.
+        """The number of entries to which a cache is compressed at this step; None: it is not compressed.
 
         Args:
             prompt: tokens of the prompt.

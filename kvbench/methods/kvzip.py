@@ -137,5 +137,6 @@ class KVzip(Method):
         return keep(layer, stay)
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """With ``level: pair`` a layer may hold everything; the budget is that of all layers."""
+        """Entries that a layer may hold per head: all n with ``level: pair``, which shares one budget
+        among all layers."""
         return n if self.level == "pair" else budget.capacity(n)

@@ -45,9 +45,9 @@ class Local(Method):
         return gather_entries(layer, positions_between(layer, n - budget.capacity(n), n))
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
-        """With ``decode=evict`` the oldest entry leaves."""
+        """The oldest entry leaves, with ``decode=evict``."""
         return Eviction("oldest") if self.decode == "evict" and not self.recompute else None
 
     def reading(self, budget: Budget) -> Band | None:
-        """As many of the last tokens as the size says."""
+        """A query sees the last `budget.size` tokens."""
         return None if budget.size is None else Band(0, budget.size, self.recompute)

@@ -60,8 +60,9 @@ class Pages(Wrapper):
         return self.inner.settle(layer, kept, budget)
 
     def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
-        """Also ``page_bytes``, of whole pages as a paged cache holds them (a partial one costs a whole
-        one), and ``blocks_freed``, pages of the prompt that it no longer holds; of all layers."""
+        """`Method.extras` and two more, summed over all layers: ``page_bytes``, the bytes of the pages
+        that a paged cache would hold (a partial page costs a whole one), and ``blocks_freed``, the pages
+        of the prompt that it no longer holds."""
         size = self.size
         pages = {layer: -(-shape.entries // size) for layer, shape in held.items()}
         bytes_of_page = {

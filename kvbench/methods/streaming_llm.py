@@ -38,7 +38,7 @@ class StreamingLLM(Method):
         return gather_entries(layer, positions)
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
-        """With ``decode=evict`` the oldest entry after the sink leaves."""
+        """The oldest entry after the sink leaves, with ``decode=evict``."""
         return Eviction("oldest", sink=sink) if self.decode == "evict" else None
 
     def reading(self, budget: Budget) -> Band | None:

@@ -88,12 +88,12 @@ class SubGenStream:
         self.sampled = torch.where(last >= 0, self.seen + last, self.sampled)
 
     def numerator(self) -> Sample:
-        """Of the sum of exp(q.k) v: weights mu / (s ||v||^2)."""
+        """The sample that estimates the sum of exp(q.k) v: entries with weights mu / (s ||v||^2)."""
         weights = torch.log(self.mu.unsqueeze(-1) / (self.s * self.sampled_weights))
         return self.sampled, weights.masked_fill(self.sampled < 0, -math.inf).float()
 
     def denominator(self) -> Sample:
-        """Of the sum of exp(q.k): weights count / t."""
+        """The sample that estimates the sum of exp(q.k): entries with weights count / t."""
         weights = torch.log(self.counts / self.t).unsqueeze(-1).expand_as(self.slots)
         empty = (self.counts == 0).unsqueeze(-1)
         return self.slots.masked_fill(empty, -1).flatten(1), weights.flatten(1)

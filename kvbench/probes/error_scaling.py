@@ -229,8 +229,12 @@ class ErrorScaling(LayerProbe):
     def _layers(
         self, unit: Unit, session: Session
     ) -> Iterator[tuple[str, str, int, dict[str, Any], LayerKV, Tensor]]:
-        """Of each repetition: data set and repetition as record ids name them, the draw, record fields,
-        the layer of n entries, the queries after them."""
+        """The layers that a unit measures, one for each repetition.
+
+        Yields:
+            the data set and the repetition as record ids name them, the number of the draw, record
+            fields, the layer of n entries, and the queries after them.
+        """
         if self.prompts is None:
             name, draw = unit.payload
             named = {"replicate": f"seed{session.seed}-draw{draw}"}

@@ -278,7 +278,7 @@ def _generate(
 
 
 def _random_ids(session: Session, n: int, batch: int) -> list[list[int]]:
-    """So many prompts of n random tokens; a prompt is the same whatever the batch."""
+    """`batch` prompts of n random tokens. The first prompts are the same for every batch."""
     vocabulary = session.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(session.seed)
     return torch.randint(vocabulary, (batch, n), generator=generator).tolist()

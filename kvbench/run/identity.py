@@ -81,5 +81,5 @@ def _defaults_of(kind: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As YAML has it: tuples as lists."""
+    """The value as YAML would hold it, tuples as lists."""
     return json.loads(json.dumps(value, default=repr))

@@ -77,7 +77,7 @@ def _open(file: str) -> Any:
 
 
 def _sha256(task: str, files: Iterable[str]) -> str:
-    """Of files one behind the other, each as `_open` takes it.
+    """The SHA-256 of files, read one after the other; each as `_open` takes it.
 
     Raises:
         TaskError: one cannot be read.
@@ -233,7 +233,7 @@ def texts_of_dataset(
 
 @dataclass(frozen=True)
 class Source:
-    """Where the rows of one data set are.
+    """The place of the rows of one data set.
 
     Attributes:
         task: its name, for errors.

@@ -211,7 +211,7 @@ ANSWER_PATTERNS = {
 
 
 def source_of(stem: str, data: str | None = None, revision: str | None = None) -> Source:
-    """Where the rows of a dataset (``qasper_e``) are; see `LongBench.data`."""
+    """The source of a dataset's rows, e.g. of ``qasper_e``; see `LongBench.data`."""
     if data is not None and data.startswith(HUB):
         repository = data.removeprefix(HUB)
         return Source("longbench", dataset=repository, config=stem, revision=revision)
@@ -478,7 +478,7 @@ class LongBench(Task):
 
     @cached_property
     def _sources(self) -> Mapping[str, Source]:
-        """By the name of a dataset's file."""
+        """The source of each dataset, by the name of its file."""
         names = [name + "_e" * (self.split == "e") for name in self.datasets or ()]
         return {name: source_of(name, self.data, self.revision) for name in names}
 

@@ -227,7 +227,7 @@ def code_similarity(prediction: str, answer: str) -> float:
 
 
 def _classification(prediction: str, key: Key) -> Mapping[str, float]:
-    """Of classes `Key.choices`."""
+    """LongBench's classification score of a prediction, whose classes are `Key.choices`."""
     score = _harness("longbench.metrics").classification_score
     classes = list(key.choices)
     return _best(lambda text, answer: score(text, answer, all_classes=classes))(prediction, key)

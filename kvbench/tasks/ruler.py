@@ -262,7 +262,7 @@ def _unlike(known: set[str], draw: Callable[[], str]) -> str:
 
 
 def _distinct(count: int, draw: Callable[[], str], known: Sequence[str] = ()) -> list[str]:
-    """So many draws, none of them twice or known."""
+    """`count` different draws, none of which is among `known`."""
     distinct: dict[str, None] = dict.fromkeys(known)
     while len(distinct) < count + len(known):
         distinct[draw()] = None
@@ -391,7 +391,7 @@ class Questions:
 
     @property
     def least(self) -> int:
-        """As many documents as the question with most needs."""
+        """The fewest documents that a prompt may have: as many as any question needs."""
         return max(len(question.gold) for question in self.collection.questions)
 
     @property

@@ -167,7 +167,7 @@ class Clocked(Stopping):
     times: list[float] = field(default_factory=list)
 
     def reached(self, tokens: object) -> bool:
-        """As `Stopping.reached`."""
+        """Note the time of this token; see `Stopping.reached`."""
         self.times.append(time.perf_counter())
         return super().reached(tokens)  # type: ignore[arg-type]
 

@@ -199,7 +199,8 @@ def mass(
 
 
 def kcentre(n: int, dim: int, dtype: torch.dtype, count: int | None = None) -> None:
-    """Of n points of 8 heads; as many as need few passes."""
+    """Launch greedy k-centre on n points of 8 heads; `count` centres, by default so many that few passes
+    are needed."""
     first = empty(8, dtype=torch.int64)
     points = empty(8, n, dim, dtype=dtype)
     _triton_kcentre.greedy_k_centre(points, empty(8, n), count or 65, first)
@@ -283,8 +284,8 @@ def every_launch() -> Iterator[tuple[str, Launch]]:
 
 
 def some_launches() -> Iterator[tuple[str, Launch]]:
-    """Of `every_launch` each kernel in bfloat16, at a dimension that is a power of two and at one that
-    is not; and the kernels that take no dimension."""
+    """A part of `every_launch` for the default tests: each kernel in bfloat16 at a dimension that is a
+    power of two and at one that is not, and the kernels that take no dimension."""
     for name, launch in every_launch():
         chosen = name.endswith((f"{torch.bfloat16} d=80", f"{torch.bfloat16} d=128"))
         if chosen or " d=" not in name or name == "first come d=80":

@@ -56,7 +56,7 @@ class CiderD:
             self.count += 1
 
     def score(self, prediction: str, references: Sequence[str]) -> float:
-        """Of one caption."""
+        """The CIDEr-D score of one caption."""
         mine, norms, length = self._vector(prediction)
         total = 0.0
         for theirs, their_norms, their_length in map(self._vector, references):

@@ -34,7 +34,7 @@ from kvbench.tasks.base import Task
 
 
 def spread(layers: Sequence[int], most: int | None) -> list[int]:
-    """So many of the layers, evenly from the first to the last; None: all."""
+    """`most` of the layers, evenly spread from the first to the last; all of them for None."""
     last, count = len(layers) - 1, min(most or len(layers), len(layers))
     return [layers[i * last // max(1, count - 1)] for i in range(count)]
 

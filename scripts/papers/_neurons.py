@@ -24,7 +24,7 @@ WIKITEXT = "task=text task.dataset_name=Salesforce/wikitext task.dataset_config=
 
 
 def activations_of(model: Any) -> dict[int, nn.Module]:
-    """By layer, from 0, the module whose output is the activations of the MLP's neurons: after ReLU in
+    """The modules whose outputs are the activations of the MLPs' neurons, by layer from 0: after ReLU in
     OPT, the gate after SiLU in Llama.
 
     Raises:
@@ -67,7 +67,8 @@ def logits_of(model: Any, ids: Sequence[int]) -> Tensor:
 
 
 def counts_of(model: Any, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-    """By layer, from 1, for how many tokens of the texts each neuron is active: [neurons] int64."""
+    """Number of tokens of the texts for which each neuron is active: [neurons] int64, by layer from
+    1."""
     counts: dict[int, Tensor] = {}
 
     def count(layer: int, out: Tensor) -> None:

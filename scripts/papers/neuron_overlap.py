@@ -30,8 +30,8 @@ TEXTS = {
 
 
 def overlap(one: Tensor, other: Tensor) -> dict[str, float | None]:
-    """Of two sets of a layer's neurons, [neurons] bool each: their Jaccard index, their shares, and what
-    such shares have by chance; None where neither has any neuron."""
+    """The Jaccard index of two sets of a layer's neurons ([neurons] bool each), the shares of neurons in
+    them, and the index that such shares have by chance; None where neither set has a neuron."""
     p, q = (float(part.double().mean()) for part in (one, other))
     either = int((one | other).sum())
     return {

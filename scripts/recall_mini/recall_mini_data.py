@@ -335,7 +335,7 @@ class Generator:
         return "", " ".join(words[:cut]), " " + " ".join(words[cut:]) + "."
 
     def prose_needles(self, rng: random.Random, length: int, count: int) -> Sequence:
-        """As :meth:`needles`, in other filler and with needles of any kind."""
+        """A sequence like those of `needles`, in other filler and with needles of any kind."""
         prose = self.prose(rng)
         grammar = rng.random() < 0.25
         document = sentences(rng, rng.choice((8, 24, 48, 200)))
