@@ -5,6 +5,7 @@ A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<has
     records.jsonl        one JSON object per line, written before the next example starts
     records-<i>of<k>.jsonl   the same, of the i-th of k shards of the run (`kvbench.records.shards`)
     manifest.json        resolved config, versions, code revision, hardware, seed
+    examples.json        the example ids that the command which ran last asked for, a list
     .lock*               held by whoever is writing; none holds results
 
 The records of a run are those of all its files together. Of several records of one example the first
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 RECORDS = "records.jsonl"
 MANIFEST = "manifest.json"
+EXAMPLES = "examples.json"
 
 
 def record_files(folder: Path) -> list[Path]:
@@ -50,11 +52,14 @@ class Run:
         folder: where it lies.
         manifest: the parsed manifest.json.
         records: one row per record, in the order written; every common field is a column.
+        asked: the example ids that the command which ran last asked for, all shards' together; None
+            where nothing says so, as of runs that were made before this was kept.
     """
 
     folder: Path
     manifest: dict[str, Any]
     records: pd.DataFrame
+    asked: frozenset[str] | None = None
 
 
 def load_runs(experiment_folder: str | Path) -> list[Run]:
@@ -92,7 +97,7 @@ def load_run(folder: Path) -> Run:
     records = records.reindex(columns=list(dict.fromkeys([*COMMON_FIELDS, *records.columns])))
     for name in NUMBER_FIELDS:
         records[name] = pd.to_numeric(records[name]).astype(float)
-    return Run(folder, manifest, records)
+    return Run(folder, manifest, records, read_examples(folder))
 
 
 def refuse_structures(
@@ -167,6 +172,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
         content = regular_bytes(path)
     where = f"{path} (move it away, and the run's command writes a new one; the records stay)"
     return parsed(schema.MANIFEST, content, where)
+
+
+def read_examples(folder: Path) -> frozenset[str] | None:
+    """The example ids that the command which ran last asked for; None where there is no such file.
+
+    Raises:
+        StoreError: the file is no list of texts.
+    """
+    path = folder / EXAMPLES
+    if not path.exists():
+        return None
+    with disk_errors(path):
+        content = regular_bytes(path)
+    return frozenset(parsed(schema.EXAMPLES, content, f"{path} (it may be removed)"))
 
 
 def whole_lines(path: Path) -> tuple[list[bytes], int]:

@@ -121,14 +121,15 @@ class StoreError(UserError, RuntimeError):
 
 RECORD: TypeAdapter[Any] = TypeAdapter(Record)
 MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
+EXAMPLES: TypeAdapter[Any] = TypeAdapter(list[str])
 
 
-def parsed(kind: TypeAdapter[Any], content: bytes, where: str) -> dict[str, Any]:
-    """A record from its line, or a manifest from its file; common fields that are numbers come as
-    floats.
+def parsed(kind: TypeAdapter[Any], content: bytes, where: str) -> Any:
+    """A record from its line, a manifest or a list of example ids from its file; common fields that
+    are numbers come as floats.
 
     Args:
-        kind: `RECORD` or `MANIFEST`.
+        kind: `RECORD`, `MANIFEST` or `EXAMPLES`.
         where: whose content it is, which an error names with the key and what it may hold.
 
     Raises:

@@ -20,7 +20,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 from kvbench.errors import without_keys
 from kvbench.records.durable import append, make_folder, replace, sync_folder
 from kvbench.records.read import (
+    EXAMPLES,
     MANIFEST,
     disk_errors,
     file_records,
@@ -106,6 +107,19 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
                 replace(path, f"{text}\n".encode())
         except Timeout:
             raise StoreError(f"{path} is locked by another process for 60 s") from None
+    return path
+
+
+def write_examples(folder: Path, example_ids: Collection[str]) -> Path:
+    """Write ``examples.json``, what a command asks a run for, in one step.
+
+    Raises:
+        StoreError: the file system refuses.
+    """
+    path = folder / EXAMPLES
+    with disk_errors(path):
+        make_folder(folder)
+        replace(path, f"{json.dumps(sorted(example_ids))}\n".encode())
     return path
 
 

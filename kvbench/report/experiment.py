@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -26,6 +25,8 @@ from kvbench.records.read import (
     load_run,
     load_runs,
 )
+from kvbench.report.labels import digest, flat, short_name, shortest
+from kvbench.report.sections import on_the_same_prompts, sections_of
 from kvbench.report.stats import self_bleu
 from kvbench.report.style import order_of
 
@@ -34,15 +35,6 @@ BASELINE = "exact"
 """The method that others are compared with, where it was run."""
 PROMPT = ("prompt_tokens", "prompt_tail", "answers")
 """Fields that are the same where two records of one id are about the same example."""
-_NOT_IN_LABELS = frozenset(
-    (
-        *("command", "device", "dry_run", "experiment", "hydra", "launcher", "limit", "name"),
-        *("lock_timeout", "logger", "results_dir", "seed", "shard", "shards", "verbose"),
-    )
-)
-"""Config keys that say how a run was made rather than what was compared."""
-_LONGEST, _VALUE = 80, 40
-"""Characters of a name, and of an option's value in a label."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +102,10 @@ class TaskMeta:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """All records of one model on one task: what a table compares.
+    """All records of one model on one task with one choice of its settings: what a table compares.
 
     Attributes:
+        task: its name; of runs with other settings than those of the first ones, with these settings.
         records: one row per (variant, seed, example), with the variant's label in the column
             ``variant`` and entries held per layer and KV head in ``entries_mean`` and
             ``entries_max``, and of answers that were drawn how alike they are to the variant's others of
@@ -120,6 +113,7 @@ class Group:
         variants: in table order.
         baseline: for each variant's label, the label of the exact variant it is compared with
             (None: it is one itself, or none was run).
+        left_out: methods that were run on other prompts than these.
     """
 
     model: str
@@ -129,6 +123,7 @@ class Group:
     records: pd.DataFrame
     baseline: Mapping[str, str | None]
     manifests: tuple[Mapping[str, Any], ...] = field(repr=False, default=())
+    left_out: tuple[str, ...] = ()
 
     @cached_property
     def labels(self) -> list[str]:
@@ -214,8 +209,8 @@ def load_experiment(folder: Path) -> Experiment:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs of the same model and task together: models in the order in which their first runs were
-    started, then what is scored before what is probed.
+    """Runs of the same model and task together, and of the same settings of the task: models in the
+    order in which their first runs were started, then what is scored before what is probed.
 
     Where a task's numbers are not about the model (`task_meta.subject`), its subject stands for it.
 
@@ -231,11 +226,16 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         for start in (run.manifest, *run.manifest.get("earlier_starts", ())):
             started = str(start.get("started"))
             starts[model] = min(started, starts.get(model, started))
-    found = [_group(*key, members) for key, members in groups.items()]
+    found = [
+        _group(model, ", ".join(filter(None, (task, name))), members)
+        for (model, task), every in groups.items()
+        for name, members in sections_of(every).items()
+    ]
     return sorted(found, key=lambda g: (starts[g.model], g.model, not g.percent, g.task))
 
 
-def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
+def _group(model: str, task: str, every: Sequence[Run]) -> Group:
+    runs, left_out = on_the_same_prompts(every)
     variants = variants_of(runs)
     try:
         meta = TaskMeta.of(runs[-1].manifest)
@@ -267,7 +267,8 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
         records[meta.unit] = records[meta.unit].fillna(records["example_id"])
     unique = tuple(sorted(set(variants), key=lambda variant: variant.sort_key))
     manifests = tuple(run.manifest for run in runs)
-    return Group(model, task, meta, unique, records, _baselines(unique), manifests)
+    others = tuple(dict.fromkeys(left_out))
+    return Group(model, task, meta, unique, records, _baselines(unique), manifests, others)
 
 
 def _self_bleu(records: pd.DataFrame, runs: Sequence[Run]) -> pd.Series:
@@ -313,12 +314,12 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
                 runs[i].manifest.get("identity") or runs[i].manifest.get("config") or {}
             )
             if identity.get("data"):  # digests of files: one of all
-                identity["data"] = _digest(json.dumps(identity["data"], sort_keys=True))
+                identity["data"] = digest(json.dumps(identity["data"], sort_keys=True))
             told = flat(identity).items()
             made[i] = {k: v for k, v in told if not (whole and k.startswith("budget."))}
         keys = sorted(set().union(*made.values()))
         varied = [key for key in keys if len({one.get(key) for one in made.values()}) > 1]
-        shown = {key: _short([one.get(key) for one in made.values()]) for key in varied}
+        shown = {key: shortest([one.get(key) for one in made.values()]) for key in varied}
         for i, one in made.items():
             options = (f"{key.split('.')[-1]} {shown[key][one.get(key)]}" for key in varied)
             rate = None if whole else _rate_of(runs[i].manifest)
@@ -338,39 +339,6 @@ def _rate_of(manifest: Mapping[str, Any]) -> float | None:
     budget = (manifest.get("identity") or manifest.get("config") or {}).get("budget") or {}
     share = budget.get("total_rate", None) or budget.get("rate")
     return None if share is None or budget.get("size") is not None else float(share)
-
-
-def _short(values: Sequence[str | None]) -> dict[str | None, str]:
-    """Labels of an option's values: of paths the last part, of long ones the beginning; where that would
-    make two of them one, the whole, or a digest of it."""
-    short: dict[str | None, str] = {}
-    for value in values:
-        text = "unset" if value is None else value
-        parts = [json.loads(text)] if text[:1] == '"' else re.findall(r'"([^"]*)"', text) or [text]
-        short[value] = " ".join(part.rstrip("/").rsplit("/", 1)[-1] for part in parts)[:_VALUE]
-    if len(set(short.values())) == len(short):
-        return short
-    return {value: short_name("unset" if value is None else value, _VALUE) for value in values}
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys to values as text, of the keys that belong in a label."""
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key not in _NOT_IN_LABELS:
-            found |= flat(value, f"{prefix}{key}.")
-        elif key not in _NOT_IN_LABELS:
-            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
-    return found
-
-
-def short_name(text: str, longest: int = _LONGEST) -> str:
-    """The text, or its beginning and a digest of the whole where it is too long for a label."""
-    return text if len(text) <= longest else f"{text[: longest - 9]}…{_digest(text)}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
 
 
 def natural_order(value: object, before: str = "") -> tuple[str, int, float, str]:

@@ -169,6 +169,8 @@ def _notes(group: Group) -> Iterator[str]:
     left_out = sorted(set.intersection(*cut)) if cut else []
     if left_out:
         yield f"Left out by limit: {', '.join(left_out)}."
+    if group.left_out:
+        yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
 
 
 def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -> Table:

@@ -20,7 +20,13 @@ from kvbench.kv import KVError
 from kvbench.methods.base import check_answers
 from kvbench.records.read import COMMON_FIELDS, recorded
 from kvbench.records.shards import Shard
-from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
+from kvbench.records.store import (
+    RecordStore,
+    config_hash,
+    run_folder,
+    write_examples,
+    write_manifest,
+)
 from kvbench.run.batching import GOES_ON, DeviceLost, Runner
 from kvbench.run.identity import RunIdentity, without_defaults
 from kvbench.run.plan import Methods, Outcome, Plan, TaskPlan, Unit
@@ -46,6 +52,11 @@ class Selection:
     every: Sequence[Unit]
     mine: Sequence[Unit]
     left_out: tuple[str, ...]
+
+    @property
+    def every_id(self) -> set[str]:
+        """The example ids of the records of all units up to the limit."""
+        return {record_id for unit in self.every for record_id in unit.record_ids}
 
     @property
     def mine_ids(self) -> set[str]:
@@ -260,6 +271,7 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
             if job.retry_failed:
                 store.drop_failed()
             write_manifest(folder, job.manifest(label))
+            write_examples(folder, units.every_id)
         done = {k: stores[k].done if stores else recorded(folders[k]) for k in folders}
         done = Ranks(ranks).gather(done)[0]  # by the first rank, before it writes
         every = [
@@ -286,6 +298,6 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
             progress.unit_done()
         failed = sum(len(store.failed & wanted) for store in stores.values())
         records = sum(len(store.done & wanted) for store in stores.values())
-    every_id = {record_id for unit in units.every for record_id in unit.record_ids}
+    every_id = units.every_id
     complete = job.shard is None or all(every_id <= recorded(f) for f in folders.values())
     return JobResult(folders, failed, written, records, complete)

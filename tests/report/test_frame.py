@@ -278,8 +278,8 @@ def test_variants_are_named_by_what_differs(tmp_path: Path) -> None:
     record = [{"example_id": "a", "score": 1.0}]
     cases: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
         ({"budget.size": 64}, {"budget.size": 256}, {"h2o, size 64", "h2o, size 256"}),
-        ({"task.f": "a/x.txt"}, {"task.f": "b/y.txt"}, {"h2o, f x.txt", "h2o, f y.txt"}),
-        ({"task.f": "a/x"}, {"task.f": "b/x"}, {"h2o, f a/x", "h2o, f b/x"}),
+        ({"method.f": "a/x.txt"}, {"method.f": "b/y.txt"}, {"h2o, f x.txt", "h2o, f y.txt"}),
+        ({"method.f": "a/x"}, {"method.f": "b/x"}, {"h2o, f a/x", "h2o, f b/x"}),
     ]
     for i, (one, other, labels) in enumerate(cases):
         for options in (one, other):

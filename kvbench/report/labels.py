@@ -1,0 +1,61 @@
+"""Names for what sets runs apart: options and their values as short texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+NOT_IN_LABELS = frozenset(
+    (
+        *("command", "device", "dry_run", "experiment", "hydra", "launcher", "limit", "name"),
+        *("lock_timeout", "logger", "results_dir", "seed", "shard", "shards", "verbose"),
+    )
+)
+"""Config keys that say how a run was made rather than what was compared."""
+_LONGEST, _VALUE = 80, 40
+"""Characters of a name, and of an option's value in a label."""
+
+
+def shortest(values: Sequence[str | None]) -> dict[str | None, str]:
+    """Labels of an option's values: of paths the last part, of long ones the beginning; where that would
+    make two of them one, the whole, or a digest of it."""
+    short: dict[str | None, str] = {}
+    for value in values:
+        text = "unset" if value is None else value
+        parts = [json.loads(text)] if text[:1] == '"' else re.findall(r'"([^"]*)"', text) or [text]
+        short[value] = " ".join(part.rstrip("/").rsplit("/", 1)[-1] for part in parts)[:_VALUE]
+    if len(set(short.values())) == len(short):
+        return short
+    return {value: short_name("unset" if value is None else value, _VALUE) for value in values}
+
+
+def flat(
+    config: Mapping[str, Any], prefix: str = "", without: Collection[str] = NOT_IN_LABELS
+) -> dict[str, str]:
+    """Dotted keys to values as text.
+
+    Args:
+        without: keys that are left out at any depth, by default those that belong in no label.
+    """
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        if key in without:
+            continue
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.", without)
+        else:
+            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+def short_name(text: str, longest: int = _LONGEST) -> str:
+    """The text, or its beginning and a digest of the whole where it is too long for a label."""
+    return text if len(text) <= longest else f"{text[: longest - 9]}…{digest(text)}"
+
+
+def digest(text: str) -> str:
+    """Eight hexadecimal digits that stand for a text."""
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]

@@ -1,0 +1,128 @@
+"""Which runs stand in one table, and on which prompts.
+
+Runs of one model and task stand together where the task's settings are the same: prompts of 20 lines and
+prompts of 200 are different tables, whatever folder they lie in. Within a table every row is about the
+same prompts, those that the command which ran last asked for: a method that was run on fewer of them is
+left out and named, where its row would be about other prompts than the row above it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvbench.records.read import Run
+from kvbench.report.labels import digest, flat, shortest
+
+NAME = "name"
+"""The only key of a task's config that is no setting."""
+
+
+@dataclass
+class Section:
+    """Runs of one model and task with the same settings of the task.
+
+    Attributes:
+        settings: dotted keys to values as text; of an option that some runs do not tell, that of
+            the others: those runs were made before there was such an option.
+    """
+
+    settings: dict[str, str]
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def first_start(self) -> tuple[str, str]:
+        """When its first run was started, and by which command."""
+        return min(map(first_start, self.runs))
+
+
+def first_start(run: Run) -> tuple[str, str]:
+    """When a run was started for the first time, and by which command."""
+    starts = (run.manifest, *run.manifest.get("earlier_starts", ()))
+    return min((str(start.get("started")), str(start.get("command"))) for start in starts)
+
+
+def sections_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs of one model and task by the name of their section.
+
+    The section whose runs were started first is named by no setting, so that what a later command adds
+    to a folder changes no table that is there. Those that one command started, a sweep over a setting
+    of the task, are all named by it.
+    """
+    sections: list[Section] = []
+    for run in sorted(runs, key=first_start):
+        settings = task_settings(run.manifest)
+        section = next((s for s in sections if agree(s.settings, settings)), None)
+        if section is None:
+            section = Section(dict(settings))
+            sections.append(section)
+        section.settings |= settings
+        section.runs.append(run)
+    first, command = sections[0], sections[0].first_start[1]
+    swept = [section for section in sections[1:] if section.first_start[1] == command]
+    named: dict[str, list[Run]] = {}
+    for section in sections:
+        others = swept if section is first else [first]
+        name = difference(section.settings, [other.settings for other in others])
+        if name in named:
+            name = f"{name} {digest(json.dumps(section.settings, sort_keys=True))}"
+        named[name] = [run for run in runs if run in section.runs]
+    return named
+
+
+def task_settings(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What a run was asked for that decides its prompts and scores: the task's options and version, and
+    the files that the examples come from."""
+    identity = manifest.get("identity") or manifest.get("config") or {}
+    task = identity.get("task")
+    found = flat(task, without=(NAME,)) if isinstance(task, Mapping) else {}
+    if identity.get("task_version") is not None:
+        found["task_version"] = json.dumps(identity["task_version"])
+    if identity.get("data"):
+        found["data"] = digest(json.dumps(identity["data"], sort_keys=True))
+    return found
+
+
+def agree(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
+    """Whether no setting that both tell differs."""
+    return all(first[key] == second[key] for key in first.keys() & second.keys())
+
+
+def difference(settings: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> str:
+    """The settings that are not those of all others, as a name: ``num_lines 20, depth 0.5``."""
+    parts = []
+    for key, value in settings.items():
+        values = {value, *(other.get(key, value) for other in others)}
+        if len(values) > 1:
+            text = shortest(sorted(values))[value].strip("[]")
+            parts.append(f"{key.rsplit('.', 1)[-1]} {text}")
+    return ", ".join(parts)
+
+
+def on_the_same_prompts(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """The runs of a section with their records of the prompts that the command which ran last asked for
+    (of each seed), and the methods of those that lack some of these because they were asked for others.
+
+    A run that was asked for a prompt and has no record of it stays: it was interrupted, and its table
+    says so. Where the last run says nothing of what it was asked for, all records of the seed count.
+    """
+    wanted: dict[Any, frozenset[str] | None] = {}
+    for run in sorted(runs, key=lambda run: str(run.manifest.get("started"))):
+        wanted[run.manifest.get("seed")] = run.asked
+    kept: list[Run] = []
+    left_out: list[str] = []
+    for run in runs:
+        prompts = wanted[run.manifest.get("seed")]
+        if prompts is None:
+            kept.append(run)
+            continue
+        names = run.records["example_id"]
+        if prompts <= (run.asked or frozenset()) | set(names):
+            kept.append(
+                replace(run, records=run.records[names.isin(prompts)].reset_index(drop=True))
+            )
+        else:
+            left_out.append(str(run.manifest.get("method")))
+    return kept, left_out

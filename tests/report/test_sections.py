@@ -1,0 +1,127 @@
+"""Which runs stand in one table, and on which prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.report_runs import write_run
+
+from kvbench.records.read import EXAMPLES, StoreError, load_run
+from kvbench.records.store import write_examples
+from kvbench.report.experiment import Group, load_experiment
+from kvbench.report.frame import scores
+from kvbench.report.table import Table
+from kvbench.report.tables import score_table
+
+
+def run_of(
+    folder: Path,
+    method: str,
+    examples: Sequence[str],
+    *,
+    started: str = "10",
+    command: str = "kvbench a",
+    asked: Sequence[str] | None = None,
+    options: dict[str, Any] | None = None,
+) -> Path:
+    """A run with a record of each example; `asked`: what its last command asked for, if not these."""
+    records = [{"example_id": example, "score": float(i % 2)} for i, example in enumerate(examples)]
+    run = write_run(folder, method=method, records=records, options=options)
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest |= {"started": started, "command": command}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    write_examples(run, examples if asked is None else asked)
+    return run
+
+
+def groups_of(folder: Path) -> dict[str, Group]:
+    return {group.task: group for group in load_experiment(folder / "demo").groups}
+
+
+def table_of(group: Group) -> Table:
+    return score_table(group, scores(group))
+
+
+def prompts_of(group: Group) -> dict[str, set[str]]:
+    """The prompts of each row of the table."""
+    rows = group.records.groupby("variant")["example_id"]
+    return {str(variant): set(names) for variant, names in rows}
+
+
+def test_other_settings_of_a_task_are_a_table_of_their_own(tmp_path: Path) -> None:
+    run_of(tmp_path, "exact", "abcd", options={"task.num_lines": [20, 50]})
+    run_of(tmp_path, "h2o", "abcd", options={"task.num_lines": [20, 50]})
+    (before,) = groups_of(tmp_path).values()
+    later: dict[str, Any] = {"started": "11", "command": "kvbench b"}
+    run_of(tmp_path, "exact", "ab", options={"task.num_lines": [20]}, **later)
+    run_of(tmp_path, "knorm", "ab", options={"task.num_lines": [20]}, **later)
+    groups = groups_of(tmp_path)
+    assert list(groups) == ["t", "t, num_lines 20"]
+    assert groups["t"].labels == before.labels == ["exact", "h2o"]
+    assert groups["t, num_lines 20"].labels == ["exact", "knorm"]
+    assert groups["t, num_lines 20"].baseline == {"exact": None, "knorm": "exact"}
+    now, then = table_of(groups["t"]).data, table_of(before).data
+    assert now is not None
+    assert now.equals(then)
+
+
+def test_a_sweep_over_a_setting_names_every_section(tmp_path: Path) -> None:
+    for size in (1, 2):
+        run_of(tmp_path, "exact", "ab", options={"task.size": size})
+    assert list(groups_of(tmp_path)) == ["t, size 1", "t, size 2"]
+
+
+def test_a_setting_that_older_runs_lack_sets_nothing_apart(tmp_path: Path) -> None:
+    run_of(tmp_path, "exact", "ab", options={"task.size": 1})
+    run_of(tmp_path, "h2o", "ab", started="11", options={"task.size": 1, "task.new": 0})
+    assert list(groups_of(tmp_path)) == ["t"]
+
+
+CASES: list[tuple[dict[str, str], dict[str, str], list[str]]] = [
+    # records of each method in the order of their commands; rows of the table; methods left out
+    ({"exact": "abcd", "h2o": "ab"}, {"exact": "ab", "h2o": "ab"}, []),
+    ({"h2o": "ab", "exact": "abcd"}, {"exact": "abcd"}, ["h2o"]),
+    ({"exact": "abcd", "h2o": "abcd"}, {"exact": "abcd", "h2o": "abcd"}, []),
+]
+
+
+@pytest.mark.parametrize(("records", "rows", "left_out"), CASES)
+def test_a_table_is_about_the_prompts_of_the_last_command(
+    tmp_path: Path, records: dict[str, str], rows: dict[str, str], left_out: list[str]
+) -> None:
+    for hour, (method, examples) in enumerate(records.items(), 10):
+        run_of(tmp_path, method, examples, started=str(hour))
+    (group,) = groups_of(tmp_path).values()
+    assert prompts_of(group) == {method: set(examples) for method, examples in rows.items()}
+    assert list(group.left_out) == left_out
+    named = f"were run on other prompts: {', '.join(left_out)}."
+    assert any(named in note for note in table_of(group).notes) == bool(left_out)
+
+
+def test_an_interrupted_run_stays_in_its_table(tmp_path: Path) -> None:
+    """It was asked for every prompt, and its row says how many are missing."""
+    run_of(tmp_path, "h2o", "ab", asked="abcd")
+    run_of(tmp_path, "exact", "abcd", started="11")
+    (group,) = groups_of(tmp_path).values()
+    assert prompts_of(group) == {"exact": set("abcd"), "h2o": set("ab")}
+
+
+def test_runs_that_do_not_say_what_they_were_asked_for_show_everything(tmp_path: Path) -> None:
+    for method, examples in (("exact", "abcd"), ("h2o", "ab")):
+        (run_of(tmp_path, method, examples) / EXAMPLES).unlink()
+    (group,) = groups_of(tmp_path).values()
+    assert prompts_of(group) == {"exact": set("abcd"), "h2o": set("ab")}
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}', "[1]", "no JSON"])
+def test_a_damaged_list_of_examples_is_one_line(tmp_path: Path, content: str) -> None:
+    run = run_of(tmp_path, "exact", "ab")
+    (run / EXAMPLES).write_text(content)
+    with pytest.raises(StoreError) as refused:
+        load_run(run)
+    assert str(run / EXAMPLES) in str(refused.value)
+    assert "\n" not in str(refused.value)
