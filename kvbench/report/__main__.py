@@ -42,7 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--index", action="store_true", help="index.html for one or two folders, too"
     )
-    parser.add_argument("--out", help="folder for the comparison (default: compare-<a>-<b>)")
+    parser.add_argument(
+        "--out", help="folder for the comparison (default: compare-<a>-<b>, beside b)"
+    )
     parser.add_argument(
         "--list",
         action="store_true",
@@ -113,9 +115,12 @@ def _compare(first: Path, second: Path, out: str | None) -> None:
     from kvbench.report.render import terminal
 
     comparison = compare(load_experiment(first), load_experiment(second))
-    names = [name.replace("/", "_") for name in comparison.names]
     terminal(comparison.tables)
-    for path in write_comparison(comparison, Path(out or "-".join(("compare", *names)))):
+    names = [folder.resolve().name for folder in (first, second)]
+    if names[0] == names[1]:  # in two results folders, whose names tell them apart
+        names = [folder.resolve().parent.name for folder in (first, second)]
+    beside = second.resolve().parent / "-".join(("compare", *names))
+    for path in write_comparison(comparison, Path(out) if out else beside):
         print(printable(str(path)))
 
 

@@ -1,13 +1,15 @@
 """Two experiments side by side: the same methods on the same tasks, paired where examples are the same.
 
-Runs are matched by model, task and method; of several runs of one method, by the options that set them
-apart. Where each folder has one model, they are matched although their names differ. Examples are the
-same when prompt and expected answers are; of one with several seeds the mean score counts.
+Runs are matched by the hash of everything that changes a score; those without a partner of the same hash
+by model, task, method and rate, and of several such runs by the options that set them apart. Where each
+folder has one model, they are matched although the models' names differ. Examples are the same when
+prompt and expected answers are; of one with several seeds the mean score counts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +63,7 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     Raises:
         StoreError: they have no run in common.
     """
-    matched = [
-        ((a, x), (b, y))
-        for a, b in matched_groups(first, second)
-        for x, y in matched_variants(a, b)
-    ]
+    matched = matched_sides(first, second)
     if not matched:
         raise StoreError(
             f"{first.folder} and {second.folder} have no model, task and method in common"
@@ -92,23 +90,51 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     return Comparison(names, tuple(t for t in tables if len(t.frame)), in_percent(frame, _NUMBERS))
 
 
-def matched_groups(first: Experiment, second: Experiment) -> list[tuple[Group, Group]]:
-    """Groups of the same unit, task and model, or task alone where each has one model."""
-    alone = all(len({group.model for group in e.groups}) == 1 for e in (first, second))
-    keys = {("" if alone else group.model, group.task): group for group in second.groups}
-    found = [(a, keys.get(("" if alone else a.model, a.task))) for a in first.groups]
-    return [(a, b) for a, b in found if b and a.meta.score_unit == b.meta.score_unit]
+def matched_sides(first: Experiment, second: Experiment) -> list[tuple[Side, Side]]:
+    """The variants of the two experiments that stand for the same run, in the order of the first one."""
+    left = [(group, variant) for group in second.groups for variant in group.variants]
+    matched: dict[Side, Side] = {}
+    for rule in (_same_hash, partial(_same_settings, one_model=_one_model(first, second))):
+        for group in first.groups:
+            for variant in group.variants:
+                side = (group, variant)
+                partners = [other for other in left if rule(side, other)]
+                if side not in matched and partners:
+                    matched[side] = partners[0]
+                    left.remove(partners[0])
+    order = [(group, variant) for group in first.groups for variant in group.variants]
+    return [(side, matched[side]) for side in order if side in matched]
 
 
-def matched_variants(a: Group, b: Group) -> list[tuple[Variant, Variant]]:
-    """Variants of the same label; where a method has one variant in each, they are matched in any
-    case."""
-    found = []
-    for x in a.variants:
-        same = [y for y in b.variants if y.label == x.label]
-        mine, theirs = ([v for v in g.variants if v.method == x.method] for g in (a, b))
-        found += [(x, y) for y in same or (theirs if len(mine) == len(theirs) == 1 else [])]
-    return found
+def _same_hash(side: Side, other: Side) -> bool:
+    """Whether two variants have a run of the same settings, whatever their labels are."""
+    hashes = [
+        set(group.records.loc[group.records["variant"] == variant.label, "config_hash"].dropna())
+        for group, variant in (side, other)
+    ]
+    same_model = side[0].model == other[0].model
+    return same_model and not hashes[0].isdisjoint(hashes[1])
+
+
+def _one_model(first: Experiment, second: Experiment) -> bool:
+    """Whether each of two experiments has one model."""
+    return all(len({group.model for group in e.groups}) == 1 for e in (first, second))
+
+
+def _same_settings(side: Side, other: Side, *, one_model: bool) -> bool:
+    """Whether two variants are the same method at the same rate on the same task, and have the same
+    label where their groups have several of that method and rate."""
+    (a, x), (b, y) = side, other
+    if a.task != b.task or a.meta.score_unit != b.meta.score_unit:
+        return False
+    if not one_model and a.model != b.model:
+        return False
+    if x.label == y.label:
+        return True
+    mine, theirs = ([v for v in g.variants if v.method == x.method] for g in (a, b))
+    same_rate = [v for v in mine if v.rate == x.rate], [v for v in theirs if v.rate == y.rate]
+    alone = all(len(variants) == 1 for variants in same_rate) and x.rate == y.rate
+    return x.method == y.method and (alone or len(mine) == len(theirs) == 1)
 
 
 def _changes(first: Side, second: Side, family: Array) -> pd.DataFrame:
@@ -180,9 +206,9 @@ def _task_table(total: pd.DataFrame) -> Table:
         total.assign(difference_mark=shown),
         (
             Column("variant", "method"),
-            *(Column(side, text=text) for side in SIDES),
             Column("difference", "change", signed),
             Column("p", text=p_text),
+            *(Column(side, text=text) for side in SIDES),
             Column("common_examples", "common", whole),
             *(Column(key, text=whole) for key in ("better", "worse")),
             *(Column(k, k.replace("_", " "), str if "failed" in k else number) for k in sides),

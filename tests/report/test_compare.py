@@ -111,6 +111,19 @@ def test_what_one_lacks_is_told(both: tuple[Path, Path]) -> None:
     assert shown(found.tables[-1]) == lacking
 
 
+def test_runs_are_matched_whatever_else_their_folders_hold(tmp_path: Path) -> None:
+    """A label names the rate only where a folder has several; the hash is the same."""
+    first = write(tmp_path / "a", {"snapkv": [1.0, 0.0]})
+    for rate in (0.25, 0.5):
+        second = write(tmp_path / "b", {"snapkv": [1.0, 1.0]}, **{"budget.rate": rate})
+    comparison = compared(first, second)
+    assert list(comparison.frame["variant"]) == ["snapkv, rate 0.25"]
+    assert shown(comparison.tables[-1]) == [["recall_mini / t / snapkv, rate 0.5", str(second)]]
+    write(tmp_path / "a", {"snapkv": [0.0, 0.0]}, seed=7, **{"budget.rate": 0.5})
+    third = write(tmp_path / "c", {"snapkv": [1.0, 1.0]}, seed=8, **{"budget.rate": 0.5})
+    assert list(compared(first, third).frame["first"]) == [0.0], "no hash in common: by the rate"
+
+
 def test_other_prompts_are_other_examples_and_repeats_one(tmp_path: Path) -> None:
     a = write(tmp_path / "a", {"snapkv": [1.0, 1.0, 0.0, 1.0]})
     b = write(tmp_path / "b", {"snapkv": [0, 0, 1, 0]}, fields={"prompt_tail": "another one"})
@@ -131,6 +144,8 @@ def test_the_command_writes_page_text_and_numbers(
     assert main([*map(str, both), "--out", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == {"compare.html", "compare.csv"}
     assert set(pd.read_csv(out / "compare.csv")["variant"]) == {"snapkv", "h2o"}
+    assert main([*map(str, both)]) == 0
+    assert (both[1].parent / "compare-a-b" / "compare.csv").exists(), "beside the second"
     page = (out / "compare.html").read_text()
     assert "<script>document" not in page
     assert "only in" in capsys.readouterr().out
