@@ -111,7 +111,9 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     )
 
 
-def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
+def run_config(
+    config: DictConfig, shared: dict[str, Any], *, print_tables: bool = True
+) -> JobResult:
     """Run one job and print its tables; for `shared` see `build_job`."""
     job = build_job(config, shared)
     if job.session.spec.place[0]:  # the first rank alone writes, shows and logs
@@ -129,7 +131,8 @@ def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
             progress.on_unit = stack.enter_context(live).log
         result = run_job(job, progress)
     runs = tuple(load_run(path) for path in result.folders.values())
-    print_scores(job.results_dir / job.experiment, runs)
+    if print_tables:
+        print_scores(job.results_dir / job.experiment, runs)
     if logs and result.complete:  # of several shards, the last logs
         log_runs(runs, **logger)
     return result

@@ -79,10 +79,16 @@ class Jobs:
 
     Args:
         argv: what the user typed, which manifests hold.
+
+    Attributes:
+        names: of a sweep, what sets each job apart from the others; the sweeper fills it. Of several
+            jobs each is announced in one line, and prints no tables: the command prints those of all.
+        outcomes: of the jobs that have ended.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.argv = list(argv)
+        self.names: list[str] = []
         self.outcomes: list[JobOutcome] = []
         self._shared: dict[str, Any] = {}  # model, tokenizer, examples
 
@@ -91,11 +97,16 @@ class Jobs:
         sys.argv = self.argv  # where the manifest looks for the command
         # as typed: a ${...} in them has another meaning, or none, where Hydra keeps them
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        several = len(self.names) > 1
+        if several:
+            number = len(self.outcomes)
+            name = self.names[number]
+            print(presentable(f"job {number + 1} of {len(self.names)}: {name}"), flush=True)
         try:
             methods_of(Settings.of(config).methods)  # before the libraries of models are imported
             from kvbench.cli.build import run_config
 
-            done = run_config(config, self._shared)
+            done = run_config(config, self._shared, print_tables=not several)
             runs = tuple(map(str, done.folders.values()))
             said = f"{done.records} records, {done.failed} of them failed"
             outcome = JobOutcome(typed, runs, said, FAILED if done.failed else 0)
@@ -203,6 +214,7 @@ class Sweeper(sweeper.Sweeper):
         if self.settings.dry_run:
             print(f"{len(parts)} jobs; launcher={self.settings.launcher.name}")
             return []
+        self.jobs.names = names(parts)
         return self.launcher.launch(parts, 0)
 
 

@@ -103,9 +103,11 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
             name = key.removesuffix("_mean").replace("_", " ")
             columns.append(Column(key, name, whole if name == "entries" else number))
     columns += [Column("failures", "failed")] * bool(table["failures"].any()) + [Column("scored")]
+    named = {variant.rate for variant in group.variants if variant.rate is not None}
+    at_rate = f" at rate {named.pop():g}" if len(named) == 1 else ""
     return Table(
         f"{group.task}-{group.model}",
-        f"{group.task} on {group.model}: score{unit_text(unit)}",
+        f"{group.task} on {group.model}{at_rate}: score{unit_text(unit)}",
         table,
         tuple(columns),
         tuple(dict.fromkeys([*_interval_notes(group, table), *legend(table), *_notes(group)])),

@@ -109,8 +109,11 @@ def test_a_job_says_at_once_what_it_does_and_a_model_is_loaded_once(
         return real(spec, **how)
 
     monkeypatch.setattr(session, "load_model", load)
-    status, _, err = main(capsys, *SHORT, "-m", "budget.rate=0.5,0.25")
+    status, out, err = main(capsys, *SHORT, "-m", "budget.rate=0.5,0.25")
     assert (status, loaded) == (0, ["tiny_random"]), err
+    jobs = [line for line in out.splitlines() if line.startswith("job ")]
+    assert jobs == ["job 1 of 2: budget.rate=0.5", "job 2 of 2: budget.rate=0.25"]
+    assert out.count(": score, %") == 1, "the tables of all jobs, once, at the end"
     first, second, last = (line.partition("longeval_lines: ")[2] for line in err.splitlines()[:3])
     assert first == "loading the data and the model"
     assert re.fullmatch(r"0/2, prefill of \d+ tokens: layer 1 of 4", second)

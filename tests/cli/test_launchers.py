@@ -179,7 +179,7 @@ def test_one_of_two_workers_is_killed_and_the_rest_goes_on(tmp_path: Path) -> No
     out, err = again.communicate()
     assert again.returncode == 0, err
     assert "3 jobs, all well" in out
-    assert "longeval_lines on recall_mini: score" in out, "the tables of all shards"
+    assert "longeval_lines on recall_mini at rate" in out, "the tables of all shards"
     assert records(tmp_path / "split") == records(tmp_path / "alone")
 
 

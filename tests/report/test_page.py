@@ -69,7 +69,7 @@ def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
     for part in (
         '<h2 id="section-1">longeval_lines',
         "At rate 0.25: snapkv has 72.0 %",
-        "longeval_lines on recall_mini: score, %",
+        "longeval_lines on recall_mini at rate 0.25: score, %",
         "which compressed methods are shown to differ",
         "2 failed examples",
         " of 50 examples</summary>",
