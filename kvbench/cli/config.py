@@ -66,14 +66,10 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``,
     ``model.config.<field>=`` as the ``++model.config.<field>=`` that Hydra asks for, and experiments by
     their own names in place of older ones; a value that the results must not keep is refused.
-
-    A task without a model runs on `REAL_MODEL` where that is installed; experiments say theirs.
     """
     given = {text.partition("=")[0] for text in overrides}
     found: list[str] = []
     installed = all(find_spec(package) is not None for package in ITS_PACKAGES)
-    if installed and "task" in given and not given & {"model", "model.path", "experiment"}:
-        found.append(f"model={REAL_MODEL}")
     for text in overrides:
         key, _, value = text.partition("=")
         values = [part.strip("'\"") for part in value.split(",")]

@@ -178,7 +178,7 @@ def quiet_hub() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

@@ -97,6 +97,22 @@ def test_a_hub_id_or_a_folder_is_a_model_with_one_label(tmp_path: Path, monkeypa
             assert (model.path, model.name) == (value, "2 mine")
 
 
+@pytest.mark.parametrize("task", catalogue("tasks"))
+def test_a_task_says_which_model_it_runs_on(task: str) -> None:
+    """Records of lines are for the model that was trained on them; SmolLM2 answers none of them."""
+    lines = task.startswith("longeval_")
+    default = "recall_mini" if lines else "smollm2_135m"
+    assert composed(f"task={task}").model.name == default
+    assert composed(f"task={task}", "model=tiny_random").model.name == "tiny_random"
+
+
+def test_the_model_of_an_experiment_or_of_prompts_is_its_own() -> None:
+    assert composed("experiment=h2o_table7").model.name == "OPT-6.7B"
+    assert composed("task=layer_error", "task@task.prompts=longeval_lines").model.name == (
+        "smollm2_135m"
+    )
+
+
 def test_a_job_says_at_once_what_it_does_and_a_model_is_loaded_once(
     capsys: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
