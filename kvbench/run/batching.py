@@ -188,9 +188,9 @@ class Runner:
         before = self.size.group_ran_out(len(group))
         log.info("batch of %d ran out of memory; going on with %d", len(group), self.size.now)
         one_fits_nowhere = False
-        for outcomes in self._run_again(again, len(group) // 2):
-            one_fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in outcomes)
-            yield outcomes
+        for retried in self._run_again(again, len(group) // 2):
+            one_fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in retried)
+            yield retried
         if one_fits_nowhere:
             self.size.restore(before)
             log.info("one of them fits nowhere; going on with %d again", self.size.now)
