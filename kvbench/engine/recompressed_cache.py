@@ -82,7 +82,9 @@ class RecompressedCache(GrowingCache):
         self.fed += 1
         self.queries = torch.cat([self.queries, call.query[0]], dim=1)
         self.queries = self.queries[:, -self.recompression.queries :]
-        size = self.recompression.stays(self.budget, self.prompt, self.fed, self.store.length)
+        size = self.recompression.entries_to_keep(
+            self.budget, self.prompt, self.fed, self.store.length
+        )
         if size is not None:
             self._recompress(size)
 
