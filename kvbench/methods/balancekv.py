@@ -398,6 +398,7 @@ def per_halving(method: BalanceKV, option: str, count: int) -> tuple[Any, ...]:
     if isinstance(value, int | float):
         return (value,) * count
     if len(value) < count:
-        name = type(method).__module__.rpartition(".")[2]
-        raise KVError(f"{name}.{option} is {list(value)}; allowed: {count} values at this rate")
+        raise KVError(
+            f"{method.method_name()}.{option} is {list(value)}; allowed: {count} values at this rate"
+        )
     return tuple(value[:count])

@@ -296,7 +296,12 @@ class Method:
         Raises:
             KVError: one line that names the option, its value and what is allowed.
         """
-        check_options(self, type(self).__module__.rpartition(".")[2] + ".", KVError)
+        check_options(self, f"{self.method_name()}.", KVError)
+
+    @classmethod
+    def method_name(cls) -> str:
+        """The name of the file that defines the method, as messages and build_method call it."""
+        return cls.__module__.rpartition(".")[2]
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Choose or compute the entries that replace the layer's keys and values.
