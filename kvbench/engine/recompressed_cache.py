@@ -90,7 +90,7 @@ class RecompressedCache(GrowingCache):
         self.fed += 1
         self.queries = torch.cat([self.queries, call.query[0]], dim=1)
         self.queries = self.queries[:, -self.recompression.queries :]
-        size = self.recompression.stays(
+        size = self.recompression.entries_to_keep(
             self.budget, self.prompt_tokens, self.fed, self.store.length
         )
         if size is not None:
