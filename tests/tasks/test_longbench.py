@@ -19,7 +19,7 @@ from kvbench.engine.model_spec import ModelError, ModelSpec, local_path
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.tasks import longbench
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import PromptEncoder, TaskError
 from kvbench.tasks.longbench import (
     DATASETS,
     E_DATASETS,
@@ -123,35 +123,32 @@ def encoder(family: str, template: str, special: list[str], stop: list[str], pos
 
 
 @pytest.fixture(scope="module")
-def llama():
+def llama() -> PromptEncoder:
     special = ["<|bos|>", "<|eos|>", "<|eot_id|>", "<|head|>", "<|endhead|>"]
     return encoder("llama", LLAMA3, special, ["<|eot_id|>"], 131072)
 
 
 @pytest.fixture(scope="module")
-def qwen():
+def qwen() -> PromptEncoder:
     return encoder("qwen2", QWEN, ["", "<|im_end|>", "<|im_start|>"], [], 32768)
 
 
-def examples(encoder, **options) -> Any:
+def examples(encoder: PromptEncoder, **options: Any) -> Any:
     return LongBench(data=str(DATA), per_dataset=1, **options).examples(encoder)
 
 
-def whole(example) -> list[int]:
+def whole(example: Any) -> list[int]:
     return [*example.context_ids, *example.question_ids]
 
 
-def in_chat(encoder, text: str) -> list[int]:
+def in_chat(encoder: Any, text: str) -> list[int]:
     message = [{"role": "user", "content": text}]
     return encoder.tokenizer.apply_chat_template(
         message, add_generation_prompt=True, return_dict=True
     )["input_ids"]
 
 
-def test_balancekv_prompts_llama_plainly_and_the_benchmark_all_but_few_shot_and_code(
-    llama, qwen
-) -> None:
-    """Qwen gets its template on six data sets."""
+def test_balancekv_prompts_llama_plainly(llama: PromptEncoder) -> None:
     found = examples(llama)
     assert [e.dataset for e in found] == list(E_DATASETS)
     ends = {llama.tokenizer.convert_tokens_to_ids(token) for token in ("<|eos|>", "<|eot_id|>")}
@@ -161,15 +158,24 @@ def test_balancekv_prompts_llama_plainly_and_the_benchmark_all_but_few_shot_and_
         assert e.end_ids == ends
         assert e.complete
         assert e.may_be_empty
+
+
+def test_balancekv_gives_qwen_its_template_on_six_data_sets(qwen: PromptEncoder) -> None:
     for e in examples(qwen):
         plain = e.dataset in QWEN_PLAIN
         text = e.context + e.question
         assert whole(e) == (qwen.tokenizer.encode(text) if plain else in_chat(qwen, text))
         assert ("Default of this template." in qwen.decode(whole(e))) != plain
         assert e.end_ids == {qwen.tokenizer.eos_token_id}
+
+
+def test_the_benchmark_has_a_chat_for_all_but_few_shot_and_code(llama: PromptEncoder) -> None:
     for e in examples(llama, protocol="longbench"):
         text, plain = e.context + e.question, e.dataset in OFFICIAL_PLAIN
         assert whole(e) == (llama.tokenizer.encode(text) if plain else in_chat(llama, text))
+
+
+def test_a_chat_model_that_the_protocol_does_not_know_is_refused(qwen: PromptEncoder) -> None:
     with pytest.raises(TaskError, match="does not say how to prompt a chat model of type 'gemma2'"):
         examples(replace(qwen, family="gemma2"), datasets=["qasper"])
     (e,) = examples(replace(qwen, family="opt", chat=False), datasets=["qasper"])
@@ -207,6 +213,9 @@ def test_balancekv_truncates_ids_and_the_benchmark_text_before_the_template(llam
     tight = replace(llama, max_positions=400)
     for e in examples(tight, protocol="longbench", datasets=["qasper", "trec"]):
         assert len(whole(e)) + e.max_new_tokens <= 400
+    tiny, prompt = replace(llama, max_positions=20), "x y " * 50  # no room for prompt and answer
+    two = OFFICIAL.encode(llama, "trec", prompt, 9, 2)
+    assert OFFICIAL.encode(tiny, "trec", prompt, 9, None).ids == two.ids
 
 
 def test_samsum_stops_at_a_newline_that_is_not_its_first_token(llama) -> None:

@@ -173,6 +173,9 @@ def test_wrong_files_are_one_line_and_unused_ones_may_be_missing(tmp_path, files
                 made(tasks=[task], **{option: str(wrong)})
         with pytest.raises(TaskError, match=r"JSON|object with a field text"):
             made(tasks=["niah_single_2"], essays=str(wrong))
+    wrong.with_suffix(".txt").write_text(" \n")
+    with pytest.raises(TaskError, match="hold no words"):
+        made(tasks=["niah_single_2"], essays=str(wrong.with_suffix(".txt")))
     with pytest.raises(TaskError, match="no file matches essays="):
         made(tasks=["niah_single_2"], essays="/no/such/*.txt")
     with pytest.raises(TaskError, match=r"that has 5; allowed: num_examples of at most 5"):
