@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -351,7 +351,11 @@ class Method:
             raise NotImplementedError(f"{type(self).__name__}.evict")
         scores = held.scores
         if rule.leaves != "oldest":
-            assert scores is not None
+            if scores is None:
+                raise KVError(
+                    f"{type(self).__name__} lets entries go by their scores and compress gave none; "
+                    "allowed: CompressedKV.scores"
+                )
             scores.add_(attention)
         full = held.positions.shape[-1] > held.capacity
         return scores, rule.choose(scores, held.positions) if full else None
@@ -411,41 +415,58 @@ class Method:
         return None
 
 
-ASKED = (
-    "version",
-    "saves_memory",
-    "uses_budget",
-    "recompresses",
-    "by_head",
-    "evicts",
-    "restricts",
-    "recompression",
-    "rescoring",
-    "whole_pass",
-)
-"""What a job asks a method about itself; properties, where a class makes them so."""
+ASKED: Mapping[str, tuple[type, ...]] = {
+    "version": (int,),
+    "saves_memory": (bool,),
+    "uses_budget": (bool,),
+    "recompresses": (bool,),
+    "by_head": (bool,),
+    "evicts": (bool,),
+    "restricts": (bool,),
+    "recompression": (Recompression, type(None)),
+    "rescoring": (Rescoring, type(None)),
+    "whole_pass": (object,),
+}
+"""What a job asks a method about itself (properties, where a class makes them so), and of which type an
+answer is."""
 
 
-def check_answers(label: str, method: Method) -> None:
-    """Refuse a method one of whose properties, or whose `Method.quantization`, raises, before a job
-    begins.
+@contextmanager
+def asking(label: str, question: str = "description of itself") -> Iterator[None]:
+    """A method is asked about itself within this context, before its job begins.
 
     Raises:
-        KVError: naming the method, the property and what it raised; or see `Method.quantization`.
+        KVError: naming the method, what it was asked and what it raised.
     """
-    questions: dict[str, Callable[[], object]] = {
-        name: partial(getattr, method, name) for name in ASKED
-    }
-    questions["quantization"] = lambda: method.quantization()
-    for name, answer in questions.items():
-        try:
-            answer()
-        except KVError:
-            raise
-        except Exception as failure:
+    try:
+        yield
+    except KVError:
+        raise
+    except (Exception, SystemExit, GeneratorExit) as failure:
+        raise KVError(
+            f"method {label!r}: its {question} raises {one_line(failure)}; allowed: a value"
+        ) from failure
+
+
+def check_answers(label: str, method: Method) -> dict[str, Any]:
+    """What a method answers to every question of `ASKED`, and its `Method.quantization`. A job goes by
+    these answers, so that a property that raises later does not end it.
+
+    Raises:
+        KVError: an answer of another kind; see `asking` and `Method.quantization`.
+    """
+    answers: dict[str, Any] = {}
+    for name, kind in ASKED.items():
+        with asking(label, name):
+            answers[name] = getattr(method, name)
+        if not isinstance(answers[name], kind):
             raise KVError(
-                f"method {label!r}: its {name} raises {one_line(failure)}; allowed: a value"
-            ) from failure
+                f"method {label!r}: its {name} is a {type(answers[name]).__name__}; allowed: "
+                f"{' or '.join(one.__name__ for one in kind)}"
+            )
+    with asking(label, "quantization"):
+        answers["quantization"] = method.quantization()
+    return answers
 
 
 def allowed_entries(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from kvbench.engine.generate import Generation, Prompt, Question, run_conversati
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
-from kvbench.methods.base import Method
+from kvbench.methods.base import Method, asking
 from kvbench.records.figures import Heatmap, as_json
 from kvbench.records.schema import COMMON_FIELDS
 from kvbench.run.encoding import EncodedExample, conversations_of, encode_examples, pieces_of
@@ -44,6 +44,8 @@ TAKEN = frozenset(
 NOTED = 2
 """So many units of a task, the first, record which entries every method kept: two, since one may be a
 special case."""
+MOST_EXTRA = 2.0**63
+"""Numbers of `Method.extras` are smaller: what reads records takes no others for integers."""
 Methods = Mapping[str, tuple[Method, Budget]]
 """Methods of a job by label, each with its budget."""
 
@@ -171,11 +173,16 @@ class TaskPlan(Plan):
             names = set(example.fields) - {"task"}
             refuse_taken(f"task {self.task.name}, example {example.id!r}: fields", names)
         for label, (method, budget) in methods.items():
-            Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
+            with asking(label):
+                Fork(
+                    label, method, budget, session.seed, "", room=0
+                )  # refuses what cannot generate
         after = session.compress_after == "context"
         longest = max((e.n for e in encoded), default=0)
         for label, (method, budget) in methods.items():
-            if not method.uses_budget or not encoded:
+            with asking(label, "uses_budget"):
+                uses_budget = method.uses_budget
+            if not uses_budget or not encoded:
                 continue
             ends = budget.sink + budget.window
             if ends > longest:
@@ -263,7 +270,8 @@ class TaskPlan(Plan):
         encoded: EncodedExample = unit.payload[record_id]
         example = encoded.example
         if result.failure is None:
-            result = with_extras_checked(label, result)
+            others = {*unit.fields[record_id], *self.task.measures}
+            result = with_extras_checked(label, result, others)
         fields: dict[str, Any] = {
             "prompt_tokens": encoded.n,
             "answers": list(example.answers),
@@ -298,10 +306,17 @@ def refuse_taken(whose: str, names: Iterable[str]) -> None:
             raise KVError(f"{whose} have {name!r}, which every record has; allowed: other names")
 
 
-def with_extras_checked(label: str, result: Generation) -> Generation:
-    """The generation; a failed one if `Method.extras` has names of fields that every record has."""
+def with_extras_checked(label: str, result: Generation, others: Collection[str] = ()) -> Generation:
+    """The generation; a failed one if `Method.extras` has names of fields that every record has or that
+    are among `others`, the task's own, or values that are no numbers."""
     try:
-        refuse_taken(f"the extras of method {label!r}", result.extras)
+        whose = f"the extras of method {label!r}"
+        refuse_taken(whose, result.extras)
+        for name, value in result.extras.items():
+            if not isinstance(name, str) or name in others:
+                raise KVError(f"{whose} have {name!r}; allowed: names that the task does not use")
+            if not isinstance(value, int | float) or not abs(value) < MOST_EXTRA:
+                raise KVError(f"{whose} have {name} of a value that is no number; allowed: numbers")
     except KVError as failure:
         return replace(result, failure=failure, extras={})
     return result

@@ -97,20 +97,24 @@ class Job:
 
     def __post_init__(self) -> None:
         for label, (method, _) in self.methods.items():
-            check_answers(label, method)
             decoder = getattr(method, "decoded_by", "kvbench")
             if decoder not in self.plan.decoders:
                 raise KVError(
                     f"method {label!r} is decoded by {decoder}, a witness of seconds; allowed: "
                     f"task=throughput (task {self.task} measures what kvbench decodes)"
                 )
-        unlike = [k for k, pair in self.methods.items() if not getattr(pair[0], "by_head", True)]
+        unlike = [label for label, answers in self.answers.items() if not answers["by_head"]]
         alone = unlike or self.batch_size == "auto" or self.session.example_timeout is not None
         if self.session.spec.parallel is not None and alone:
             raise KVError(
                 "model.parallel is 'tensor'; allowed with it: batch_size=<number>, example_timeout="
                 f"null, methods that choose for each KV head by itself (not: {unlike or '-'})"
             )
+
+    @cached_property
+    def answers(self) -> dict[str, dict[str, Any]]:
+        """What every method says of itself, asked once; see `check_answers`."""
+        return {label: check_answers(label, method) for label, (method, _) in self.methods.items()}
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -175,12 +179,13 @@ class Job:
         if not sampling.greedy:  # the number of samples adds records and changes none
             common["sampling"] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         found = {}
-        for label, (method, _) in self.methods.items():
+        for label, answers in self.answers.items():
+            version = answers["version"]
             settings = {
-                **({"method_version": method.version} if method.version > 1 else {}),
+                **({"method_version": version} if version > 1 else {}),
                 **common,
                 "method": self.method_configs[label],
-                "budget": self.budget_config if method.uses_budget else None,
+                "budget": self.budget_config if answers["uses_budget"] else None,
             }
             own = names | {"method": label, "config_hash": config_hash(without_defaults(settings))}
             folder = run_folder(self.results_dir, **own)
@@ -210,7 +215,8 @@ class Job:
             "dataset": self.task,
             "example_id": outcome.example_id,
             "status": "ok",
-            "saves_memory": method.saves_memory or method.quantize is not None,
+            "saves_memory": self.answers[outcome.method]["saves_memory"]
+            or method.quantize is not None,
             **outcome.fields,
         }
 
