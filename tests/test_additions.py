@@ -1,5 +1,6 @@
-"""A method is two files; a measured field, a table, a figure, a task with a metric at most two: each is
-added in a copy of the package, as README.md and kvbench/README.md say, and one run shows them all."""
+"""A method is two files, and so is a task with a metric of its own; a measured field, a table, a figure
+at most two: each is added in a copy of the package, as README.md and kvbench/README.md say, and one run
+of the method and one of the task show them all."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.paths import ROOT
@@ -31,6 +31,61 @@ def extra_figure(group: Group) -> Drawn:
     figure, _ = new_panels(1, 1, (3, 2), (0, 0))
     return Drawn(f"extra-{group.task}", "An extra figure", "Axes.", figure)
 '''
+TASK = '''"""A colour that stands in the middle of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvbench.tasks.base import Example, Many, PromptEncoder, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colour(Task):
+    """Texts that name one colour; the score is the share of its letters that the answer holds."""
+
+    name = "colour"
+    measures = ("score", "letters")
+    num_examples: Many = 4
+
+    def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
+        """See `Task.examples`."""
+        grass = "The grass is long. " * 40
+        return [
+            Example(
+                id=f"colour-{number}",
+                context=f"{grass}The door of house {number} is green. {grass}",
+                question=f"Which colour has the door of house {number}?",
+                answers=("green",),
+                max_new_tokens=4,
+                dataset="colour",
+            )
+            for number in range(self.num_examples)
+        ]
+
+    def score(self, prediction: str, example: Example) -> Mapping[str, float]:
+        """See `Task.score`; beside it the number of letters."""
+        letters = [letter in prediction for letter in example.answers[0]]
+        return {"score": sum(letters) / len(letters), "letters": float(len(prediction))}
+'''
+TASK_YAML = """# A colour in the middle of a text.
+defaults:
+  - override /model@_global_.model: smollm2_135m
+  - _self_
+_target_: kvbench.tasks.colour.Colour
+num_examples: 4
+"""
+TESTS = [
+    "tests/methods/test_methods_properties.py",
+    "tests/methods/test_methods_conf.py",
+    "tests/report/test_figures.py",
+    "tests/report/test_tables.py",
+    "tests/tasks/test_every_task.py",
+    "tests/cli/test_cli.py",
+    "tests/test_imports.py",
+]
+"""Those that see every method, task, table and figure."""
 CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     # what: file: what stands there, and what stands there then; "" is the end
     "measured field": {
@@ -48,15 +103,6 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
              "+ split + _splits(group, fields) + [extra_table(group)]"),
             ("", TABLE),
         ],
-    },
-    "task with a metric": {
-        "kvbench/tasks/metrics.py": [
-            ('"rouge_2": _rouge_2,\n',
-             '"rouge_2": _rouge_2,\n    "any_text": _best(lambda said, answer: 0.5),\n'),
-        ],
-        "conf/task/any_text.yaml": [("", "# Whatever is said, half of it.\n"
-            "defaults: [jsonl, _self_]\nfiles: [tests/data/benchmarks/gsm8k.jsonl]\n"
-            "fields: {context: question, answers: answer}\nmetric: any_text\n")],
     },
     "figure": {
         "kvbench/report/figures.py": [
@@ -93,20 +139,8 @@ def add_method(root: Path) -> tuple[set[str], list[str]]:
     return added, shlex.split(command)
 
 
-def changed(root: Path) -> None:
-    """Make all of `CHANGES` below `root`."""
-    for what, files in CHANGES.items():
-        assert len(files) <= 2, what
-        for name, edits in files.items():
-            text = (root / name).read_text() if (root / name).exists() else ""
-            for before, after in edits:
-                assert not before or text.count(before) == 1, (name, before)
-                text = text.replace(before, after) if before else text + after
-            (root / name).write_text(text)
-
-
-def run_there(root: Path, *arguments: str) -> str:
-    """What a command of the copy prints, which ends well."""
+def run_in(root: Path, *arguments: str) -> str:
+    """What Python prints when it is run in the copy at `root`, which must end well."""
     path = os.pathsep.join([str(root), str(root / "scripts/plugins")])
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": ""}
     done = subprocess.run(
@@ -117,38 +151,8 @@ def run_there(root: Path, *arguments: str) -> str:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     return done.stdout
-
-
-def records_below(root: Path, run: str) -> list[dict[str, Any]]:
-    """The records of the one run of this name."""
-    (records,) = (root / "runs").rglob(f"{run}-*/records.jsonl")
-    return [json.loads(line) for line in records.read_text().splitlines()]
-
-
-def check_report(report: Path) -> None:
-    """The page and the tables hold what was added."""
-    page = (report / "report.html").read_text()
-    assert "An extra table" in page
-    assert "An extra figure" in page
-    assert list((report / "tables").glob("extra-*.csv"))
-    (scores,) = (p for p in (report / "tables").glob("*.csv") if "spare" in p.read_text())
-    assert "42" in scores.read_text()
-    # by default every run is copied to W&B, offline where there is no key
-    assert len(list((report / "wandb").glob("offline-run-*"))) >= 2
-
-
-TESTS = [
-    "tests/methods/test_methods_properties.py",
-    "tests/methods/test_methods_conf.py",
-    "tests/report/test_figures.py",
-    "tests/report/test_tables.py",
-    "tests/tasks/test_metrics.py",
-    "tests/tasks/test_every_task.py",
-    "tests/test_imports.py",
-]
-"""Those that see every method, figure, table, metric and task."""
 
 
 @pytest.mark.slow
@@ -159,14 +163,35 @@ def test_what_is_added_touches_two_files_at_most(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     added, (python, *arguments) = add_method(tmp_path)
     assert (len(added), python) == (2, "python")
-    changed(tmp_path)
-    assert "knorm" in run_there(tmp_path, *arguments)
-    lines = records_below(tmp_path, "knorm")
+    for what, files in CHANGES.items():
+        assert len(files) <= 2, what
+        for name, edits in files.items():
+            text = (tmp_path / name).read_text()
+            for before, after in edits:
+                assert not before or text.count(before) == 1, (name, before)
+                text = text.replace(before, after) if before else text + after
+            (tmp_path / name).write_text(text)
+    (tmp_path / "kvbench/tasks/colour.py").write_text(TASK)
+    (tmp_path / "conf/task/colour.yaml").write_text(TASK_YAML)
+    assert "knorm" in run_in(tmp_path, *arguments)
+    task = ["task=colour", "model=recall_mini", "method=[exact,snapkv]", "results_dir=of_task"]
+    assert "colour" in run_in(tmp_path, "-m", "kvbench", *task)
+    run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    (records,) = (tmp_path / "of_task").rglob("snapkv-*/records.jsonl")
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [line["status"] for line in lines] == ["ok"] * 4
+    assert all(0 <= line["score"] <= 1 and line["letters"] >= 0 for line in lines)
+    (records,) = (tmp_path / "runs").rglob("knorm-*/records.jsonl")
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    assert len(lines) == 4
     assert {(line["status"], line["spare"]) for line in lines} == {("ok", 42.0)}
-    assert [line["entries"]["max"] for line in lines] == [line["capacity"] for line in lines]
-    check_report(next((tmp_path / "runs").iterdir()))
-    small = ["model=tiny_random", "device=cpu", "logger=none", "limit=1", "method=[exact]"]
-    where = ["experiment_name=metric", "task.max_new_tokens=4"]
-    run_there(tmp_path, "-m", "kvbench", "task=any_text", *small, *where)
-    assert [line["score"] for line in records_below(tmp_path, "metric/**/exact")] == [0.5]
-    run_there(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    assert all(line["entries"]["max"] == line["capacity"] for line in lines)
+    report = next((tmp_path / "runs").iterdir())
+    page = (report / "report.html").read_text()
+    assert "An extra table" in page
+    assert "An extra figure" in page
+    assert list((report / "tables").glob("extra-*.csv"))
+    (scores,) = (p for p in (report / "tables").glob("*.csv") if "spare" in p.read_text())
+    assert "42" in scores.read_text()
+    # by default every run is copied to W&B, offline where there is no key
+    assert len(list((report / "wandb").glob("offline-run-*"))) >= 2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.errors import first_line
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
-from kvbench.methods._adapters import held_entries
+from kvbench.methods._adapters import locate_entries
 from kvbench.methods._press_module import AttentionModule, ColumnSums
 from kvbench.methods.adakv import keep
 from kvbench.methods.base import Method, check_known
@@ -232,7 +232,7 @@ class KVPress(Method):
                 "allowed: one prompt at a time"
             )
         keys, values = (torch.cat(parts) for parts in zip(*kept, strict=True))
-        return held_entries(keys, values, layer)
+        return locate_entries(keys, values, layer)
 
     def _compress_row(
         self, layer: LayerKV, row: int, budget: Budget, wanted: int, seed: int

@@ -14,7 +14,7 @@ import torch
 
 from kvbench.errors.options import Count, Odd
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
-from kvbench.methods._adapters import held_entries, scaled_queries
+from kvbench.methods._adapters import locate_entries, scaled_queries
 from kvbench.methods.base import Method
 from kvbench.methods.pyramidkv import PyramidKV
 
@@ -143,4 +143,4 @@ class MInference(Method):
                 )
             queries = torch.nn.functional.pad(queries, (0, 0, missing, 0))
         kept_keys, kept_values = cluster.update_kv(keys, queries, values, None, layer.group)
-        return held_entries(kept_keys, kept_values, layer)
+        return locate_entries(kept_keys, kept_values, layer)

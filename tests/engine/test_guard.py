@@ -23,7 +23,7 @@ from kvbench.engine.guard import LayerDamaged, SharedStateChanged
 from kvbench.engine.guard import compress as guarded
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
-from kvbench.methods.base import ASKED, Held, Method, Repetition
+from kvbench.methods.base import SELF_DESCRIPTION, Held, Method, Repetition
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kvzip import KVzip
 from kvbench.methods.topk import TopK
@@ -200,7 +200,7 @@ def test_a_closed_stream_is_opened_again_and_fails_its_method(
 
 
 def test_a_property_that_raises_is_refused_before_the_job(tmp_path: Path) -> None:
-    for name in (*ASKED, "quantization"):
+    for name in (*SELF_DESCRIPTION, "quantization"):
         boom = property(lambda self, name=name: {}[f"no {name}"])
         method = type("Boom", (H2O,), {name: boom, "__module__": "elsewhere"})()
         with pytest.raises(KVError) as refused:

@@ -42,14 +42,16 @@ def test_one_bin_as_released(shared_file):
         tau2 = method.tau2(keys.norm(dim=-1).amax(-1), torch.full((bins,), n), case["scale"])
         np.testing.assert_allclose(tau2, golden[f"{name}_tau2"], rtol=1e-6)
         plan = Bins(tuple(n * b for b in range(bins + 1)), (r,) * bins)
-        made = method.coreset(keys[None], values[None], uniforms[:, None], plan, layer)
+        pivots, numerators = method.coreset(
+            keys[None], values[None], uniforms[:, None], plan, layer
+        )
         first = torch.tensor(plan.edges[:-1])[:, None]
-        np.testing.assert_array_equal(made.pivots[0] - first, golden[f"{name}_idx"])
-        assert made.found.all()
-        assert not made.shifts.any()
+        np.testing.assert_array_equal(pivots.places[0] - first, golden[f"{name}_idx"])
+        assert pivots.present.all()
+        assert not pivots.shifts.any()
         for part, wanted, key in (
-            (made.numerators, "values", "values"),
-            (made.denominators, "weights", "weights64"),
+            (numerators, "values", "values"),
+            (pivots.denominators, "weights", "weights64"),
         ):
             near = max(1e-5, 20 * case[f"released_float32_rel_err_{wanted}"])
             assert_near(part[0], golden[f"{name}_{key}"], near)
