@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -35,26 +37,43 @@ from kvbench.tasks.longbench import (
 # templates and data
 
 
-def test_every_template_is_the_originals(shared_file, monkeypatch) -> None:
+def test_every_template_is_the_originals(shared_file: Callable[[str], Path]) -> None:
     expected = json.loads(shared_file("golden/longbench_prompt_sha256.json").read_text())
     assert set(expected) == set(DATASETS)
     for name, entry in expected.items():
         assert entry["sha256"].startswith(DATASETS[name].sha256)
         assert entry["max_new_tokens"] == DATASETS[name].new_tokens
         assert len(prompt_template(name)) == entry["n_chars"]  # its hash is checked
+
+
+def test_a_template_that_is_not_the_original_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in DATASETS:
+        assert "{context}" in prompt_template(name), "as it is installed, its hash is right"
     prompt_template.cache_clear()
     monkeypatch.setattr(longbench, "_template_of_lm_eval", lambda name: "Read {context}\n{input}")
     with pytest.raises(TaskError, match="template of samsum in the installed lm-eval is not"):
         prompt_template("samsum")
 
 
-def test_the_published_data_have_the_format(shared_file) -> None:
+def test_the_published_data_have_the_format(shared_file: Callable[[str], Path]) -> None:
     file = shared_file("data/longbench/multi_news.jsonl")
     raw = {row["_id"]: row for row in map(json.loads, file.open(encoding="utf-8"))}
     rows = rows_of(source_of("multi_news", str(file.parent)), "multi_news")
     assert len(rows) == len(raw) == 200
     for row in rows:
         assert all(row[key] == raw[row["_id"]][key] for key in ("context", "answers", "length"))
+
+
+def test_rows_of_an_invented_file_are_those_of_the_published_format() -> None:
+    raw = [json.loads(line) for line in (DATA / "qasper_e.jsonl").read_text().splitlines()]
+    rows = {row["_id"]: row for row in rows_of(source_of("qasper_e", str(DATA)), "qasper_e")}
+    assert len(rows) == len(raw)
+    for given in raw:
+        kept = ("context", "input", "answers", "length")
+        assert {key: rows[given["_id"]][key] for key in kept} == {key: given[key] for key in kept}
+
+
+def test_data_come_from_a_mirror_or_the_authors_archive() -> None:
     mirror = source_of("qasper_e", "hf://datasets/someone/LongBench", "r")
     assert (mirror.dataset, mirror.config) == ("someone/LongBench", "qasper_e")
     archive = source_of("qasper", None, "r")

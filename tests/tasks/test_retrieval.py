@@ -33,9 +33,31 @@ def lines_of(text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("count", [200, 300, 680])
 def test_official_files(shared_file: Any, count: int) -> None:
     path = shared_file(f"data/longeval_lines/{count}_lines.jsonl")
-    found = lines(files=[str(path)])
     cases = [json.loads(row) for row in path.read_text().splitlines()]
-    assert len(found) == len(cases) == 50
+    assert len(cases) == 50
+    check_read_as_written(path, cases)
+
+
+def test_a_file_in_the_official_format(tmp_path: Path) -> None:
+    """Invented, of three lines in another order each time."""
+    cases = []
+    for turn in range(3):
+        pairs = [("old-hat", 41077), ("big-cup", 12903), ("shy-owl", 30058)]
+        pairs = pairs[turn:] + pairs[:turn]
+        record = "".join(LINE.format(key=key, number=number) for key, number in pairs)
+        key, number = pairs[1]
+        prompt = INTRODUCTION + record + QUESTION.format(key=key)
+        asked = {"random_idx": [key, 1], "expected_number": number, "correct_line": "x"}
+        cases.append({**asked, "prompt": prompt, "num_lines": 3})
+    path = tmp_path / "3_lines.jsonl"
+    path.write_text("".join(json.dumps(case) + "\n" for case in cases))
+    check_read_as_written(path, cases)
+
+
+def check_read_as_written(path: Path, cases: list[dict[str, Any]]) -> None:
+    """The examples of an official file are its prompts, parted at the question."""
+    found = lines(files=[str(path)])
+    count = path.name.partition("_")[0]
     for example, case in zip(found, cases, strict=True):
         assert example.context + example.question == case["prompt"]
         record = "".join(LINE.format(key=k, number=n) for k, n in lines_of(case["prompt"]))
@@ -46,7 +68,7 @@ def test_official_files(shared_file: Any, count: int) -> None:
         assert fields | {"line_key": case["random_idx"][0]} == {
             name: example.fields[name] for name in ("num_lines", "correct_line", "line_key")
         }
-    assert len({example.id for example in found}) == 50
+    assert len({example.id for example in found}) == len(cases)
 
 
 def test_generated_records_depend_on_the_seed_and_every_prefix_is_balanced() -> None:
