@@ -40,7 +40,8 @@ def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[N
         yield
         return
     period = seconds + max(1.0, seconds / 10)
-    heard, over = threading.Event(), threading.Event()
+    heard = threading.Event()  # an alarm came since `watch` looked last
+    over = threading.Event()  # the body has ended
     alarms = 0
 
     def alarm(_signal: int, _frame: FrameType | None) -> None:
