@@ -269,6 +269,7 @@ def test_pieces_of_running_text_follow_each_other_and_answers_follow_pieces(tmp_
     begin = encoder.begin_ids
     assert [e.id for e in examples][:3] == ["a.txt/0", "b.txt/0", f"a.txt/{20 - len(begin)}"]
     assert len(task.digests()) == 2
+    assert {e.dataset for e in examples} == {task.label}
     for example in examples:
         assert len(example.context_ids) == 20
         assert list(example.context_ids[: len(begin)]) == begin
