@@ -26,7 +26,9 @@ from kvbench.run.plan import TaskPlan
 from kvbench.run.progress import Progress
 
 
-def test_help_list_and_show_need_no_torch() -> None:
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """What --help, list and show print, none of which needs torch."""
     script = (
         "import sys\nfrom kvbench.cli.main import main\n"
         "for words in (['--help'], ['list', 'methods'], ['show', 'method=snapkv', 'seed=7']):\n"
@@ -36,13 +38,20 @@ def test_help_list_and_show_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_and_list_name_what_there_is_in_short_lines(printed: str) -> None:
     for word in ("Choose one", "snapkv", "longeval_lines", "dry_run=true"):
-        assert word in done.stdout
-    helped = done.stdout.partition("exact ")[0]
+        assert word in printed
+    helped = printed.partition("exact ")[0]
     assert not re.search(r"\b_\w+", helped), "what other YAML files are made of"
     assert "reproduce <name>|all" in helped
-    assert max(map(len, done.stdout.partition("adakv  ")[0].splitlines())) <= 80
-    shown = done.stdout.partition("model:\n")[2]
+    assert max(map(len, printed.partition("adakv  ")[0].splitlines())) <= 80
+
+
+def test_show_prints_a_config_with_everything_filled_in(printed: str) -> None:
+    shown = printed.partition("model:\n")[2]
     assert "kernel_size: 5" in shown
     assert shown.count("seed: 7") == 2
     assert "${" not in shown

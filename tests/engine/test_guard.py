@@ -250,20 +250,27 @@ def test_a_property_that_raises_is_refused_before_the_job(tmp_path: Path) -> Non
         assert str(refused.value).startswith(f"method 'boom': its {name} raises KeyError")
 
 
+def settings() -> dict[str, Any]:
+    """What of the process a method might change."""
+    return {
+        "torch's draws": torch.get_rng_state().tolist(),
+        "numpy's draws": np.random.get_state()[1].tolist(),
+        "Python's draws": random.getstate(),
+        "folder": Path.cwd(),
+        "environment": dict(os.environ),
+    }
+
+
 def test_a_setting_that_is_left_changed_fails_its_method(tmp_path: Path, without: Any) -> None:
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    place, environment = Path.cwd(), dict(os.environ)
+    before = settings()
     found = records(tmp_path, *(Bad(fault=_calls(change)) for change in CHANGES.values()))
     for i, (error, change) in enumerate(zip(errors_in(found), CHANGES, strict=True)):
         assert error.startswith(f"SharedStateChanged: method '{BAD}_{i}' left {change}")
         assert "; allowed: " in error
     assert found == without
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
+    assert settings() == before
     assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float32, "cpu")
-    assert (Path.cwd(), dict(os.environ)) == (place, environment)
-    assert torch.is_grad_enabled()
-    assert torch.backends.cuda.math_sdp_enabled()
+    assert (torch.is_grad_enabled(), torch.backends.cuda.math_sdp_enabled()) == (True, True)
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,7 +63,10 @@ def test_progress_is_told_the_score_and_the_tasks_other_measures(tmp_path: Path)
     told: list[Any] = []
     progress = Progress()
     progress.add = lambda method, values: told.append(values)  # type: ignore[method-assign]
-    result = run_job(make_job(tmp_path, EXACT, echo=Two()), progress)
+    job = make_job(tmp_path, EXACT, echo=Two())
+    result = run_job(job, progress)
+    modules = list(job.session.model.modules())
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in modules), "as it was"
     assert told == [
         {k: row[k] for k in ("score", "letters")} for row in records_of(result)["exact"]
     ]
@@ -151,6 +154,7 @@ class Before:
 @dataclass(frozen=True)
 class After(Before):
     shapes: tuple[int, ...] = (1, 2)
+    names: list[str] = field(default_factory=lambda: ["a"])
 
 
 def test_an_option_that_is_added_with_its_default_changes_no_name(
@@ -164,6 +168,8 @@ def test_an_option_that_is_added_with_its_default_changes_no_name(
     before = lean(Before, size=3, rate=0.5)
     assert lean(Before, size=3) == before
     assert lean(After, size=3, rate=0.5, shapes=[1, 2]) == before
+    assert lean(After, size=3, names=["a"]) == before
+    assert lean(After, size=3, names=[]) != before
     assert lean(After, size=3, shapes=[2, 1]) != before
     assert lean(Before, size=4) != before
     assert lean(Before, size=3, rate=0.25) != before
