@@ -22,7 +22,7 @@ from kvbench.errors import nearest
 from kvbench.errors.options import Count, Distinct
 from kvbench.tasks.base import Example, NewTokens, PromptEncoder, Task, TaskError
 from kvbench.tasks.data import Source
-from kvbench.tasks.encoding import encode_context, encode_question, parted
+from kvbench.tasks.encoding import encode_context, encode_question, split_template
 from kvbench.tasks.metrics import METRICS, REGEX_SECONDS, Key, stands
 from kvbench.tasks.template import PromptTemplate
 
@@ -387,7 +387,7 @@ class Jsonl(Task):
                 f"jsonl: task.template prints the context {text.count(MARK)} times; allowed: once, as "
                 "{{ context }}"
             )
-        before, white, question = parted(text, MARK)
+        before, white, question = split_template(text, MARK)
         return before + white, question
 
     def _examples(self, group: Sequence[_Prompt], encoder: PromptEncoder) -> list[RowExample]:

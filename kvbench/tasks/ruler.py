@@ -38,7 +38,7 @@ from kvbench.tasks.base import (
     balanced_order,
 )
 from kvbench.tasks.data import file_digests
-from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting, parted
+from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting, split_template
 from kvbench.tasks.haystack import split_sentences
 from kvbench.tasks.metrics import METRICS, Key
 from kvbench.tasks.ruler_data import (
@@ -138,7 +138,7 @@ def _draft(
     prompt: Prompt, context: str, answers: Sequence[str], *, evidence: str = "", **fields: Any
 ) -> Draft:
     """A prompt whose other fields are filled, around a context."""
-    before, white, question = parted(prompt.template, "{context}")
+    before, white, question = split_template(prompt.template, "{context}")
     whole = before + context + white
     return Draft(whole, question, prompt.prefix, tuple(answers), fields, evidence)
 
