@@ -82,7 +82,7 @@ TESTS = [
     "tests/report/test_figures.py",
     "tests/report/test_tables.py",
     "tests/tasks/test_every_task.py",
-    "tests/cli/test_cli.py",
+    "tests/cli/test_cli.py::test_a_task_says_which_model_it_runs_on",
     "tests/test_imports.py",
 ]
 """Those that see every method, task, table and figure."""

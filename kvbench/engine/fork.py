@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvbench.engine import memory
+from kvbench.engine import guard, memory
 from kvbench.engine.attention import AttentionState, LayerCall
 from kvbench.engine.cache import GrowingCache, LayerCache, cache_of, store_of
 from kvbench.engine.costs import Cost, ExactBytes, Ledger
@@ -248,9 +248,13 @@ class Fork:
                 cost,
                 entries={"mean": float(entries.float().mean()), "max": int(entries.max())},
                 cache_bytes=sum(self.ranks.gather(self.cache_bytes())),
-                extras=self.method.extras(n, self.shapes),
+                extras=guard.call(self.method, self.method.extras, n, self.shapes),
             )
         self.ledger.begin(cost, exact)
+
+    def _allowed_entries(self, n: int, layers: int) -> tuple[int, str | None]:
+        """See `kvbench.methods.base.allowed_entries`, which asks the method."""
+        return guard.call(self.method, allowed_entries, self.method, self.budget, n, layers)
 
     def cost(self) -> Cost:
         """What the cache costs, by what is known since the prefill and the last `audit`. Waits for the
@@ -269,7 +273,7 @@ class Fork:
         own_peaks_and_means = [cache.held_bytes() for cache in self.layers.values()]
         of_ranks = self.ranks.gather((ledger.bytes_end, own_peaks_and_means))
         states = state_bytes(self.states)
-        _, preset = allowed_entries(self.method, self.budget, cost.prompt_tokens, len(caches))
+        _, preset = self._allowed_entries(cost.prompt_tokens, len(caches))
         return replace(
             cost,
             cache_bytes_end=sum(bytes_end for bytes_end, _ in of_ranks),
@@ -299,7 +303,7 @@ class Fork:
             total_after_prompt += after_prompt
         layers = len(self.compressible)
         n = self.ledger.prompt.prompt_tokens
-        allowed, _ = allowed_entries(self.method, self.budget, n, layers)
+        allowed, _ = self._allowed_entries(n, layers)
         if total_after_prompt > allowed + layers:
             raise BudgetExceeded(self.label, -1, allowed, total_after_prompt)
         self.ledger.bytes_end = self.cache_bytes()

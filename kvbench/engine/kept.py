@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.engine.fork import Fork
+from kvbench.kv import KVError
 
 MOST_PIECES = 128
 """The most pieces that `strips_of` cuts a prompt into."""
@@ -53,6 +54,9 @@ def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
     Returns:
         tokens (of the prompt), width (tokens of a piece), layers (by layer, hundredths of the values),
         unplaced (share of the entries that are no single token).
+
+    Raises:
+        KVError: a position that the prompt has not.
     """
     width = max(1, -(-tokens // MOST_PIECES))
     pieces = -(-tokens // width)
@@ -64,6 +68,11 @@ def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
     entries, unplaced = 0, 0
     for layer, positions, weights in entries_of(fork, chosen):
         is_entry, has_place = weights != 0, positions >= 0
+        if int(positions.max()) >= tokens:
+            raise KVError(
+                f"method {fork.label!r} holds position {int(positions.max())} of a prompt of {tokens} "
+                f"tokens; allowed: -1 to {tokens - 1}"
+            )
         entries += int(is_entry.sum())
         unplaced += int((is_entry & ~has_place).sum())
         piece = torch.where(has_place, positions, 0).flatten() // width

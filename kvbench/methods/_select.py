@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.kv import Budget, LayerKV
+from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
 
 
 def positions_between(layer: LayerKV, start: int, stop: int) -> Tensor:
@@ -89,6 +90,18 @@ def side_by_side(heads: Sequence[tuple[Tensor, Tensor]], fill: float) -> tuple[T
         pad_sequence(positions, batch_first=True, padding_value=-1),
         pad_sequence(weights, batch_first=True, padding_value=fill),
     )
+
+
+def keep_marked(layer: LayerKV, marked: Tensor) -> CompressedKV:
+    """Keep the entries that `marked` [batch, kv_heads, n] bool marks. Heads may keep different numbers
+    (`CompressedKV.lengths`)."""
+    lengths = marked.sum(-1)
+    order = (~marked).to(torch.uint8).argsort(dim=-1, stable=True)[..., : int(lengths.max())]
+    is_entry = torch.arange(order.shape[-1], device=order.device) < lengths[..., None]
+    kept = gather_entries(layer, order)
+    log_weights = torch.zeros(order.shape, device=order.device).masked_fill_(~is_entry, -math.inf)
+    positions = order.masked_fill(~is_entry, -1)
+    return replace(kept, positions=positions, log_weights=log_weights, lengths=lengths)
 
 
 def by_largest_remainder(wanted: Sequence[Fraction], total: int) -> list[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -424,7 +424,11 @@ class Method:
             raise NotImplementedError(f"{type(self).__name__}.evict")
         scores = held.scores
         if rule.leaves != "oldest":
-            assert scores is not None
+            if scores is None:
+                raise KVError(
+                    f"{type(self).__name__} lets entries go by their scores and compress gave none; "
+                    "allowed: CompressedKV.scores"
+                )
             scores.add_(attention)
         full = held.positions.shape[-1] > held.capacity
         return scores, rule.choose(scores, held.positions) if full else None
@@ -488,45 +492,62 @@ class Method:
         return None
 
 
-SELF_DESCRIPTION = (
-    "version",
-    "saves_memory",
-    "uses_budget",
-    "recompresses",
-    "by_head",
-    "evicts",
-    "restricts",
-    "recompression",
-    "rescoring",
-    "whole_pass",
-)
-"""The attributes by which a method describes itself to a job; a class may define them as properties."""
+SELF_DESCRIPTION: Mapping[str, tuple[type, ...]] = {
+    "version": (int,),
+    "saves_memory": (bool,),
+    "uses_budget": (bool,),
+    "recompresses": (bool,),
+    "by_head": (bool,),
+    "evicts": (bool,),
+    "restricts": (bool,),
+    "recompression": (Recompression, type(None)),
+    "rescoring": (Rescoring, type(None)),
+    "whole_pass": (object,),
+}
+"""The attributes by which a method describes itself to a job, and the types that each may have; a class
+may define them as properties."""
 
 
-def check_answers(label: str, method: Method) -> None:
-    """Read a method's `SELF_DESCRIPTION` and its `Method.quantization`, to refuse before a job begins a
-    method that raises there.
+@contextmanager
+def asking(label: str, question: str = "description of itself") -> Iterator[None]:
+    """Within this context a method is asked about itself, before its job begins.
 
     Args:
         label: what the message calls the method.
+        question: the attribute that is read.
 
     Raises:
-        KVError: one line that names the method, the attribute and the exception; or what
-            `Method.quantization` raised.
+        KVError: one line that names the method, the attribute and the exception that reading it raised.
     """
-    questions: dict[str, Callable[[], object]] = {
-        name: partial(getattr, method, name) for name in SELF_DESCRIPTION
-    }
-    questions["quantization"] = lambda: method.quantization()
-    for name, ask in questions.items():
-        try:
-            ask()
-        except KVError:
-            raise
-        except Exception as failure:
+    try:
+        yield
+    except KVError:
+        raise
+    except (Exception, SystemExit, GeneratorExit) as failure:
+        raise KVError(
+            f"method {label!r}: its {question} raises {one_line(failure)}; allowed: a value"
+        ) from failure
+
+
+def describe_itself(label: str, method: Method) -> dict[str, Any]:
+    """A method's `SELF_DESCRIPTION` and its `Method.quantization`, by name. A job goes by these values,
+    so that a property that raises later does not end it.
+
+    Raises:
+        KVError: a value of another type; see `asking` and `Method.quantization`.
+    """
+    description: dict[str, Any] = {}
+    for name, types in SELF_DESCRIPTION.items():
+        with asking(label, name):
+            description[name] = getattr(method, name)
+        if not isinstance(description[name], types):
             raise KVError(
-                f"method {label!r}: its {name} raises {one_line(failure)}; allowed: a value"
-            ) from failure
+                f"method {label!r}: its {name} is a {type(description[name]).__name__}; allowed: "
+                f"{' or '.join(kind.__name__ for kind in types)}"
+            )
+    with asking(label, "quantization"):
+        description["quantization"] = method.quantization()
+    return description
 
 
 def allowed_entries(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from kvbench.engine.generate import Generation, Prompt, Question, run_conversati
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
-from kvbench.methods.base import Method
+from kvbench.methods.base import Method, asking
 from kvbench.records.figures import Heatmap, as_json
 from kvbench.records.schema import COMMON_FIELDS
 from kvbench.run.encoding import EncodedExample, conversations_of, encode_examples, pieces_of
@@ -45,6 +45,9 @@ EVERY_RECORD_HAS = frozenset(
 UNITS_WITH_KEPT = 2
 """The first units of a task record which entries every method kept; two, since one may be a special
 case."""
+
+MOST_EXTRA = 2.0**63
+"""Numbers of `Method.extras` are smaller: what reads records takes no others for integers."""
 
 Methods = Mapping[str, tuple[Method, Budget]]
 """Methods of a job by label, each with its budget."""
@@ -171,7 +174,10 @@ class TaskPlan(Plan):
             names = set(encoded.example.fields) - {"task"}
             refuse_taken(f"task {self.task.name}, example {encoded.example.id!r}: fields", names)
         for label, (method, budget) in methods.items():
-            Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
+            with asking(label):
+                Fork(
+                    label, method, budget, session.seed, "", room=0
+                )  # refuses what cannot generate
         if examples:
             self._check_budgets(examples, session, methods)
         self._check_order_of_compression(examples, session)
@@ -200,7 +206,9 @@ class TaskPlan(Plan):
             compressed = [encoded.n for encoded in examples]
         longest = max(encoded.n for encoded in examples)
         for label, (method, budget) in methods.items():
-            if not method.uses_budget:
+            with asking(label, "uses_budget"):
+                uses_budget = method.uses_budget
+            if not uses_budget:
                 continue
             ends = budget.sink + budget.window
             if ends > longest:
@@ -285,7 +293,8 @@ class TaskPlan(Plan):
         encoded: EncodedExample = unit.payload[record_id]
         example = encoded.example
         if result.failure is None:
-            result = with_extras_checked(label, result)
+            others = {*unit.fields[record_id], *self.task.measures}
+            result = with_extras_checked(label, result, others)
         fields: dict[str, Any] = {
             "prompt_tokens": encoded.n,
             "answers": list(example.answers),
@@ -348,10 +357,17 @@ def refuse_taken(whose: str, names: Iterable[str]) -> None:
             raise KVError(f"{whose} have {name!r}, which every record has; allowed: other names")
 
 
-def with_extras_checked(label: str, result: Generation) -> Generation:
-    """The generation; a failed one if `Method.extras` has names of fields that every record has."""
+def with_extras_checked(label: str, result: Generation, others: Collection[str] = ()) -> Generation:
+    """The generation; a failed one if `Method.extras` has names of fields that every record has or that
+    are among `others`, the task's own, or values that are no numbers."""
     try:
-        refuse_taken(f"the extras of method {label!r}", result.extras)
+        whose = f"the extras of method {label!r}"
+        refuse_taken(whose, result.extras)
+        for name, value in result.extras.items():
+            if not isinstance(name, str) or name in others:
+                raise KVError(f"{whose} have {name!r}; allowed: names that the task does not use")
+            if not isinstance(value, int | float) or not abs(value) < MOST_EXTRA:
+                raise KVError(f"{whose} have {name} of a value that is no number; allowed: numbers")
     except KVError as failure:
         return replace(result, failure=failure, extras={})
     return result

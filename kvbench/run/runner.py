@@ -17,7 +17,7 @@ from kvbench.engine.limits import in_main_thread
 from kvbench.engine.ranks import Ranks
 from kvbench.errors import redact
 from kvbench.kv import KVError
-from kvbench.methods.base import check_answers
+from kvbench.methods.base import describe_itself
 from kvbench.records.read import COMMON_FIELDS, recorded
 from kvbench.records.shards import Shard
 from kvbench.records.store import (
@@ -97,27 +97,29 @@ class Job:
 
     def __post_init__(self) -> None:
         for label, (method, _) in self.methods.items():
-            check_answers(label, method)
             decoder = getattr(method, "decoded_by", "kvbench")
             if decoder not in self.plan.decoders:
                 raise KVError(
                     f"method {label!r} is decoded by {decoder}, a witness of seconds; allowed: "
                     f"task=throughput (task {self.task} measures what kvbench decodes)"
                 )
+        across_heads = [
+            label
+            for label, description in self.self_descriptions.items()
+            if not description["by_head"]
+        ]
         if self.session.spec.parallel is not None:
-            self._check_tensor_parallel()
+            self._check_tensor_parallel(across_heads)
 
-    def _check_tensor_parallel(self) -> None:
+    def _check_tensor_parallel(self, across_heads: Sequence[str]) -> None:
         """Refuse what would let ranks do different things, or what needs all heads in one process.
+
+        Args:
+            across_heads: the methods that do not choose for each KV head by itself.
 
         Raises:
             KVError: naming the methods.
         """
-        across_heads = [
-            label
-            for label, (method, _) in self.methods.items()
-            if not getattr(method, "by_head", True)
-        ]
         timed = self.session.example_timeout is not None
         if across_heads or timed or self.batch_size == "auto":
             raise KVError(
@@ -125,6 +127,13 @@ class Job:
                 "null, methods that choose for each KV head by itself (not: "
                 f"{across_heads or '-'})"
             )
+
+    @cached_property
+    def self_descriptions(self) -> dict[str, dict[str, Any]]:
+        """How every method describes itself (`describe_itself`), asked once; by label."""
+        return {
+            label: describe_itself(label, method) for label, (method, _) in self.methods.items()
+        }
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -181,12 +190,12 @@ class Job:
         names = {"experiment": self.experiment, "model": self.session.spec.label, "task": self.task}
         settings_of_job = self._settings_of_job()
         runs = {}
-        for label, (method, _) in self.methods.items():
+        for label, description in self.self_descriptions.items():
             settings = dict(settings_of_job)
-            if method.version > 1:
-                settings["method_version"] = method.version
+            if description["version"] > 1:
+                settings["method_version"] = description["version"]
             settings["method"] = self.method_configs[label]
-            settings["budget"] = self.budget_config if method.uses_budget else None
+            settings["budget"] = self.budget_config if description["uses_budget"] else None
             digest = config_hash(without_defaults(settings))
             own_names = names | {"method": label, "config_hash": digest}
             folder = run_folder(self.results_dir, **own_names)
@@ -237,7 +246,8 @@ class Job:
             "dataset": self.task,
             "example_id": outcome.example_id,
             "status": "ok",
-            "saves_memory": method.saves_memory or method.quantize is not None,
+            "saves_memory": self.self_descriptions[outcome.method]["saves_memory"]
+            or method.quantize is not None,
             **outcome.fields,
         }
 

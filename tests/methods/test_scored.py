@@ -108,7 +108,10 @@ def test_pages_by_definition(shared_file):
         for tokens in ("max", "mean"):
             for heads in ("mean", "max"):
                 method = build_method("pages", tokens=tokens, heads=heads)
-                assert method.choose(scores, budget)[0].tolist() == case[f"{tokens}_{heads}"]
+                assert (
+                    method.choose(scores, budget, budget.capacity(scores.shape[2]))[0].tolist()
+                    == case[f"{tokens}_{heads}"]
+                )
         layer = make_layer(n, kv_heads=hkv)
         kept = run(build_method("pages"), layer, budget)
         assert kept.positions.shape[2] <= case["capacity"]
@@ -147,8 +150,8 @@ def test_the_best_of_all_heads_by_sorting():
 def test_a_budget_that_pages_ask_for_is_enough():
     method, budget = build_method("pages", size=8), Budget(size=20, sink=9, window=9)
     with pytest.raises(KVError, match=r"take 4 pages of 8 .* a budget of at least 32 entries"):
-        method.choose(torch.rand(1, 2, 128), budget)
-    assert method.choose(torch.rand(1, 2, 128), replace(budget, size=32))[0].tolist() == [
+        method.choose(torch.rand(1, 2, 128), budget, budget.capacity(128))
+    assert method.choose(torch.rand(1, 2, 128), replace(budget, size=32), 32)[0].tolist() == [
         0,
         1,
         14,
