@@ -16,6 +16,5 @@ def test_numbers_come_first_then_text_by_the_number_it_begins_with_then_other_te
 
 
 def test_a_whole_number_is_written_without_a_fraction() -> None:
-    assert [as_text(value) for value in (200.0, 0.25, 3, "x", True)] == [
-        *("200", "0.25", "3", "x", "True")
-    ]
+    found = [as_text(value) for value in (200.0, 0.25, 3, "x")]
+    assert found == ["200", "0.25", "3", "x"]
