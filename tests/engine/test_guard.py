@@ -25,7 +25,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from kvbench import compress
-from kvbench.engine.guard import LayerDamaged, SharedStateChanged
+from kvbench.engine.guard import LayerDamaged, SharedStateChanged, settings_unchanged
 from kvbench.engine.guard import compress as guarded
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
@@ -119,6 +119,22 @@ CHANGES: dict[str, Callable[[], Any]] = {
         os.open(os.devnull, os.O_WRONLY), 2
     ),
 }
+
+
+def test_a_normal_number_that_numpy_has_left_counts_as_state() -> None:
+    """They are drawn two at a time; the second is taken without a draw."""
+    np.random.seed(0)
+    first, second = np.random.randn(), np.random.randn()
+    np.random.seed(0)
+    assert np.random.randn() == first
+    method = build_method("snapkv")
+    for _ in range(2):
+        with pytest.raises(SharedStateChanged, match="numpy's global generator in another state"):  # noqa: SIM117
+            with settings_unchanged("m", method):
+                assert np.random.randn() == second
+    with settings_unchanged("m", method):
+        np.random.get_state()
+    assert np.random.randn() == second
 
 
 def _calls(change: Callable[[], Any]) -> Callable[..., Any]:
