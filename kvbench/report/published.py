@@ -117,19 +117,19 @@ def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float) -> l
     same = theirs["model"].eq(name) | (theirs["model"].eq("") & is_model_taken)
     model = theirs["model"].where(theirs["model"] != "", spec.model or "")
     theirs = theirs.assign(model=model, same=same, published_at="")
-    found = _beside(group, spec, theirs, f, ["method", "value"])
+    frames = _beside(group, spec, theirs, f, ["method", "value"])
     lengths = theirs["by"].str.contains(LENGTH)
-    if not found and lengths.any():
+    if not frames and lengths.any():
         others = theirs[lengths].assign(same=False, published_at=theirs["value"])
-        found = _beside(group, spec, others, f, ["method"])
-    return found
+        frames = _beside(group, spec, others, f, ["method"])
+    return frames
 
 
 def _beside(
     group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float, keys: list[str]
 ) -> list[pd.DataFrame]:
     """The published rows beside those of ours that have the same `keys`."""
-    found, records = [], group.records
+    frames, records = [], group.records
     for key, part in theirs.groupby(["by", "field"], sort=False):
         by, field = map(str, key)
         if field not in records or not set(filter(None, by.split("+"))) <= set(records):
@@ -142,8 +142,8 @@ def _beside(
         both = pd.concat([both, *_best(part, ours, group.meta.lower_is_better)], ignore_index=True)
         if len(both):
             both = both.assign(source=spec.file.removesuffix(".csv"), field=field, f=f)
-            found.append(_compared(both))
-    return found
+            frames.append(_compared(both))
+    return frames
 
 
 def _ours(
@@ -199,17 +199,17 @@ def _ours(
 def _best(part: pd.DataFrame, ours: pd.DataFrame, lower: bool) -> list[pd.DataFrame]:
     """For published rows about the best of several of our variants, the best in every column; none where
     fewer than two of them were run."""
-    found = []
+    frames = []
     for names, rows in part[part["method"].str.contains("|", regex=False)].groupby("method"):
         mine = ours[ours["method"].isin(str(names).split("|"))].dropna(subset=["mean"])
         count = mine["variant"].nunique()
         if count > 1:
             best = mine.sort_values("mean", ascending=lower, kind="stable").drop_duplicates("value")
             best = best.assign(variant=f"best of {str(names).replace('|', ', ')}")
-            found.append(
+            frames.append(
                 rows.drop(columns="method").merge(best, on="value", suffixes=("_paper", ""))
             )
-    return found
+    return frames
 
 
 def _compared(both: pd.DataFrame) -> pd.DataFrame:
@@ -229,7 +229,7 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
             margin = 100 * margin_of(parts, f, total=bool(row["summed"]), unit=unit)
         margins.append(margin)
     numbers = {"score": "mean", "score_low": "low", "score_high": "high", "median": "median"}
-    found = both.assign(
+    compared = both.assign(
         model=both["our_model"],
         published_model=both["model"],
         unit=both["our_unit"].where(~percent, "%"),
@@ -237,25 +237,28 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
         margin=margins,
         **{key: both[of] * factor for key, of in numbers.items()},
     )
-    found["difference"] = (found["score"] - found["published"]).where(found["same"])
-    other_model = found["published_model"].where(~found["same"], "")
-    found["published_of"] = (other_model + " " + found["published_at"]).str.strip()
-    enough = found["n"] >= LEAST
-    found["beyond_margin"] = (found["difference"].abs() > found["margin"]) & enough
-    untold = found["margin"].notna() & (found["f"].isna() | ~enough) & ~found["beyond_margin"]
-    found["mark"] = found["beyond_margin"].map({True: "beyond", False: ""}).where(~untold, "untold")
+    compared["difference"] = (compared["score"] - compared["published"]).where(compared["same"])
+    other_model = compared["published_model"].where(~compared["same"], "")
+    compared["published_of"] = (other_model + " " + compared["published_at"]).str.strip()
+    enough = compared["n"] >= LEAST
+    compared["beyond_margin"] = (compared["difference"].abs() > compared["margin"]) & enough
+    untold = (
+        compared["margin"].notna() & (compared["f"].isna() | ~enough) & ~compared["beyond_margin"]
+    )
+    marks = compared["beyond_margin"].map({True: "beyond", False: ""})
+    compared["mark"] = marks.where(~untold, "untold")
     keys = [*_KEYS, "value", "field", "unit", "printed", "published", *numbers, "difference"]
-    return found[[*keys, "margin", "beyond_margin", "mark", "n", "expected", "published_of"]]
+    return compared[[*keys, "margin", "beyond_margin", "mark", "n", "expected", "published_of"]]
 
 
 def published_tables(frame: pd.DataFrame) -> list[Table]:
     """One table per published source and record field, a row for each of our numbers."""
-    found = []
+    tables = []
     for source, whole in frame.groupby("source", sort=False) if len(frame) else ():
         named = whole["value"].ne("").any()
         for field, part in whole.groupby("field", sort=False) if named else [("score", whole)]:
-            found.append(_table(str(source), str(field), part))
-    return found
+            tables.append(_table(str(source), str(field), part))
+    return tables
 
 
 def _table(source: str, field: str, part: pd.DataFrame) -> Table:
@@ -274,7 +277,7 @@ def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     repeated = frame["median"].notna().any()  # a minimum and a median of repeated runs
     columns = [
         Column("variant", "method"),
-        Column("value", " "),
+        Column("value", "measured on"),
         Column("score", "ours (minimum)" if repeated else "ours", text),
     ]
     if repeated:

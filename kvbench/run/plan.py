@@ -153,6 +153,7 @@ class TaskPlan(Plan):
             "figures": as_json([Heatmap(x=xy[0], y=xy[1])] if xy else []),
             "unit": self.task.unit,
             "measures": list(self.task.measures),
+            "metric": self.task.metric_name(),
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:

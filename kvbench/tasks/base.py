@@ -276,6 +276,10 @@ class Task(ABC):
         file under the same name is another run. Empty where the data follow from the options."""
         return {}
 
+    def metric_name(self) -> str:
+        """The metric of `score` as heads of tables name it; empty where the task's own name says it."""
+        return ""
+
     @abstractmethod
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """All examples in an order of which every prefix is a balanced sample.
