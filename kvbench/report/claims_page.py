@@ -13,7 +13,7 @@ from kvbench.errors import disk_line, first_line
 from kvbench.records.read import StoreError
 from kvbench.report.page import PAGE, html
 from kvbench.report.render import write_text
-from kvbench.report.table import Column, Table, number, whole, with_values
+from kvbench.report.table import Column, Table, score_format, whole, with_values
 
 CLAIMS = "claims.csv"
 COLUMNS = [
@@ -70,10 +70,10 @@ def verdict_table(rows: pd.DataFrame) -> Table:
     claim = deciding["claim"] + " (" + deciding["place"] + ")"
     columns = (
         Column("id"),
-        Column("claim"),
         Column("verdict"),
+        Column("claim"),
         Column("comparison", "decided by"),
-        Column("difference", text=number),
+        Column("difference", text=score_format("")),
         Column("claimed"),
         Column("units", text=whole),
         Column("more", "prompts that would tell", whole),
@@ -88,7 +88,7 @@ def comparison_table(rows: pd.DataFrame) -> Table:
     columns = (
         Column("comparison"),
         Column("result"),
-        Column("difference", text=number),
+        Column("difference", text=score_format("")),
         Column("claimed"),
         Column("units", text=whole),
         Column("held", "cells that hold", whole),
