@@ -36,8 +36,9 @@ _MEDIANS = {
     "decode_tokens_per_s_over_exact": "decode_speedup",
     "decode_tokens_per_s_over_transformers": "decode_over_transformers",
 }
-"""Of a throughput probe, medians by the record field that they are of."""
+"""Columns of a throughput probe's table that are medians over runs, each with its record field."""
 _MEANS = ("peak_bytes", "cache_bytes", "ratio")
+"""Columns that are means over runs."""
 WITNESSED = (
     "x transformers: times the decoding rate of transformers' own static cache (torch.compile on a GPU)"
     " in the same run; of exact, how fast the yardstick of this table is."
@@ -47,8 +48,9 @@ _DISTANCES = ("kl", "max_kl", "agreement", "difference", "perplexity_ratio", "ra
 
 
 def timings(group: Group) -> pd.DataFrame:
-    """What a throughput probe measured: a row per setting (prompt + new tokens, and batch and rate where
-    they were chosen) and variant: minimum and median seconds, medians of rates, means of bytes."""
+    """What a throughput probe measured, a row per setting and variant: minimum and median seconds,
+    medians of tokens per second, means of bytes. A setting is a number of prompt and new tokens, and a
+    batch and rate where the probe was asked for several."""
     records = group.records
     asked = [c for c in ("asked_new_tokens", "asked_batch", "asked_rate") if c in records]
     rows = []

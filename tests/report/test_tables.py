@@ -27,7 +27,6 @@ from kvbench.report.build import tables_to_print
 from kvbench.report.experiment import Group, load_experiment
 from kvbench.report.frame import scores, tidy, totals
 from kvbench.report.probe_tables import fidelity_table, timing_table
-from kvbench.report.published import beside, published_tables
 from kvbench.report.render import csv, latex, markdown, terminal
 from kvbench.report.table import (
     DIFFERENCE,
@@ -219,7 +218,6 @@ def test_no_column_is_empty_or_without_a_head(tmp_path: Path) -> None:
     parts = [(group, tidy(group)) for group in groups]
     shown_tables = [table for part in parts for table in tables_of(*part)]
     shown_tables.append(overview_table(parts[:2]))
-    shown_tables += published_tables(beside(load_experiment(write_longbench(tmp_path))))
     assert len(shown_tables) > 8
     for table in shown_tables:
         assert all(name.strip() for name in heads(table)), table.name
