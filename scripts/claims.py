@@ -39,6 +39,7 @@ from kvbench.cli.config import composed, expanded, hydra_of_conf
 from kvbench.engine.architecture import full_layers
 from kvbench.engine.loading import load_config
 from kvbench.errors import UserError, complain
+from kvbench.report.claims_page import write_claims_page
 from kvbench.report.stats import Array, Estimate, Scores, differences, together
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -187,9 +188,8 @@ def joint(tables: Sequence[Array]) -> Array:
 
 def of_columns(values: Array) -> Scores:
     """Each row a unit of its own."""
-    return Scores(
-        "claim", values, ~np.isnan(values), np.arange(len(values)), ({},) * values.shape[1]
-    )
+    none_failed = ({},) * values.shape[1]
+    return Scores("", "claim", values, ~np.isnan(values), np.arange(len(values)), none_failed)
 
 
 def intervals(values: Array, family: Array, fraction: bool, reach: float) -> list[Estimate]:
@@ -444,7 +444,8 @@ def main(given: Sequence[str]) -> None:
         print(f"{claim['id']} {claim['claim']}: {found[0]['verdict']}", flush=True)
         pd.DataFrame(rows).to_csv(place / "claims.csv", index=False, float_format="%.4g")
         (place / "claims.md").write_text(markdown(rows), encoding="utf-8")
-    print(f"tables: {place / 'claims.csv'}, {place / 'claims.md'}")
+    page = write_claims_page(place)
+    print(f"tables: {place / 'claims.csv'}, {place / 'claims.md'}; page: {page}")
 
 
 if __name__ == "__main__":

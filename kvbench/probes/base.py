@@ -15,7 +15,7 @@ from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache
 from kvbench.errors import one_line
 from kvbench.errors.options import Distinct, check_options
 from kvbench.kv import LayerKV
-from kvbench.records.figures import Figure, as_json
+from kvbench.records.figures import Figure, TaskKind, as_json
 from kvbench.run.encoding import EncodedExample, encode_example
 from kvbench.run.plan import Plan, status_of
 from kvbench.run.session import Session
@@ -102,6 +102,8 @@ class Probe(Plan):
     measures: ClassVar[tuple[str, ...]] = ()
     """Record fields that a table shows beside the score."""
     figures: ClassVar[tuple[Figure, ...]] = ()
+    kind: ClassVar[TaskKind] = "scores"
+    """What the probe measures, which decides the report's tables."""
     repetition: ClassVar[str] = "example_id"
     """Record field of the independent repetitions, which intervals resample."""
 
@@ -124,6 +126,7 @@ class Probe(Plan):
             "breakdown": list(self.breakdown),
             "measures": list(self.measures),
             "figures": as_json(self.figures),
+            "kind": self.kind,
             "unit": self.repetition,
         }
 

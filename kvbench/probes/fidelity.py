@@ -39,7 +39,7 @@ from kvbench.probes.base import (
     failed,
     places,
 )
-from kvbench.records.figures import Distances, Figure
+from kvbench.records.figures import TaskKind
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import PromptEncoder, Task, TaskError, Tokens
@@ -180,7 +180,7 @@ class FidelityProbe(Probe):
     name: ClassVar[str] = "fidelity"
     score_unit: ClassVar[str] = "KL in nats"
     repetition: ClassVar[str] = "prompt"
-    figures: ClassVar[tuple[Figure, ...]] = (Distances(),)
+    kind: ClassVar[TaskKind] = "fidelity"
     lower_is_better: ClassVar[bool] = True
 
     prompts: Task

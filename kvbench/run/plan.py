@@ -159,6 +159,7 @@ class TaskPlan(Plan):
             "figures": as_json(figures),
             "unit": self.task.unit,
             "measures": list(self.task.measures),
+            "metric": self.task.metric_name(),
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:

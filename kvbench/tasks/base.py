@@ -293,6 +293,10 @@ class Task(ABC):
         not resume with other data. Empty where the examples are generated from the options."""
         return {}
 
+    def metric_name(self) -> str:
+        """The metric of `score` as heads of tables name it; empty where the task's own name says it."""
+        return ""
+
     @abstractmethod
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """All examples, in an order of which every prefix is a balanced sample.

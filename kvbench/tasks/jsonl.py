@@ -326,6 +326,10 @@ class Jsonl(Task):
             for file, sha in part._source.digests().items()
         }
 
+    def metric_name(self) -> str:
+        """See `Task.metric_name`."""
+        return self.metric
+
     def examples(self, encoder: PromptEncoder) -> Sequence[RowExample]:
         """A context of each data set in turn, with all its questions, in the order of the files.
 

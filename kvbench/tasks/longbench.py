@@ -486,6 +486,14 @@ class LongBench(Task):
         """sha256 of each dataset's file (of a mirror, its commit)."""
         return {name: " ".join(source.digests().values()) for name, source in self._sources.items()}
 
+    def metric_name(self) -> str:
+        """See `Task.metric_name`."""
+        metrics = {DATASETS[name].metric for name in self.datasets or ()}
+        if len(metrics) > 1:
+            return "LongBench's metrics"
+        (name,) = metrics
+        return "ROUGE-L" if name.startswith("rouge_l") else name
+
     def examples(self, encoder: PromptEncoder) -> Sequence[LongBenchExample]:
         """One of each dataset in turn, each dataset sorted by ``_id``.
 

@@ -109,6 +109,10 @@ class LongEvalLines(Task):
         """sha256 of each official file, by file name."""
         return file_digests(self.files)
 
+    def metric_name(self) -> str:
+        """See `Task.metric_name`."""
+        return "right number"
+
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Round robin over the lengths (or files), so that every prefix is balanced."""
         del encoder

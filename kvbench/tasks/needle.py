@@ -145,6 +145,10 @@ class Needle(Task):
         """sha256 of each haystack file, by file name."""
         return file_digests(self.haystack_files) if self.haystack == "files" else {}
 
+    def metric_name(self) -> str:
+        """See `Task.metric_name`."""
+        return self.primary
+
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Every length at every depth `num_examples` times; of every prefix, the shares of each length
         and of each depth are those of the whole to within one example (one context, where all depths

@@ -516,6 +516,10 @@ class Ruler(Task):
         read = {"qa_1": squad, "qa_2": hotpotqa}
         return {t: read[t](getattr(self, QA[t])) for t in self.tasks if t in QA}
 
+    def metric_name(self) -> str:
+        """See `Task.metric_name`."""
+        return "references found"
+
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Every task at every length; of every prefix, the shares of each task and of each length are
         those of the whole to within one example.

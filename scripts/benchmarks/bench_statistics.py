@@ -336,7 +336,7 @@ def answers(
     latent = rng.normal(size=(n, 1)) * np.sqrt(common) + own
     values = (latent < norm.ppf(means)).astype(float)
     units: NDArray[np.intp] = np.arange(n)
-    return Scores("d", values, np.ones(values.shape, dtype=bool), units, ({},) * len(means))
+    return Scores("", "d", values, np.ones(values.shape, dtype=bool), units, ({},) * len(means))
 
 
 def worse(scores: Scores) -> set[int]:
