@@ -1,15 +1,19 @@
 """The interactive figure of a page: scores against the bytes held, drawn by Vega-Lite in the browser.
 
 In: a group's records and its tidy frame. Out: a `Chart`, the data of one figure as JSON; the page's own
-script (templates/charts.js) chooses rows of it, and Vega-Lite draws them. The libraries are files of
-``vendor/``, which every page with a chart holds once, so that it opens without a network.
+script (templates/charts.js) chooses rows of it, and Vega-Lite draws them. The package vl-convert-python
+holds Vega-Lite; every page with a chart gets a copy of it, so that it opens without a network.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,6 @@ from kvbench.report.frame import totals
 from kvbench.report.labels import words
 from kvbench.report.style import style_of
 
-LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
-"""In the order in which a page loads them."""
 FIELDS = ("name", "rate", "part", "measure", "mean", "low", "high", "n", "ratio", "bytes")
 """Of a chart's rows: the method without its rate, the rate (null where it has none), the examples that
 the score is of, what is measured, the mean with its interval in the shown unit, the number of examples,
@@ -73,10 +75,28 @@ class Chart:
         return {**vars(self), "fields": FIELDS, "all": ALL}
 
 
-def library_scripts() -> list[str]:
-    """The source of the libraries that draw charts."""
-    folder = Path(__file__).parent / "vendor"
-    return [(folder / name).read_text(encoding="utf-8") for name in LIBRARIES]
+@cache
+def vega_script() -> str:
+    """The source of Vega-Lite, which the page's script calls as ``vegaEmbed``.
+
+    It takes seconds to bundle; a copy is kept in the user's cache where that can be written.
+    """
+    package = f"vl-convert-python-{version('vl-convert-python')}"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvbench"
+    kept = folder / f"vega-embed-{package}.js"
+    with suppress(OSError):
+        return kept.read_text(encoding="utf-8")
+    import vl_convert
+
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    # Its names are the names of a module, which those of the page's other scripts must not meet.
+    script = f"(() => {{\n{bundle}\n}})();"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = kept.with_suffix(f".{os.getpid()}")
+        beside.write_text(script, encoding="utf-8")
+        beside.replace(kept)
+    return script
 
 
 def chart_of(group: Group, frame: pd.DataFrame) -> Chart | None:

@@ -23,7 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from kvbench.errors import disk_line, printable, printable_lines
 from kvbench.records.read import StoreError
 from kvbench.report.answers import LIMIT, Shown, clip, sample_of
-from kvbench.report.charts import Chart, library_scripts
+from kvbench.report.charts import Chart, vega_script
 from kvbench.report.drawing import Drawn
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.labels import words
@@ -126,7 +126,7 @@ def render_page(
         published=published,
         warnings=warnings,
         reproduce=how_to_reproduce(experiment),
-        libraries=[*library_scripts(), _template("charts.js")] if any(charts) else [],
+        libraries=[vega_script(), _template("charts.js")] if any(charts) else [],
     )
 
 
