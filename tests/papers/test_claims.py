@@ -57,9 +57,9 @@ def test_a_verdict_is_that_of_the_rule(
     gains: dict[str, float], more: dict[str, Any], verdict: str
 ) -> None:
     asked = SIDES | more
-    found = SCRIPT["compared"](SCRIPT["table"](rows(gains), asked), asked)["b"]
+    found = SCRIPT["differences_to_each"](SCRIPT["values_of_units"](rows(gains), asked), asked)["b"]
     assert found.shape == (12, len(gains))
-    judged = SCRIPT["judged"](found.to_numpy(), asked)
+    judged = SCRIPT["verdict_on"](found.to_numpy(), asked)
     assert judged.verdict == verdict
     assert (judged.more is not None) == (verdict == "cannot be told")
 
@@ -68,7 +68,7 @@ def test_answers_that_are_all_alike_bear_out_nothing() -> None:
     alike = np.zeros((12, 1))
     for side in ("below", "above"):
         for more in ({}, {"fraction": True}):
-            assert SCRIPT["judged"](alike, {"side": side} | more).verdict != "holds"
+            assert SCRIPT["verdict_on"](alike, {"side": side} | more).verdict != "holds"
 
 
 def test_slopes_targets_and_factors() -> None:
@@ -78,11 +78,13 @@ def test_slopes_targets_and_factors() -> None:
         for held in (10, 20, 40)
     )
     asked = {"value": "error", "slope": "held", "first": "a", "target": -0.5}
-    (found,) = SCRIPT["compared"](SCRIPT["table"](frame, asked), asked).values()
+    (found,) = SCRIPT["differences_to_each"](
+        SCRIPT["values_of_units"](frame, asked), asked
+    ).values()
     assert found.abs().max().max() < 1e-12
     values = pd.DataFrame({"a": [4.0, 5.0], "b": [2.0, 2.0], "c": [3.0, 3.0]})
     asked = {"first": "a", "against": ["b", "c"], "factor": 1.25}
-    assert SCRIPT["compared"](values, asked)["1.25 b"].iloc[:, 0].tolist() == [1.5, 2.5]
+    assert SCRIPT["differences_to_each"](values, asked)["1.25 b"].iloc[:, 0].tolist() == [1.5, 2.5]
 
 
 def test_the_worst_comparison_decides_and_what_no_model_can_do_says_nothing() -> None:
@@ -90,24 +92,24 @@ def test_the_worst_comparison_decides_and_what_no_model_can_do_says_nothing() ->
     once = SIDES | {"run": "here"}
     about = {"id": "X", "place": "p", "stated": "s", "measure": "as stated", "claim": "c"}
     claim = about | {"comparisons": [once, once | {"by": -5}]}
-    found = SCRIPT["decided"](claim, runs)
+    found = SCRIPT["rows_of_claim"](claim, runs)
     assert [row["result"] for row in found] == ["holds", "fails"]
     assert [row["decides"] for row in found] == [False, True]
     assert {row["verdict"] for row in found} == {"fails"}
     less = once | {"minus": "later"}
-    (row,) = SCRIPT["decided"](claim | {"comparisons": [less]}, runs)
+    (row,) = SCRIPT["rows_of_claim"](claim | {"comparisons": [less]}, runs)
     assert row["difference"] == pytest.approx(-2, abs=0.1)
     unable = once | {"able": "b"}  # whose mean is about 0
-    found = SCRIPT["decided"](claim | {"comparisons": [once, unable]}, runs)
+    found = SCRIPT["rows_of_claim"](claim | {"comparisons": [once, unable]}, runs)
     assert found[0]["verdict"] == "holds"
     assert found[1]["result"] == SCRIPT["UNABLE"]
     alike = {"here": runs["here"].assign(prediction="p", example_id=np.arange(96) // 2)}
-    (row,) = SCRIPT["decided"](claim | {"comparisons": [once | {"unlike": "b"}]}, alike)
+    (row,) = SCRIPT["rows_of_claim"](claim | {"comparisons": [once | {"unlike": "b"}]}, alike)
     assert row["verdict"] == "needs a model on which a differs from b"
     noisy = {"here": rows({"1": 1, "2": 1}, spread=1), "later": rows({"1": 1, "2": 1}, spread=3)}
     widths = []
     for among in ([once], [once, once | {"run": "later"}]):
-        one = SCRIPT["decided"](claim | {"comparisons": among}, noisy)[0]
+        one = SCRIPT["rows_of_claim"](claim | {"comparisons": among}, noisy)[0]
         widths.append(one["difference_high"] - one["difference_low"])
     assert widths[0] < widths[1] < 1.5 * widths[0]  # intervals of one family
     assert one["comparison"] == "here, score: a - b"
