@@ -49,7 +49,7 @@ class Fork:
         layers: the cache of each layer that holds keys, by layer index; filled by the prefill.
         states: the state of each layer that holds one in place of keys, by layer index.
         compressible: the layers that the method compresses.
-        shapes: of what those layers hold of the prompt.
+        shapes: how many entries, of which kinds, those layers hold of the prompt.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
         compressed: whether the method compresses this prompt.
         unaudited: layers whose entries `audit_prompt` still has to count.
@@ -134,7 +134,7 @@ class Fork:
             self.fail(failure)
 
     def clone(self) -> Fork:
-        """A copy that goes on separately from here."""
+        """A copy with caches, states and costs of its own, to decode another continuation with."""
         return replace(
             self,
             layers={index: layer.clone() for index, layer in self.layers.items()},
@@ -159,10 +159,13 @@ class Fork:
         limit: int | None = None,
         prompt: LayerKV | None = None,
     ) -> None:
-        """Take over what the method keeps of one layer, and audit it.
+        """Make the cache of one layer from what the method keeps of it, and audit it.
 
         Args:
-            limit: of a prompt that is not compressed: where eviction begins.
+            held: what the method keeps.
+            capacity: entries per head that it may keep.
+            limit: for a prompt that is not compressed, and a method that evicts: the entries per head
+                beyond which it evicts.
             prompt: the whole layer, for a method that compresses again while decoding.
 
         Raises:
@@ -215,7 +218,8 @@ class Fork:
         Raises:
             BudgetExceeded: see `hold`.
         """
-        layers, self.unaudited = self.unaudited, []
+        layers = self.unaudited
+        self.unaudited = []
         caches = [self.layers[layer] for layer in layers]
         if not caches:
             return

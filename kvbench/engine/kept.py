@@ -12,8 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 from kvbench.engine.fork import Fork
 from kvbench.kv import KVError
 
-BINS, MOST_LAYERS = 128, 16
-"""The most pieces of the prompt and layers (evenly spread) in the result of `strips_of`."""
+MOST_PIECES = 128
+"""The most pieces that `strips_of` cuts a prompt into."""
+
+MOST_LAYERS = 16
+"""The most layers in the result of `strips_of`, evenly spread over the model's."""
 
 
 def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -43,10 +46,10 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
 
 
 def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
-    """The weight held of each piece of the prompt, as JSON values small enough for a record.
+    """How much of each piece of the prompt a fork holds, as JSON values small enough for a record.
 
-    The prompt is cut into at most `BINS` pieces of equal length. A piece's value is the weight held of
-    it per token, averaged over KV heads; the exact cache has 1 everywhere.
+    The prompt is cut into at most `MOST_PIECES` pieces of equal length. A piece's value is the sum of
+    its entries' weights over its tokens, averaged over KV heads; the exact cache has 1 everywhere.
 
     Returns:
         tokens (of the prompt), width (tokens of a piece), layers (by layer, hundredths of the values),
@@ -55,7 +58,7 @@ def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
     Raises:
         KVError: a position that the prompt has not.
     """
-    width = max(1, -(-tokens // BINS))
+    width = max(1, -(-tokens // MOST_PIECES))
     pieces = -(-tokens // width)
     sizes = torch.full((pieces,), float(width))
     sizes[-1] = tokens - width * (pieces - 1)

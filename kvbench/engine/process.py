@@ -147,6 +147,7 @@ def same(now: Any, before: Any) -> bool:
 
 
 def _set_environment(variables: Mapping[str, str]) -> None:
+    """Set the environment to these variables alone."""
     os.environ.clear()
     os.environ.update(variables)
 

@@ -237,7 +237,9 @@ def _splits(group: Group, fields: Sequence[str]) -> list[Table]:
 def pairs_table(group: Group, frame: pd.DataFrame) -> Table | None:
     """Every pair of compressed variants of the same rate, the better one first: can their difference be
     told from chance. Of many, readers see those with the best."""
-    total, strata = totals(frame)["mean"], compared_strata(group)
+    # A variant may have no record of a named dataset, and so no mean.
+    total = totals(frame)["mean"].reindex(group.labels)
+    strata = compared_strata(group)
     sign = -1.0 if group.meta.lower_is_better else 1.0
     rows: list[dict[str, Any]] = []
     for peers in group.peers:
@@ -455,7 +457,7 @@ def verdict(group: Group, frame: pd.DataFrame) -> str:
     text, signed = (score_format(group.meta.score_unit, signed=s) for s in (False, True))
     names, said = group.names, []
     for peers in sorted(group.peers, key=lambda of: -(group.variants[of[0]].rate or 0))[-_RATES:]:
-        mine = total.loc[[group.labels[i] for i in peers]].dropna(subset=["mean"])
+        mine = total.reindex([group.labels[i] for i in peers]).dropna(subset=["mean"])
         mine = mine.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
         if mine.empty:
             continue

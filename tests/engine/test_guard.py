@@ -29,7 +29,7 @@ from kvbench.engine.guard import LayerDamaged, SharedStateChanged
 from kvbench.engine.guard import compress as guarded
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
-from kvbench.methods.base import ASKED, Held, Method, Repetition
+from kvbench.methods.base import SELF_DESCRIPTION, Held, Method, Repetition
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kvzip import KVzip
 from kvbench.methods.topk import TopK
@@ -242,7 +242,7 @@ def test_a_closed_stream_is_opened_again_and_fails_its_method(
 
 
 def test_a_property_that_raises_is_refused_before_the_job(tmp_path: Path) -> None:
-    for name in (*ASKED, "quantization"):
+    for name in (*SELF_DESCRIPTION, "quantization"):
         boom = property(lambda self, name=name: {}[f"no {name}"])
         method = type("Boom", (H2O,), {name: boom, "__module__": "elsewhere"})()
         with pytest.raises(KVError) as refused:
@@ -351,7 +351,7 @@ def raising_from(reading: int, answer: Any) -> property:
 def test_a_property_that_raises_later_harms_nobody(
     reading: int, tmp_path: Path, without: Any
 ) -> None:
-    for name in ASKED:
+    for name in SELF_DESCRIPTION:
         method = odd(**{name: raising_from(reading, getattr(build_method("h2o"), name))})
         try:
             found = records(tmp_path / name, method)
