@@ -1,4 +1,5 @@
-"""What probes share: what they tell reports, prompts as tokens, bounds far above what finishes."""
+"""What probes share: what they tell reports, a task's prompts as tokens, types of their options (whose
+limits lie far above what a run could finish)."""
 
 from __future__ import annotations
 
@@ -38,14 +39,18 @@ def failed(failure: Exception) -> dict[str, Any]:
 
 
 def places(tokens: int, most: int) -> dict[str, slice]:
-    """Places 0 .. tokens - 1 in runs that double, by name: 1, 2, 3-4, 5-8 ... as counted from 1. Those
-    of all texts of at most `most` tokens are alike."""
-    runs, begin, end = {}, 0, 1
+    """Slices of the places 0 .. tokens - 1 of a text, from the second on each twice as long as the one
+    before, by names that count from 1: token 1, token 2, tokens 3-4, tokens 5-8 ... The names are the
+    same for all texts of at most `most` tokens."""
+    runs: dict[str, slice] = {}
+    begin = 0
+    end = 1
     while begin < tokens:
         last = min(most, end)
         several = f"tokens {begin + 1}\N{EN DASH}{last}"
         runs[f"token {last}" if last == begin + 1 else several] = slice(begin, min(end, tokens))
-        begin, end = end, 2 * end
+        begin = end
+        end = 2 * end
     return runs
 
 

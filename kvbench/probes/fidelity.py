@@ -89,7 +89,11 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
 def _compare_with_first(
     results: Sequence[Fidelity], continuation: Sequence[int], fed: Logits
 ) -> None:
-    """Set every row after the first against the first."""
+    """Add to each result how its own row of logits differs from the first row, the exact cache's.
+
+    Args:
+        results: of the rows after the first. fed: logits [rows, tokens, vocab], piece by piece.
+    """
     tokens = torch.tensor(list(continuation))
     for begin, logits in fed:
         target = tokens[begin : begin + logits.shape[1], None].to(logits.device)

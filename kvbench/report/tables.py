@@ -289,7 +289,9 @@ def _splits(group: Group, fields: Sequence[str]) -> list[Table]:
 def pairs_table(group: Group, frame: pd.DataFrame) -> Table | None:
     """Differences between compressed variants of the same rate, the better one first, each with its
     p-value. Of more than `MOST_PAIRS` readers see those with the best. None without a pair."""
-    total, strata = totals(frame)["mean"], compared_strata(group)
+    # A variant may have no record of a named dataset, and so no mean.
+    total = totals(frame)["mean"].reindex(group.labels)
+    strata = compared_strata(group)
     sign = -1.0 if group.meta.lower_is_better else 1.0
     rows: list[dict[str, Any]] = []
     for peers in group.peers:

@@ -34,7 +34,7 @@ def verdict(group: Group, frame: pd.DataFrame) -> str:
     total, change = totals(frame), totals(frame, "difference")
     lines = []
     for peers in by_rate[-MOST_RATES:]:
-        scored = total.loc[[group.labels[i] for i in peers]].dropna(subset=["mean"])
+        scored = total.reindex([group.labels[i] for i in peers]).dropna(subset=["mean"])
         if len(scored):
             scored = scored.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
             lines.append(_verdict_at(group, group.variants[peers[0]].rate, scored, change))

@@ -409,9 +409,9 @@ EXTRAS: list[tuple[Callable[..., Any], str]] = [
     (lambda *_: {"pages": object()}, "have pages of a value that is no number; allowed: numbers"),
     (lambda *_: {"pages": float("nan")}, "have pages of a value that is no number"),
     (lambda *_: {"pages": 10**5000}, "have pages of a value that is no number"),
-    (lambda *_: {1: 2}, "have 1; allowed: names that the task does not use"),
+    (lambda *_: {1: 2}, "have the name 1; allowed: text"),
     (lambda *_: {"length": 9}, "have 'length'; allowed: names that the task does not use"),
-    (lambda *_: {"status": "ok"}, "have 'status', which every record has; allowed: other names"),
+    (lambda *_: {"status": 1}, "have 'status', which every record has; allowed: other names"),
     (lambda *_: os._exit(0), "a method called os._exit(0)"),
     (lambda *_: os.chdir("/") or {}, "left the working directory at /"),
     (raises(KeyboardInterrupt), "raised KeyboardInterrupt"),
@@ -428,6 +428,10 @@ def test_extras_are_new_numbers(tmp_path: Path, without: Any) -> None:
 
 HELD: list[tuple[Callable[[CompressedKV], Any], str]] = [
     (lambda held: None, "compress returned a NoneType; allowed: a CompressedKV"),
+    (
+        lambda held: type("Small", (CompressedKV,), {"nbytes": 0})(**vars(held)),
+        "compress returned a Small; allowed: a CompressedKV",
+    ),
     (lambda held: replace(held, keys=[1]), "keys are a list; allowed: a tensor"),
     (lambda held: replace(held, keys=held.keys.half()), "keys are .*torch.float16"),
     (lambda held: replace(held, keys=held.keys[None]), "keys are .*; allowed: "),

@@ -23,7 +23,7 @@ from support.report_runs import (
 )
 from support.tables import data, group_of, heads, shown
 
-from kvbench.report.build import tables_to_print
+from kvbench.report.build import build_report, tables_to_print
 from kvbench.report.experiment import Group, load_experiment
 from kvbench.report.frame import scores, tidy, totals
 from kvbench.report.probe_tables import fidelity_table, timing_table
@@ -69,6 +69,15 @@ TABLE = Table(
 
 def test_csv_is_numbers_and_no_formula() -> None:
     assert csv(data(TABLE)) == "variant,score\n'=cmd|x,0.123457\n-1.5,2\n"
+
+
+def test_records_of_no_dataset_leave_the_report_whole(tmp_path: Path) -> None:
+    """A task may name no dataset, and a run may have no record at all."""
+    of_none = [{"example_id": f"e{i}", "dataset": None, "score": 1.0} for i in range(12)]
+    for folder, records in (("unnamed", of_none), ("empty", [])):
+        for method in ("exact", "snapkv"):
+            write_run(tmp_path / folder, method=method, records=records)
+        assert build_report(tmp_path / folder / "demo").page.is_file()
 
 
 def test_markdown() -> None:

@@ -1,8 +1,8 @@
-"""Settings of the process that code could leave changed: how each is read, and how it is set back.
+"""The process that a method's code runs in: what would end it, and settings that could be left changed.
 
-`kvbench.engine.guard` compares them before and after every call of a method. What is not here can be
-changed unnoticed: functions of libraries that are replaced, limits that the system does not let a
-process raise again, what runs when the process ends.
+`kvbench.engine.guard` compares the settings before and after every call of a method, and sets them
+back. What is not here can be changed unnoticed: functions of libraries that are replaced, limits that
+the system does not let a process raise again, what runs when the process ends.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -37,6 +39,76 @@ STREAMS = {"stdout": 1, "stderr": 2}
 """The standard streams that are written to, and their numbers in the process."""
 
 
+class MethodExit(RuntimeError):
+    """A method asked the program to end (by SystemExit, GeneratorExit or a KeyboardInterrupt of its
+    own); only the method fails."""
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Within this context a Ctrl-C raises KeyboardInterrupt, as ever.
+
+    Yields:
+        a function that tells whether there was one: code may raise KeyboardInterrupt itself. Where the
+        process answers Ctrl-C in a way of its own, that is not known, and every one counts.
+    """
+    if not in_main_thread():
+        yield lambda: False  # signals come to the main thread
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: True
+        return
+    came: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def process_protected() -> Iterator[None]:
+    """Within this context the process can neither be ended without a word nor lose its standard streams:
+    the next file that is opened would get a closed stream's number, and what is printed would go into
+    it. A process that the code forks can do both, and where it comes back from the code, it ends:
+    it would write the job's records, too."""
+    process, end_process = os.getpid(), os._exit
+    close, close_range = os.close, os.closerange
+
+    def exit_refused(status: int) -> NoReturn:
+        if os.getpid() == process:
+            raise MethodExit(f"a method called os._exit({status}); allowed: to raise an exception")
+        end_process(status)
+
+    def close_unless_standard(fd: int) -> None:
+        if fd in (0, 1, 2) and os.getpid() == process:
+            raise MethodExit(
+                f"a method called os.close({fd}), of a standard stream; allowed: to leave it open"
+            )
+        close(fd)
+
+    def close_range_refused(first: int, end: int) -> None:
+        if os.getpid() == process:
+            raise MethodExit(
+                f"a method called os.closerange({first}, {end}), of files that others opened; allowed: "
+                "to close its own"
+            )
+        close_range(first, end)
+
+    os._exit, os.close, os.closerange = exit_refused, close_unless_standard, close_range_refused
+    try:
+        yield
+    finally:
+        os._exit, os.close, os.closerange = end_process, close, close_range
+        if os.getpid() != process:
+            end_process(1)
+
+
 @dataclass(frozen=True)
 class Setting:
     """A setting of the whole process.
@@ -46,8 +118,8 @@ class Setting:
         shown: whether a message can show its values.
         allowed: what a method may do instead of changing it.
         imports_change_it: whether importing a package may change it.
-        note: called with the value before the code runs, where `write` needs more than the value.
-        is_there: whether there is anything to be read; None: there always is.
+        note: called with the value before the code runs, where `write` will need more than that value.
+        is_there: tells whether there is anything to be read; None: there always is.
     """
 
     read: Callable[[], Any]
