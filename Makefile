@@ -18,7 +18,7 @@ PIP = $(BIN)/$(INSTALL)
 PIP_REFERENCES = $(VENV_REFERENCES)/bin/$(INSTALL) -c tests/references/constraints.txt
 KVBENCH = $(BIN)/python -m kvbench
 
-TARGETS = help setup demo test test-all test-references wheel lint results results-leaderboard results-papers results-claims results-lines reproduce reproduce-all report \
+TARGETS = help setup demo test test-all test-references wheel lint results results-leaderboard results-instructions results-papers results-claims results-lines reproduce reproduce-all report \
   reproduce-table1 figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check gpu-wheels \
   bench-throughput clean
 .PHONY: $(TARGETS)
@@ -80,8 +80,8 @@ LAYERS = task=layer_error task@task.prompts=text 'task.prompts.files=$(TEXTS)' t
   'task.rates=[0.5,0.25,0.125]' task.seeds=1 task.exact=64
 LINES = $(KVBENCH) results_dir=$(RESULTS) logger=none model=recall_mini experiment_name=lines batch_size=8
 results: RESULTS = results
-results: results-leaderboard results-papers results-claims results-lines ## results/ as committed: a real model's tables, lines of the shipped one; README's tables
-	for name in leaderboard frontier figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+results: results-leaderboard results-instructions results-papers results-claims results-lines ## results/ as committed: a real model's tables, lines of the shipped one; README's tables
+	for name in leaderboard frontier instructions figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
 
 results-leaderboard: setup
@@ -91,6 +91,11 @@ results-leaderboard: setup
 	  'task.rates=[0.5,0.25,0.125]' task.continuation=given
 	$(REAL) experiment=leaderboard -m task=needle 'task.lengths=[512,1024,2048]' task.num_examples=2 task.max_new_tokens=24 budget.rate=0.25,0.125,0.5
 	$(REAL) experiment=leaderboard -m task=ruler 'task.tasks=[niah_single_1]' 'task.lengths=[1024,2048,4096]' task.num_examples=4 budget.rate=0.25,0.125,0.5
+
+# What compression forgets of a system prompt, and what a user is told of it.
+results-instructions: setup
+	$(REAL) experiment=instructions batch_size=6
+	$(REAL) experiment=instructions task.ask=system_prompt task.max_new_tokens=64 batch_size=6
 
 # The settings of BalanceKV's figure 4 and table 1 on a small model.
 results-papers: setup

@@ -38,7 +38,9 @@ JITTERS = (0.0, 1e-5, 1e-4, 1e-3)
 # --- least squares --------------------------------------------------------------------------------
 
 
-def least_squares(columns: Tensor, target: Tensor, ridge: float = 0.0) -> Tensor:
+def least_squares(
+    columns: Tensor, target: Tensor, ridge: float = 0.0, gram: Tensor | None = None
+) -> Tensor:
     """The x of least ||columns x - target||^2 + ridge * ||columns||_2^2 * ||x||^2.
 
     By the normal equations, t x t; where there are fewer rows than columns by those of the x of least
@@ -48,6 +50,7 @@ def least_squares(columns: Tensor, target: Tensor, ridge: float = 0.0) -> Tensor
 
     Args:
         columns: [m, t] float32. target: [m, k] float32.
+        gram: `gram_of` the columns, where it is known.
 
     Returns:
         [t, k] float32.
@@ -57,12 +60,12 @@ def least_squares(columns: Tensor, target: Tensor, ridge: float = 0.0) -> Tensor
     """
     rows, count = columns.shape
     wide = rows < count
-    gram = columns @ columns.mT if wide else columns.mT @ columns
-    penalty = ridge * largest_eigenvalue(columns) if ridge else gram.new_zeros(())
-    gram.diagonal().add_(penalty)
-    norms = gram.diagonal().sqrt().clamp(min=1e-30)[:, None]
-    gram.div_(norms).div_(norms.mT)
-    factor = cholesky(gram)
+    normal = gram_of(columns.mT if wide else columns) if gram is None or wide else gram.clone()
+    penalty = ridge * largest_eigenvalue(normal) if ridge else normal.new_zeros(())
+    normal.diagonal().add_(penalty)
+    norms = normal.diagonal().sqrt().clamp(min=1e-30)[:, None]
+    normal.div_(norms).div_(norms.mT)
+    factor = cholesky(normal)
 
     def solve(right: Tensor) -> Tensor:
         return torch.cholesky_solve(right / norms, factor) / norms
@@ -74,6 +77,11 @@ def least_squares(columns: Tensor, target: Tensor, ridge: float = 0.0) -> Tensor
     solution = solve(columns.mT @ target)
     residual = columns.mT @ (target - columns @ solution) - penalty * solution
     return solution + solve(residual)
+
+
+def gram_of(columns: Tensor) -> Tensor:
+    """columns^T columns, [t, t] of [m, t]."""
+    return columns.mT @ columns
 
 
 def cholesky(gram: Tensor) -> Tensor:
@@ -92,14 +100,14 @@ def cholesky(gram: Tensor) -> Tensor:
     )
 
 
-def largest_eigenvalue(columns: Tensor) -> Tensor:
-    """The largest eigenvalue of columns^T columns, for columns without a negative element, by power
-    iteration from a vector of ones."""
-    vector = torch.ones_like(columns[0])
+def largest_eigenvalue(gram: Tensor) -> Tensor:
+    """The largest eigenvalue of a matrix [t, t] that is symmetric and without a negative element, by
+    power iteration from a vector of ones."""
+    vector = torch.ones_like(gram[0])
     for _ in range(8):
-        vector = columns.mT @ (columns @ vector)
+        vector = gram @ vector
         vector = vector / vector.norm().clamp(min=1e-30)
-    return (columns @ vector).square().sum().clamp(min=1e-12)
+    return (vector @ (gram @ vector)).clamp(min=1e-12)
 
 
 # --- one block ------------------------------------------------------------------------------------
@@ -224,12 +232,12 @@ class Matching:
         """Weights [t] with which columns [m, t] sum to the total [m]: least squares, clamped, then
         projected gradient steps."""
         least, most = self.bounds()
-        weights = least_squares(columns, total[:, None])[:, 0].clamp(least, most)
+        gram = gram_of(columns)
+        weights = least_squares(columns, total[:, None], gram=gram)[:, 0].clamp(least, most)
         if self.steps:
-            step = 1 / largest_eigenvalue(columns)
+            step, product = 1 / largest_eigenvalue(gram), total @ columns
             for _ in range(self.steps):
-                excess = columns @ weights - total
-                weights = (weights - step * (columns.mT @ excess)).clamp(least, most)
+                weights = (weights - step * (gram @ weights - product)).clamp(least, most)
         return weights
 
     def pursue(self, block: Block, entries: int) -> tuple[Tensor, Tensor]:
@@ -321,7 +329,9 @@ class Matching:
         rows.mul_(weights[:, None])
         rows.mul_(part.total / whole / rows.sum(0).clamp(min=1e-30))
         output = (part.values.mT @ part.mass).mT / whole[:, None]
-        return weights.log(), least_squares(rows.mT, output, self.ridge)
+        kept = part.values[chosen]
+        change = least_squares(rows.mT, output - rows.mT @ kept, self.ridge)
+        return weights.log(), kept + change
 
 
 def best_first(scores: Tensor, count: int) -> Tensor:

@@ -103,11 +103,14 @@ def scores(
     """Mean scores, and paired differences, of every variant for each value of the record field `by`.
 
     Args:
-        fields: record fields that are scores, in turn, in place of the values of a field.
+        fields: record fields that are scores, in turn, in place of the values of a field; each of the
+            examples that have it.
         also: by name, values whose plain average is a row, too, where all of them are there.
     """
     if fields:
-        parts = [group.records.assign(score=group.records[f], measure=f) for f in fields]
+        failed = group.records["status"].ne("ok")
+        having = {f: group.records[group.records[f].notna() | failed] for f in fields}
+        parts = [records.assign(score=records[f], measure=f) for f, records in having.items()]
         found = [one for part in parts for one in strata_of(group, part, "measure")]
     else:
         found = strata_of(group, group.records, by)
