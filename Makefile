@@ -95,7 +95,7 @@ results-leaderboard: setup
 # What compression forgets of a system prompt, and what a user is told of it.
 results-instructions: setup
 	$(REAL) experiment=instructions batch_size=6
-	$(REAL) experiment=instructions task.ask=system_prompt task.max_new_tokens=64 batch_size=6
+	$(REAL) experiment=instructions task.ask=system_prompt task.num_instructions=4 task.max_new_tokens=40 batch_size=6
 
 # The settings of BalanceKV's figure 4 and table 1 on a small model.
 results-papers: setup

@@ -31,6 +31,8 @@ REFINEMENTS = 3
 
 ROWS = 256
 """Rows of exponentials that are gone over at a time: few enough that a CPU's cache holds them."""
+BLOCK = 64
+"""Columns of a normal matrix that are made at a time."""
 JITTERS = (0.0, 1e-5, 1e-4, 1e-3)
 """What the diagonal of a normal matrix of unit columns grows by until it can be factored."""
 
@@ -80,8 +82,12 @@ def least_squares(
 
 
 def gram_of(columns: Tensor) -> Tensor:
-    """columns^T columns, [t, t] of [m, t]."""
-    return columns.mT @ columns
+    """columns^T columns, [t, t] of [m, t]: the lower triangle, which the upper one repeats."""
+    gram = columns.new_zeros(columns.shape[1], columns.shape[1])
+    for start in range(0, len(gram), BLOCK):
+        stop = start + BLOCK
+        torch.mm(columns[:, start:].mT, columns[:, start:stop], out=gram[start:, start:stop])
+    return gram.tril_().add_(gram.tril(-1).mT)
 
 
 def cholesky(gram: Tensor) -> Tensor:
@@ -329,9 +335,7 @@ class Matching:
         rows.mul_(weights[:, None])
         rows.mul_(part.total / whole / rows.sum(0).clamp(min=1e-30))
         output = (part.values.mT @ part.mass).mT / whole[:, None]
-        kept = part.values[chosen]
-        change = least_squares(rows.mT, output - rows.mT @ kept, self.ridge)
-        return weights.log(), kept + change
+        return weights.log(), least_squares(rows.mT, output, self.ridge)
 
 
 def best_first(scores: Tensor, count: int) -> Tensor:

@@ -166,12 +166,12 @@ class Instructions(Task):
 
     prompts: Literal["generated", "ifeval"] = "generated"
     ask: Literal["request", "system_prompt"] = "request"
-    kinds: Distinct[str] = ("hero", "season", "thing", "animal", "job")
-    num_instructions: Annotated[int, Ge(1), Le(MOST)] = 5
+    kinds: Distinct[str] = ("hero", "animal", "job")
+    num_instructions: Annotated[int, Ge(1), Le(MOST)] = 3
     num_examples: Many = 60
     data: str | None = None
     seed: int = 0
-    max_new_tokens: NewTokens = 48
+    max_new_tokens: NewTokens = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()

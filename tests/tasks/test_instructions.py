@@ -298,5 +298,5 @@ def test_a_run_has_scores_by_place(after: str, tmp_path: Path) -> None:
     assert len(records) == 6
     for record in records:
         assert record["status"] == "ok", record
-        assert {f"place_{i}" for i in range(1, 6)} | {"hero", "leakage"} <= record.keys()
+        assert {f"place_{i}" for i in range(1, 4)} | {"hero", "leakage"} <= record.keys()
         assert record["compressed"] == (record["method"] != "exact")
