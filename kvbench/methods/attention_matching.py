@@ -90,6 +90,13 @@ def gram_of(columns: Tensor) -> Tensor:
     return gram.tril_().add_(gram.tril(-1).mT)
 
 
+def bordered(gram: Tensor, columns: Tensor) -> Tensor:
+    """`gram_of` the columns [m, t], where that of the first of them is known."""
+    known = len(gram)
+    border = columns.mT @ columns[:, known:]
+    return torch.cat([torch.cat([gram, border[:known].mT]), border], dim=1)
+
+
 def cholesky(gram: Tensor) -> Tensor:
     """The lower factor of a matrix [t, t] whose diagonal becomes one, or more if it must (`JITTERS`).
 
@@ -234,11 +241,11 @@ class Matching:
             math.exp(high if self.high is None else self.high),
         )
 
-    def fit_weights(self, columns: Tensor, total: Tensor) -> Tensor:
+    def fit_weights(self, columns: Tensor, total: Tensor, gram: Tensor | None = None) -> Tensor:
         """Weights [t] with which columns [m, t] sum to the total [m]: least squares, clamped, then
-        projected gradient steps."""
+        projected gradient steps. `gram` is `gram_of` the columns, where it is known."""
         least, most = self.bounds()
-        gram = gram_of(columns)
+        gram = gram_of(columns) if gram is None else gram
         weights = least_squares(columns, total[:, None], gram=gram)[:, 0].clamp(least, most)
         if self.steps:
             step, product = 1 / largest_eigenvalue(gram), total @ columns
@@ -256,6 +263,7 @@ class Matching:
         least, _ = self.bounds()
         chosen = torch.empty(0, dtype=torch.int64, device=mass.device)
         weights, fitted = total.new_empty(0), False
+        columns, gram = mass[chosen].mT, total.new_empty(0, 0)
         free = torch.ones(len(mass), dtype=torch.bool, device=mass.device)
         current = torch.zeros_like(total)
         round_number = refinements = 0
@@ -270,28 +278,30 @@ class Matching:
                 new = best_first(product, count)
                 free[new] = False
                 chosen = torch.cat([chosen, new])
+                columns = mass[chosen].mT
+                gram = bordered(gram, columns)
                 if not fitted or round_number % self.interval == 0:
-                    weights, fitted = self.fit_weights(mass[chosen].mT, total), True
+                    weights, fitted = self.fit_weights(columns, total, gram), True
                 else:
                     weights = torch.cat([weights, weights.new_full((count,), least)])
-                current = weights @ mass[chosen]
+                current = columns @ weights
                 round_number += 1
                 continue
             refinements += 1
             if self.drop is None:
                 if self.interval > 1:
-                    weights = self.fit_weights(mass[chosen].mT, total)
+                    weights = self.fit_weights(columns, total, gram)
                 return chosen, weights
             if refinements > REFINEMENTS:
                 return chosen, weights
-            weights = self.fit_weights(mass[chosen].mT, total)
+            weights = self.fit_weights(columns, total, gram)
             stay = weights.log() >= self.drop
             if bool(stay.all()):
                 return chosen, weights
-            chosen = chosen[stay]
+            chosen, columns, gram = chosen[stay], columns[:, stay], gram[stay][:, stay]
             current = torch.zeros_like(total)
             if len(chosen):
-                current = self.fit_weights(mass[chosen].mT, total) @ mass[chosen]
+                current = columns @ self.fit_weights(columns, total, gram)
             weights, fitted = weights[stay], False
             round_number += 1
 
@@ -303,12 +313,14 @@ class Matching:
 
         The places are ascending where `queries_per_entry` parts them.
         """
+        if not len(chosen):
+            return block.total[:0], block.values[:0]
         count = 1
         if self.queries_per_entry:
             at_once = max(1, block.mass.shape[1] // self.queries_per_entry)
             count = math.ceil(len(chosen) / at_once)
         edges = [i * len(chosen) // count for i in range(count + 1)]
-        solved = [(block.total[:0], block.values[:0])]  # of no entries
+        solved: list[tuple[Tensor, Tensor]] = []
         start = 0
         for first, last in itertools.pairwise(edges):
             stop = len(block.mass) if last == len(chosen) else int(chosen[last])

@@ -25,8 +25,11 @@ class Terminated(SystemExit):
         super().__init__(TERMINATED)
 
 
-_busy = _asked = False
-"""Of this process, as its signals are: an example is running; SIGTERM came while one was."""
+_busy = False
+"""Whether an example is running in this process."""
+
+_asked = False
+"""Whether SIGTERM came while an example was running. Signals come to a process, so that is its state."""
 
 
 @contextmanager
@@ -55,6 +58,7 @@ def terminable() -> Iterator[None]:
 
 
 def _handle(_signal: int, _frame: FrameType | None) -> None:
+    """Note a first SIGTERM while an example runs; end the process at any other."""
     global _asked
     if _asked or not _busy:
         raise Terminated
