@@ -93,7 +93,7 @@ results-leaderboard: setup
 
 results-instructions: setup
 	$(REAL) experiment=instructions batch_size=6
-	$(REAL) experiment=instructions task.ask=system_prompt task.num_instructions=4 task.max_new_tokens=40 batch_size=6
+	$(REAL) experiment=instructions task=instructions_told batch_size=6
 
 results-papers: setup
 	$(REAL) experiment=_results_figure4
