@@ -415,8 +415,8 @@ class AttentionMatching(Method, Matching):
     systems of equations for each part of the entries (`queries_per_entry`), t x t of t entries.
     `adakv` and `pages` choose by its scores; log-weights and values are then solved for what they chose.
 
-    ``keys=omp`` is nearer and takes many times as long: of three essays of 1,024 tokens on SmolLM2 and
-    64 tokens given, KL is .017 at a quarter (`highest` .025, `h2o` .030), .027 at an eighth (.050, .094);
+    ``keys=omp`` is nearer and takes many times as long: of three essays of 1,024 tokens on SmolLM2, 64
+    tokens given, KL is .017 at a quarter (`highest` .025, `h2o` .030), at an eighth .027 (.050, .094);
     with four keys at once, fitted every other round, .021 and .034 (``task=fidelity
     task@task.prompts=text task.num_prompts=3 task.rates=[0.25,0.125] task.continuation=given``).
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.utils import instantiate
 from support.command import composed
 from support.encoders import Letters, chat, ids_of, shipped
 from support.paths import ROOT
@@ -277,6 +278,13 @@ def test_what_is_refused(options: Any, said: str) -> None:
     with pytest.raises(TaskError) as caught:
         Instructions(**options)
     assert said in str(caught.value)
+
+
+def test_the_task_that_asks_for_the_system_prompt() -> None:
+    made = instantiate(composed("task=instructions_told").task, _convert_="all")
+    assert {SECRET in e.instructions for e in made.examples(shipped())} == {True}
+    assert made.num_instructions == 4
+    assert instantiate(composed("task=instructions").task, _convert_="all") == Instructions()
 
 
 @pytest.mark.parametrize("after", ["prompt", "context"])
