@@ -129,6 +129,22 @@ SCORES: dict[str, Sequence[Column]] = {
             for rate in (0.5, 0.25, 0.125)
         ),
     ),
+    "instructions": (
+        Column("followed", f"instructions/instructions-{MODEL}", {"by": "dataset"}),
+        *(
+            Column(
+                f"place {place}",
+                f"instructions/instructions-{MODEL}-by-measure",
+                {"value": f"place_{place}"},
+            )
+            for place in range(1, 6)
+        ),
+        Column(
+            "told",
+            f"instructions/instructions, ask system_prompt-{MODEL}-by-measure",
+            {"value": "leakage"},
+        ),
+    ),
     "figure4": (
         Column("words found (the paper's measure)", f"figure4/needle-{MODEL}", {"by": "dataset"}),
         Column("whole needle", f"figure4/needle-{MODEL}-by-measure", {"value": "containment"}),

@@ -126,11 +126,16 @@ def scores(
     """Mean scores, and paired differences, of every variant for each value of the record field `by`.
 
     Args:
-        fields: record fields that each hold a score; given, each of them is a value of `by`.
+        fields: record fields that each hold a score; given, each of them is a value of `by`, over the
+            examples that have it.
         also: further rows by name: the plain average over some values, where all of these are there.
     """
     if fields:
-        parts = [group.records.assign(score=group.records[f], measure=f) for f in fields]
+        failed = group.records["status"].ne("ok")
+        parts = []
+        for field in fields:
+            having = group.records[group.records[field].notna() | failed]
+            parts.append(having.assign(score=having[field], measure=field))
         every = [one for part in parts for one in strata_of(group, part, "measure")]
     else:
         every = strata_of(group, group.records, by)

@@ -153,6 +153,19 @@ def test_a_field_that_an_older_run_did_not_measure_is_not_known(
     assert totals_of(group, "spare")["mean"].isna().all()
 
 
+def test_a_measure_that_some_examples_have_is_a_mean_over_these(tmp_path: Path) -> None:
+    parts = [{"a": 1.0}, {"a": 0.0, "b": 1.0}, {"b": 0.0}, {"b": 0.0}]
+    records = [{"example_id": f"e{i}", "score": 1.0, **part} for i, part in enumerate(parts)]
+    meta = {"measures": ["a", "b", "c"]}
+    write_run(tmp_path, records=[*records, {"example_id": "x", "status": "oom"}], task_meta=meta)
+    group = group_runs(load_runs(tmp_path / "demo"))[0]
+    found = tidy(group).query("by == 'measure' and measure == 'score'").set_index("value")
+    assert list(found.index) == ["a", "b"]
+    assert list(found["mean"]) == [0.5, pytest.approx(1 / 3)]
+    assert list(found["n"]) == [2, 3]
+    assert list(found["failures"]) == ["1 oom", "1 oom"]
+
+
 def test_prompts_too_short_to_compress_are_counted_of_methods_that_save_memory(
     tmp_path: Path,
 ) -> None:
