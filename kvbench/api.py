@@ -32,7 +32,7 @@ from kvbench.errors.options import Count, fits, refusal
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 from kvbench.tasks.needle import word_recall
 
 if TYPE_CHECKING:

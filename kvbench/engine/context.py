@@ -21,7 +21,7 @@ from kvbench.engine.tokenizer import end_token_ids, model_end_ids
 from kvbench.errors.options import Count, fits
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
+from kvbench.prompts import PromptEncoder, check_length, tokenizing
 
 Text = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or what a tokenizer returns for one text."""

@@ -26,7 +26,7 @@ from kvbench.errors.options import fits, refusal
 from kvbench.kv import Budget
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields
 from kvbench.methods import build_method
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from kvbench.engine.scoring import read, score
 from kvbench.engine.tokenizer import Tokenizer
 from kvbench.errors import UserError
 from kvbench.probes.base import ReadCost, costs_of
+from kvbench.prompts import PromptEncoder
 from kvbench.run.plan import Methods
-from kvbench.tasks.base import PromptEncoder
 
 log = logging.getLogger(__name__)
 

@@ -39,10 +39,11 @@ from kvbench.probes.base import (
     failed,
     places,
 )
+from kvbench.prompts import PromptEncoder
 from kvbench.records.figures import TaskKind
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import PromptEncoder, Task, TaskError, Tokens
+from kvbench.tasks.base import Task, TaskError, Tokens
 
 REFERENCE = "(reference)"
 EXACT: Mapping[str, tuple[Method, Budget]] = {REFERENCE: (Exact(), Budget())}

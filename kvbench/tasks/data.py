@@ -1,28 +1,20 @@
-"""Reading the data of tasks: texts and rows of files, of zip archives and of the Hub.
-
-Before the Hub's library is used, one connection checks that the Hub answers, since the library retries
-for half a minute.
-"""
+"""Reading the data of tasks: texts and rows of files, of zip archives and of the Hub."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import json
-import logging
-import socket
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from kvbench.errors import first_line
+from kvbench.hub import hub_answers, quiet_hub
 from kvbench.tasks.base import TaskError
 
 # files
@@ -158,40 +150,6 @@ def parsed_json(task: str, place: str, text: bytes) -> Any:
 
 
 # the Hub
-
-ANSWER_S = 5.0
-"""The most seconds to wait for a connection to the Hub."""
-
-
-def hub_answers() -> bool:
-    """Whether the Hub accepts a connection. Behind a proxy or in offline mode this is not checked and
-    True, since the Hub's library then decides without delay."""
-    from huggingface_hub import constants
-
-    if constants.is_offline_mode() or getproxies():
-        return True
-    hub = urlsplit(constants.ENDPOINT)
-    port = hub.port or {"http": 80}.get(hub.scheme, 443)
-    try:
-        socket.create_connection((hub.hostname or "", port), timeout=ANSWER_S).close()
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Suppress the warnings of the Hub's libraries, which print a paragraph for every file and retry.
-    Errors are raised as usual."""
-    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 def hub_rows(

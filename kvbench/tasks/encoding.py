@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import TaskError
 
 SplitIds = tuple[tuple[int, ...], tuple[int, ...]]
 """The token ids of a prompt's context, and of the rest of the prompt."""

@@ -20,7 +20,8 @@ from annotated_types import Ge
 
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, Distinct
-from kvbench.tasks.base import Example, NewTokens, PromptEncoder, Task, TaskError
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, NewTokens, Task, TaskError
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_context, encode_question, split_template
 from kvbench.tasks.metrics import METRICS, REGEX_SECONDS, Key, stands

@@ -27,7 +27,8 @@ from annotated_types import Ge
 
 from kvbench.errors import nearest, needs_extra
 from kvbench.errors.options import Count, Distinct, Several, Text, Whole, allowed, fits
-from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Task, TaskError
 from kvbench.tasks.data import Source
 from kvbench.tasks.metrics import METRICS, Key
 

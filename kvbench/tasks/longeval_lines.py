@@ -22,7 +22,8 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 
 from kvbench.errors.options import Distinct, Whole
-from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Repeats, Task, TaskError
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Many, NewTokens, Repeats, Task, TaskError
 from kvbench.tasks.data import file_digests, file_rows
 from kvbench.tasks.words import words_of
 

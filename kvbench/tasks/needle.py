@@ -26,11 +26,11 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Le, MinLen
 
 from kvbench.errors.options import Distinct, Text
+from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import (
     Example,
     Many,
     NewTokens,
-    PromptEncoder,
     Repeats,
     Task,
     TaskError,

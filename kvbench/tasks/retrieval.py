@@ -23,7 +23,8 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Le
 
 from kvbench.errors.options import Count, Distinct, Text
-from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Task, TaskError, Tokens
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError, Tokens
 from kvbench.tasks.encoding import (
     check_template,
     encode_context,

@@ -28,15 +28,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from kvbench.errors import nearest
 from kvbench.errors.options import Distinct
-from kvbench.tasks.base import (
-    Example,
-    Many,
-    PromptEncoder,
-    Task,
-    TaskError,
-    Tokens,
-    balanced_order,
-)
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Many, Task, TaskError, Tokens, balanced_order
 from kvbench.tasks.data import file_digests
 from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting, split_template
 from kvbench.tasks.haystack import split_sentences

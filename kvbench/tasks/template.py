@@ -14,7 +14,8 @@ from jinja2 import StrictUndefined, TemplateError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvbench.errors import first_line
-from kvbench.tasks.base import MOST_CHARACTERS, TaskError
+from kvbench.prompts import MOST_CHARACTERS
+from kvbench.tasks.base import TaskError
 
 FILTERS = frozenset(
     (

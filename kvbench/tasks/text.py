@@ -8,7 +8,8 @@ from itertools import islice
 from typing import ClassVar
 
 from kvbench.errors.options import check_options
-from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Task, TaskError, Tokens
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError, Tokens
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
 from kvbench.tasks.haystack import generated_haystack
 from kvbench.tasks.metrics import METRICS, Key
