@@ -15,7 +15,7 @@ HUNG_AFTER = 60.0
 IGNORED = 5
 """Alarms after which a body that catches every one and goes on counts as hung."""
 
-_end_process = os._exit  # which `kvbench.engine.guard` takes from a method's code
+_end_process = os._exit  # which `kvbench.engine.process` takes from a method's code
 
 
 def in_main_thread() -> bool:

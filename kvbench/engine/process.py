@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,42 +72,70 @@ def interrupts_noted() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_end_process, _close, _close_range = os._exit, os.close, os.closerange
+
+
+class _Inside(threading.local):
+    """Of each thread: the process in which it runs a method's code now, 0 where it runs none."""
+
+    process = 0
+
+
+_inside = _Inside()
+_lock = threading.Lock()
+_protected_calls = 0
+"""How many threads are within `process_protected` now."""
+
+
+def _exit_refused(status: int) -> NoReturn:
+    if _inside.process == os.getpid():
+        raise MethodExit(f"a method called os._exit({status}); allowed: to raise an exception")
+    _end_process(status)
+
+
+def _close_unless_standard(fd: int) -> None:
+    if fd in (0, 1, 2) and _inside.process == os.getpid():
+        raise MethodExit(
+            f"a method called os.close({fd}), of a standard stream; allowed: to leave it open"
+        )
+    _close(fd)
+
+
+def _close_range_refused(first: int, end: int) -> None:
+    if _inside.process == os.getpid():
+        raise MethodExit(
+            f"a method called os.closerange({first}, {end}), of files that others opened; allowed: "
+            "to close its own"
+        )
+    _close_range(first, end)
+
+
 @contextmanager
 def process_protected() -> Iterator[None]:
     """Within this context the process can neither be ended without a word nor lose its standard streams:
     the next file that is opened would get a closed stream's number, and what is printed would go into
     it. A process that the code forks can do both, and where it comes back from the code, it ends:
     it would write the job's records, too."""
-    process, end_process = os.getpid(), os._exit
-    close, close_range = os.close, os.closerange
-
-    def exit_refused(status: int) -> NoReturn:
-        if os.getpid() == process:
-            raise MethodExit(f"a method called os._exit({status}); allowed: to raise an exception")
-        end_process(status)
-
-    def close_unless_standard(fd: int) -> None:
-        if fd in (0, 1, 2) and os.getpid() == process:
-            raise MethodExit(
-                f"a method called os.close({fd}), of a standard stream; allowed: to leave it open"
-            )
-        close(fd)
-
-    def close_range_refused(first: int, end: int) -> None:
-        if os.getpid() == process:
-            raise MethodExit(
-                f"a method called os.closerange({first}, {end}), of files that others opened; allowed: "
-                "to close its own"
-            )
-        close_range(first, end)
-
-    os._exit, os.close, os.closerange = exit_refused, close_unless_standard, close_range_refused
+    global _protected_calls
+    process, outer = os.getpid(), _inside.process
+    with _lock:
+        _protected_calls += 1
+        os._exit, os.close, os.closerange = (
+            _exit_refused,
+            _close_unless_standard,
+            _close_range_refused,
+        )
+    _inside.process = process
     try:
         yield
     finally:
-        os._exit, os.close, os.closerange = end_process, close, close_range
         if os.getpid() != process:
-            end_process(1)
+            _end_process(1)
+        _inside.process = outer
+        with _lock:
+            _protected_calls -= 1
+            if not _protected_calls:
+                os._exit, os.close, os.closerange = _end_process, _close, _close_range
 
 
 @dataclass(frozen=True)

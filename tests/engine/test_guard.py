@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -318,6 +319,29 @@ def test_a_method_that_asks_the_program_to_end_fails_alone(tmp_path: Path, witho
         assert error.startswith("MethodExit: ")
         assert says in error
     assert found == without
+
+
+def test_the_process_can_end_again_after_methods_ran_in_several_threads() -> None:
+    """Whichever of two ends first."""
+    real = os._exit, os.close, os.closerange
+    begun, over = threading.Barrier(2), threading.Event()
+
+    def first(*_: Any) -> None:
+        begun.wait(20)
+        over.wait(20)
+
+    def second(*_: Any) -> None:
+        begun.wait(20)
+
+    def compress_by(fault: Callable[..., None]) -> None:
+        guarded("bad", Bad(fault=fault), make_layer(40), Budget(), torch.Generator(), {})
+
+    thread = threading.Thread(target=compress_by, args=(first,))
+    thread.start()
+    compress_by(second)
+    over.set()
+    thread.join()
+    assert (os._exit, os.close, os.closerange) == real
 
 
 def test_a_ctrl_c_ends_the_job(tmp_path: Path) -> None:

@@ -72,6 +72,19 @@ def test_ours_are_joined_by_method_and_value_and_compared_in_per_cent(tmp_path: 
     assert shown(table)[0][:5] == ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87 ?", "+7.1"]
 
 
+def test_a_fraction_stands_as_it_is_printed_and_is_compared_in_per_cent(tmp_path: Path) -> None:
+    write_qa(tmp_path, "mine")
+    frame = joined(tmp_path, f"{HEAD}exact,dataset,qasper,score,fraction,0.83\n")
+    assert list(frame["printed"]) == ["0.83"]
+    assert list(frame["difference"]) == pytest.approx([50.0 - 83.0])
+    printed = {
+        file: pd.read_csv(PAPER / f"{file}.csv", dtype=str).set_index("method")["printed"]
+        for file in ("balancekv_figure4", "h2o_diversity")
+    }
+    assert printed["balancekv_figure4"]["balancekv_needle"] == "0.99"
+    assert printed["h2o_diversity"]["exact"] == "0.0057"
+
+
 def test_of_repeated_runs_the_minimum_is_compared_and_other_lengths_are_not(tmp_path: Path) -> None:
     """BalanceKV's Table 2: minima of 10 runs of 16,384 + 1,024 tokens, of a model that is not named."""
     spec = {"file": "balancekv_table2", "model": "big", "statistic": "minimum"}
