@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import statistics
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +15,10 @@ from support.command import main
 from support.jobs import SMALL, Echo, Letters, make_job, records_of, with_session
 from support.tiny import Broken, Greedy
 
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.kv import KVError
 from kvbench.methods import build_method
+from kvbench.probes.throughput import Throughput
 from kvbench.prompts import PromptEncoder
 from kvbench.records.read import COMMON_FIELDS, load_run, load_runs
 from kvbench.records.store import config_hash
@@ -240,3 +243,42 @@ def test_prompts_beyond_the_models_positions_are_told_and_recorded(
     text = capsys.readouterr().out
     assert re.search(r"warning.*4 of 4 prompts .* up to \d+ tokens, and tiny has 50;", text)
     assert not (tmp_path / "dry").exists()
+
+
+def test_another_rank_than_the_first_runs_what_is_left_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = run_job(make_job(tmp_path, EXACT, limit=1)).folders
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
+    monkeypatch.setattr(ModelSpec, "place", (1, 2))
+    scored: list[str] = []
+
+    class Told(Echo):
+        def score(self, prediction: str, example: Any) -> Any:
+            scored.append(example.id)
+            return super().score(prediction, example)
+
+    assert run_job(make_job(tmp_path, EXACT, echo=Told(), limit=3)).folders == folders
+    assert scored == ["e1", "e2"], "the first rank has run e0"
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json*")} == before
+
+
+def test_a_dry_run_tells_the_capacity_of_each_method_at_the_median_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [row["prompt_tokens"] for row in records_of(run_job(make_job(tmp_path)))["exact"]]
+    median = int(statistics.median(prompts))
+    print_dry_run(make_job(tmp_path / "dry"))
+    out = capsys.readouterr().out
+    capacities = dict(re.findall(r"^ *(exact|snapkv|uniform) +(\d+)", out, re.M))
+    wanted = {"exact": median, "snapkv": SMALL.capacity(median), "uniform": SMALL.capacity(median)}
+    assert capacities == {label: str(capacity) for label, capacity in wanted.items()}
+    assert "as the task says" not in out
+
+
+def test_a_dry_run_of_a_task_without_prompts_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Throughput(settings=[(60, 4, 1, 0.5)], runs=1)
+    print_dry_run(make_job(tmp_path, EXACT, plan=plan))
+    assert "tokens as the task says" in capsys.readouterr().out
