@@ -32,12 +32,14 @@ function frontierOf(rows, lower) {  // the points than which no other has fewer 
   return ordered.filter((row) => sign * row.mean > best && ((best = sign * row.mean), true));
 }
 
-function coloured(rows, lower) {  // the names of the best methods, by their mean over all rows shown
+function coloured(rows, lower) {  // names on the frontier, then those of the best means over all rows
   const means = new Map();
   for (const row of rows) means.set(row.name, [...(means.get(row.name) ?? []), row.mean]);
   const sign = lower ? 1 : -1;
   const average = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-  const ranked = [...means].sort((a, b) => sign * (average(a[1]) - average(b[1])));
+  const first = new Set(frontierOf(rows, lower).map((row) => row.name));
+  const ranked = [...means].sort((a, b) => first.has(b[0]) - first.has(a[0])
+    || sign * (average(a[1]) - average(b[1])));
   return new Set(ranked.slice(0, MOST_LINES).map(([name]) => name));
 }
 
@@ -138,7 +140,7 @@ function buildChart(place, chart) {
       && !hiddenMethods.has(row.name));
     const compressed = new Set(wanted.map((row) => row.name).filter((name) => name !== chart.baseline));
     told.textContent = compressed.size === 0 ? "No such numbers: choose others, or show a method."
-      : compressed.size > MOST_LINES ? "In colour: the best " + MOST_LINES + " of " + compressed.size + " methods shown."
+      : compressed.size > MOST_LINES ? "In colour: " + MOST_LINES + " of " + compressed.size + " methods shown, those on the frontier first, then the best means."
       : "";
     const axis = measure.value.startsWith("difference") ? measure.value + ", " + chart.axis.score : chart.axis.score;
     if (compressed.size === 0) { canvas.replaceChildren(); return; }
