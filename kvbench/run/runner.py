@@ -146,7 +146,7 @@ class Job:
         """A line for each thing about the job's examples that its numbers do not show."""
         said, units, spec = [], self.units, self.session.spec
         if units.left_out:
-            said.append(f"limit is {self.limit}: nothing runs of {', '.join(units.left_out)}")
+            said.append(f"limit is {self.limit}: no example is run of {', '.join(units.left_out)}")
         lengths = [each.n for unit in units.mine for each in unit.examples]
         positions = self.session.encoder.max_positions if lengths else None
         over = [n for n in lengths if positions is not None and n > positions]
@@ -174,6 +174,8 @@ class Job:
         sampling = self.session.sampling
         if not sampling.greedy:  # the number of samples adds records and changes none
             common["sampling"] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        if self.session.decode != "auto":  # a run goes on with the decoding that it began with
+            common["decode"] = self.session.decode
         found = {}
         for label, (method, _) in self.methods.items():
             settings = {
@@ -207,6 +209,7 @@ class Job:
         return {
             **dict.fromkeys(COMMON_FIELDS),
             **self.runs[outcome.method].names,
+            "decode": self.session.decode,
             "dataset": self.task,
             "example_id": outcome.example_id,
             "status": "ok",

@@ -271,6 +271,13 @@ class Task(ABC):
         """
         check_options(self, "task.", TaskError)
 
+    def check_files(self) -> None:  # noqa: B027 - most tasks read no files of the user's
+        """Read the user's files that the task names, before anything slow is imported or loaded.
+
+        Raises:
+            TaskError: one is missing, empty or broken: the file, and the line.
+        """
+
     def digests(self) -> Mapping[str, str]:
         """Digest of each data file the examples come from; part of the config hash, so that another
         file under the same name is another run. Empty where the data follow from the options."""
