@@ -76,33 +76,29 @@ lint: setup ## ruff, mypy, and how large the house is
 # make results -j2 OMP_NUM_THREADS=1: two of these at a time, each on one core. Jobs and claims
 # whose records are there are not run again; scripts are.
 REAL = $(KVBENCH) results_dir=$(RESULTS) logger=none model=smollm2_135m
-TEXTS = [$(ESSAYS)/*.txt]
-LAYERS = task=layer_error task@task.prompts=text 'task.prompts.files=$(TEXTS)' task.num_prompts=12 'task.layers=[1,5,15,30]' \
-  'task.rates=[0.5,0.25,0.125]' task.seeds=1 task.exact=64
+RATES = -m budget.rate=0.25,0.125,0.5
 LINES = $(KVBENCH) results_dir=$(RESULTS) logger=none model=recall_mini experiment_name=lines batch_size=8
+export LONGEVAL ESSAYS LONGBENCH
 results: RESULTS = results
 results: results-leaderboard results-papers results-claims results-lines ## results/ as committed: a real model's tables, lines of the shipped one; README's tables
 	for name in leaderboard frontier figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
 
+# Settings are those of conf/task/_results_*.yaml and conf/experiment/_results_*.yaml.
 results-leaderboard: setup
-	$(REAL) experiment=leaderboard $(LAYERS) '~methods.kvzip' '~methods.kvzip_turboquant' '~methods.attention_matching_repeat'
-	$(REAL) experiment=frontier $(LAYERS)
-	$(REAL) experiment=leaderboard task=fidelity task@task.prompts=text 'task.prompts.files=$(TEXTS)' task.num_prompts=12 \
-	  'task.rates=[0.5,0.25,0.125]' task.continuation=given
-	$(REAL) experiment=leaderboard -m task=needle 'task.lengths=[512,1024,2048]' task.num_examples=2 task.max_new_tokens=24 budget.rate=0.25,0.125,0.5
-	$(REAL) experiment=leaderboard -m task=ruler 'task.tasks=[niah_single_1]' 'task.lengths=[1024,2048,4096]' task.num_examples=4 budget.rate=0.25,0.125,0.5
+	$(REAL) experiment=leaderboard task=_results_layer_error '~methods.kvzip' '~methods.kvzip_turboquant' '~methods.attention_matching_repeat'
+	$(REAL) experiment=frontier task=_results_layer_error
+	$(REAL) experiment=leaderboard task=_results_fidelity
+	$(REAL) experiment=leaderboard task=_results_needle $(RATES)
+	$(REAL) experiment=leaderboard task=_results_ruler $(RATES)
 
-# The settings of BalanceKV's figure 4 and table 1 on a small model.
 results-papers: setup
-	$(REAL) experiment=balancekv_figure4 experiment_name=figure4 'task.haystack_files=$(TEXTS)' 'task.lengths=[1024,2048,4096,7500]' \
-	  'task.depths=[0,25,50,75,100]' task.num_examples=1 task.share_fillers=false model.chat_template=auto 'task.end_tokens=[]'
-	$(REAL) experiment=balancekv_table1 experiment_name=table1 hydra.mode=RUN task.data=$(LONGBENCH) task.split=full \
-	  task.protocol=longbench 'task.datasets=[multi_news]' limit=40
+	$(REAL) experiment=_results_figure4
+	$(REAL) experiment=_results_table1
 
 results-claims: setup
-	$(KVBENCH) claims model=smollm2_135m 'files=$(TEXTS)' results_dir=$(RESULTS)/claims
-	$(KVBENCH) reproduce joint_survival model=smollm2_135m task=text 'task.files=$(TEXTS)' limit=12 'layers=[1,5,15,30]' \
+	$(KVBENCH) claims model=smollm2_135m 'files=[$(ESSAYS)/*.txt]' results_dir=$(RESULTS)/claims
+	$(KVBENCH) reproduce joint_survival model=smollm2_135m task=text 'task.files=[$(ESSAYS)/*.txt]' limit=12 'layers=[1,5,15,30]' \
 	  'distances=[1,2,4,8,16]' draws=1 results_dir=$(RESULTS)
 
 results-lines: setup
@@ -121,7 +117,6 @@ LAUNCHER ?= local
 LAUNCH = launcher=$(LAUNCHER) $(if $(PARTITION),launcher.partition=$(PARTITION)) $(if $(SHARDS),shards=$(SHARDS))
 REPRODUCE = $(KVBENCH) reproduce $(EXPERIMENT) results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) \
   $(if $(LIMIT),limit=$(LIMIT)) $(if $(task.data),task.data=$(task.data)) $(ARGS)
-export LONGEVAL ESSAYS
 
 reproduce: setup ## a paper's table or figure: make reproduce EXPERIMENT=balancekv_table1 [MODEL= LIMIT= ARGS=]
 	$(REPRODUCE)

@@ -1,7 +1,7 @@
-"""How much of a prompt's cache a method may keep. Imports no torch, so that a budget that cannot be is
-refused at once; methods know `Budget` and `KVError` as names of `kvbench.kv`.
+"""The budget: how much of a prompt's cache a method may keep.
 
-Vocabulary: see `kvbench.kv`.
+This module does not import torch, so that an impossible budget is refused at once. Methods import
+`Budget` and `KVError` from `kvbench.kv`, whose docstring has the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class KVError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a prompt's cache a method may keep: one of `rate`, `total_rate` and `size`.
+    """How much of a prompt's cache a method may keep, by one of `rate`, `total_rate` and `size`.
 
     Args:
-        rate: fraction of the middle that is kept, in (0, 1]; sink and window come on top.
-        sink: leading tokens that are always kept.
-        window: trailing tokens that are always kept.
-        size: entries per layer and KV head in all, whatever the prompt's length; in place of the rate.
-        total_rate: entries in all, sink and window included, as a fraction of the whole prompt, in
-            (0, 1]; in place of the rate.
+        rate: the fraction of the middle that is kept, in (0, 1]; sink and window come on top.
+        sink: how many of the first tokens are always kept.
+        window: how many of the last tokens are always kept.
+        size: the entries per layer and KV head for prompts of any length, sink and window included.
+        total_rate: the entries per layer and KV head as a fraction of the prompt's tokens, in (0, 1],
+            sink and window included.
     """
 
     rate: Share = 0.25
@@ -42,45 +42,49 @@ class Budget:
                 f"budget.size is {self.size}; allowed: more than budget.sink + budget.window, "
                 f"{self.sink + self.window}"
             )
-        given = []
-        for name in ("total_rate", "rate", "size"):
-            value = getattr(self, name)
-            if value != getattr(Budget, name):  # the default rate stands for none
-                given.append(f"budget.{name} is {value}")
-        if len(given) > 1:
-            raise KVError(f"{' and '.join(given)}; allowed: one of rate, total_rate and size")
+        # A rate equal to the default counts as not set, since `rate` has no None.
+        changed = [
+            f"budget.{name} is {getattr(self, name)}"
+            for name in ("total_rate", "rate", "size")
+            if getattr(self, name) != getattr(Budget, name)
+        ]
+        if len(changed) > 1:
+            raise KVError(f"{' and '.join(changed)}; allowed: one of rate, total_rate and size")
 
     @property
     def share(self) -> float | None:
-        """The fraction that the budget names, of the middle or of the whole prompt; None with `size`."""
+        """`total_rate` where it is set, else `rate`; None for a budget by `size`."""
         if self.size is not None:
             return None
         return self.rate if self.total_rate is None else self.total_rate
 
     def with_share(self, share: float | None) -> Budget:
-        """The same budget at another fraction, if one is given: of the whole prompt where it names one,
-        else of the middle.
+        """Return this budget with `share` in place of its `total_rate` if that is set, else in place of
+        its `rate`; unchanged where `share` is None.
 
         Raises:
-            KVError: the fraction is not in (0, 1], or the budget is a `size`.
+            KVError: `share` is not in (0, 1], or the budget has a `size`.
         """
         if share is None:
             return self
         if self.size is not None:
             raise KVError(f"budget.size is {self.size}, so there is no rate to vary; allowed: null")
-        at_rate = self.total_rate is None
-        return replace(self, rate=share) if at_rate else replace(self, total_rate=share)
+        if self.total_rate is None:
+            return replace(self, rate=share)
+        return replace(self, total_rate=share)
 
     def middle(self, n: int) -> int:
-        """Tokens of an n-token prompt that are neither sink nor window (0 for short prompts)."""
+        """The number of tokens of an n-token prompt that are neither sink nor window, at least 0."""
         return max(0, n - self.sink - self.window)
 
     def middle_kept(self, n: int) -> int:
-        """Entries of the middle a method may keep: round(rate * middle), half to even; with `size` or
-        `total_rate`, what sink and window leave of it.
+        """How many entries of the middle a method may keep.
+
+        This is round(rate * middle), half to even. With `size` or `total_rate` it is the number of
+        entries that they grant, less sink and window.
 
         Raises:
-            KVError: `total_rate` of the prompt is less than sink and window.
+            KVError: `total_rate` grants this prompt fewer entries than sink and window.
         """
         always = self.sink + self.window
         if self.size is not None:
@@ -96,22 +100,23 @@ class Budget:
         return total - always
 
     def rate_of(self, n: int) -> float:
-        """Fraction of an n-token prompt's middle that is kept: `rate`, or what `size` or `total_rate`
-        comes to."""
+        """The fraction of an n-token prompt's middle that is kept: `rate`, or with `size` or
+        `total_rate` `middle_kept` / `middle`."""
         if self.size is None and self.total_rate is None:
             return self.rate
         return self.middle_kept(n) / max(1, self.middle(n))
 
     def capacity(self, n: int) -> int:
-        """Entries per layer and KV head: sink, window and `middle_kept`, at most n."""
+        """The capacity for an n-token prompt: the entries that each KV head of a layer may hold after
+        prefill, sink + window + `middle_kept`, at most n."""
         return min(n, self.sink + self.window + self.middle_kept(n))
 
     def limit(self, n: int) -> int | None:
-        """Entries per layer and KV head at any time of a generation from an n-token prompt, for a
-        method that evicts; None where the budget keeps all (a share of 1).
+        """The entries per layer and KV head that a method which evicts may hold while it generates after
+        an n-token prompt; None where the budget grants the whole cache (a share of 1).
 
-        The `capacity`, or more than the prompt where that does not fill it: then the cache grows up to
-        the limit, and from there one entry leaves for every one that comes.
+        Unlike `capacity`, the limit may exceed n. The cache of a shorter prompt grows up to the limit;
+        from then on one entry leaves for every new one.
         """
         if self.size is not None:
             return self.size

@@ -1,6 +1,7 @@
-"""Tensors in, tensors out: what a layer holds after prefill, and what it may hold instead.
+"""The data of compression: a layer's exact keys and values (`LayerKV`) and what replaces them
+(`CompressedKV`).
 
-Knows no library but torch (and the tensor functions of `kvbench.kernels`).
+This module imports no library but torch, and of kvbench only the budget and `kvbench.kernels`.
 
 Vocabulary, used everywhere in kvbench: *n* prompt tokens; *sink* the first ``sink`` tokens and
 *window* the last ``window`` tokens, always kept by the methods that have them; *middle* the others;
@@ -22,17 +23,19 @@ from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.elapsed import Elapsed
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""A function from positions [p] to their cosines and sines, each [p, width]."""
 
 NORMALISERS = "normalisers of the attention"
-"""The name in `LayerKV.shared` of the logarithm of each prompt query's sum of exponentials,
-[batch, heads, n] float32; there only if the attention kernel of the prefill returns it."""
+"""The key in `LayerKV.shared` of the softmax normalisers: for every prompt query the logarithm of its
+sum of exponentials, [batch, heads, n] float32. Only some prefill kernels return them."""
 
 ATTENTION_MASS = "attention mass"
-"""The beginning of the names in `LayerKV.shared` of what `LayerKV.attention_of_last` returns; the number
-of queries follows."""
+"""The first words of the keys in `LayerKV.shared` under which `LayerKV.attention_of_last` stores its
+results, one key for each number of queries."""
 
-COMMON = (NORMALISERS, ATTENTION_MASS)
-"""`LayerKV.once` shares results whose names begin so among all methods, any other within a class."""
+SHARED_BY_ALL_METHODS = (NORMALISERS, ATTENTION_MASS)
+"""`LayerKV.once` shares a result whose name begins with one of these among all methods; it shares any
+other result only among the methods of one class."""
 
 
 class BudgetExceeded(RuntimeError):
@@ -47,7 +50,10 @@ class BudgetExceeded(RuntimeError):
         super().__init__(
             f"method {method!r} holds {found} entries {where}; its budget allows {expected}"
         )
-        self.method, self.layer, self.expected, self.found = method, layer, expected, found
+        self.method = method
+        self.layer = layer
+        self.expected = expected
+        self.found = found
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,13 @@ class Shared:
 
     Attributes:
         tensor: the result.
-        clock: of its computation.
-        of: the keys, values and queries that it was computed from.
+        clock: the time that its computation took.
+        computed_from: the layer's keys, values and queries at that time.
     """
 
     tensor: Tensor
     clock: Elapsed
-    of: tuple[Tensor | None, ...]
+    computed_from: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -74,22 +80,24 @@ class LayerKV:
         queries: [batch, heads, m, head_dim], the last m prompt queries that are not withheld, after
             position encoding; m = n - withheld unless the prefill was cut, None where the layer's
             queries are not available.
-        layer_index: 0-based. num_layers: how many layers of the model are compressed.
+        layer_index: the layer's number among the compressed layers, from 0.
+        num_layers: how many layers of the model are compressed.
         scaling: the factor on q.k before the softmax.
-        softcap: s of s * tanh(logit / s), for the models that bound their logits (Gemma 2), else None.
-        withheld: how many of the prompt's last queries a method is not shown, because it will be judged
-            by them. `queries` end before them; their tokens' keys and values are there.
-        log_weights: [batch, kv_heads, n] float32 that the entries have already, where what is held is
-            compressed again (`Method.recompression`), and those of `compress` add to; None: all 0.
-        output: returns a copy of the weights that mix the heads' outputs, [hidden, heads * head_dim];
-            None where they cannot be read.
-        rotary: the model's rotary table, which maps positions [p] to cosines and sines [p, width] whose
-            two halves are equal; None where the model has none.
-        shared: results that `once` has computed for this layer, by name.
-        carried: tensors that the method noted at earlier layers of the same prompt, by name; one
-            dictionary for all layers.
-        used: names of the results that the method whose turn it is has asked `once` for.
-        owner: the class of the method whose turn it is.
+        softcap: the bound s in models that replace a logit by s * tanh(logit / s) (Gemma 2); else None.
+        withheld: how many of the prompt's last queries a method is not shown, because the method will be
+            judged on them. `queries` lacks them; `keys` and `values` contain these tokens.
+        log_weights: [batch, kv_heads, n] float32, the log-weights that the entries have before
+            `compress`, which adds its own to them, when a compressed cache is compressed again
+            (`Method.recompression`); None where all are 0.
+        output: a function that returns a copy of the output projection's weight,
+            [hidden, heads * head_dim]; None where the weight cannot be read.
+        rotary: the model's rotary table; the two halves of its cosines are equal, and those of its
+            sines. None where the model has no such table.
+        shared: the results that `once` has computed for this layer, by name.
+        carried: tensors that the method stored at earlier layers of the same prompt, by name; all layers
+            share this dictionary.
+        used: names of the results that the current method has asked `once` for.
+        owner: the current method's class. The current method is the one whose `compress` is running.
     """
 
     keys: Tensor
@@ -110,61 +118,64 @@ class LayerKV:
 
     @property
     def n(self) -> int:
-        """Prompt tokens."""
+        """The number of prompt tokens."""
         return self.keys.shape[2]
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
+        """The number of query heads per KV head."""
         if self.queries is None:
             raise KVError(f"layer {self.layer_index} has no queries; the method needs them")
         return self.queries.shape[1] // self.keys.shape[1]
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """The result of ``compute()``, computed once and kept under ``name`` for the other methods of
-        the same class, so that variants of a method share the work (`COMMON` names: for all methods).
+        """Return the result of ``compute()``, which is computed once and stored under ``name``.
 
-        The result must depend on the layer's tensors and ``name`` alone, and like the layer's tensors it
-        is not to be written to.
+        Methods of one class share the stored result, so that variants of a method share the work; all
+        methods share the results named in `SHARED_BY_ALL_METHODS`. The result must depend on the layer's
+        tensors and ``name`` alone. No caller may write to it.
         """
         inputs = (self.keys, self.values, self.queries)
-        if not name.startswith(COMMON):
+        if not name.startswith(SHARED_BY_ALL_METHODS):
             name = f"{self.owner}: {name}"
         if name not in self.shared:
             clock = Elapsed(self.keys.device)
             self.shared[name] = Shared(compute(), clock.stop(), inputs)
-        computed_from = self.shared[name].of
-        if any(ours is not theirs for ours, theirs in zip(inputs, computed_from, strict=True)):
-            # A method has made a layer of its own from this one, with other tensors.
+        computed_from = self.shared[name].computed_from
+        if any(now is not then for now, then in zip(inputs, computed_from, strict=True)):
+            # A method has replaced tensors of this layer by its own, so the stored result does not
+            # apply.
             return compute()
         self.used.add(name)
         return self.shared[name].tensor
 
     def charge_shared_work(self) -> Callable[[], list[Elapsed]]:
-        """Begin the turn of one method.
+        """Begin to note which shared results the next method uses.
 
         Returns:
-            a function to be called after the turn: it returns the clocks of the shared results that the
-            method used and an earlier method had computed, so that their seconds are charged to both.
+            a function to call when the method has finished. It returns the clocks of the shared results
+            that the method used although an earlier method had computed them, so that this time is
+            charged to both.
         """
         computed_earlier = set(self.shared)
         self.used.clear()
         return lambda: [self.shared[name].clock for name in self.used & computed_earlier]
 
     def attention_mass(self) -> Tensor:
-        """Causal softmax attention every key received from all prompt queries, [batch, heads, n].
+        """The causal softmax attention that every key received from all prompt queries but the withheld
+        ones, [batch, heads, n] float32.
 
-        Column sums of the prompt's attention matrix, computed in query blocks: O(n) memory. float32.
-        Withheld queries are left out.
+        These are the column sums of the prompt's attention matrix. They are computed in blocks of
+        queries, in O(n) memory.
 
         Raises:
-            KVError: when the layer does not hold all n prompt queries.
+            KVError: the layer does not hold all prompt queries.
         """
         return self.attention_of_last(self.n - self.withheld)
 
     def attention_of_last(self, count: int) -> Tensor:
-        """Causal softmax attention that every key received from the last `count` queries that are not
-        withheld, [batch, heads, n] float32: 0 for keys after the last of these queries.
+        """The causal softmax attention that every key received from the last `count` queries before the
+        withheld ones, [batch, heads, n] float32. Keys of withheld tokens received 0.
 
         Raises:
             KVError: the layer does not hold that many queries.
@@ -192,40 +203,42 @@ class LayerKV:
         return self.once(f"{ATTENTION_MASS} of {count} queries", compute)
 
     def _normalisers(self) -> Tensor | None:
-        """The `NORMALISERS` of this layer's queries, if the prefill returned them and this layer has all
-        of its queries and keys."""
-        known = self.shared.get(NORMALISERS)
-        if known is None or self.queries is None or self.queries.shape[2] != self.n:
+        """The prefill's `NORMALISERS`; None where the prefill returned none or where this layer does not
+        hold the prefill's keys and all of its queries."""
+        stored = self.shared.get(NORMALISERS)
+        if stored is None or self.queries is None or self.queries.shape[2] != self.n:
             return None
-        of_this_layer = known.of[0] is self.keys and known.of[2] is self.queries
-        return known.tensor if of_this_layer else None
+        keys, _, queries = stored.computed_from
+        unchanged = keys is self.keys and queries is self.queries
+        return stored.tensor if unchanged else None
 
 
 @dataclass(frozen=True)
 class CompressedKV:
     """What a layer holds instead of its exact keys and values.
 
-    Attention over it is ``softmax(q.k * scaling + log_weight) . v``, unless there are `denominators`.
+    Attention over its entries is ``softmax(q.k * scaling + log_weight) . v``, unless `denominators` is
+    set.
 
     Attributes:
         keys, values: [batch, kv_heads, c, head_dim] (a method that repeats keys to query heads holds
             [batch, heads, c, head_dim]; its bytes are counted so).
         log_weights: [batch, kv_heads, c] float32, or None when all are zero. ``-inf`` marks padding:
-            an entry that exists only because another head holds more; it is not counted.
+            an entry that exists only because another head holds more entries; padding is not counted.
         positions: [batch, kv_heads, c] int64, the prompt position of each entry, -1 where it has none.
-        scores: [batch, kv_heads, c] float32 that the method wants back at every decoded token
-            (`Method.evict`; H2O: accumulated attention), else None.
-        keys_only: the number of leading entries that hold a key and no value, so that `values` is that
-            much shorter than `keys`. They count in the softmax's denominator alone, as if their value
-            were 0 (a streaming estimator samples its denominator separately).
-        lengths: [batch, kv_heads] int64 where heads hold different numbers of entries: each head's are
-            its first ones, and what follows is padding (log-weight -inf) that is not stored. The budget
-            is charged the heads' mean. None: all heads hold c.
+        scores: [batch, kv_heads, c] float32, which `Method.evict` receives at every decoded token (H2O's
+            accumulated attention); None for a method without scores.
+        keys_only: how many of the first entries have a key and no value; `values` is shorter than `keys`
+            by this number. Such an entry counts in the softmax's denominator alone, as if its value were
+            0 (a streaming estimator samples its denominator separately).
+        lengths: [batch, kv_heads] int64, the number of entries of each head where heads differ. A head's
+            entries come first; padding of log-weight -inf follows them and is not stored. The budget is
+            charged the mean over the heads. None where every head holds c entries.
         denominators: [batch, kv_heads, c] float32, the factor of each entry in the softmax's
             denominator, which may be negative; None where all are 1. See
             `kvbench.engine.attention.signed_mean`.
-        value_range: two tensors [batch, kv_heads, head_dim], the least and the largest value of each
-            channel of the prompt, to which outputs are clamped; with `denominators` only.
+        value_range: the least and the largest value of each channel over the prompt, two tensors
+            [batch, kv_heads, head_dim], between which outputs are clamped. Set only with `denominators`.
     """
 
     keys: Tensor
@@ -240,24 +253,28 @@ class CompressedKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and weights as they are; positions are bookkeeping and not counted."""
+        """The bytes of keys, values and weights as stored. Positions are bookkeeping and not counted."""
         if self.lengths is not None:
-            # Neither the padding nor the log-weights that mark it are stored, those of heads that weigh
-            # their entries are.
-            entry = self.keys[0, 0, :1].nbytes + self.values[0, 0, :1].nbytes
-            stored = int(self.lengths.sum()) * entry
-            if self.log_weights is not None:
-                weighted = (self.log_weights.isfinite() & (self.log_weights != 0)).any(-1)
-                stored += int(self.lengths[weighted].sum()) * self.log_weights.element_size()
-            return stored
-        parts = [self.keys, self.values, self.log_weights, self.denominators]
-        parts += self.value_range or ()
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+            return self._nbytes_by_head(self.lengths)
+        tensors = [self.keys, self.values, self.log_weights, self.denominators]
+        if self.value_range is not None:
+            tensors += self.value_range
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def _nbytes_by_head(self, lengths: Tensor) -> int:
+        """The bytes of heads of different `lengths`. The padding is not stored, and neither are the
+        log-weights of a head all of whose entries weigh 1."""
+        entry = self.keys[0, 0, :1].nbytes + self.values[0, 0, :1].nbytes
+        stored = int(lengths.sum()) * entry
+        if self.log_weights is not None:
+            weighted = (self.log_weights.isfinite() & (self.log_weights != 0)).any(-1)
+            stored += int(lengths[weighted].sum()) * self.log_weights.element_size()
+        return stored
 
     @property
     def charged(self) -> int:
-        """Entries per head that a budget is charged: the largest head's, or with `lengths` the mean of
-        the heads, rounded up."""
+        """The entries per head that are charged to the budget: the largest head's, or with `lengths` the
+        mean over the heads, rounded up."""
         entries = self.entries
         if self.lengths is None:
             return int(entries.max())
@@ -265,7 +282,7 @@ class CompressedKV:
 
     @property
     def entries(self) -> Tensor:
-        """Entries held per head, padding left out: [batch, kv_heads] int64."""
+        """The number of entries of each head without padding, [batch, kv_heads] int64."""
         if self.lengths is not None:
             return self.lengths
         if self.log_weights is None:
@@ -275,10 +292,10 @@ class CompressedKV:
 
 
 def weighted_entries(log_weights: Tensor) -> Tensor:
-    """Entries held per head, [..., heads] int64, of log_weights [..., heads, c].
+    """Count the entries of each head by their log_weights [..., heads, c]; returns [..., heads] int64.
 
-    A log-weight of -inf in a head that holds fewer entries than another is padding and not counted. A
-    column that is -inf in every head is stored memory, and counted.
+    A log-weight of -inf is padding where the head holds fewer entries than another; padding is not
+    counted. A column that is -inf in every head is memory that the cache holds, so it is counted.
     """
     used = (log_weights != float("-inf")).sum(-1)
     return used + (log_weights.shape[-1] - used.max())
@@ -287,28 +304,31 @@ def weighted_entries(log_weights: Tensor) -> Tensor:
 def gather_entries(
     layer: LayerKV, positions: Tensor, log_weights: Tensor | None = None
 ) -> CompressedKV:
-    """The entries of ``layer`` at ``positions`` [batch, kv_heads, c], in the order given."""
-    keys, values = (rows_at(x, positions) for x in (layer.keys, layer.values))
+    """Gather the entries of ``layer`` at ``positions`` [batch, kv_heads, c], in the order of
+    ``positions``."""
+    keys = rows_at(layer.keys, positions)
+    values = rows_at(layer.values, positions)
     return CompressedKV(keys, values, log_weights, positions)
 
 
 def rows_at(x: Tensor, positions: Tensor) -> Tensor:
-    """Rows of x [batch, kv_heads, n, dim] at positions [batch, kv_heads, c]."""
+    """Gather the rows of x [batch, kv_heads, n, dim] at positions [batch, kv_heads, c]; returns
+    [batch, kv_heads, c, dim]."""
     batch, heads, n, dim = x.shape
     if not x.is_contiguous():
         return x.gather(2, positions.unsqueeze(-1).expand(-1, -1, -1, dim))
-    # Whole rows: some times faster than gathering number by number.
+    # Copying rows of dim numbers is several times faster than gathering every number by its own index.
     first = torch.arange(0, batch * heads * n, n, device=x.device).view(batch, heads, 1)
     rows = x.view(-1, dim).index_select(0, (positions + first).flatten())
     return rows.view(batch, heads, -1, dim)
 
 
 WHOLE = Budget(rate=1.0, sink=0, window=0)
-"""Grants a prompt of any length its whole cache."""
+"""The budget that grants every prompt its whole cache."""
 
 
 def keep_all(layer: LayerKV) -> CompressedKV:
-    """Everything, without a copy: what `exact` holds and what a prompt within its capacity keeps."""
+    """Keep all entries of the layer, without a copy, as for a prompt within its capacity."""
     batch, heads, n, _ = layer.keys.shape
     positions = torch.arange(n, device=layer.keys.device).expand(batch, heads, n)
     return CompressedKV(layer.keys, layer.values, None, positions)

@@ -100,8 +100,10 @@ LEAST = {
     "kcentre": 0.001,
 }
 """Floor over measured time that each kernel should reach; expectations, not measurements."""
-WALL, WALL_S = 0.10, 0.05
-"""Wall seconds of a generation beyond those of its parts, at most: a share of these, or seconds."""
+WALL_SHARE = 0.10
+"""How much longer than its parts a generation may take by the wall's clock, as a share of the parts."""
+WALL_SECONDS = 0.05
+"""The same in seconds, where the share is less: Python's own time between the parts."""
 CEILING = 1.05
 """Speed-up over what the bytes read per token allow, at most: more means that a clock is wrong."""
 GOAL = 0.8
@@ -114,9 +116,11 @@ that is read needs memory of its own."""
 CLOSE_BATCH = 0.03
 """How far the largest batch that was allocated may be below one that was not, as a share of it."""
 METHODS = ("exact", "snapkv", "h2o", "balancekv", "subgen")
+"""The methods whose speed and memory are measured."""
 RATE = 0.25
+"""The rate at which they are measured."""
 BYTES = 0.10
-"""How far the memory of one more prompt may be from the bytes its cache should have."""
+"""How far the memory of one more prompt may be from the bytes its cache should have, as a share."""
 LIMIT = 560.0
 """Seconds after the process has begun when the section that runs is stopped, and no other is begun."""
 TESTS = (
@@ -124,10 +128,10 @@ TESTS = (
     "tests/kernels/test_kernels_eviction.py tests/engine/test_cuda.py"
 )
 """Every kernel at several shapes, eviction included, and decoding steps."""
-WITNESS_S = 200.0
-"""Seconds that transformers' own decoding may take here, most of them torch.compile's."""
 WORKERS = 4
-"""Processes that run them side by side, where pytest-xdist is installed."""
+"""Processes that run these tests side by side, where pytest-xdist is installed."""
+WITNESS_SECONDS = 200.0
+"""Seconds that transformers' own decoding may take here, most of them torch.compile's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,8 +186,10 @@ class Figures:
 
     Attributes:
         found: figures by name; those that were checked with their limit or goal.
-        wrong: one line for each figure beyond its limit. short: for each goal that is missed.
-        left_out: what the time or the memory was too short for, and what is not there: why.
+        wrong: a line for each figure beyond its limit.
+        short: a line for each goal that is missed.
+        left_out: by name, the reason why something was not measured: too little time or memory, or a
+            package that is not installed.
         until: when the section has to end, by `time.perf_counter`.
     """
 
@@ -205,8 +211,12 @@ class Figures:
         """A figure that should not be below `goal`, or with `most` not above it."""
         reached = measured <= goal if most else measured >= goal
         which = "most" if most else "least"
-        found = {"measured": measured, "expected": expected, f"goal_at_{which}": goal}
-        self.found[name] = found | {"reached": reached}
+        self.found[name] = {
+            "measured": measured,
+            "expected": expected,
+            f"goal_at_{which}": goal,
+            "reached": reached,
+        }
         if not reached:
             self.short.append(f"{name}: {measured:.3g}, goal at {which} {goal:.3g}")
 
@@ -219,7 +229,7 @@ class Figures:
 
     @contextmanager
     def memory_for(self, name: str) -> Iterator[None]:
-        """Notes where there is not enough of it; what follows is then to go without."""
+        """Within this context running out of memory is noted, and what was measured is left out."""
         try:
             yield
         except Exception as failure:
@@ -246,6 +256,7 @@ class Figures:
         good: bool,
         which: str,
     ) -> None:
+        """Note a figure and its limit, and a line if the figure is beyond it."""
         self.found[name] = {"measured": measured, "expected": expected, f"at_{which}": limit}
         if not good:
             self.wrong.append(f"{name}: {measured:.3g}, at {which} {limit:.3g}")
@@ -256,15 +267,15 @@ class Compiled:
     """The Triton kernels that were compiled, or read from the disk, by this process.
 
     Attributes:
-        names: of the kernels, once for every kind of arguments that one is compiled for.
-        seconds: that all of it took.
+        names: the kernels' names, each once for every kind of arguments that it is compiled for.
+        seconds: how long all of it took.
     """
 
     names: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     def listen(self) -> bool:
-        """Begin; False where this Triton does not tell."""
+        """Begin to listen; False where this Triton does not tell what it compiles."""
         try:
             from triton import knobs
 
@@ -274,7 +285,7 @@ class Compiled:
         return True
 
     def __call__(self, *, src: Any, times: Any, **_: Any) -> None:
-        """What Triton calls after each."""
+        """Note one kernel; Triton calls this after each."""
         self.names.append(str(getattr(src, "name", src)))
         self.seconds += times.total / 1e6
 
@@ -283,19 +294,19 @@ COMPILED = Compiled()
 
 
 def weight_bytes(shape: Mapping[str, Any]) -> int:
-    """Bytes of a Llama's weights that a decode step reads, in two bytes a number: all but the embedding,
-    of which it reads a row."""
+    """Bytes of a Llama's weights that a decode step reads, at two bytes a number: all but the embedding,
+    of which a step reads one row."""
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     attention = 2 * hidden * hidden * (heads + kv_heads) // heads
-    each = attention + 3 * hidden * shape["intermediate_size"] + 2 * hidden
-    return 2 * (layers * each + hidden + shape["vocab_size"] * hidden)
+    layer = attention + 3 * hidden * shape["intermediate_size"] + 2 * hidden
+    return 2 * (layers * layer + hidden + shape["vocab_size"] * hidden)
 
 
 def cache_bytes(shape: Mapping[str, Any], tokens: int) -> int:
     """Bytes of the exact cache of so many tokens, in two bytes a number."""
-    wide = shape["hidden_size"] * shape["num_key_value_heads"] // shape["num_attention_heads"]
-    return int(2 * 2 * shape["num_hidden_layers"] * wide * tokens)
+    key_size = shape["hidden_size"] * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    return int(2 * 2 * shape["num_hidden_layers"] * key_size * tokens)
 
 
 def ceiling(weights: int, exact: float, held: float, batch: int) -> float:
@@ -305,8 +316,9 @@ def ceiling(weights: int, exact: float, held: float, batch: int) -> float:
 
 
 def seconds(run: Callable[[], object], calls: int = 10, rounds: int = 3) -> float:
-    """Seconds a call takes on the device, the least of some rounds of so many: between two events
-    around replays of a graph of it, so that the time Python takes to launch is not in it."""
+    """Seconds that `run` takes on the device: the least, over some rounds, of the mean of so many calls.
+    The clock is two events around replays of a captured graph of it, so that the time Python takes to
+    launch kernels does not count."""
     run()
     launch: Callable[[], object] = run
     torch.cuda.synchronize()
@@ -317,7 +329,7 @@ def seconds(run: Callable[[], object], calls: int = 10, rounds: int = 3) -> floa
         launch = graph.replay
     except RuntimeError as reason:  # it waits for the device, or allocates in a way no graph may
         print(f"  timed by its launches, not by a graph: {one_line(reason)}", flush=True)
-    found = []
+    seconds_a_call = []
     for _ in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -326,8 +338,8 @@ def seconds(run: Callable[[], object], calls: int = 10, rounds: int = 3) -> floa
             launch()
         end.record()
         torch.cuda.synchronize()
-        found.append(start.elapsed_time(end) / 1000 / calls)
-    return min(found)
+        seconds_a_call.append(start.elapsed_time(end) / 1000 / calls)
+    return min(seconds_a_call)
 
 
 # --- sections ------------------------------------------------------------------------------------
@@ -335,21 +347,21 @@ def seconds(run: Callable[[], object], calls: int = 10, rounds: int = 3) -> floa
 
 def device(sizes: Sizes, device: torch.device, out: Figures) -> None:
     """Versions and clocks, and what the device copies and multiplies per second."""
-    asked = ["driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit"]
-    query = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
+    fields = ["driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+        answer = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
     except OSError:
-        told = ""
+        answer = ""
     copied, multiplied = _rates(sizes, device)
-    of = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     out.found |= {
-        "name": of.name,
-        "capability": f"{of.major}.{of.minor}",
-        "multiprocessors": of.multi_processor_count,
-        "memory_bytes": of.total_memory,
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
         "gpus": torch.cuda.device_count(),
-        "nvidia_smi": dict(zip(asked, told.split(", "), strict=False)) if told else None,
+        "nvidia_smi": dict(zip(fields, answer.split(", "), strict=False)) if answer else None,
         "versions": provenance.versions() | {"cuda": torch.version.cuda},
         "cudnn": torch.backends.cudnn.version(),
         "copy_bytes_per_s": copied,
@@ -359,7 +371,8 @@ def device(sizes: Sizes, device: torch.device, out: Figures) -> None:
 
 @cache
 def _rates(sizes: Sizes, device: torch.device) -> tuple[float, float]:
-    """Bytes that the device copies in a second, read and written, and the operations of its products."""
+    """Bytes a second that the device reads and writes when it copies, and floating-point operations a
+    second of its matrix products."""
     source = torch.zeros(sizes.copy, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     a = torch.randn(sizes.matmul, sizes.matmul, device=device, dtype=torch.bfloat16)
@@ -404,18 +417,18 @@ def parity(sizes: Sizes, device: torch.device, out: Figures) -> None:
 
 
 def same_draws(device: torch.device, out: Figures) -> None:
-    """Every bit of what methods draw on the device is the CPU's."""
+    """Every bit of what methods draw on the device is the same as on the CPU."""
     for dtype in (torch.int64, torch.float64, torch.float32):
         for key in (2**32, 2**62 - 1):
-            there = philox(key, 3, 40001, dtype=dtype, device=device).cpu()
-            here = philox(key, 3, 40001, dtype=dtype, device=torch.device("cpu"))
-            out.most(
-                f"draws in {dtype}, key {key}: unlike the CPU's", float((there != here).sum()), 0
-            )
+            on_device = philox(key, 3, 40001, dtype=dtype, device=device).cpu()
+            on_cpu = philox(key, 3, 40001, dtype=dtype, device=torch.device("cpu"))
+            unlike = float((on_device != on_cpu).sum())
+            out.most(f"draws in {dtype}, key {key}: unlike the CPU's", unlike, 0)
 
 
 def tokens(sizes: Sizes, device: torch.device, out: Figures) -> None:
-    """Every method on the shipped model in float32: the CPU's draws, and its tokens."""
+    """Every method on the shipped model in float32 draws the same numbers, and answers the same tokens,
+    as on the CPU."""
     same_draws(device, out)
     methods: dict[str, tuple[Any, Budget]] = {}
     for name in available_methods():
@@ -434,8 +447,9 @@ def tokens(sizes: Sizes, device: torch.device, out: Figures) -> None:
         prompt = Prompt(ids, [], methods, Stopping(8 if sizes.timed else 2), "gpu_check")
         return run_batch(model, [prompt], seed=0)[0]
 
-    here, there = answers(torch.device("cpu")), answers(device)
-    for name, result in here.items():
+    on_cpu = answers(torch.device("cpu"))
+    on_device = answers(device)
+    for name, result in on_cpu.items():
         if isinstance(result.failure, UserError):
             # A package that is not there, or what the method cannot do with this prompt.
             out.left_out[name] = one_line(result.failure)
@@ -443,7 +457,7 @@ def tokens(sizes: Sizes, device: torch.device, out: Figures) -> None:
         if result.failure is not None:
             out.wrong.append(f"{name} on the CPU: {one_line(result.failure)}")
             continue
-        other = there[name]
+        other = on_device[name]
         if other.failure is not None:
             out.wrong.append(f"{name}: {one_line(other.failure)}")
         elif other.tokens != result.tokens:
@@ -452,7 +466,7 @@ def tokens(sizes: Sizes, device: torch.device, out: Figures) -> None:
 
 
 class _Bench(bench_kernels.Bench):
-    """Its cases; their inputs from the CPU's generator."""
+    """The cases of bench_kernels.py, with inputs that the CPU's generator draws."""
 
     def normal(self, *shape: int, seed: int = 0) -> Tensor:
         return normal(self.device, self.dtype, *shape, seed=seed)
@@ -476,14 +490,14 @@ def kernels(sizes: Sizes, on: torch.device, out: Figures) -> None:
     ]
     for case in cases:
         rounds = 3 if sizes.timed else 1
-        taken = seconds(partial(case.run, "triton"), bench.repeats, rounds)
+        measured = seconds(partial(case.run, "triton"), bench.repeats, rounds)
         floor = max(case.bytes / bench.copy_rate, case.flops / bench.matmul_rate)
         least = LEAST[case.operation] if sizes.timed else 0.0
-        out.found[f"{case.operation} {case.size}: seconds"] = taken
-        out.least(f"{case.operation} {case.size}: share of the floor", floor / taken, least)
+        out.found[f"{case.operation} {case.size}: seconds"] = measured
+        out.least(f"{case.operation} {case.size}: share of the floor", floor / measured, least)
         if case.operation == "decode_attention":
             goal = GOAL if sizes.timed else 0.0
-            share = case.bytes / bench.copy_rate / taken
+            share = case.bytes / bench.copy_rate / measured
             out.goal(f"{case.operation} {case.size}: share of the copy rate", share, goal)
 
 
@@ -496,7 +510,8 @@ def _llama(sizes: Sizes, on: torch.device) -> Any:
 def _generated(
     model: Any, n: int, new: int, name: str, graphs: StepGraphs, batch: int = 1
 ) -> tuple[list[Generation], float]:
-    """What `batch` random prompts of n tokens are answered, and the wall seconds of it all."""
+    """The answers of a method to `batch` random prompts of n tokens, `new` tokens each, and the wall
+    seconds of prefill, compression and decoding."""
     made = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (batch, n), generator=made).tolist()
     methods = {name: (build_method(name), Budget(rate=RATE))}
@@ -523,9 +538,9 @@ def throughput(sizes: Sizes, on: torch.device, out: Figures) -> None:
         compiled = COMPILED.names[before:]
         parts = {part: getattr(result, part) for part in ("prefill_s", "compress_s", "decode_s")}
         out.found[f"{name} at {n}"] = parts | {"compiled": compiled}
-        whole = sum(parts.values())
-        most = max(WALL * whole, WALL_S) if sizes.timed else float("inf")
-        out.most(f"{name} at {n}: wall seconds beyond its parts", wall - whole, most)
+        parts_together = sum(parts.values())
+        most = max(WALL_SHARE * parts_together, WALL_SECONDS) if sizes.timed else float("inf")
+        out.most(f"{name} at {n}: wall seconds beyond its parts", wall - parts_together, most)
         out.most(f"{name} at {n}: kernels compiled inside the clock", float(len(compiled)), 0)
     out.most("decode steps that could not be captured", float(bool(graphs.failed)), 0)
 
@@ -564,10 +579,9 @@ def _decoded(
 def _backend(sizes: Sizes, n: int, on: torch.device) -> str:
     """Which of torch's attention kernels a prefill of n tokens runs."""
     heads, kv_heads = sizes.model["num_attention_heads"], sizes.model["num_key_value_heads"]
-    wide = sizes.model["hidden_size"] // heads
-    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": on}
-    query = torch.empty(1, heads, n, wide, **kind)
-    key = torch.empty(1, kv_heads, n, wide, **kind)
+    head_dim = sizes.model["hidden_size"] // heads
+    query = torch.empty(1, heads, n, head_dim, dtype=torch.bfloat16, device=on)
+    key = torch.empty(1, kv_heads, n, head_dim, dtype=torch.bfloat16, device=on)
     choice = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=True)
     return SDPBackend(choice).name
 
@@ -577,14 +591,15 @@ def decoding(sizes: Sizes, on: torch.device, out: Figures) -> None:
     their bytes allow, and its peak of memory."""
     model, graphs = _llama(sizes, on), StepGraphs("auto")
     steps: dict[tuple[int, int], float] = {}
-    took: dict[int, float] = {}
+    seconds_at: dict[int, float] = {}  # by length: what the method before took
     for n, name in product(dict.fromkeys(n for n, _ in sizes.decoding), METHODS):
-        what, begun = f"{name} at {n}", time.perf_counter()
-        if out.has_time_for(what, took.get(n, 0.0)):
+        case = f"{name} at {n}"
+        begun = time.perf_counter()
+        if out.has_time_for(case, seconds_at.get(n, 0.0)):
             free_memory(on)
-            with out.memory_for(what):
+            with out.memory_for(case):
                 _steps_of(sizes, model, n, name, graphs, steps, out)
-            took[n] = time.perf_counter() - begun
+            seconds_at[n] = time.perf_counter() - begun
     out.most("decode steps that could not be captured", float(bool(graphs.failed)), 0)
 
 
@@ -597,9 +612,14 @@ def _steps_of(
     steps: dict[tuple[int, int], float],
     out: Figures,
 ) -> None:
-    """One method at one length. A batch is so many copies of one cache; `steps` are the seconds of
-    exact's, by length and batch."""
-    what, on, no_limit = f"{name} at {n}", model.device, float("inf")
+    """One method at one length, at every batch: copies of one cache that decode together.
+
+    Args:
+        steps: the seconds of a decode step of `exact`, by length and batch; filled where `name` is it.
+    """
+    what = f"{name} at {n}"
+    on = model.device
+    no_limit = float("inf")
     warm, token, _ = _read(model, min(n, 1024), name, 24)
     _decoded(model, [warm], token, 24, graphs)
     del warm
@@ -630,20 +650,20 @@ def _steps_of(
         torch.cuda.reset_peak_memory_stats(on)
         with out.memory_for(case):
             forks = [fork.clone() for _ in range(batch)]
-            each = statistics.median(_decoded(model, forks, token, sizes.new_tokens, graphs))
-            read = weights + batch * cost.cache_bytes
+            step_s = statistics.median(_decoded(model, forks, token, sizes.new_tokens, graphs))
+            bytes_read = weights + batch * cost.cache_bytes
             out.found[case] = {
-                "step_s": each,
-                "bytes_read": read,
-                "share_of_the_copy_rate": read / each / _rates(sizes, on)[0],
+                "step_s": step_s,
+                "bytes_read": bytes_read,
+                "share_of_the_copy_rate": bytes_read / step_s / _rates(sizes, on)[0],
                 "peak_bytes": torch.cuda.max_memory_allocated(on),
             }
         forks = []
         if name == "exact" and case in out.found:
-            steps[n, batch] = each
+            steps[n, batch] = step_s
         elif (n, batch) in steps and case in out.found:
             allowed = ceiling(weights, exact, cost.cache_bytes, batch)
-            speedup = steps[n, batch] / each
+            speedup = steps[n, batch] / step_s
             most, least = (CEILING * allowed, GOAL * allowed) if sizes.timed else (no_limit, 0.0)
             out.most(f"{case}: decode speed-up", speedup, most, allowed)
             out.goal(f"{case}: decode speed-up, the goal", speedup, least, allowed)
@@ -658,11 +678,11 @@ def memory(sizes: Sizes, on: torch.device, out: Figures) -> None:
         torch.cuda.reset_peak_memory_stats(on)
         _generated(model, sizes.memory, new, "exact", StepGraphs(), batch)
         peaks.append(torch.cuda.max_memory_allocated(on))
-    each = (peaks[1] - peaks[0]) / sizes.batch
+    bytes_per_prompt = (peaks[1] - peaks[0]) / sizes.batch
     predicted = cache_bytes(sizes.model, sizes.memory + new)
-    out.found |= {"bytes_per_prompt": each, "predicted": predicted}
+    out.found |= {"bytes_per_prompt": bytes_per_prompt, "predicted": predicted}
     most = BYTES if sizes.timed else float("inf")
-    out.most("bytes of one more prompt, off by", abs(each / predicted - 1), most)
+    out.most("bytes of one more prompt, off by", abs(bytes_per_prompt / predicted - 1), most)
 
 
 def capacity(sizes: Sizes, on: torch.device, out: Figures) -> None:
@@ -679,9 +699,9 @@ def capacity(sizes: Sizes, on: torch.device, out: Figures) -> None:
         torch.cuda.reset_peak_memory_stats(on)
         fork, _, _ = _read(model, n, name, 8)
         total = torch.cuda.mem_get_info(on)[0] + torch.cuda.memory_reserved(on)
-        beside = total - torch.cuda.max_memory_allocated(on)
+        left_for_others = total - torch.cuda.max_memory_allocated(on)
         cache = _reserved(fork)
-        predicted = 1 + max(0, beside) // cache
+        predicted = 1 + max(0, left_for_others) // cache
         del fork
         largest[name] = largest_that_fits(
             partial(_decodes, model, n, name), predicted if sizes.timed else 3
@@ -737,19 +757,25 @@ def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
     return size
 
 
+def _equal_tokens(one: Generation, other: Generation) -> int:
+    """How many tokens of two answers of one length are equal, from the first on."""
+    pairs = zip(one.tokens, other.tokens, strict=True)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def compiled(sizes: Sizes, on: torch.device, out: Figures) -> None:
     """Steps of a model that torch has compiled (decode=compiled) beside those of the model as it is."""
-    model, n, found = _llama(sizes, on), sizes.contexts[0], {}
+    model, n = _llama(sizes, on), sizes.contexts[0]
+    answers: dict[str, Generation] = {}
     for decode in ("auto", "compiled"):
         graphs = StepGraphs(decode)
         for _ in range(2):  # the first time compiles and captures
-            (found[decode],), _ = _generated(model, n, sizes.new_tokens, "snapkv", graphs)
-        each = found[decode].decode_s / found[decode].new_tokens
-        out.found[f"{decode} at {n}"] = {"step_s": each, "capture_failed": graphs.failed}
-    pairs = zip(*(result.tokens for result in found.values()), strict=True)
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            (answers[decode],), _ = _generated(model, n, sizes.new_tokens, "snapkv", graphs)
+        step_s = answers[decode].decode_s / answers[decode].new_tokens
+        out.found[f"{decode} at {n}"] = {"step_s": step_s, "capture_failed": graphs.failed}
+    alike = _equal_tokens(answers["auto"], answers["compiled"])
     out.found["equal tokens from the first on"] = alike
-    share = found["compiled"].decode_s / found["auto"].decode_s
+    share = answers["compiled"].decode_s / answers["auto"].decode_s
     out.goal("compiled steps over others", share, 1 if sizes.timed else float("inf"), most=True)
 
 
@@ -764,8 +790,7 @@ def second(sizes: Sizes, on: torch.device, out: Figures) -> None:
     model, eager, captured = _llama(sizes, last), StepGraphs("eager"), StepGraphs("auto")
     (wanted,), _ = _generated(model, sizes.prompt, 24, "snapkv", eager)
     (answer,), _ = _generated(model, sizes.prompt, 24, "snapkv", captured)
-    pairs = zip(answer.tokens, wanted.tokens, strict=True)
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    alike = _equal_tokens(answer, wanted)
     out.least("captured steps", len(captured.kept), 1)
     out.least("equal tokens of captured and eager steps, from the first on", alike, FIRST_STEPS + 3)
 
@@ -774,7 +799,7 @@ def witness(sizes: Sizes, on: torch.device, out: Figures) -> None:
     """Exact decoding by transformers' own static cache and torch.compile beside kvbench's `exact`: is
     the yardstick of every table a fast one?"""
     model, n, new = _llama(sizes, on), sizes.contexts[0], sizes.new_tokens
-    if not out.has_time_for("all of it", WITNESS_S if sizes.timed else 0.0):
+    if not out.has_time_for("all of it", WITNESS_SECONDS if sizes.timed else 0.0):
         return
     graphs = StepGraphs("auto")
     for _ in range(2):  # the first time captures
@@ -792,9 +817,7 @@ def witness(sizes: Sizes, on: torch.device, out: Figures) -> None:
             "prefill_s": result.prefill_s,
             "decode_s": result.decode_s,
         }
-    pairs = zip(theirs.tokens, exact.tokens, strict=True)
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    out.found["equal tokens from the first on"] = alike
+    out.found["equal tokens from the first on"] = _equal_tokens(theirs, exact)
     ratio = theirs.decode_s / exact.decode_s
     least = 1.0 if sizes.timed else 0.0
     out.goal(f"exact at {n}: decode speed over transformers' own", ratio, least)
@@ -825,19 +848,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=folder, help=f"a folder (default: {folder})")
     parser.add_argument("--pytest", default=TESTS, help="what the section tests runs")
     parser.add_argument("--small", action="store_true", help="sizes for a pretend GPU")
-    given = parser.parse_args()
-    only = given.only.split(",")
+    arguments = parser.parse_args()
+    only = arguments.only.split(",")
     if not set(only) <= set(names):
-        parser.error(f"--only is {given.only!r}; allowed: {', '.join(names)}")
+        parser.error(f"--only is {arguments.only!r}; allowed: {', '.join(names)}")
     if not torch.cuda.is_available():
         print("gpu_check needs a GPU: torch.cuda.is_available() is False", file=sys.stderr)
         return 2
-    sizes, on = (SMALL if given.small else Sizes()), torch.device("cuda", 0)
-    run: dict[str, Callable[[Figures], None]] = {"tests": partial(tests, given.pytest)}
+    sizes, on = (SMALL if arguments.small else Sizes()), torch.device("cuda", 0)
+    run: dict[str, Callable[[Figures], None]] = {"tests": partial(tests, arguments.pytest)}
     run |= {section.__name__: partial(section, sizes, on) for section in sections}
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(on).lower()).strip("-")
     chosen = [section for section in names if section in only]
-    path = given.out / f"{name}-{chosen[0]}.json"
+    path = arguments.out / f"{name}-{chosen[0]}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"code_revision": provenance.code_revision(), "sections": {}}
     if not COMPILED.listen():
@@ -846,38 +869,45 @@ def main() -> int:
     if sizes.timed:
         signal.signal(signal.SIGALRM, _stop)
         signal.setitimer(signal.ITIMER_REAL, max(0.1, end - time.perf_counter()))
-    late = False
+    time_is_over = False
     for section in chosen:
-        start, out, before = time.perf_counter(), Figures(until=end), COMPILED.seconds
+        start, compiling_before = time.perf_counter(), COMPILED.seconds
+        out = Figures(until=end)
         try:
-            if late:
+            if time_is_over:
                 raise OutOfTime(f"not begun: {LIMIT:g} s are over")
             run[section](out)
         except OutOfTime as reason:
-            late = True
+            time_is_over = True
             out.left_out["the rest of it"] = str(reason)
         except Exception as failure:  # noqa: BLE001 - the other sections are wanted all the same
             out.wrong.append(one_line(failure))
-        found = {
+        report["sections"][section] = {
             "passed": not out.wrong,
             "wrong": out.wrong,
             "short": out.short,
             "left_out": out.left_out,
             "seconds": round(time.perf_counter() - start, 1),
-            "compiling_s": round(COMPILED.seconds - before, 1),
+            "compiling_s": round(COMPILED.seconds - compiling_before, 1),
             **out.found,
         }
-        report["sections"][section] = found
         path.write_text(json.dumps(report, indent=1) + "\n")
-        said = f"{found['seconds']:6.1f} s, {found['compiling_s']:5.1f} s of it compiling"
-        print(f"{section:12} {said}  {'FAILED' if out.wrong else 'ok'}", flush=True)
-        left_out = [f"left out: {name}: {why}" for name, why in out.left_out.items()]
-        for line in (*out.wrong, *(f"short of a goal: {each}" for each in out.short), *left_out):
-            print(f"  {line}", flush=True)
+        print_section(section, report["sections"][section])
         free_memory(on)
     signal.setitimer(signal.ITIMER_REAL, 0)
     print(path)
-    return int(not all(found["passed"] for found in report["sections"].values()))
+    return int(not all(section["passed"] for section in report["sections"].values()))
+
+
+def print_section(name: str, section: Mapping[str, Any]) -> None:
+    """Print whether a section passed, its seconds, and what is wrong, short of a goal or left out."""
+    times = f"{section['seconds']:6.1f} s, {section['compiling_s']:5.1f} s of it compiling"
+    print(f"{name:12} {times}  {'ok' if section['passed'] else 'FAILED'}", flush=True)
+    lines = list(section["wrong"])
+    lines += [f"short of a goal: {line}" for line in section["short"]]
+    lines += [f"left out: {what}: {why}" for what, why in section["left_out"].items()]
+    for line in lines:
+        print(f"  {line}", flush=True)
 
 
 def _stop(*_: object) -> None:

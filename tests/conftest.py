@@ -10,9 +10,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,17 @@ if find_spec("absl"):
     absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Every reason for which tests were skipped, in one line of its own with their number."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        _, _, reason = report.longrepr  # file, line, reason
+        reasons[reason.removeprefix("Skipped: ")] += 1
+    told = (f"{count} {reason}" for reason, count in reasons.most_common())
+    if reasons:
+        terminalreporter.write_line(f"{reasons.total()} skipped: " + "; ".join(told))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -93,13 +106,14 @@ def server() -> ForkServer:
 
 
 @pytest.fixture
-def shared_file():
+def shared_file() -> Callable[[str], Path]:
     """A function: the path of a file beside the checkout, or a skip that says what is missing."""
 
     def find(relative: str) -> Path:
         path = SHARED / relative
         if not path.exists():
-            pytest.skip(f"needs {relative} of the shared folder beside the checkout")
+            folder = Path(relative).parts[0]
+            pytest.skip(f"need {folder}/ of the shared folder, which is not beside the checkout")
         return path
 
     return find

@@ -1,5 +1,6 @@
-"""A method is two files; a measured field, a table, a figure at most two: each is added in a copy of the
-package, as README.md and kvbench/README.md say, and one run shows them all."""
+"""A method is two files, and so is a task with a metric of its own; a measured field, a table, a figure
+at most two: each is added in a copy of the package, as README.md and kvbench/README.md say, and one run
+of the method and one of the task show them all."""
 
 from __future__ import annotations
 
@@ -30,6 +31,61 @@ def extra_figure(group: Group) -> Drawn:
     figure, _ = new_panels(1, 1, (3, 2), (0, 0))
     return Drawn(f"extra-{group.task}", "An extra figure", "Axes.", figure)
 '''
+TASK = '''"""A colour that stands in the middle of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvbench.tasks.base import Example, Many, PromptEncoder, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colour(Task):
+    """Texts that name one colour; the score is the share of its letters that the answer holds."""
+
+    name = "colour"
+    measures = ("score", "letters")
+    num_examples: Many = 4
+
+    def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
+        """See `Task.examples`."""
+        grass = "The grass is long. " * 40
+        return [
+            Example(
+                id=f"colour-{number}",
+                context=f"{grass}The door of house {number} is green. {grass}",
+                question=f"Which colour has the door of house {number}?",
+                answers=("green",),
+                max_new_tokens=4,
+                dataset="colour",
+            )
+            for number in range(self.num_examples)
+        ]
+
+    def score(self, prediction: str, example: Example) -> Mapping[str, float]:
+        """See `Task.score`; beside it the number of letters."""
+        letters = [letter in prediction for letter in example.answers[0]]
+        return {"score": sum(letters) / len(letters), "letters": float(len(prediction))}
+'''
+TASK_YAML = """# A colour in the middle of a text.
+defaults:
+  - override /model@_global_.model: smollm2_135m
+  - _self_
+_target_: kvbench.tasks.colour.Colour
+num_examples: 4
+"""
+TESTS = [
+    "tests/methods/test_methods_properties.py",
+    "tests/methods/test_methods_conf.py",
+    "tests/report/test_figures.py",
+    "tests/report/test_tables.py",
+    "tests/tasks/test_every_task.py",
+    "tests/cli/test_cli.py::test_a_task_says_which_model_it_runs_on",
+    "tests/test_imports.py",
+]
+"""Those that see every method, task, table and figure."""
 CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     # what: file: what stands there, and what stands there then; "" is the end
     "measured field": {
@@ -83,6 +139,22 @@ def add_method(root: Path) -> tuple[set[str], list[str]]:
     return added, shlex.split(command)
 
 
+def run_in(root: Path, *arguments: str) -> str:
+    """What Python prints when it is run in the copy at `root`, which must end well."""
+    path = os.pathsep.join([str(root), str(root / "scripts/plugins")])
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": ""}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=root,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_what_is_added_touches_two_files_at_most(tmp_path: Path) -> None:
     unread = shutil.ignore_patterns("__pycache__")
@@ -99,33 +171,16 @@ def test_what_is_added_touches_two_files_at_most(tmp_path: Path) -> None:
                 assert not before or text.count(before) == 1, (name, before)
                 text = text.replace(before, after) if before else text + after
             (tmp_path / name).write_text(text)
-    path = os.pathsep.join([str(tmp_path), str(tmp_path / "scripts/plugins")])
-    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": ""}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=tmp_path,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "knorm" in done.stdout
-    tests = ["tests/methods/test_methods_properties.py", "tests/methods/test_methods_conf.py"]
-    tests += [
-        "tests/report/test_figures.py",
-        "tests/report/test_tables.py",
-        "tests/test_imports.py",
-    ]
-    tested = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
-        cwd=tmp_path,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert tested.returncode == 0, tested.stdout[-3000:]
+    (tmp_path / "kvbench/tasks/colour.py").write_text(TASK)
+    (tmp_path / "conf/task/colour.yaml").write_text(TASK_YAML)
+    assert "knorm" in run_in(tmp_path, *arguments)
+    task = ["task=colour", "model=recall_mini", "method=[exact,snapkv]", "results_dir=of_task"]
+    assert "colour" in run_in(tmp_path, "-m", "kvbench", *task)
+    run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    (records,) = (tmp_path / "of_task").rglob("snapkv-*/records.jsonl")
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [line["status"] for line in lines] == ["ok"] * 4
+    assert all(0 <= line["score"] <= 1 and line["letters"] >= 0 for line in lines)
     (records,) = (tmp_path / "runs").rglob("knorm-*/records.jsonl")
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert len(lines) == 4

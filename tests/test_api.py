@@ -38,6 +38,7 @@ def _ask(question: Any, **options: Any) -> Callable[[Any], Any]:
 
 WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compress("snapkvv"), r"unknown method 'snapkvv' \(did you mean 'snapkv'\?\)"),
+    (_compress("released"), r"unknown method 'released'"),
     *(
         (call("snapkv", rate=1.5), r"budget.rate is 1.5; allowed: a number in \(0, 1\]$")
         for call in (_compress, partial(_compare, "x"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import lm_eval
 import pytest
@@ -21,7 +23,7 @@ from kvbench.lm_eval import KVBenchLM
 from kvbench.lm_eval.scoring import truncated
 from kvbench.lm_eval.task import HarnessTask
 from kvbench.methods import build_method
-from kvbench.run.runner import run_job
+from kvbench.run.runner import Job, run_job
 from kvbench.run.session import Session
 
 TEXT = "the cat sat on a mat and then they all went home because it was late in the day"
@@ -30,7 +32,7 @@ FOLDER = str(ROOT / "tests/data/lm_eval")
 INVENTED = ["copa", "mathqa", "openbookqa", "piqa", "rte", "winogrande"]
 
 
-def save_model(folder, *, bos):
+def save_model(folder: Path, *, bos: bool) -> str:
     """A tiny Llama of 256 positions and the shipped tokenizer, which adds a BOS or does not."""
     inner = t.AutoTokenizer.from_pretrained(ROOT / "kvbench/assets/recall_mini").backend_tokenizer
     inner.add_special_tokens(["<s>", "</s>"])
@@ -52,24 +54,24 @@ def save_model(folder, *, bos):
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["bos", "no_bos"])
-def folder(request, tmp_path_factory):
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"), bos=request.param)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("saved"), bos=True)
 
 
-def text(words, seed=0):
+def text(words: int, seed: int = 0) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
-def likelihoods(*pairs):
+def likelihoods(*pairs: tuple[str, str]) -> list[Instance]:
     return [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
 
 
-def hflm(folder):
+def hflm(folder: str) -> HFLM:
     return HFLM(folder, device="cpu", dtype="float32", logits_cache=False, batch_size=1)
 
 
@@ -117,7 +119,7 @@ def test_exact_rolls_and_generates_as_hflm(folder):
     assert len(last.generate_until(asked)) == 3
 
 
-def masked(lm, context, continuation, sink, window):
+def masked(lm: Any, context: str, continuation: str, sink: int, window: int) -> float:
     """Log-likelihood by eager attention: rows from the last context token on see sink, window, and each
     other."""
     c, y = lm._encode_pair(context, continuation)
@@ -159,7 +161,9 @@ def test_draws_depend_on_the_context_alone(saved):
     assert lm.records[0]["ratio"] < 0.12
 
 
-def harness_job(saved, tmp_path, task, methods, **changes):
+def harness_job(
+    saved: str, tmp_path: Path, task: Any, methods: dict[str, Any], **changes: Any
+) -> Job:
     """A job of our side on the saved model."""
     session = Session(ModelSpec(name="tiny", path=saved), torch.device("cpu"), torch.float32)
     return make_job(tmp_path, methods, session=session, plan=task, task="lm_eval", **changes)
@@ -212,7 +216,7 @@ def test_h2os_tasks_run_offline(saved, tmp_path):
     ],
 )
 def test_refusals(saved, tmp_path, options, words):
-    def begin():
+    def begin() -> Any:
         if "tasks" not in options:
             return KVBenchLM(saved, **options)
         task = HarnessTask(**{"include_path": FOLDER, **options})

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.pretended import TOOL
@@ -16,7 +17,7 @@ TESTS = Path(__file__).parent
 METHODS = ("exact", "snapkv", "h2o", "balancekv", "subgen")
 
 
-def needs_tool(test):
+def needs_tool(test: Any) -> Any:
     """A slow test, of the tool beside the checkout."""
     absent = pytest.mark.skipif(not TOOL.exists(), reason="needs tools/pretend.py")
     return pytest.mark.slow(absent(test))
@@ -160,7 +161,7 @@ def test_the_largest_batch_is_one_that_was_allocated(monkeypatch):
         for predicted in (1, 8, 41, 100):
             tried = []
 
-            def fits(batch, room=room, tried=tried):
+            def fits(batch: int, room: int = room, tried: list[int] = tried) -> bool:
                 tried.append(batch)
                 return batch <= room
 

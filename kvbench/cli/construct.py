@@ -120,12 +120,12 @@ def methods_of(nodes: Mapping[str, Any]) -> dict[str, Method]:
     """The methods of a config by their labels. Imports torch, and no library that knows models.
 
     Raises:
-        KVError: see `constructed` and `check_answers`.
+        KVError: see `constructed` and `describe_itself`.
     """
-    from kvbench.methods.base import Method, check_answers
+    from kvbench.methods.base import Method, describe_itself
 
     methods: dict[str, Method] = {}
     for label, node in nodes.items():
         methods[label] = constructed(node, f"methods.{label}", Method)
-        check_answers(label, methods[label])
+        describe_itself(label, methods[label])
     return methods

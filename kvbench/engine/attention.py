@@ -41,9 +41,10 @@ class LayerCall:
         layer: 0-based.
         query: [batch, heads, t, head_dim]. key, value: [batch, kv_heads, t, head_dim], the new ones,
             all after position encoding.
-        scaling: of the logits. softcap: their limit, None for none.
-        sliding_window: keys that a query sees, None for all.
-        output: what mixes the heads' outputs, [hidden, heads * head_dim], where it can be read.
+        scaling: the factor of the logits. softcap: their limit, None for none.
+        sliding_window: how many keys a query sees, None for all.
+        output: the weights of the layer's output projection, [hidden, heads * head_dim]; None where
+            they cannot be read.
     """
 
     layer: int
@@ -68,11 +69,12 @@ class LayerCall:
         )
 
     def exact_with_normalisers(self) -> tuple[Tensor, Tensor | None]:
-        """The same output, and the logarithm of each query's sum of exponentials, [batch, heads, t]
-        float32, where torch's kernel tells it; else None."""
-        plain = self.softcap is None and self.sliding_window is None
-        given = (self.query, self.key, self.value, self.scaling)
-        return (_fused_with_normalisers(*given) if plain else None) or (self.exact(), None)
+        """The output of `exact`, and the logarithm of each query's sum of exponentials,
+        [batch, heads, t] float32; None in its place where torch's kernel does not return it."""
+        fused = None
+        if self.softcap is None and self.sliding_window is None:
+            fused = _fused_with_normalisers(self.query, self.key, self.value, self.scaling)
+        return fused or (self.exact(), None)
 
     def of_rows(self, rows: Tensor) -> LayerCall:
         """The call of some batch rows, without waiting for a device."""
@@ -188,16 +190,18 @@ def signed_mean(
         mixed: [..., q, d], sum_i e_i v_i. weights: [..., q, c], e. denominators: [..., c], b.
         value_range: least and largest allowed, each broadcast against [..., q, d]; None: any.
     """
-    below = weights.to(denominators.dtype) @ denominators[..., None]
-    mean = torch.where(below > 1e-20, mixed.to(below.dtype) / below, 0.0).to(mixed.dtype)
+    denominator = weights.to(denominators.dtype) @ denominators[..., None]
+    quotient = mixed.to(denominator.dtype) / denominator
+    mean = torch.where(denominator > 1e-20, quotient, 0.0).to(mixed.dtype)
     return mean if value_range is None else torch.clamp(mean, *value_range)
 
 
 def _fused_with_normalisers(
     query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor] | None:
-    """Causal attention by the very kernel that `scaled_dot_product_attention` would run, which drops the
-    second result; None where that kernel tells none, or too few digits."""
+    """Causal attention and its normalisers (`LayerCall.exact_with_normalisers`), by the kernel that
+    `scaled_dot_product_attention` would run and whose normalisers it drops; None where that kernel
+    returns none, or rounds them to too few digits."""
     aten, options = torch.ops.aten, {"is_causal": True, "scale": scaling}
     on_cpu, float32 = query.device.type == "cpu", query.dtype == torch.float32
     grouped_float32 = float32 and query.shape[1] != key.shape[1]
@@ -222,8 +226,17 @@ def _fused_with_normalisers(
 def grown_range(
     before: tuple[Tensor, Tensor] | None, value: Tensor, group: int
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """A range of values [kv_heads, d] at each of t new tokens, for every query of a group
-    [kv_heads, group * t, d], and after the last; value [kv_heads, t, d]."""
+    """The range of each channel's values while t tokens join.
+
+    Args:
+        before: the least and the largest value so far, each [kv_heads, d]; None: no range is kept.
+        value: [kv_heads, t, d], those of the tokens.
+        group: query heads per KV head.
+
+    Returns:
+        the range that each token's query is clamped to, repeated for the queries of a group, each
+        [kv_heads, group * t, d]; and the range after the last token, each [kv_heads, d].
+    """
     if before is None:
         return None, None
     least = torch.minimum(before[0][:, None], value.cummin(1).values)

@@ -34,7 +34,7 @@ from kvbench.methods.base import Eviction, Held, Method, rule_of
 
 
 class LayerCache(ABC):
-    """What a fork asks of the cache of one of its layers.
+    """The cache of one layer of a fork.
 
     Attributes:
         capacity: entries per head that the method may hold after prefill.
@@ -62,7 +62,7 @@ class LayerCache(ABC):
 
     @abstractmethod
     def clone(self) -> LayerCache:
-        """A copy that shares nothing with this one that either of them writes to."""
+        """A copy with buffers of its own: no write to one changes the other."""
 
     @abstractmethod
     def entry_bytes(self) -> int:
@@ -93,14 +93,15 @@ class LayerCache(ABC):
 class GrowingCache(LayerCache):
     """A layer whose heads hold equally many entries, and one more with every token.
 
-    A layer with a sliding window lets go of entries that the window has passed, some at a time.
+    A layer with a sliding window drops entries that the window has passed, `GROWTH` at a time.
 
     Args:
         store: what is held of the prompt.
         window: sliding-window length of the layer, None for full attention.
 
     Attributes:
-        rule: by which entries leave; None where none do, or where the method itself has to be asked.
+        rule: the rule by which entries leave; None where none leaves, or where the method is asked at
+            every token which one does.
     """
 
     rule: Eviction | None = None
@@ -228,7 +229,7 @@ class GrowingCache(LayerCache):
 
 
 class EvictingCache(GrowingCache):
-    """A layer whose method lets an entry go for every token, once the cache is full.
+    """A layer whose method drops an entry for every token, once the cache is full.
 
     Args:
         method: one that `Method.evicts`.
@@ -270,6 +271,7 @@ class EvictingCache(GrowingCache):
         self.store.reserve(min(self.store.length + tokens, most))
 
     def _cuts(self, tokens: int) -> Sequence[int]:
+        """See `GrowingCache._cuts`: one by one, since an entry may leave after each."""
         return range(1, tokens + 1)
 
     def _after_attention(self, call: LayerCall, weights: Tensor) -> None:
@@ -285,11 +287,12 @@ class EvictingCache(GrowingCache):
 
 
 class RestrictedCache(GrowingCache):
-    """A layer that grows, and of which every query sees what its method chooses.
+    """A layer that grows, and of whose entries every query sees those that its method chooses.
 
     Args:
         method: one that `Method.restricts`.
-        granted: entries per head that the budget grants a query. sink: as in `EvictingCache`.
+        granted: entries per head that the budget lets a query see.
+        sink: leading tokens that are always kept.
     """
 
     steps_by_kernel = False
@@ -301,6 +304,7 @@ class RestrictedCache(GrowingCache):
         super().__init__(store, capacity=capacity)
 
     def _hide(self, logits: Tensor) -> None:
+        """Hide what the method hides from each query."""
         held = _held(self.store, self.granted, self.sink)
         hidden = guard.call(self.method, self.method.restrict, held, logits)
         logits.masked_fill_(hidden, float("-inf"))

@@ -36,8 +36,8 @@ class Context:
 
     Attributes:
         entries: per layer and KV head after compression, mean and maximum.
-        cache_bytes, exact_bytes: after compression, and of the exact cache.
-        prefill_s, compress_s: seconds.
+        cache_bytes, exact_bytes: bytes held after compression, and bytes of the exact cache.
+        prefill_s, compress_s: seconds of the exact prefill, and of compression.
     """
 
     def __init__(
@@ -175,15 +175,15 @@ class Context:
 
 
 def held_after_prompt(cost: Cost) -> tuple[dict[str, float], int]:
-    """Entries per layer and KV head (mean and maximum) and bytes after compression, of a prompt that was
-    read without a failure."""
+    """What a prompt that was read without a failure holds after compression: entries per layer and KV
+    head (their mean and their maximum), and bytes."""
     assert cost.entries is not None
     assert cost.cache_bytes is not None
     return cost.entries, cost.cache_bytes
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Token ids to text, without special tokens."""
+    """The function that turns token ids into text without special tokens."""
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvbench.engine import memory
+from kvbench.engine import guard, memory
 from kvbench.engine.attention import AttentionState, LayerCall
 from kvbench.engine.cache import GrowingCache, LayerCache, cache_of, store_of
 from kvbench.engine.costs import Cost, ExactBytes, Ledger
@@ -49,7 +49,7 @@ class Fork:
         layers: the cache of each layer that holds keys, by layer index; filled by the prefill.
         states: the state of each layer that holds one in place of keys, by layer index.
         compressible: the layers that the method compresses.
-        shapes: of what those layers hold of the prompt.
+        shapes: how many entries, of which kinds, those layers hold of the prompt.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
         compressed: whether the method compresses this prompt.
         unaudited: layers whose entries `audit_prompt` still has to count.
@@ -134,7 +134,7 @@ class Fork:
             self.fail(failure)
 
     def clone(self) -> Fork:
-        """A copy that goes on separately from here."""
+        """A copy with caches, states and costs of its own, to decode another continuation with."""
         return replace(
             self,
             layers={index: layer.clone() for index, layer in self.layers.items()},
@@ -159,10 +159,13 @@ class Fork:
         limit: int | None = None,
         prompt: LayerKV | None = None,
     ) -> None:
-        """Take over what the method keeps of one layer, and audit it.
+        """Make the cache of one layer from what the method keeps of it, and audit it.
 
         Args:
-            limit: of a prompt that is not compressed: where eviction begins.
+            held: what the method keeps.
+            capacity: entries per head that it may keep.
+            limit: for a prompt that is not compressed, and a method that evicts: the entries per head
+                beyond which it evicts.
             prompt: the whole layer, for a method that compresses again while decoding.
 
         Raises:
@@ -215,7 +218,8 @@ class Fork:
         Raises:
             BudgetExceeded: see `hold`.
         """
-        layers, self.unaudited = self.unaudited, []
+        layers = self.unaudited
+        self.unaudited = []
         caches = [self.layers[layer] for layer in layers]
         if not caches:
             return
@@ -244,9 +248,13 @@ class Fork:
                 cost,
                 entries={"mean": float(entries.float().mean()), "max": int(entries.max())},
                 cache_bytes=sum(self.ranks.gather(self.cache_bytes())),
-                extras=self.method.extras(n, self.shapes),
+                extras=guard.call(self.method, self.method.extras, n, self.shapes),
             )
         self.ledger.begin(cost, exact)
+
+    def _allowed_entries(self, n: int, layers: int) -> tuple[int, str | None]:
+        """See `kvbench.methods.base.allowed_entries`, which asks the method."""
+        return guard.call(self.method, allowed_entries, self.method, self.budget, n, layers)
 
     def cost(self) -> Cost:
         """What the cache costs, by what is known since the prefill and the last `audit`. Waits for the
@@ -265,7 +273,7 @@ class Fork:
         own_peaks_and_means = [cache.held_bytes() for cache in self.layers.values()]
         of_ranks = self.ranks.gather((ledger.bytes_end, own_peaks_and_means))
         states = state_bytes(self.states)
-        _, preset = allowed_entries(self.method, self.budget, cost.prompt_tokens, len(caches))
+        _, preset = self._allowed_entries(cost.prompt_tokens, len(caches))
         return replace(
             cost,
             cache_bytes_end=sum(bytes_end for bytes_end, _ in of_ranks),
@@ -295,7 +303,7 @@ class Fork:
             total_after_prompt += after_prompt
         layers = len(self.compressible)
         n = self.ledger.prompt.prompt_tokens
-        allowed, _ = allowed_entries(self.method, self.budget, n, layers)
+        allowed, _ = self._allowed_entries(n, layers)
         if total_after_prompt > allowed + layers:
             raise BudgetExceeded(self.label, -1, allowed, total_after_prompt)
         self.ledger.bytes_end = self.cache_bytes()

@@ -200,11 +200,13 @@ def _take_turn(
 
 @dataclass
 class _Reading:
-    """One prompt that has been read.
+    """One prompt that has been read: prefilled, and compressed by every method.
 
     Attributes:
-        spent_s: wall seconds so far, other prompts' own left out.
-        kept: by method, what it holds of the prompt, where that is asked for.
+        start: what the prefill returned.
+        spent_s: wall seconds that this prompt has taken so far. Seconds of decoding are every prompt's
+            of the batch; those of other prompts' prefills and questions are left out.
+        kept: which entries each method holds of the prompt (`strips_of`), where that is asked for.
     """
 
     prompt: Prompt
@@ -214,8 +216,10 @@ class _Reading:
     kept: dict[str, dict[str, Any]]
 
     def row(self, fork: Fork) -> DecodingRow:
-        """The beginning of a conversation, on a copy where there are several."""
-        fork = fork.clone() if len(self.prompt.conversations) > 1 else fork
+        """The row with which a fork begins a conversation: with the fork itself where there is one
+        conversation, else with a copy."""
+        if len(self.prompt.conversations) > 1:
+            fork = fork.clone()
         return DecodingRow(fork, self.prompt.stopping, self.start.prefill_s)
 
 
@@ -224,7 +228,8 @@ class _Conversation:
     """One method's part in one conversation.
 
     Attributes:
-        row: of its latest question. answers: to its questions so far.
+        row: the batch row of its latest question.
+        answers: those to its questions so far.
     """
 
     reading: _Reading
@@ -236,10 +241,7 @@ class _Conversation:
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
     """Prefill one prompt, and compress it by every method."""
     begun = time.perf_counter()
-    room = max(
-        sum(len(q.ids) + max(prompt.room or 0, q.stopping.max_new_tokens) for q in questions)
-        for questions in prompt.conversations
-    )
+    room = max(_room_for(questions, prompt.room or 0) for questions in prompt.conversations)
     forks = [
         Fork(label, method, budget, seed, prompt.example_id, room=room)
         for label, (method, budget) in prompt.methods.items()
@@ -255,6 +257,13 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
     return _Reading(prompt, forks, start, spent_s, kept)
 
 
+def _room_for(questions: Sequence[Question], least: int) -> int:
+    """New tokens of a conversation at most: its questions, and for each answer `least` or its limit."""
+    return sum(
+        len(question.ids) + max(least, question.stopping.max_new_tokens) for question in questions
+    )
+
+
 def _ask(
     model: PreTrainedModel,
     talks: Sequence[_Conversation],
@@ -262,19 +271,20 @@ def _ask(
     seed: int,
     sampling: Sampling,
 ) -> None:
-    """One more question of each conversation, after the answer to the one before (its ending token left
-    out); every row holds its first new token afterwards."""
+    """Feed one more question to each conversation, after its latest answer without the ending token;
+    every row holds the first token of the new answer afterwards."""
     fed: list[DecodingRow] = []
     questions: list[list[int]] = []
     for talk in talks:
-        question, before = talk.questions[turn], talk.row
+        question = talk.questions[turn]
+        before = talk.row
+        # The last token of an answer was chosen and not fed.
         unread = [token for token in before.chosen[-1:] if token not in before.stopping.end_ids]
         uniforms = sampling.uniforms(
             seed, question.name, question.sample, question.stopping.max_new_tokens
         )
-        talk.row = row = DecodingRow(
-            before.fork, question.stopping, before.prefill_s, sampling, uniforms
-        )
+        row = DecodingRow(before.fork, question.stopping, before.prefill_s, sampling, uniforms)
+        talk.row = row
         ids = [*unread, *question.ids]
         if row.fork.failure is None and ids:
             fed.append(row)

@@ -3,29 +3,33 @@
 Methods of a job read the same keys, values, queries and shared results (`LayerKV.once`), and run in one
 process. A method from outside `kvbench.methods` gets copies of the tensors. One from inside gets the
 tensors themselves, and after every call it is checked that it wrote to none (`Seal`). A method that
-leaves a setting of the process changed fails, and the setting is restored. While a method runs,
-``os._exit`` raises, and so does ``os.close`` of a standard stream. A signal that ends the process and a
-KeyboardInterrupt are not contained: they end the job, whose records are on disk up to the example in
-progress.
+leaves a setting of the process changed fails, and the setting is restored (`process_settings`). While a
+method runs, ``os._exit`` and closing a standard stream raise, and a process that it forks ends where it
+comes back.
+
+Not contained are a Ctrl-C, a signal that ends the process, a crash of compiled code, and what code does
+that looks for a way round: replaces functions of libraries, deletes files, lowers a limit of the system,
+starts threads that write later, searches closures. They end the job, or harm it; its records are on
+disk up to the example in progress.
 """
 
 from __future__ import annotations
 
 import os
-import random
-import sys
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from kvbench.engine.limits import in_main_thread
+from kvbench.engine.process_settings import SETTINGS, same
 from kvbench.kernels.elapsed import Elapsed
-from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV
+from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, Shared
 from kvbench.methods.base import Method, Repetition
 
 
@@ -39,76 +43,8 @@ class LayerDamaged(KVError):
 
 
 class MethodExit(RuntimeError):
-    """A method asked the program to end (SystemExit, GeneratorExit); only the method fails."""
-
-
-def _set_environment(variables: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(variables)
-
-
-def _stream_of(name: str) -> tuple[Any, bool]:
-    """The object that stands for a standard stream, and whether it is open."""
-    stream = getattr(sys, name)
-    return stream, not getattr(stream, "closed", True)
-
-
-def _restore_stream(name: str, before: tuple[Any, bool]) -> None:
-    """Put the object back that stood there; where it was closed, a new one of the same stream."""
-    stream, was_open = before
-    if was_open and stream.closed:
-        number = {"stdout": 1, "stderr": 2}[name]
-        stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - it stays open
-    setattr(sys, name, stream)
-
-
-_PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "torch's float32 matmul precision": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
-    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch's default device": (
-        torch.get_default_device,
-        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-    ),
-    "torch's deterministic algorithms": (
-        torch.get_deterministic_debug_mode,
-        torch.set_deterministic_debug_mode,
-    ),
-    "the standard output": (partial(_stream_of, "stdout"), partial(_restore_stream, "stdout")),
-    "the standard error": (partial(_stream_of, "stderr"), partial(_restore_stream, "stderr")),
-    "the working directory": (os.getcwd, os.chdir),
-    "the environment": (partial(dict, os.environ), _set_environment),
-    "torch's global generator": (torch.get_rng_state, torch.set_rng_state),
-    "CUDA's global generator": (torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all),
-    "numpy's global generator": (partial(np.random.get_state, legacy=False), np.random.set_state),
-    "Python's global generator": (random.getstate, random.setstate),
-    **{
-        f"torch's {name} attention": (
-            getattr(torch.backends.cuda, f"{name}_sdp_enabled"),
-            getattr(torch.backends.cuda, f"enable_{name}_sdp"),
-        )
-        for name in ("flash", "mem_efficient", "math", "cudnn")
-    },
-}
-"""Process-wide settings that a call could leave changed: by name (as in messages), how each is read
-and set."""
-
-
-def _same(now: Any, before: Any) -> bool:
-    """Whether two values are equal: numbers, tensors, arrays, or dictionaries and lists of such."""
-    if isinstance(now, dict):
-        return now.keys() == before.keys() and all(_same(now[key], before[key]) for key in now)
-    if isinstance(now, list):
-        return len(now) == len(before) and all(map(_same, now, before))
-    if isinstance(now, Tensor):
-        return torch.equal(now, before)
-    if isinstance(now, np.ndarray):
-        return bool(np.array_equal(now, before))
-    return bool(now == before)
+    """A method asked the program to end (by SystemExit, GeneratorExit or a KeyboardInterrupt of its
+    own); only the method fails."""
 
 
 SAMPLED_ROWS = 16
@@ -126,11 +62,13 @@ class Seal:
         tensors: the layer's own, and the results that methods share, by name.
         versions: of these tensors, where they count one.
         samples: rows of the layer's own tensors.
+        shared: the results that methods share, by name.
     """
 
     tensors: dict[str, Tensor]
     versions: dict[str, int]
     samples: dict[str, Tensor]
+    shared: dict[str, Shared]
 
     @classmethod
     def of(cls, layer: LayerKV) -> Seal:
@@ -143,10 +81,16 @@ class Seal:
             tensors,
             {name: x._version for name, x in tensors.items() if not x.is_inference()},
             {name: _sample(x).clone() for name, x in own.items() if x.device.type == "cpu"},
+            dict(layer.shared),
         )
 
-    def broken(self) -> str | None:
-        """The name of a tensor that was written to since, if there is one."""
+    def broken(self, layer: LayerKV) -> str | None:
+        """The name of a tensor that was written to since, or of a shared result that is another now or
+        no tensor, if there is one."""
+        for name, result in {**layer.shared, **self.shared}.items():
+            same_one = result is layer.shared.get(name)
+            if not same_one or not isinstance(getattr(result, "tensor", None), Tensor):
+                return name
         for name, version in self.versions.items():
             if self.tensors[name]._version != version:
                 return name
@@ -161,7 +105,7 @@ class Seal:
         Raises:
             LayerDamaged: naming the method `label` and the tensor that it wrote to.
         """
-        written = self.broken()
+        written = self.broken(layer)
         if written is not None:
             raise LayerDamaged(
                 f"method {label!r} wrote to the {written} of layer {layer.layer_index} in place, which "
@@ -183,39 +127,114 @@ def is_foreign(method: Method) -> bool:
 @contextmanager
 def settings_unchanged(label: str, method: Method) -> Iterator[None]:
     """A method's code runs within this context; afterwards the process's settings are restored. Of
-    kvbench's own methods the environment may change: they import the packages they adapt.
+    kvbench's own methods those may change that imports change: they import the packages they adapt.
 
     Raises:
         SharedStateChanged: the code changed one, and raised nothing itself.
-        MethodExit: the code raised SystemExit or GeneratorExit.
+        MethodExit: the code raised SystemExit or GeneratorExit, or KeyboardInterrupt without a Ctrl-C.
     """
-    left_out = set() if torch.cuda.is_initialized() else {"CUDA's global generator"}
-    left_out |= set() if is_foreign(method) else {"the environment"}
-    before = {name: read() for name, (read, _) in _PROCESS.items() if name not in left_out}
+    foreign = is_foreign(method)
+    compared = {
+        name: setting
+        for name, setting in SETTINGS.items()
+        if (foreign or not setting.imports_change_it)
+        and (setting.is_there is None or setting.is_there())
+    }
     changed: list[str] = []
-    end_process, close = os._exit, os.close
-    os._exit, os.close = _refuse_exit, partial(_close_unless_standard, close)
+    with _process_protected(), _interrupts_noted() as interrupted:
+        before = {name: setting.read() for name, setting in compared.items()}
+        for name, setting in compared.items():
+            if setting.note is not None:
+                setting.note(before[name])
+        try:
+            yield
+        except (SystemExit, GeneratorExit, KeyboardInterrupt) as failure:
+            of_the_job = type(failure) not in (SystemExit, GeneratorExit)  # SIGTERM's, a Ctrl-C's
+            if isinstance(failure, KeyboardInterrupt):
+                of_the_job = interrupted()
+            if of_the_job:
+                raise
+            raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
+        finally:
+            for name, setting in compared.items():
+                now = setting.read()
+                if not same(now, before[name]):
+                    setting.write(before[name])
+                    changed.append(_what_changed(name, now, before[name]))
+    if changed:
+        raise SharedStateChanged(f"method {label!r} left {changed[0]}")
+
+
+def _what_changed(name: str, now: object, before: object) -> str:
+    """The setting, its values, and what is allowed."""
+    setting = SETTINGS[name]
+    state = f"at {now} (it was {before})" if setting.shown else "in another state"
+    return f"{name} {state}, which others use; allowed: {setting.allowed}"
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Within this context a Ctrl-C raises KeyboardInterrupt, as ever.
+
+    Yields:
+        a function that tells whether there was one: code may raise KeyboardInterrupt itself. Where the
+        process answers Ctrl-C in a way of its own, that is not known, and every one counts.
+    """
+    if not in_main_thread():
+        yield lambda: False  # signals come to the main thread
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: True
+        return
+    came: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def _process_protected() -> Iterator[None]:
+    """Within this context the process can neither be ended without a word nor lose its standard streams:
+    the next file that is opened would get a closed stream's number, and what is printed would go into
+    it. A process that the code forks can do both, and where it comes back from the code, it ends:
+    it would write the job's records, too."""
+    process, end_process = os.getpid(), os._exit
+    close, close_range = os.close, os.closerange
+
+    def exit_refused(status: int) -> NoReturn:
+        if os.getpid() == process:
+            raise MethodExit(f"a method called os._exit({status}); allowed: to raise an exception")
+        end_process(status)
+
+    def close_unless_standard(fd: int) -> None:
+        if fd in (0, 1, 2) and os.getpid() == process:
+            raise MethodExit(
+                f"a method called os.close({fd}), of a standard stream; allowed: to leave it open"
+            )
+        close(fd)
+
+    def close_range_refused(first: int, end: int) -> None:
+        if os.getpid() == process:
+            raise MethodExit(
+                f"a method called os.closerange({first}, {end}), of files that others opened; allowed: "
+                "to close its own"
+            )
+        close_range(first, end)
+
+    os._exit, os.close, os.closerange = exit_refused, close_unless_standard, close_range_refused
     try:
         yield
-    except (SystemExit, GeneratorExit) as failure:
-        if type(failure) not in (SystemExit, GeneratorExit):  # SIGTERM raises one of its own
-            raise
-        raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
     finally:
-        os._exit, os.close = end_process, close
-        for name, value in before.items():
-            read, write = _PROCESS[name]
-            now = read()
-            if not _same(now, value):
-                write(value)
-                unprinted = name.endswith(("generator", "environment", "output", "error"))
-                state = "in another state" if unprinted else f"at {now} (it was {value})"
-                changed.append(f"{name} {state}")
-    if changed:
-        hint = "its own generator" if "generator" in changed[0] else "to leave it as it was"
-        raise SharedStateChanged(
-            f"method {label!r} left {changed[0]}, which others use; allowed: {hint}"
-        )
+        os._exit, os.close, os.closerange = end_process, close, close_range
+        if os.getpid() != process:
+            end_process(1)
 
 
 @contextmanager
@@ -226,22 +245,6 @@ def sealed(seal: Seal, label: str, layer: LayerKV) -> Iterator[None]:
         yield
     finally:
         seal.check(label, layer)
-
-
-def _refuse_exit(status: int) -> NoReturn:
-    """Stands for `os._exit` while a method's code runs; the real one would end the job without a
-    word."""
-    raise MethodExit(f"a method called os._exit({status}); allowed: to raise an exception")
-
-
-def _close_unless_standard(close: Callable[[int], None], descriptor: int) -> None:
-    """Stands for `os.close` while a method's code runs, and refuses standard streams: the next file that
-    the job opens would get the closed stream's number, and what is printed would go into it."""
-    if descriptor in (0, 1, 2):
-        raise MethodExit(
-            f"a method called os.close({descriptor}), of a standard stream; allowed: to leave it open"
-        )
-    close(descriptor)
 
 
 def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:
@@ -333,12 +336,17 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
     """
     if not isinstance(held, CompressedKV):
         raise TypeError(f"compress returned a {type(held).__name__}; allowed: a CompressedKV")
+    if not isinstance(held.keys, Tensor):
+        raise TypeError(f"keys are a {type(held.keys).__name__}; allowed: a tensor")
     if held.keys.dim() == 4 and not held.keys.shape[2]:
         raise ValueError("compress kept no entry; allowed: at least one per KV head")
     heads = held.keys.shape[1] if held.keys.dim() == 4 else 0
     repeats = max(1, heads // layer.keys.shape[1])  # a method may repeat keys to query heads
     batch, kv_heads = layer.keys.shape[:2]
     entries = (batch, repeats * kv_heads, *held.keys.shape[2:3])
+    most = held.keys.shape[2] if held.keys.dim() == 4 else 0
+    if not isinstance(held.keys_only, int) or not 0 <= held.keys_only <= most:
+        raise ValueError(f"keys_only is {held.keys_only!r}; allowed: 0 to {most}, the entries")
     with_value = (*entries[:2], *(c - held.keys_only for c in entries[2:]))
     allowed = {
         "keys": ((*entries, layer.keys.shape[-1]), layer.keys.dtype),
@@ -347,11 +355,12 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
         "log_weights": (entries, torch.float32),
         "scores": (entries, torch.float32),
         "denominators": (entries, torch.float32),
+        "lengths": (entries[:2], torch.int64),
     }
     device = layer.keys.device
     for name, (shape, dtype) in allowed.items():
         part = getattr(held, name)
-        if part is None and name in ("log_weights", "scores", "denominators"):
+        if part is None and name in ("log_weights", "scores", "denominators", "lengths"):
             continue
         if not isinstance(part, Tensor):
             raise TypeError(f"{name} are a {type(part).__name__}; allowed: a tensor")
@@ -359,6 +368,19 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
             raise ValueError(
                 f"{name} are {tuple(part.shape)} {part.dtype} on {part.device}; "
                 f"allowed: {shape} {dtype} on {device}"
+            )
+    least_and_most = held.value_range
+    if least_and_most is not None:
+        ends = (*entries[:2], layer.values.shape[-1])
+        if [getattr(end, "shape", None) for end in least_and_most] != [ends, ends]:
+            raise ValueError(
+                f"value_range is not of two tensors of the shape {ends}; allowed: that"
+            )
+    if held.lengths is not None and device.type == "cpu":  # a GPU would be waited for
+        fewest, longest = map(int, held.lengths.aminmax())
+        if fewest < 1 or longest > most:
+            raise ValueError(
+                f"lengths are {fewest} to {longest}; allowed: 1 to {most}, the entries"
             )
 
 

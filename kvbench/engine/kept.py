@@ -10,9 +10,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.engine.fork import Fork
+from kvbench.kv import KVError
 
-BINS, MOST_LAYERS = 128, 16
-"""The most pieces of the prompt and layers (evenly spread) in the result of `strips_of`."""
+MOST_PIECES = 128
+"""The most pieces that `strips_of` cuts a prompt into."""
+
+MOST_LAYERS = 16
+"""The most layers in the result of `strips_of`, evenly spread over the model's."""
 
 
 def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -42,16 +46,19 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
 
 
 def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
-    """The weight held of each piece of the prompt, as JSON values small enough for a record.
+    """How much of each piece of the prompt a fork holds, as JSON values small enough for a record.
 
-    The prompt is cut into at most `BINS` pieces of equal length. A piece's value is the weight held of
-    it per token, averaged over KV heads; the exact cache has 1 everywhere.
+    The prompt is cut into at most `MOST_PIECES` pieces of equal length. A piece's value is the sum of
+    its entries' weights over its tokens, averaged over KV heads; the exact cache has 1 everywhere.
 
     Returns:
         tokens (of the prompt), width (tokens of a piece), layers (by layer, hundredths of the values),
         unplaced (share of the entries that are no single token).
+
+    Raises:
+        KVError: a position that the prompt has not.
     """
-    width = max(1, -(-tokens // BINS))
+    width = max(1, -(-tokens // MOST_PIECES))
     pieces = -(-tokens // width)
     sizes = torch.full((pieces,), float(width))
     sizes[-1] = tokens - width * (pieces - 1)
@@ -61,6 +68,11 @@ def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
     entries, unplaced = 0, 0
     for layer, positions, weights in entries_of(fork, chosen):
         is_entry, has_place = weights != 0, positions >= 0
+        if int(positions.max()) >= tokens:
+            raise KVError(
+                f"method {fork.label!r} holds position {int(positions.max())} of a prompt of {tokens} "
+                f"tokens; allowed: -1 to {tokens - 1}"
+            )
         entries += int(is_entry.sum())
         unplaced += int((is_entry & ~has_place).sum())
         piece = torch.where(has_place, positions, 0).flatten() // width

@@ -86,6 +86,11 @@ def check_config_class(spec: ModelSpec) -> str:
 
 
 def _check_fields(spec: ModelSpec, config: PreTrainedConfig) -> None:
+    """Refuse a `ModelSpec.config` with fields that the model's config does not have.
+
+    Raises:
+        ModelError: naming the field.
+    """
     for name in spec.config or {}:
         if not hasattr(config, name):
             raise ModelError(
@@ -118,8 +123,10 @@ def load_model(
                     )
         else:
             model = _with_weights(spec, config, device, dtype)
-    placed = spec.device_map is not None or spec.parallel or spec.quantization in ("bnb4", "bnb8")
-    if spec.random_weights or not placed:
+    placed_while_read = (
+        spec.device_map is not None or spec.parallel or spec.quantization in ("bnb4", "bnb8")
+    )
+    if spec.random_weights or not placed_while_read:
         model = model.to(device)
     return model.eval()
 
@@ -133,19 +140,20 @@ def _with_weights(
     Raises:
         ModelError: naming the first weight that is missing or has another shape.
     """
-    packed = _packing(spec, device, dtype)
-    if "gguf_file" not in packed:
+    options_of_packing = _packing(spec, device, dtype)
+    if "gguf_file" not in options_of_packing:
         _check_safetensors(spec, config)
-    place = spec.device_map
+    device_map = spec.device_map
     options: dict[str, Any] = {
-        **origin_of(spec.path, spec.revision or "main"),  # else the library converts other formats
-        "device_map": dict(place) if isinstance(place, Mapping) else place,
+        # Without a revision the library would convert other formats to safetensors on the Hub.
+        **origin_of(spec.path, spec.revision or "main"),
+        "device_map": dict(device_map) if isinstance(device_map, Mapping) else device_map,
         "max_memory": None if spec.max_memory is None else dict(spec.max_memory),
-        **packed,
+        **options_of_packing,
         **_divided(spec, config.get_text_config()),
     }
     verbosity = library_logging.get_verbosity()
-    library_logging.set_verbosity_error()  # what is wrong with a checkpoint becomes a line of ours
+    library_logging.set_verbosity_error()  # what is wrong with a checkpoint is told below, in one line
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             local_path(spec.path),
@@ -154,14 +162,15 @@ def _with_weights(
             attn_implementation=IMPLEMENTATION,
             trust_remote_code=spec.trust_remote_code,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # reported in `found`, and refused below
+            ignore_mismatched_sizes=True,  # they are in the report, and refused below
             output_loading_info=True,
             **options,
         )
     finally:
         library_logging.set_verbosity(verbosity)
     model, report = loaded
-    for name, shape, wanted in sorted(report["mismatched_keys"], key=lambda entry: entry[0])[:1]:
+    if report["mismatched_keys"]:
+        name, shape, wanted = min(report["mismatched_keys"], key=lambda entry: entry[0])
         raise ModelError(
             f"model {spec.path!r} holds {name} of shape {tuple(shape)}; allowed: {tuple(wanted)}, as "
             "its config says"
@@ -184,9 +193,13 @@ def _divided(spec: ModelSpec, config: PreTrainedConfig) -> dict[str, Any]:
     """
     if spec.parallel is None:
         return {}
-    plan, heads, (_, ranks) = config.base_model_tp_plan or {}, kv_heads(config), spec.place
-    whole = is_hybrid(config) or plan.get("layers.*.self_attn.k_proj") != "colwise"
-    allowed = [n for n in range(2, heads + 1) if heads % n == 0 and not whole]
+    plan = config.base_model_tp_plan or {}
+    heads = kv_heads(config)
+    _, ranks = spec.place
+    divisible = plan.get("layers.*.self_attn.k_proj") == "colwise" and not is_hybrid(config)
+    allowed: list[int] = []
+    if divisible:
+        allowed = [count for count in range(2, heads + 1) if heads % count == 0]
     if ranks not in allowed:
         raise ModelError(
             f"model.parallel is 'tensor' and torchrun --nproc-per-node is {ranks}; allowed for "
@@ -223,21 +236,30 @@ def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
 
 
 def _packing(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What `from_pretrained` is told of quantized weights. bitsandbytes packs them while reading, as
-    its 4 bits "nf4" (QLoRA, 2305.14314, section 3), and computes in `dtype`; GGUF's blocks are unpacked
-    to `dtype` at once, so that no kernel is fetched from the Hub."""
+    """The arguments of `from_pretrained` for quantized weights; none where they are not quantized.
+
+    bitsandbytes packs weights while they are read, in 4 bits as "nf4" (QLoRA, 2305.14314, section 3),
+    and computes in `dtype`. GGUF's blocks are unpacked to `dtype` at once, so that no kernel is fetched
+    from the Hub.
+    """
     if spec.quantization is None:
         return {}
     if spec.quantization == "gguf":
         return {**gguf_options(spec), **unpacking()}
-    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-    how = four if spec.quantization == "bnb4" else {"load_in_8bit": True}
-    placed = {} if spec.device_map is not None else {"device_map": {"": str(device)}}
-    return {"quantization_config": BitsAndBytesConfig(**how), **placed}
+    if spec.quantization == "bnb4":
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    else:
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    options: dict[str, Any] = {"quantization_config": config}
+    if spec.device_map is None:
+        options["device_map"] = {"": str(device)}
+    return options
 
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Tokens that end a generation, by the model's configs.
+    """The ids of the tokens that end a generation, by the model's generation config and its config.
 
     Raises:
         ModelError: a config names something that is no token.

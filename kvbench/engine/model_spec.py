@@ -243,20 +243,21 @@ def origin_of(path: str, revision: str | None) -> dict[str, Any]:
 
 
 def gguf_options(spec: ModelSpec) -> dict[str, Any]:
-    """What transformers' loaders of config, tokenizer and weights are told; nothing without GGUF.
+    """The arguments of transformers' loaders (config, tokenizer, weights) that name a GGUF file; none
+    for other models.
 
     Raises:
-        ModelError: there is no one file.
+        ModelError: `gguf_file` is not set, and the folder has no GGUF file or several.
     """
     if spec.quantization != "gguf":
         return {}
     if spec.gguf_file is not None:
         return {"gguf_file": spec.gguf_file}
-    there = sorted(path.name for path in Path(local_path(spec.path)).glob("*.gguf"))
-    if len(there) != 1:
-        of = ", ".join(there) or "those of the model's repository"
+    files = sorted(path.name for path in Path(local_path(spec.path)).glob("*.gguf"))
+    if len(files) != 1:
+        choices = ", ".join(files) or "those of the model's repository"
         raise ModelError(
-            f"model.quantization is gguf and model {spec.path!r} has {len(there) or 'no'} such files "
-            f"on this machine; allowed: model.gguf_file=<one of: {of}>"
+            f"model.quantization is gguf and model {spec.path!r} has {len(files) or 'no'} such files "
+            f"on this machine; allowed: model.gguf_file=<one of: {choices}>"
         )
-    return {"gguf_file": there[0]}
+    return {"gguf_file": files[0]}

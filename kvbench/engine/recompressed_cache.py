@@ -20,14 +20,18 @@ class RecompressedCache(GrowingCache):
     """A layer that its method compresses again while decoding, by its `Method.recompression`.
 
     Args:
-        rule: when, and to how many entries.
-        label, budget: those of the fork.
-        prompt: the prompt's layer, with queries.
-        generator: draws of all compressions, in order.
+        recompression: when the method compresses, and to how many entries.
+        label: what messages call the method.
+        budget: the fork's; its sink and window hold for every compression.
+        prompt: the prompt's layer, with its queries.
+        generator: for the draws of all compressions, one after the other.
 
     Attributes:
-        fed: tokens so far, behind the prompt's.
-        queries: the last ones fed, [heads, at most rule.queries, head_dim], whose bytes are counted.
+        prompt_tokens: tokens of the prompt.
+        fed: tokens since the prompt.
+        queries: of the last tokens, [heads, at most recompression.queries, head_dim]; their bytes are
+            counted as the cache's.
+        layer_without_tensors: what a method is told of the layer beside keys, values and queries.
     """
 
     steps_by_kernel = False
@@ -45,21 +49,24 @@ class RecompressedCache(GrowingCache):
         generator: torch.Generator,
     ) -> None:
         assert prompt.queries is not None
-        self.method, self.recompression = method, recompression
-        self.label, self.budget, self.generator = label, budget, generator
-        self.prompt, self.fed = prompt.n, 0
+        self.method = method
+        self.recompression = recompression
+        self.label = label
+        self.budget = budget
+        self.generator = generator
+        self.prompt_tokens = prompt.n
+        self.fed = 0
         self.queries = prompt.queries[0, :, -recompression.queries :].clone()
         if recompression.to is not None and recompression.to >= 1:
-            self._size(int(recompression.to))  # refuses now, rather than while decoding
-        # The layer's facts without its tensors, which would keep the prompt in memory.
-        nothing = prompt.keys[:, :, :0]
-        self.facts = replace(
-            prompt, keys=nothing, values=nothing, queries=None, shared={}, carried={}
+            self._budget_of(int(recompression.to))  # refuses now, rather than while decoding
+        no_entries = prompt.keys[:, :, :0]  # the tensors would keep the whole prompt in memory
+        self.layer_without_tensors = replace(
+            prompt, keys=no_entries, values=no_entries, queries=None, shared={}, carried={}
         )
         super().__init__(store, capacity=capacity)
 
     def entry_bytes(self) -> int:
-        """See `LayerCache.entry_bytes`; with those of the queries."""
+        """See `LayerCache.entry_bytes`; the queries are held for the method, and counted."""
         return super().entry_bytes() + self.queries.nbytes
 
     def clone(self) -> RecompressedCache:
@@ -71,6 +78,7 @@ class RecompressedCache(GrowingCache):
         return twin
 
     def _cuts(self, tokens: int) -> Sequence[int]:
+        """See `GrowingCache._cuts`: one by one, since compression may be due after each."""
         return range(1, tokens + 1)
 
     def _after_attention(self, call: LayerCall, weights: Tensor) -> None:
@@ -82,19 +90,23 @@ class RecompressedCache(GrowingCache):
         self.fed += 1
         self.queries = torch.cat([self.queries, call.query[0]], dim=1)
         self.queries = self.queries[:, -self.recompression.queries :]
-        size = self.recompression.stays(self.budget, self.prompt, self.fed, self.store.length)
+        size = self.recompression.entries_to_keep(
+            self.budget, self.prompt_tokens, self.fed, self.store.length
+        )
         if size is not None:
             self._recompress(size)
 
-    def _size(self, entries: int) -> Budget:
+    def _budget_of(self, entries: int) -> Budget:
+        """The budget that grants so many entries, sink and window included."""
         return Budget(sink=self.budget.sink, window=self.budget.window, size=entries)
 
     def _recompress(self, size: int) -> None:
-        """Hold the entries that the method keeps, `size` of them: its positions are places among them,
-        and its log-weights add to theirs."""
-        store, n = self.store, self.store.length
+        """Let the method keep `size` of the entries that are held now. The positions that it returns
+        are places among these entries, and its log-weights are added to those that they have."""
+        store = self.store
+        n = store.length
         layer = replace(
-            self.facts,
+            self.layer_without_tensors,
             keys=store.keys[None, :, :n],
             values=store.values[None, :, :n],
             queries=self.queries[None],
@@ -102,7 +114,7 @@ class RecompressedCache(GrowingCache):
             shared={},
         )
         kept, _, _ = guard.compress(
-            self.label, self.method, layer, self._size(size), self.generator, {}
+            self.label, self.method, layer, self._budget_of(size), self.generator, {}
         )
         if kept.charged > size + 1:
             raise BudgetExceeded(self.label, layer.layer_index, size, kept.charged)

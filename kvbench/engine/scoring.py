@@ -31,8 +31,9 @@ CHUNK_LOGITS = 2**24
 """Logits that exist at a time (64 MB in float32), whatever the length of a continuation."""
 
 Logits = Iterator[tuple[int, Tensor]]
-"""A place in the continuation, and logits [rows, tokens, vocab] that predict the tokens from there on,
-as the model returns them; to be read to the end."""
+"""Pairs of a place in the continuation and logits [rows, tokens, vocab], as the model returns them, that
+predict the continuation's tokens from that place on. To be read to the end: what is fed last is audited
+after the last pair."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class CompressedPrompt:
         whole: the methods that mask a whole pass instead (`Method.whole_pass`).
         lead: tokens of the prompt that are still to be fed; the logits after the last of them predict
             the continuation's first token. Empty after a prompt of one token, which leaves nothing to
-            compress: then they are the prefill's.
+            compress: then the prefill's logits predict it.
         prompt_ids: the whole prompt.
+        start: what the prefill returned.
     """
 
     forks: Sequence[Fork]
@@ -96,14 +98,14 @@ def read(
 
 
 def chunks(rows: int, tokens: int, vocab: int) -> Iterator[range]:
-    """Places 0 .. tokens - 1 in runs whose logits are at most `CHUNK_LOGITS`."""
+    """The places 0 .. tokens - 1, in runs of as many as `CHUNK_LOGITS` allows at a time."""
     step = max(1, CHUNK_LOGITS // (rows * vocab))
     for begin in range(0, tokens, step):
         yield range(begin, min(tokens, begin + step))
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """Logits per row."""
+    """The size of the model's vocabulary: logits per row and token."""
     return int(model.config.get_text_config().vocab_size)
 
 
@@ -113,11 +115,11 @@ def feed_continuations(
     reading: CompressedPrompt,
     rows: Sequence[tuple[Fork, Sequence[int]]],
 ) -> Logits:
-    """Feed every fork its continuation, all in one batch; the logits of every token.
+    """Feed every fork its continuation, all in one batch; yields the logits of every token.
 
-    What is fed joins the fork's cache, or pushes entries out of it, one token at a time. Continuations
-    of several lengths are filled up with their last token: what follows a token changes nothing before
-    it. A fork that fails stops no other, and its logits mean nothing.
+    What is fed joins the fork's cache, or pushes entries out of it, one token at a time. Shorter
+    continuations are made as long as the longest by repeating their last token: what follows a token
+    changes no logits before it. A fork that fails stops no other, and its logits mean nothing.
     """
     device = input_device(model)
     forks = [fork for fork, _ in rows]
@@ -127,7 +129,7 @@ def feed_continuations(
     ids = torch.tensor(fed, device=device).view(len(rows), -1)
     positions = reading.start.n + torch.arange(ids.shape[1], device=device)
     begin = 0
-    first = 0  # place in the continuations that the first logits of a pass predict
+    first = 0  # the place in the continuations that the first logits of the first pass predict
     if not lead:
         first = 1
         yield 0, reading.start.logits.expand(len(rows), 1, -1)
@@ -147,16 +149,19 @@ def feed_continuations(
 
 
 def repeat_last(tokens: Sequence[int], length: int) -> list[int]:
-    """`tokens`, made longer by repeating the last one."""
-    return [*tokens, *[tokens[-1]] * (length - len(tokens))]
+    """`tokens`, made `length` long by repeating the last one."""
+    missing = length - len(tokens)
+    return list(tokens) + [tokens[-1]] * missing
 
 
 @dataclass
 class WholePass(AttentionState):
-    """Attention state of one pass over prompt and continuation, each row with a mask of its own.
+    """Attention state of one pass over prompt and continuation, for methods that mask such a pass
+    (`Method.whole_pass`): each row with its method's mask.
 
     Attributes:
-        rows: (method, budget) of each row; None for exact attention.
+        rows: the method and the budget of each row; None for exact attention.
+        num_layers: of the model.
     """
 
     rows: Sequence[tuple[Method, Budget] | None]
@@ -194,9 +199,13 @@ def run_masked_pass(
     continuation: Sequence[int],
     rows: Sequence[tuple[Method, Budget] | None],
 ) -> Logits:
-    """The same for methods that mask one pass over prompt and continuation, the last token included.
+    """The logits of a continuation's tokens (`Logits`) by methods that mask one pass over the prompt and
+    the continuation; the prompt's last token is in that pass, too.
 
     The pass is run again for every chunk of logits; the continuations of benchmarks need one.
+
+    Args:
+        rows: see `WholePass`.
     """
     ids = torch.tensor([[*prompt_ids, *continuation]] * len(rows), device=input_device(model))
     positions = torch.arange(ids.shape[1], device=ids.device)

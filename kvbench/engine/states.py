@@ -30,7 +30,7 @@ EMPTY = ("moe", "mlp")
 """Layer types that attend to nothing and carry nothing."""
 
 _KINDS = ("conv_states", "recurrent_states")
-
+"""Attributes of transformers' state layers that hold tensors."""
 
 HYBRIDS = (
     "bamba",
@@ -90,17 +90,17 @@ def states_in(cache: Cache) -> dict[int, State]:
 
 
 def row_of(states: States, row: int) -> dict[int, State]:
-    """The states of one row, views of those of all rows."""
+    """The states of one batch row, as views of the states of all rows."""
     return {index: _made_of([state], lambda x: x[row : row + 1]) for index, state in states.items()}
 
 
 def clone_of(states: States) -> dict[int, State]:
-    """A copy that goes on separately."""
+    """Copies of the states, to which another pass may write."""
     return {index: _made_of([state], Tensor.clone) for index, state in states.items()}
 
 
 def state_bytes(states: States) -> int:
-    """Bytes held."""
+    """Bytes of the tensors of all layers' states."""
     total = 0
     for state in states.values():
         for kind in _KINDS:
@@ -110,18 +110,19 @@ def state_bytes(states: States) -> int:
 
 
 def joined_cache(config: PreTrainedConfig, rows: Sequence[dict[int, State]]) -> PassingCache:
-    """The cache of a pass whose rows go on from these states, which become views of it."""
+    """The cache of a pass whose batch rows go on from these states, layer by layer. Each row's states
+    are replaced by views of the cache, so that the pass updates them."""
     cache = PassingCache(config)
     for index in states_in(cache):
-        whole = _made_of([row[index] for row in rows], lambda *parts: torch.cat(parts))
+        joined = _made_of([row[index] for row in rows], lambda *parts: torch.cat(parts))
         for number, row in enumerate(rows):
-            row[index] = row_of({index: whole}, number)[index]
-        cache.layers[index] = whole
+            row[index] = row_of({index: joined}, number)[index]
+        cache.layers[index] = joined
     return cache
 
 
 def _made_of(states: Sequence[State], change: Callable[..., Tensor]) -> State:
-    """A state of which every tensor is made of those of these states."""
+    """A state each of whose tensors is `change` of the same tensor of all these states."""
     twin = copy.copy(states[0])
     for kind in _KINDS:
         made = dict(getattr(twin, kind))

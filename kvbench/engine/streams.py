@@ -39,8 +39,10 @@ class Read:
 
     Attributes:
         nll: [tokens - 1] float32, -log p of every token but the first.
-        entries: per layer and KV head, at most, after a token.
-        held_bytes: at the end; of what recomputes, those of a pass. exact_bytes: of all tokens' entries.
+        entries: the most entries per layer and KV head after a token.
+        held_bytes: bytes held at the end; where every token is predicted by a pass of its own, those of
+            the keys and values of one pass.
+        exact_bytes: bytes of the entries of all tokens.
     """
 
     nll: Tensor
@@ -90,18 +92,20 @@ def read_text(
         KVError: see `check_reads`. UnsupportedModel: see `stream`. Whatever stopped the method.
     """
     check_reads(label, method, budget, positions)
-    way, n = method.reading(budget), len(ids)
+    band = method.reading(budget)
+    n = len(ids)
     shape = shape_of(model.config.get_text_config(), model.dtype)
-    if way is not None and way.recomputed:
-        assert way.last is not None
-        nll, entries = torch.cat(list(recomputed(model, ids, recent=way.last))), min(n, way.last)
+    if band is not None and band.recomputed:
+        assert band.last is not None
+        nll = torch.cat(list(recomputed(model, ids, recent=band.last)))
+        entries = min(n, band.last)
         return Read(nll, entries, shape.bytes(n, entries), shape.bytes(n, n))
     rotation = rotation_of(model) if positions == "cache" else None
     state: BandState | EvictingState
-    if way is None:
+    if band is None:
         state = EvictingState(method, budget, n, rotation)
     else:
-        state = BandState(way.first, n if way.last is None else way.last, rotation)
+        state = BandState(band.first, n if band.last is None else band.last, rotation)
     nll = torch.cat(list(stream(model, ids, state, positions)))
     return Read(nll, min(n, state.most), state.held_bytes, shape.bytes(n, n))
 
@@ -116,7 +120,7 @@ def stream(
     """-log p of every token but the first, in chunks, each [tokens] float32 on the CPU.
 
     Args:
-        state: what is held; it may go on from an earlier text.
+        state: what is held; the text may follow an earlier one that was read with the same state.
         positions: see `POSITIONS`.
 
     Raises:
@@ -132,8 +136,12 @@ def stream(
     for begin in range(0, len(tokens) - 1, size):
         chunk = tokens[begin : begin + size]
         at = torch.arange(state.seen, state.seen + len(chunk), device=device)
-        if positions == "cache":  # 0: not rotated; learned positions have the place in the cache
-            at = at.clamp(max=state.most) if state.rotation is None else torch.zeros_like(at)
+        if positions == "cache" and state.rotation is None:
+            # Positions are learned: a token has that of its place in the cache.
+            at = at.clamp(max=state.most)
+        elif positions == "cache":
+            # The state rotates queries and keys itself; at position 0 the model does not.
+            at = torch.zeros_like(at)
         logits = forward_rows(model, chunk[None], at, state)[0]
         state.seen += len(chunk)
         yield nll_of(logits, tokens[begin + 1 : begin + 1 + len(chunk)])
@@ -147,21 +155,24 @@ def recomputed(
     predicted by a new pass over the `recent` + 1 tokens before it. Takes O(len(ids) * recent^2) time."""
     device = input_device(model)
     tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
-    whole = tokens[: recent + 1][None]
     exact = CaptureState({}, 0)
-    logits = forward_rows(model, whole, torch.arange(whole.shape[1], device=device), exact)[0]
+    # The first tokens, which all have fewer than `recent` before them, in one pass.
+    beginning = tokens[: recent + 1][None]
+    positions = torch.arange(beginning.shape[1], device=device)
+    logits = forward_rows(model, beginning, positions, exact)[0]
     yield nll_of(logits, tokens[1 : recent + 2])
-    ends = list(range(recent + 1, len(tokens) - 1))
-    at = torch.arange(recent + 1, device=device)
-    for begin in range(0, len(ends), rows):
-        some = torch.tensor(ends[begin : begin + rows], device=device)
-        windows = tokens[some[:, None] - recent + at]
-        logits = forward_rows(model, windows, at, exact, keep=1)[:, -1]
-        yield nll_of(logits, tokens[some + 1])
+    last_tokens = list(range(recent + 1, len(tokens) - 1))  # of the windows of later passes
+    positions = torch.arange(recent + 1, device=device)
+    for begin in range(0, len(last_tokens), rows):
+        last = torch.tensor(last_tokens[begin : begin + rows], device=device)
+        windows = tokens[last[:, None] - recent + positions]
+        logits = forward_rows(model, windows, positions, exact, keep=1)[:, -1]
+        yield nll_of(logits, tokens[last + 1])
 
 
 def nll_of(logits: Tensor, target: Tensor) -> Tensor:
-    """-log p of the tokens `target` [t] by the first t of logits [>= t, vocab]: float32 on the CPU."""
+    """-log p of the tokens `target` [t], each predicted by the row of the same place in logits
+    [at least t, vocab]: [t] float32 on the CPU."""
     logprobs = logits[: len(target)].float().log_softmax(-1)
     return -logprobs.gather(-1, target[:, None])[:, 0].cpu()
 
@@ -197,23 +208,23 @@ def rotation_of(model: PreTrainedModel) -> Rotary | None:
         UnsupportedModel: another encoding, such as frequencies that depend on the length.
     """
     buffers = dict(model.named_buffers())
-    named = [buffer for name, buffer in buffers.items() if name.endswith("inv_freq")]
-    if not named:
+    frequencies = [buffer for name, buffer in buffers.items() if name.endswith("inv_freq")]
+    if not frequencies:
         return None
-    rotation = rotary(named[0].float())
+    rotation = rotary(frequencies[0].float())
     ids = torch.tensor([[5, 3, 4]], device=input_device(model)) % vocabulary(model)
-    there = torch.tensor([3, 17, 40], device=ids.device)
+    later_positions = torch.tensor([3, 17, 40], device=ids.device)
     keys = []
-    for positions in (torch.zeros_like(there), there):
+    for positions in (torch.zeros_like(later_positions), later_positions):
         state = CaptureState({0: None}, 1)
         forward_rows(model, ids, positions, state, keep=1)
         layer = state.layers[0]
         assert layer is not None
         keys.append(layer.keys)
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
-    turned = rotated(keys[0], *rotation(there.to(keys[0].device)))
-    apart = (turned - keys[1].float()).abs().max()
-    if float(apart) > tolerance * float(keys[1].abs().max()):
+    cos, sin = rotation(later_positions.to(keys[0].device))
+    difference = (rotated(keys[0], cos, sin) - keys[1].float()).abs().max()
+    if float(difference) > tolerance * float(keys[1].abs().max()):
         raise UnsupportedModel(
             f"{type(model).__name__} encodes positions otherwise than by fixed rotary frequencies; "
             "allowed with positions=cache: models that do, or that learn their positions"
@@ -226,14 +237,19 @@ class BandState(AttentionState):
     of a chunk's tokens attends to those held when it is read, and to itself.
 
     Attributes:
-        most: entries of any layer and head after a token, at most. seen: tokens read so far.
-        rotation: turns keys, which are held as the model computes them, to their places in the cache;
-            None: keys keep their positions, or learn them with the embedding.
+        most: the most entries of any layer and head after a token.
+        seen: tokens read so far.
+        rotation: rotates keys, which are held without a position, to their places in the cache; None:
+            they are held with the positions that the model gave them.
     """
 
     def __init__(self, start: int, recent: int, rotation: Rotary | None = None) -> None:
-        self.most, self.rotation, self.seen = start + recent, rotation, 0
-        self.start, self.recent = start, recent
+        self.start = start
+        self.recent = recent
+        self.most = start + recent
+        self.rotation = rotation
+        self.seen = 0
+        # Keys and values [kv_heads, entries, dim] by layer, and the token number of each entry.
         self._layers: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
@@ -308,13 +324,17 @@ class EvictingState(AttentionState):
 
     Args:
         tokens: length of the whole text.
+        rotation: see `BandState`.
     """
 
     def __init__(
         self, method: Method, budget: Budget, tokens: int, rotation: Rotary | None
     ) -> None:
-        self.most, self.rotation, self.seen = budget.capacity(tokens), rotation, 0
-        self.method, self.sink = method, budget.sink
+        self.method = method
+        self.sink = budget.sink
+        self.most = budget.capacity(tokens)
+        self.rotation = rotation
+        self.seen = 0
         self._layers: dict[int, EvictingCache] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
@@ -327,10 +347,16 @@ class EvictingState(AttentionState):
 
     def _begin(self, call: LayerCall) -> EvictingCache:
         """The cache of a layer that has read nothing."""
-        none = call.key.new_zeros(1, call.key.shape[1], 0, dtype=torch.float32)
+        no_scores = call.key.new_zeros(1, call.key.shape[1], 0, dtype=torch.float32)
         rule = rule_of(self.method, self.most, self.sink)
-        scores = none if rule is None or rule.leaves != "oldest" else None
-        held = CompressedKV(call.key[:, :, :0], call.value[:, :, :0], None, none.long(), scores)
+        needs_scores = rule is None or rule.leaves != "oldest"
+        held = CompressedKV(
+            call.key[:, :, :0],
+            call.value[:, :, :0],
+            None,
+            positions=no_scores.long(),
+            scores=no_scores if needs_scores else None,
+        )
         room = self.most + 1  # for the token that is being read
         if self.rotation is None:
             store = store_of(held, room, self.method.quantization(), keeps_scores=True)
@@ -343,5 +369,5 @@ class EvictingState(AttentionState):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held, of scores too."""
+        """Bytes of what the caches of all layers hold, scores included."""
         return sum(cache.entry_bytes() for cache in self._layers.values())

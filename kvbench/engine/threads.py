@@ -22,13 +22,15 @@ SMALL = 1 << 24
 @contextmanager
 def threads_of(config: PreTrainedConfig, tokens: int) -> Iterator[None]:
     """The threads for a pass over so many tokens, of all rows, of a model with this text config."""
-    hidden, before = getattr(config, "hidden_size", 0), torch.get_num_threads()
-    wide = getattr(config, "intermediate_size", None) or 4 * hidden
-    if "OMP_NUM_THREADS" in os.environ or before == 1 or tokens * hidden * wide > SMALL:
+    threads = torch.get_num_threads()
+    hidden = getattr(config, "hidden_size", 0)
+    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    largest_product = tokens * hidden * intermediate
+    if "OMP_NUM_THREADS" in os.environ or threads == 1 or largest_product > SMALL:
         yield
         return
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)

@@ -36,9 +36,10 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
         )
     if not spec.tokenizer and (spec.quantization == "gguf" or spec.path.startswith(PACKAGE_PREFIX)):
         end = getattr(load_config(spec).get_text_config(), "eos_token_id", None)
-        if isinstance(end, int):  # transformers 5.17 reads another
+        if isinstance(end, int):
+            # transformers 5.17 reads another one from a GGUF file than the config has.
             tokenizer.eos_token_id = end
-    if "{" in spec.chat_template:  # a template itself
+    if "{" in spec.chat_template:  # it is the text of a template
         tokenizer.chat_template = spec.chat_template
     return tokenizer
 
@@ -59,7 +60,9 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
             )
     ends = {vocabulary[token] for token in spec.stop_tokens}
     end = getattr(tokenizer, "eos_token_id", None)
-    made = PromptEncoder(tokenizer, end_ids=frozenset(ends if end is None else {*ends, end}))
+    if end is not None:
+        ends.add(end)
+    encoder = PromptEncoder(tokenizer, end_ids=frozenset(ends))
 
     def encode(text: str, *, special: bool = False) -> list[int]:
         with one_line_failures("tokenizer of model", spec), tokenizing(tokenizer):
@@ -72,11 +75,12 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
             "allowed: auto, never"
         )
     if not has_template or spec.chat_template == "never":
-        plain, whole = encode("a"), encode("a", special=True)
-        before_text = whole.index(plain[0]) if plain and plain[0] in whole else 0
-        return replace(made, prefix_ids=tuple(whole[:before_text]))
+        plain = encode("a")
+        with_special = encode("a", special=True)
+        begin_tokens = with_special.index(plain[0]) if plain and plain[0] in with_special else 0
+        return replace(encoder, prefix_ids=tuple(with_special[:begin_tokens]))
     with one_line_failures("chat template of model", spec):
-        text = made.render_chat(MESSAGE)
+        text = encoder.render_chat(MESSAGE)
     times = text.count(MESSAGE)
     if times != 1:
         raise ModelError(
@@ -85,8 +89,9 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
             "model.chat_template=never)"
         )
     before, _, after = text.partition(MESSAGE)
-    prefix, suffix = tuple(encode(before)), tuple(encode(after))
-    return replace(made, prefix_ids=prefix, suffix_ids=suffix, chat=True)
+    return replace(
+        encoder, prefix_ids=tuple(encode(before)), suffix_ids=tuple(encode(after)), chat=True
+    )
 
 
 def model_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:

@@ -68,7 +68,7 @@ def text_of(error: BaseException) -> str:
     """The error's message. Some errors fail to tell it: then that."""
     try:
         return str(error)
-    except Exception as failure:  # noqa: BLE001 - code of whoever wrote the error's class
+    except BaseException as failure:  # noqa: BLE001 - code of whoever wrote the error's class
         return f"(its message is not to be had: {type(failure).__name__})"
 
 

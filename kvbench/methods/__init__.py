@@ -1,4 +1,5 @@
-"""Compression methods, one file each, found by scanning this folder."""
+"""Compression methods. Every file of this folder is one method, except ``base`` and files that begin
+with an underscore."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 from kvbench.kv import KVError
@@ -15,7 +17,7 @@ __all__ = ["Held", "Method", "available_methods", "build_method", "method_class"
 
 
 def available_methods() -> list[str]:
-    """Names of the methods in this folder, sorted; one file is one method."""
+    """The names of the methods, sorted: those of their files."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(name for name in names if name != "base" and not name.startswith("_"))
 
@@ -24,7 +26,7 @@ def method_class(name: str) -> type[Method]:
     """The `Method` subclass defined in ``kvbench/methods/<name>.py``.
 
     Raises:
-        KVError: unknown name, with the nearest known one.
+        KVError: an unknown name, with the nearest known one.
     """
     known = available_methods()
     if name not in known:
@@ -47,22 +49,35 @@ def build_method(name: str, preset: str | None = None, **options: Any) -> Method
     """Make a method by name: ``build_method("balancekv", preset="released", gamma=2.0)``.
 
     Args:
-        name: a file of this folder, or with a preset as on the command line (``balancekv_released``).
+        name: the name of a method, or as on the command line a method and its preset
+            (``balancekv_released``).
         preset: a named set of options of that method; explicit `options` override it.
         options: fields of the method's dataclass.
 
     Raises:
-        KVError: unknown name, preset or option, with the nearest known one.
+        KVError: an unknown name, preset or option, with the nearest known one.
     """
-    known = available_methods()
-    if name not in known and preset is None:
-        split = (n for n in known if name.removeprefix(f"{n}_") in method_class(n).presets)
-        if method := next(split, None):
-            name, preset = method, name.removeprefix(f"{method}_")
-    cls = method_class(name)
+    if preset is None:
+        name, preset = _split_preset(name)
+    method = method_class(name)
+    preset_options: Mapping[str, Any] = {}
     if preset is not None:
-        check_known(f"method {name!r} has no preset {preset!r}", preset, sorted(cls.presets))
-    fields = [field.name for field in dataclasses.fields(cls)]
+        known_presets = sorted(method.presets)
+        check_known(f"method {name!r} has no preset {preset!r}", preset, known_presets)
+        preset_options = method.presets[preset]
+    known_options = [field.name for field in dataclasses.fields(method)]
     for option in options:
-        check_known(f"method {name!r} has no option {option!r}", option, fields)
-    return cls(**{**(cls.presets[preset] if preset else {}), **options})
+        check_known(f"method {name!r} has no option {option!r}", option, known_options)
+    return method(**{**preset_options, **options})
+
+
+def _split_preset(name: str) -> tuple[str, str | None]:
+    """Split ``balancekv_released`` into method and preset. A name without a preset has None."""
+    methods = available_methods()
+    if name in methods:
+        return name, None
+    for method in methods:
+        for preset in method_class(method).presets:
+            if name == f"{method}_{preset}":
+                return method, preset
+    return name, None

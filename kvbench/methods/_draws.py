@@ -1,6 +1,7 @@
-"""Random draws of methods: by Philox, on the layer's GPU with the numbers that the CPU would draw.
+"""Random draws of methods, by Philox: a GPU draws the same numbers as the CPU.
 
-Nothing is copied and nobody waits; of the generator a key is taken for each tensor of draws.
+The CPU generator gives one key for each tensor of draws. The numbers are made on the layer's own
+device, so that nothing is copied and the CPU does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ def uniforms(
     *shape: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Uniforms in [0, 1), [1, *shape], on `device`: one draw that every row of a batch shares.
+    """Draw uniform numbers in [0, 1), [1, *shape], on `device`.
 
-    Rows of a batch are different prompts; sharing the draw makes a prompt's result independent of the
-    batch it travels in.
+    All rows of a batch, which are different prompts, share the draws. So the result of a prompt does not
+    depend on the batch that contains it.
     """
     return philox(_key(generator), 1, *shape, dtype=dtype, device=device)
 
@@ -29,27 +30,28 @@ def uniforms(
 def places(
     generator: torch.Generator, heads: int, n: int, count: int, device: torch.device
 ) -> Tensor:
-    """`count` of the places 0 .. n - 1 for each head, without replacement, ascending:
-    [1, heads, count] int64 on `device`."""
-    words = philox(_key(generator), 1, heads, n, dtype=torch.int64, device=_maker(device))
-    # The lower bits are the place itself: no two are equal, so that every device orders them alike.
-    low = (1 << n.bit_length()) - 1
-    words = (words & ~low) | torch.arange(n, device=words.device)
+    """Draw `count` of the places 0 .. n - 1 for each head without replacement: [1, heads, count] int64
+    on `device`, ascending."""
+    words = philox(_key(generator), 1, heads, n, dtype=torch.int64, device=_drawing_device(device))
+    # The lower bits are replaced by the place. So no two words are equal, and every device orders them
+    # in the same way.
+    lower_bits = (1 << n.bit_length()) - 1
+    words = (words & ~lower_bits) | torch.arange(n, device=words.device)
     return to_device(top_positions(words, count), device)
 
 
 def place(generator: torch.Generator, heads: int, n: int, device: torch.device) -> Tensor:
-    """One of the places 0 .. n - 1 for each head: [1, heads] int64 on `device`."""
-    draws = uniforms(generator, _maker(device), heads, dtype=torch.float64)
+    """Draw one of the places 0 .. n - 1 for each head: [1, heads] int64 on `device`."""
+    draws = uniforms(generator, _drawing_device(device), heads, dtype=torch.float64)
     return to_device((draws * n).long(), device)
 
 
 def _key(generator: torch.Generator) -> int:
-    """A key of Philox, at least 2^32, so that a kernel's argument is of one type."""
+    """Draw a key of Philox. It is at least 2^32, so that Triton always sees a 64-bit argument."""
     return int(torch.randint(2**32, 2**62, (), generator=generator))
 
 
-def _maker(device: torch.device) -> torch.device:
-    """The device on which draws for `device` are made: CUDA or the CPU, since other kinds of devices may
-    lack float64 or sorting of int64."""
+def _drawing_device(device: torch.device) -> torch.device:
+    """The device that draws for `device`: `device` itself on CUDA, else the CPU, since other devices may
+    lack float64 or cannot sort int64."""
     return device if device.type == "cuda" else torch.device("cpu")

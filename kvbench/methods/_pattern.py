@@ -1,4 +1,4 @@
-"""Fixed sparse patterns: a local window, a pattern of older tokens, and heavy hitters on request."""
+"""The base class of fixed sparse patterns: recent tokens, a pattern of older ones, and heavy hitters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvbench.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern(Method):
-    """Half the capacity for the most recent tokens, half for a pattern of older ones.
-
-    Of an odd capacity the odd entry is local. There is no separate sink.
+    """Keeps the most recent tokens with half the capacity, and a pattern of older tokens with the other
+    half (rounded down). There is no separate sink.
 
     Args:
-        heavy_hitters: half of the pattern's half (rounded down) goes to those keys outside the
-            pattern that received most attention from the prompt, as in h2o, per KV head.
+        heavy_hitters: whether half of the older tokens (rounded down) are heavy hitters instead: for
+            each KV head the keys outside the pattern that received most attention from the prompt, as
+            in h2o.
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, Table 2 (patterns of arXiv 1904.10509)"
@@ -31,21 +31,24 @@ class Pattern(Method):
 
     @abstractmethod
     def pattern(self, older: int, count: int) -> Tensor:
-        """Which `count` of the positions 0 .. older - 1 are kept: int64, ascending."""
+        """Choose `count` of the positions 0 .. older - 1: [count] int64, ascending."""
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Pattern and heavy hitters, ascending, then the recent tokens.
+        """Keep pattern and heavy hitters, ascending, then the recent tokens.
 
         Raises:
             KVError: with heavy_hitters, the layer does not hold all prompt queries.
         """
         batch, heads, n = layer.keys.shape[:3]
-        far = budget.capacity(n) // 2
-        older = n - (budget.capacity(n) - far)
-        heavy = far // 2 if self.heavy_hitters else 0
-        chosen = self.pattern(older, far - heavy).to(layer.keys.device).expand(batch, heads, -1)
+        capacity = budget.capacity(n)
+        older_kept = capacity // 2
+        older = n - (capacity - older_kept)
+        heavy = older_kept // 2 if self.heavy_hitters else 0
+        pattern = self.pattern(older, older_kept - heavy).to(layer.keys.device)
+        chosen = pattern.expand(batch, heads, -1)
         if heavy:
-            mass = group_mean(layer.attention_mass(), heads)[:, :, :older].scatter(-1, chosen, -1.0)
-            chosen = torch.cat([chosen, top_positions(mass, heavy)], dim=-1).sort(-1).values
+            mass = group_mean(layer.attention_mass(), heads)[:, :, :older]
+            outside = mass.scatter(-1, chosen, -1.0)
+            chosen = torch.cat([chosen, top_positions(outside, heavy)], dim=-1).sort(-1).values
         positions = torch.cat([chosen, positions_between(layer, older, n)], dim=-1)
         return gather_entries(layer, positions)

@@ -1,4 +1,5 @@
-"""What a press of the kvpress package is shown in the place of a model's attention module."""
+"""Stand-ins that a press of the kvpress package receives in place of a model's attention module and
+attention weights."""
 
 from __future__ import annotations
 
@@ -13,21 +14,22 @@ from kvbench.methods._adapters import scaled_queries
 
 
 class AttentionModule:
-    """The attention module a press is shown: one layer's shape, and queries for hidden states.
+    """A stand-in for an attention module that has one layer's shape and passes its queries to a press.
 
-    The press computes queries as q_proj(hidden states), rotated. Here the hidden states of a token are
-    its queries, after position encoding; q_proj gives them back, and the rotation is by zero. Whatever
-    else is asked for is refused in one line.
+    A press computes queries as rotated q_proj(hidden states). Here the hidden states of a token are its
+    queries after position encoding, q_proj returns them unchanged, and the rotation is by the angle 0.
+    Reading any other attribute raises an error of one line.
 
     Args:
-        press: what messages call it.
-        row: of the batch.
+        press: the name of the press, for messages.
+        row: the row of the batch whose queries the press sees.
     """
 
     def __init__(self, layer: LayerKV, press: str, row: int) -> None:
         _, kv_heads, n, dim = layer.keys.shape
         heads = kv_heads if layer.queries is None else layer.queries.shape[1]
-        self._layer, self._press = layer, press
+        self._layer = layer
+        self._press = press
         self.layer_idx = layer.layer_index
         self.head_dim = dim
         self.num_key_value_groups = heads // kv_heads
@@ -44,27 +46,27 @@ class AttentionModule:
             self.hidden_states[0, n - queries.shape[1] :] = queries.transpose(0, 1).flatten(1)
 
     def q_proj(self, states: Tensor) -> Tensor:
-        """The queries themselves.
+        """Return the queries that `states` are.
 
         Raises:
-            KVError: the layer has none of these, or bounds its logits.
+            KVError: the layer does not hold the queries of these tokens, or bounds its logits.
         """
         scaled_queries(self._layer, f"press {self._press}")
         if states.isnan().any():
             queries = self._layer.queries
-            have = 0 if queries is None else queries.shape[2]
+            available = 0 if queries is None else queries.shape[2]
             raise KVError(
-                f"layer {self.layer_idx} holds {have} of {self._layer.n} prompt queries; "
+                f"layer {self.layer_idx} holds {available} of {self._layer.n} prompt queries; "
                 f"press {self._press} needs more"
             )
         return states.to(self._layer.keys.dtype)
 
     @property
     def o_proj(self) -> SimpleNamespace:
-        """What mixes the heads' outputs: its weight alone.
+        """The output projection, of which a press may read the weight.
 
         Raises:
-            KVError: the model's layers call it otherwise, or hold it in few bits.
+            KVError: the layer does not show its weight, since it has another name or is quantised.
         """
         if self._layer.output is None:
             raise KVError(
@@ -76,18 +78,20 @@ class AttentionModule:
         return SimpleNamespace(weight=weight)
 
     def forward_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the layer's forward pass that a press may read."""
-        ones = self._layer.keys.new_ones(1, 1, 1)
-        table = (1, self._layer.n, self.head_dim)
-        rotation = (ones.expand(table), torch.zeros_like(ones).expand(table))
-        return {"hidden_states": self.hidden_states, "position_embeddings": rotation}
+        """The keyword arguments of the layer's forward pass that a press may read."""
+        one = self._layer.keys.new_ones(1, 1, 1)
+        shape = (1, self._layer.n, self.head_dim)
+        cos = one.expand(shape)
+        sin = torch.zeros_like(one).expand(shape)
+        return {"hidden_states": self.hidden_states, "position_embeddings": (cos, sin)}
 
     def masked(self) -> Tensor | None:
-        """Which entries [kv_heads, n] the press masked instead of evicting; None: it masked none."""
+        """The entries that the press masked instead of evicting them, [kv_heads, n] bool; None where it
+        masked none."""
         indices = vars(self).get("masked_key_indices")
         if indices is None:
             return None
-        _, heads, tokens = (torch.as_tensor(part) for part in indices)
+        _, heads, tokens = (torch.as_tensor(index) for index in indices)
         mask = torch.zeros(self._layer.keys.shape[1:3], dtype=torch.bool)
         mask[heads.cpu(), tokens.cpu()] = True
         return mask.to(self._layer.keys.device)
@@ -100,16 +104,21 @@ class AttentionModule:
 
 
 class ColumnSums:
-    """Attention weights [1, heads, n, n] for a press that only sums them over the queries.
+    """A stand-in for attention weights [1, heads, n, n] that a press only sums over the queries.
 
-    The sums are computed in query blocks, so that no n x n matrix exists.
+    It holds these sums alone, so that no n x n matrix exists.
+
+    Args:
+        mass: [1, heads, n], the attention that each key received (`LayerKV.attention_mass`).
     """
 
     def __init__(self, mass: Tensor) -> None:
-        self._mass, self.device, self.dtype = mass, mass.device, mass.dtype
+        self._mass = mass
+        self.device = mass.device
+        self.dtype = mass.dtype
 
     def sum(self, dim: int) -> Tensor:
-        """[1, heads, n]: attention each key received."""
+        """The sums over the queries, [1, heads, n]."""
         if dim not in (2, -2):
             raise KVError(f"attention weights are summed over queries (2), not over {dim}")
         return self._mass.clone()

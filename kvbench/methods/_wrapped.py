@@ -1,4 +1,4 @@
-"""Methods that change how another one's choice is used."""
+"""The base class of methods that use the scores or the choice of another method."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import ModuleType
 from typing import Any, ClassVar
 
 from kvbench.errors.options import Text
@@ -15,43 +16,57 @@ from kvbench.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper(Method):
-    """A method that uses another method.
+    """A method that uses another method, the inner method.
 
     Args:
-        of: the name of the other method.
-        options: options of the other method.
+        of: the name of the inner method.
+        options: the options of the inner method.
 
     Raises:
-        KVError: an unknown method, wrong options, or a method that does not have what the wrapper
-            `needs`.
+        KVError: an unknown inner method or option, or an inner method that does not override the
+            attribute that the wrapper `needs`.
     """
 
     needs: ClassVar[str]
-    """The attribute of `Method` that the other method must override: a hook, or a flag."""
+    """The attribute of `Method` that the inner method must override, such as a hook or a flag."""
 
     of: Text = "snapkv"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.inner
+        self._check_inner(self.inner)
 
     @cached_property
     def inner(self) -> Method:
-        """The method that `of` and `options` name."""
-        package = importlib.import_module("kvbench.methods")  # which imports nothing of this folder
-        made: Method = package.build_method(self.of, **self.options)
-        known = package.available_methods()
-        able = [label for label in known if self._serves(package.method_class(label))]
-        if not self._serves(type(made)):
-            name = type(self).__module__.rpartition(".")[2]
-            raise KVError(f"{name}.of is {self.of!r}; allowed: {', '.join(able)}")
-        return made
+        """The inner method, made from `of` and `options`."""
+        inner: Method = _registry().build_method(self.of, **self.options)
+        return inner
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> Sequence[int]:
-        """The other method's."""
+        """The inner method's capacities."""
         return self.inner.layer_capacities(budget, n, num_layers)
 
-    def _serves(self, kind: type[Method]) -> bool:
-        there, missing = getattr(kind, self.needs), getattr(Method, self.needs)
-        return there is not missing
+    def _check_inner(self, inner: Method) -> None:
+        """Refuse an inner method that does not override the attribute `needs`.
+
+        Raises:
+            KVError: the option, its value and the methods that can be wrapped.
+        """
+        if self._overrides_need(type(inner)):
+            return
+        allowed = [
+            name
+            for name in _registry().available_methods()
+            if self._overrides_need(_registry().method_class(name))
+        ]
+        raise KVError(f"{self.method_name()}.of is {self.of!r}; allowed: {', '.join(allowed)}")
+
+    def _overrides_need(self, method: type[Method]) -> bool:
+        return getattr(method, self.needs) is not getattr(Method, self.needs)
+
+
+def _registry() -> ModuleType:
+    """The package `kvbench.methods`. It is imported when it is needed, since this module is part of
+    it."""
+    return importlib.import_module("kvbench.methods")

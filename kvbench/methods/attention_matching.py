@@ -289,12 +289,14 @@ class Matching:
 
         The places are ascending where `queries_per_entry` parts them.
         """
+        if not len(chosen):
+            return block.total[:0], block.values[:0]
         count = 1
         if self.queries_per_entry:
             at_once = max(1, block.mass.shape[1] // self.queries_per_entry)
             count = math.ceil(len(chosen) / at_once)
         edges = [i * len(chosen) // count for i in range(count + 1)]
-        solved = [(block.total[:0], block.values[:0])]  # of no entries
+        solved: list[tuple[Tensor, Tensor]] = []
         start = 0
         for first, last in itertools.pairwise(edges):
             stop = len(block.mass) if last == len(chosen) else int(chosen[last])

@@ -1,4 +1,4 @@
-"""BalanceKV: the middle halved again and again by a self-balancing walk over blocks of tokens."""
+"""BalanceKV: self-balancing walks over blocks of tokens halve the middle again and again."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge
@@ -24,50 +23,70 @@ from kvbench.methods._select import positions_between, side_by_side, with_sink_a
 from kvbench.methods.base import Method
 
 PADDING = -1
-"""Position of an entry that exists only because another head holds more."""
+"""The position of an entry that exists only because another head holds more entries."""
 
-Block = Annotated[int, Ge(2)]
-"""Entries of a block of a walk."""
+BlockSize = Annotated[int, Ge(2)]
+"""The number of entries in a block of the walk."""
+
+
+class Halving(NamedTuple):
+    """One step of a plan of halvings.
+
+    Attributes:
+        entries: how many entries there are before the step.
+        halved: how many of them, from the first, the step halves; it leaves the others as they are.
+    """
+
+    entries: int
+    halved: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceKV(Method):
-    """Keeps sink, window, and of the middle the subset that self-balancing walks leave.
+    """Keeps sink, window, and the subset of the middle that survives self-balancing walks.
 
-    A halving cuts the entries into blocks, signs them with `kernels.balanced_walk` and keeps half;
-    a kept entry stands for up to twice as many as before. At rate 2^-T there are T halvings; at other
-    rates the last one covers only the first so many survivors, those of the earliest tokens when
-    `order=position`, as bring the count to round(rate * middle), and leaves the others alone.
+    A halving cuts the entries into blocks, gives each entry a sign by `kernels.balanced_walk` and keeps
+    half of them; the weight of a kept entry doubles or stays. At rate 2^-T there are T halvings of all
+    entries. At other rates the last halving covers only as many of the first survivors as bring the
+    count to round(rate * middle); with `order=position` these are the earliest tokens.
 
-    Departures from the authors' code, which the preset `released` takes back except the first two:
-    a row whose exponentials could overflow float32 is scaled by its largest one (theirs turns to NaN
-    and the sign to -1); probabilities are compared without clipping, which changes nothing; blocks
-    of 256 as in the paper (theirs 128); survivors go on by position; keys are centred over a
-    block's real rows only; every weight acts on numerator and denominator alike.
+    Departures from the authors' code. The preset `released` undoes all but the first two:
+
+    - A row whose exponentials could overflow float32 is scaled by its largest exponential; in the
+      authors' code it becomes NaN and its sign -1.
+    - Probabilities are compared without clipping, which does not change the result.
+    - Blocks have 256 entries, as in the paper; in the authors' code 128.
+    - Survivors enter the next halving by position.
+    - The mean key of a block is taken over the block's real rows, not over its padding.
+    - A weight acts on numerator and denominator alike.
 
     Args:
         block_size: entries per block; one integer, or one per halving.
-        gamma: how strongly a walk is pulled back to balance, >= 0; one number, or one per halving.
-            At 4 and usual norms nearly every choice is forced; 0 is a fair coin.
-        centre: mean | released (a short block counts as padded with zero rows) | none.
-        selection: cut (scan the signs of a head in order until one class has floor(n / 2) members;
-            that class is dropped up to there, the other kept with weight doubled, what follows kept
-            as it is) | algorithm2 (the smaller class of each block, weight doubled; the +1 class on
-            a tie). `algorithm2` leaves at most half, not exactly half, and not the same number in
-            every head: the result is padded with entries of log-weight -inf.
-        order: position | released (doubled entries first, then the others): the order in which the
-            next halving finds the survivors. The same after a cut: all doubled entries are before it.
-        weights: entry (log w on each entry) | released (values scaled by w / 2^T, log 2^T on all
-            compressed entries, for T halvings; with a partial last one the mean factor
-            middle / kept stands for 2^T) | values (the scaled values alone, without log 2^T: an entry
-            counts w / 2^T against 1 in the normaliser, as WildCat's authors ran BalanceKV) | none.
-        halvings: partial (the last one spends the budget exactly) | whole (ceil(log2(1 / rate)) of all
-            entries; holds less than the budget between powers of two).
-        normalise: rescale each head's weights to sum to the number of tokens they stand for.
-        value_offset: added to <v_i, v_j> in the kernel.
-        use_values: False drops the factor of the values from the kernel.
-        temperature: of the exponent <k_i, k_j> / sqrt(d).
-        beta: subtracted from the exponent.
+        gamma: how strongly a walk is pulled back to balance, >= 0; one number, or one per halving. At 4
+            and usual norms nearly every sign is determined by the keys; at 0 every sign is a fair coin.
+        centre: how the keys of a block are centred: ``mean`` subtracts their mean; ``released``
+            subtracts their sum divided by the block size, as if a short block were padded with zero
+            rows; ``none``.
+        selection: ``cut`` scans the signs of a head in order up to the place where one sign has
+            floor(n / 2) entries; up to that place it drops this sign and doubles the weights of the
+            other, and it keeps the entries after that place. ``algorithm2`` keeps the rarer sign of
+            each block with doubled weights (+1 on a tie). It leaves at most half, and heads may differ
+            in how many; the result is then padded with entries of log-weight -inf.
+        order: the order in which survivors enter the next halving: ``position``, or ``released`` for
+            doubled entries first. After a cut the two agree, since all doubled entries lie before it.
+        weights: how the weight w of an entry after T halvings enters attention. ``entry``: as log-weight
+            log w. ``released``: values are multiplied by w / 2^T, and every entry of the middle has
+            log-weight log 2^T; with a partial last halving middle / kept takes the place of 2^T.
+            ``values``: the multiplied values without log-weights, so that every entry counts 1 in the
+            denominator, as WildCat's authors ran BalanceKV. ``none``: not at all.
+        halvings: ``partial``: the last halving spends the budget exactly. ``whole``: ceil(log2(1 /
+            rate)) halvings of all entries, which keep less than the budget unless the rate is a power
+            of two.
+        normalise: whether each head's weights are rescaled to sum to the number of middle tokens.
+        value_offset: the number added to <v_i, v_j> in the walk's kernel.
+        use_values: False drops the factor <v_i, v_j> + value_offset from the kernel.
+        temperature: the factor on the exponent <k_i, k_j> / sqrt(d).
+        beta: the number subtracted from the exponent.
     """
 
     paper: ClassVar[str] = "arXiv 2502.07861, Appendix B (the form of its experiments)"
@@ -87,7 +106,7 @@ class BalanceKV(Method):
         },
     }
 
-    block_size: Block | Several[Block] = 256
+    block_size: BlockSize | Several[BlockSize] = 256
     gamma: NonNegative | Several[NonNegative] = 4.0
     centre: Literal["mean", "released", "none"] = "mean"
     selection: Literal["cut", "algorithm2"] = "cut"
@@ -101,20 +120,22 @@ class BalanceKV(Method):
     beta: float = 0.0
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Sink, the survivors of the middle by position, window.
+        """Keep sink, the survivors of the middle by position, and window.
 
-        The draws of a halving are one tensor [kv_heads, blocks, block_size], shared by the rows of a
-        batch, in float32.
+        The draws of a halving are one float32 tensor [kv_heads, blocks, block_size], which the rows of a
+        batch share.
         """
         heads, n = layer.keys.shape[1:3]
         middle = budget.middle(n)
         plan = plan_halvings(middle, budget.rate_of(n), budget.middle_kept(n))
         if self.halvings == "whole":
-            plan = [(middle >> t, middle >> t) for t in range(len(plan))]
+            plan = whole_halvings(middle, len(plan))
         sizes = per_halving(self, "block_size", len(plan))
         draws = [
-            _draws.uniforms(generator, layer.keys.device, heads, math.ceil(size / b), b)
-            for (_, size), b in zip(plan, sizes, strict=True)
+            _draws.uniforms(
+                generator, layer.keys.device, heads, math.ceil(halving.halved / size), size
+            )
+            for halving, size in zip(plan, sizes, strict=True)
         ]
         order = positions_between(layer, budget.sink, n - budget.window)
         chosen, weights = self.select(layer.keys, layer.values, draws, plan=plan, order=order)
@@ -127,96 +148,144 @@ class BalanceKV(Method):
         uniforms: Sequence[Tensor],
         kept: int | None = None,
         *,
-        plan: Sequence[tuple[int, int]] | None = None,
+        plan: Sequence[Halving] | None = None,
         order: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The choice as a pure function of the draws.
+        """Choose the entries to keep, as a pure function of the draws.
 
         Args:
-            keys, values: [batch, kv_heads, n, dim]; values None as with use_values=False.
-            uniforms: one tensor [batch, kv_heads, blocks, block_size] in [0, 1) per halving (a batch
-                dimension of 1 is shared); blocks = ceil(entries to halve / block_size).
-            kept: entries to keep, when the last halving is to be partial; None halves everything
-                len(uniforms) times.
-            plan: in place of `kept`, see `plan_halvings`.
-            order: [batch, kv_heads, c] int64, the entries among which to choose, in that order; None:
-                all of them.
+            keys, values: [batch, kv_heads, n, dim]; without values the kernel lacks their factor.
+            uniforms: for each halving a tensor [batch, kv_heads, blocks, block_size] in [0, 1), where
+                blocks = ceil(entries to halve / block_size). All rows share a batch dimension of 1.
+            kept: the number of entries to keep, which a partial last halving meets; None halves all
+                entries len(uniforms) times. Not read where `plan` is given.
+            plan: the halvings (`plan_halvings`).
+            order: [batch, kv_heads, c] int64, the entries to choose from, in the order in which they
+                enter the first halving; None for all entries by position.
 
         Returns:
-            positions: [batch, kv_heads, c] int64, of `order`: ascending, or in the released code's
-                order with order=released; -1 pads heads that kept fewer.
-            weights: [batch, kv_heads, c] float32, powers of two (before `normalise`); 0 on padding.
+            positions: [batch, kv_heads, c] int64, elements of `order` in its order, or with
+                order=released in the released code's order; -1 pads heads that kept fewer.
+            weights: [batch, kv_heads, c] float32, powers of two; 0 on padding.
+
+        Raises:
+            KVError: `kept` is out of range, or draws have another shape.
         """
         if order is None:
             order = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         if plan is None:
-            plan = [(order.shape[2] >> t, order.shape[2] >> t) for t in range(len(uniforms))]
+            plan = whole_halvings(order.shape[2], len(uniforms))
             if plan and kept is not None:
-                left = plan[-1][0]
+                left = plan[-1].entries
                 if not left <= 2 * kept <= 2 * left:
                     raise KVError(f"kept is {kept}; allowed: from half of {left} to all of it")
-                plan[-1] = (left, 2 * (left - kept))
+                plan[-1] = Halving(left, 2 * (left - kept))
         if not self.use_values:
             values = None
-        sizes = per_halving(self, "block_size", len(plan))
-        for step, ((_, size), b) in enumerate(zip(plan, sizes, strict=True)):
-            shape, given = (*keys.shape[:2], math.ceil(size / b), b), tuple(uniforms[step].shape)
-            if given not in (shape, (1, *shape[1:])):
-                raise KVError(f"uniforms[{step}] has shape {given}; allowed: {shape} or 1 in front")
+        self._check_draws(uniforms, plan, keys)
         draws = [to_device(draw, keys.device).expand(len(keys), -1, -1, -1) for draw in uniforms]
         if self.selection == "cut":
-            return self._halvings(keys, values, draws, plan, order)
-        # Heads come to hold different numbers: one after the other, then padded.
-        parts = []
-        for row, head in itertools.product(*map(range, keys.shape[:2])):
-            at = slice(row, row + 1), slice(head, head + 1)
-            of_head = None if values is None else values[at]
-            positions, weights = self._halvings(
-                keys[at], of_head, [draw[at] for draw in draws], plan, order[at]
-            )
-            parts.append((positions[0, 0], weights[0, 0]))
-        positions, weights = side_by_side(parts, 0.0)
+            return self._halve(keys, values, draws, plan, order)
+        # With algorithm2 heads come to hold different numbers of entries, so each is halved alone.
+        heads = []
+        for row, head in itertools.product(range(keys.shape[0]), range(keys.shape[1])):
+            one = slice(row, row + 1), slice(head, head + 1)
+            head_values = None if values is None else values[one]
+            head_draws = [draw[one] for draw in draws]
+            positions, weights = self._halve(keys[one], head_values, head_draws, plan, order[one])
+            heads.append((positions[0, 0], weights[0, 0]))
+        positions, weights = side_by_side(heads, 0.0)
         return positions.unflatten(0, (len(keys), -1)), weights.unflatten(0, (len(keys), -1))
 
-    def _halvings(
+    def _check_draws(
+        self, uniforms: Sequence[Tensor], plan: Sequence[Halving], keys: Tensor
+    ) -> None:
+        """Refuse draws of another shape than `plan` needs for keys [batch, kv_heads, n, dim].
+
+        Raises:
+            KVError: the number of the halving, its draws' shape, and the shape that it needs.
+        """
+        sizes = per_halving(self, "block_size", len(plan))
+        for step, (halving, size) in enumerate(zip(plan, sizes, strict=True)):
+            wanted = (*keys.shape[:2], math.ceil(halving.halved / size), size)
+            shape = tuple(uniforms[step].shape)
+            if shape not in (wanted, (1, *wanted[1:])):
+                raise KVError(
+                    f"uniforms[{step}] has shape {shape}; allowed: {wanted} or 1 in front"
+                )
+
+    def _halve(
         self,
         keys: Tensor,
         values: Tensor | None,
         uniforms: Sequence[Tensor],
-        plan: Sequence[tuple[int, int]],
+        plan: Sequence[Halving],
         order: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`select` of heads that hold the same number; with algorithm2, of one head."""
+        """`select` for heads that hold the same number of entries; with algorithm2, for a single
+        head."""
         weights = torch.ones(1, device=keys.device).expand(order.shape)
         sizes = per_halving(self, "block_size", len(plan))
         gammas = per_halving(self, "gamma", len(plan))
-        for step, ((left, size), b, gamma) in enumerate(zip(plan, sizes, gammas, strict=True)):
-            count = order.shape[2]  # less than `left` where earlier halvings left less than half
-            size = count if size == left else min(count, max(0, 2 * (count - left + size // 2)))
-            if size == 0:
+        steps = zip(plan, sizes, gammas, uniforms, strict=True)
+        for step, (halving, block_size, gamma, draws) in enumerate(steps):
+            m = entries_to_halve(halving, order.shape[2])
+            if m == 0:
                 continue
-            blocks = math.ceil(size / b)
-            shape, counts = (*order.shape[:2], blocks, b), None
-            if size < blocks * b:
-                starts = torch.arange(blocks, device=keys.device) * b
-                counts = (size - starts).clamp(0, b).expand(shape[:3])
-            weighs, beyond = step and values is not None, (0, blocks * b - size)  # padded with 0
-            positive = balanced_walk(
-                keys,
-                values,
-                F.pad(order[:, :, :size], beyond).view(shape),
-                uniforms[step][:, :, :blocks],
-                gamma=float(gamma),
-                offset=self.value_offset,
-                temperature=self.temperature,
-                beta=self.beta,
-                counts=counts,
-                weights=F.pad(weights[:, :, :size], beyond).view(shape) if weighs else None,
-                centre=self.centre,
-            ).view(*order.shape[:2], -1)[:, :, :size]
-            cut = halve if self.selection == "cut" else partial(smaller_classes, b=b)
-            order, weights = cut(positive, order, weights)
+            # Before the first halving all weights are 1.
+            entry_weights = weights[:, :, :m] if step else None
+            positive = self._signs(
+                keys, values, order[:, :, :m], entry_weights, draws, float(gamma)
+            )
+            if self.selection == "cut":
+                order, weights = halve(positive, order, weights)
+            else:
+                order, weights = smaller_classes(positive, order, weights, block_size)
         return order, weights
+
+    def _signs(
+        self,
+        keys: Tensor,
+        values: Tensor | None,
+        entries: Tensor,
+        weights: Tensor | None,
+        uniforms: Tensor,
+        gamma: float,
+    ) -> Tensor:
+        """The signs of one walk, [batch, kv_heads, m] bool, True for +1.
+
+        Args:
+            entries: [batch, kv_heads, m], which rows of `keys` and `values` are signed; consecutive ones
+                form a block.
+            weights: [batch, kv_heads, m], the factors on the values; None for 1.
+            uniforms: [batch, kv_heads, blocks or more, block_size].
+        """
+        batch, heads, m = entries.shape
+        block_size = uniforms.shape[3]
+        blocks = math.ceil(m / block_size)
+        in_blocks = (batch, heads, blocks, block_size)
+        beyond = blocks * block_size - m
+        counts = None
+        if beyond:
+            starts = torch.arange(blocks, device=keys.device) * block_size
+            counts = (m - starts).clamp(0, block_size).expand(batch, heads, blocks)
+        factors = None
+        if weights is not None and values is not None:
+            factors = F.pad(weights, (0, beyond)).view(in_blocks)
+        positive = balanced_walk(
+            keys,
+            values,
+            F.pad(entries, (0, beyond)).view(in_blocks),
+            uniforms[:, :, :blocks],
+            gamma=gamma,
+            offset=self.value_offset,
+            temperature=self.temperature,
+            beta=self.beta,
+            counts=counts,
+            weights=factors,
+            centre=self.centre,
+        )
+        return positive.view(batch, heads, -1)[:, :, :m]
 
     def _weighted(
         self,
@@ -224,71 +293,95 @@ class BalanceKV(Method):
         budget: Budget,
         chosen: Tensor,
         weights: Tensor,
-        plan: Sequence[tuple[int, int]],
+        plan: Sequence[Halving],
     ) -> CompressedKV:
-        """Entries and log-weights from the choice, as prompt positions."""
+        """The compressed cache of sink, chosen entries and window, weighted as the option `weights`
+        says.
+
+        Args:
+            chosen, weights: [batch, kv_heads, c], prompt positions and weights as `select` returns them.
+            plan: the halvings that led to them.
+        """
         padding = chosen == PADDING
         middle, count = budget.middle(layer.n), chosen.shape[2]
         if self.order == "released":
             chosen, by_position = chosen.sort(-1)
-            weights, padding = weights.gather(-1, by_position), padding.gather(-1, by_position)
+            weights = weights.gather(-1, by_position)
+            padding = padding.gather(-1, by_position)
         if self.normalise:
             weights = weights * (middle / weights.sum(-1, keepdim=True).clamp(min=1.0))
-        place = chosen.masked_fill(padding, 0)
-        kept = gather_entries(layer, with_sink_and_window(layer, budget, place))
+        positions = with_sink_and_window(layer, budget, chosen.masked_fill(padding, 0))
+        kept = gather_entries(layer, positions)
         inside = slice(budget.sink, budget.sink + count)
-        log_weights = torch.zeros(kept.positions.shape, device=kept.positions.device)
+        log_weights = torch.zeros(positions.shape, device=positions.device)
         if self.weights == "entry":
             log_weights[:, :, inside] = weights.log()
         elif self.weights in ("released", "values"):
-            uneven = bool(plan) and plan[-1][0] != plan[-1][1]
-            mean = middle / max(count, 1) if uneven else 2.0 ** len(plan)
+            partial = bool(plan) and plan[-1].entries != plan[-1].halved
+            mean = middle / max(count, 1) if partial else 2.0 ** len(plan)
             if self.weights == "released":
                 log_weights[:, :, inside] = math.log(mean)
             values = kept.values.clone()
             values[:, :, inside] *= (weights / mean).to(values.dtype).unsqueeze(-1)
             kept = replace(kept, values=values)
-        # The cut leaves every head the same number: no need to ask the device for padding.
+        # A cut leaves the same number in every head, so the device need not be asked for padding.
         if (plan and self.selection == "cut") or not padding.any():
-            plain = self.weights in ("none", "values")
-            return replace(kept, log_weights=None if plain else log_weights)
+            unweighted = self.weights in ("none", "values")
+            return replace(kept, log_weights=None if unweighted else log_weights)
         log_weights[:, :, inside].masked_fill_(padding, -math.inf)
-        positions = kept.positions.clone()
+        positions = positions.clone()
         positions[:, :, inside].masked_fill_(padding, PADDING)
         return replace(kept, positions=positions, log_weights=log_weights)
 
 
-def plan_halvings(middle: int, rate: float, kept: int) -> list[tuple[int, int]]:
-    """(entries before, entries halved) of each halving that brings `middle` entries to the budget.
+def plan_halvings(middle: int, rate: float, kept: int) -> list[Halving]:
+    """Plan the halvings that bring `middle` entries to the budget.
 
-    At rate 2^-T: T halvings of everything that is left. Between 2^-(T+1) and 2^-T: T such halvings,
-    then one of as many entries as leaves `kept` in all.
+    At rate 2^-T there are T halvings of all entries. At a rate between 2^-(T+1) and 2^-T there are T
+    such halvings and then one of as many entries as leaves `kept`.
     """
     mantissa, exponent = math.frexp(rate)
-    whole = 1 - exponent if mantissa == 0.5 else -exponent
-    plan, left = [], middle
-    for _ in range(whole):
-        plan.append((left, left))
-        left //= 2
-    if mantissa != 0.5 and left > kept:
-        plan.append((left, 2 * (left - kept)))
+    power_of_two = mantissa == 0.5
+    plan = whole_halvings(middle, 1 - exponent if power_of_two else -exponent)
+    left = middle >> len(plan)
+    if not power_of_two and left > kept:
+        plan.append(Halving(left, 2 * (left - kept)))
     return plan
 
 
+def whole_halvings(entries: int, count: int) -> list[Halving]:
+    """Plan `count` halvings, each of all the entries that are left."""
+    return [Halving(entries >> step, entries >> step) for step in range(count)]
+
+
+def entries_to_halve(halving: Halving, entries: int) -> int:
+    """How many of the first entries a head halves. With algorithm2 it may hold fewer `entries` than
+    planned; then the halving covers only as many as the planned number of survivors requires."""
+    if halving.halved == halving.entries:
+        return entries
+    excess = entries - (halving.entries - halving.halved // 2)
+    return min(entries, max(0, 2 * excess))
+
+
 def smaller_classes(
-    positive: Tensor, order: Tensor, weights: Tensor, b: int
+    positive: Tensor, order: Tensor, weights: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Halve the first m entries of a head, in blocks of b: the smaller sign class of each block stays,
-    with its weight doubled (Algorithm 2; the +1 class on a tie). What follows is kept as it is.
+    """Keep the rarer sign of each block with its weights doubled, +1 on a tie (Algorithm 2), and all
+    entries without a sign.
 
     Args:
-        positive: [1, 1, m] bool, the signs. order, weights: [1, 1, c], c >= m.
+        positive: [1, 1, m] bool, the signs of one head's first m entries.
+        order: [1, 1, c] int64, the head's entries, c >= m.
+        weights: [1, 1, c], the weights of these entries.
+
+    Returns:
+        order and weights of the entries that are kept.
     """
     m = positive.shape[2]
-    block = torch.arange(m, device=positive.device) // b
-    sums = torch.bincount(block, positive[0, 0].float())
-    few = 2 * sums <= torch.bincount(block)
-    keep = (positive[0, 0] == few[block]).nonzero()[:, 0]
+    block = torch.arange(m, device=positive.device) // block_size
+    positives = torch.bincount(block, positive[0, 0].float())
+    rarer_sign = 2 * positives <= torch.bincount(block)
+    keep = (positive[0, 0] == rarer_sign[block]).nonzero()[:, 0]
     return (
         torch.cat([order[:, :, keep], order[:, :, m:]], dim=-1),
         torch.cat([2 * weights[:, :, keep], weights[:, :, m:]], dim=-1),
@@ -296,15 +389,16 @@ def smaller_classes(
 
 
 def per_halving(method: BalanceKV, option: str, count: int) -> tuple[Any, ...]:
-    """An option's value for each of `count` halvings.
+    """The values of an option for `count` halvings, where the option is one value or a list.
 
     Raises:
-        KVError: a list that is too short.
+        KVError: the list is too short.
     """
     value = getattr(method, option)
     if isinstance(value, int | float):
         return (value,) * count
     if len(value) < count:
-        name = type(method).__module__.rpartition(".")[2]
-        raise KVError(f"{name}.{option} is {list(value)}; allowed: {count} values at this rate")
+        raise KVError(
+            f"{method.method_name()}.{option} is {list(value)}; allowed: {count} values at this rate"
+        )
     return tuple(value[:count])

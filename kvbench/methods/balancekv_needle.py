@@ -1,4 +1,4 @@
-"""BalanceKV that protects tokens whose keys point away from those around them."""
+"""BalanceKV that keeps exactly the tokens whose keys point away from the keys around them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from kvbench.methods.balancekv import BalanceKV, per_halving, plan_halvings
 class BalanceKVNeedle(BalanceKV):
     """Keeps protected tokens of the middle exactly, and runs BalanceKV on the others.
 
-    At one layer the mean of <k_i, k_j> over the block of the middle that holds token i, keys not
-    centred, is compared with a threshold: tokens at or below it, and those within `dilation` places
-    of one, are protected there and in every later layer, each KV head by itself. Earlier layers are
-    compressed without protection. Protected entries have weight 1.
+    The middle is cut into blocks. At the layer `layer`, every token i has a mean inner product: the mean
+    of <k_i, k_j> over the tokens j of its block, keys not centred. Tokens whose mean is at most
+    `threshold` are protected, and so are the tokens within `dilation` places of them, in this layer and
+    all later ones. Every KV head protects tokens of its own. Protected entries have weight 1. Earlier
+    layers are compressed without protection.
 
-    Departure: protected tokens count against the budget. The others are halved down to what they
-    leave of it; where they alone are too many, those of the lowest mean are protected, the earlier
-    ones on a tie.
+    Departure: protected tokens count against the budget, and the other tokens are halved to fill the
+    rest of it. Where the budget cannot hold all protected tokens, those of the lowest means are kept,
+    the earlier ones on a tie.
 
     Args:
-        threshold: of the mean inner product; lower protects less.
-        dilation: places around a token below the threshold that are protected too.
-        layer: 0-based index of the layer that decides.
+        threshold: the largest mean inner product that is protected.
+        dilation: how many tokens on each side of such a token are protected too.
+        layer: the 0-based index of the layer that decides.
     """
 
     paper: ClassVar[str] = "arXiv 2502.07861, section 4.3"
@@ -46,19 +47,21 @@ class BalanceKVNeedle(BalanceKV):
     layer: Whole = 1
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Sink, protected tokens and survivors by position, window.
+        """Keep sink, protected tokens and survivors by position, and window.
 
         Raises:
-            KVError: a later layer than `layer`, of a prompt at which `layer` was not seen.
+            KVError: this prompt's layer `layer` has not been compressed before a later one.
         """
         if layer.layer_index < self.layer:
             return super().compress(layer, budget, generator)
         means = self._means(layer, budget)
         batch, heads, middle = means.shape
-        # One draw for every halving any head may need, shared by the rows of a batch.
+        # Draws for as many halvings as any head may need; the rows of a batch share them.
         draws = [
-            _draws.uniforms(generator, means.device, heads, math.ceil((middle >> step) / b), b)
-            for step, b in enumerate(per_halving(self, "block_size", middle.bit_length()))
+            _draws.uniforms(
+                generator, means.device, heads, math.ceil((middle >> step) / size), size
+            )
+            for step, size in enumerate(per_halving(self, "block_size", middle.bit_length()))
         ]
         chosen = [
             self._one_head(layer, budget, means[row, head], draws, row, head)
@@ -66,14 +69,16 @@ class BalanceKVNeedle(BalanceKV):
             for head in range(heads)
         ]
         positions, weights = side_by_side(chosen, 0.0)
-        positions, weights = (x.unflatten(0, (batch, heads)) for x in (positions, weights))
-        plain = replace(self, normalise=False, order="position")
-        return plain._weighted(layer, budget, positions, weights, [])
+        positions = positions.unflatten(0, (batch, heads))
+        weights = weights.unflatten(0, (batch, heads))
+        # `_one_head` has ordered the entries and normalised their weights already.
+        finished = replace(self, normalise=False, order="position")
+        return finished._weighted(layer, budget, positions, weights, [])
 
     def _means(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """Each token's mean inner product, lowered to the least within `dilation`: [.., middle]."""
-        options = (self.layer, self.dilation, self.block_size, budget)
-        name = "/".join(map(str, ("balancekv_needle", *options)))
+        """The least mean inner product within `dilation` of each middle token, at the layer that
+        decides: [batch, kv_heads, middle]. Later layers read it from `LayerKV.carried`."""
+        name = f"balancekv_needle/{self.layer}/{self.dilation}/{self.block_size}/{budget}"
         if layer.layer_index == self.layer:
             middle = layer.keys[:, :, budget.sink : layer.n - budget.window]
             layer.carried[name] = needle_means(
@@ -95,7 +100,7 @@ class BalanceKVNeedle(BalanceKV):
         row: int,
         head: int,
     ) -> tuple[Tensor, Tensor]:
-        """Kept prompt positions of the middle of one head, ascending, and their weights."""
+        """The prompt positions that one head keeps of the middle, ascending, and their weights."""
         kept = budget.middle_kept(layer.n)
         protected = (means <= self.threshold).nonzero().squeeze(-1)
         if len(protected) > kept:
@@ -107,20 +112,19 @@ class BalanceKVNeedle(BalanceKV):
         room = kept - len(protected)
         if not room or not len(left):
             return protected + budget.sink, torch.ones(len(protected), device=means.device)
-        rate = budget.rate_of(layer.n) if not len(protected) else room / len(left)
+        rate = room / len(left) if len(protected) else budget.rate_of(layer.n)
         plan = plan_halvings(len(left), rate, room)
         uniforms = [
-            draw[:, head : head + 1, : math.ceil(size / draw.shape[3])]
-            for draw, (_, size) in zip(draws, plan, strict=False)
+            draw[:, head : head + 1, : math.ceil(halving.halved / draw.shape[3])]
+            for draw, halving in zip(draws, plan, strict=False)
         ]
+        one_head = slice(row, row + 1), slice(head, head + 1)
+        order = (left + budget.sink).view(1, 1, -1)
         survivors, weights = self.select(
-            layer.keys[row : row + 1, head : head + 1],
-            layer.values[row : row + 1, head : head + 1],
-            uniforms,
-            plan=plan,
-            order=(left + budget.sink).view(1, 1, -1),
+            layer.keys[one_head], layer.values[one_head], uniforms, plan=plan, order=order
         )
-        survivors, weights = survivors[0, 0], weights[0, 0]
+        survivors = survivors[0, 0]
+        weights = weights[0, 0]
         if self.normalise:
             weights = weights * (len(left) / weights.sum().clamp(min=1.0))
         positions, order = torch.cat([protected + budget.sink, survivors]).sort()
@@ -129,11 +133,12 @@ class BalanceKVNeedle(BalanceKV):
 
 
 def needle_means(keys: Tensor, block_size: int, dilation: int) -> Tensor:
-    """Mean over its block of <k_i, k_j>, then the least of it within `dilation`: [batch, heads, n].
+    """Each token's mean of <k_i, k_j> over its block, then the least of these means within `dilation` of
+    the token: [batch, heads, n].
 
     Args:
-        keys: [batch, heads, n, dim], not centred; cut into blocks of `block_size` from the start,
-            the last one as short as it comes.
+        keys: [batch, heads, n, dim], not centred. They are cut into blocks of `block_size` from the
+            start; the last block may be shorter.
     """
     batch, heads, n, dim = keys.shape
     blocks = math.ceil(n / block_size)

@@ -20,9 +20,10 @@ class Exact(Method):
     uses_budget: ClassVar[bool] = False
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """All entries, without a copy."""
+        """Keep all entries, without a copy."""
         return keep_all(layer)
 
     def reading(self, budget: Budget) -> Band | None:
-        """All tokens; a stream's entries are not packed."""
+        """All earlier tokens. With `quantize` no stream can be read, since its entries cannot be
+        packed."""
         return Band(0, None) if self.quantize is None else None

@@ -1,4 +1,4 @@
-"""Expected Attention: the attention that queries to come are expected to pay."""
+"""Expected Attention: entries are scored by the attention expected from future queries."""
 
 from __future__ import annotations
 
@@ -18,20 +18,26 @@ from kvbench.methods.base import Method
 class ExpectedAttention(Method):
     """Keeps the sink and the entries with the largest expected attention.
 
-    Queries before position encoding are taken as Gaussian, with the mean and covariance of the prompt's;
-    the encoding is averaged over the `future` positions that follow. With mean mu and covariance C so
-    turned, z_i = mu.k_i / sqrt(d) + k_i C k_i / (2 d), and an entry's score is the softmax of z over all
-    entries but the sink, averaged over the group, times its value's norm. There is no window.
+    Queries before position encoding are modelled as Gaussian with the mean and covariance of the
+    prompt's queries. The rotation of position encoding is averaged over the next `future` positions and
+    applied to both. With the rotated mean mu and covariance C, entry i has z_i = mu.k_i / sqrt(d) + k_i
+    C k_i / (2 d). Its score is the softmax of z over all entries outside the sink, averaged over the
+    group, times the norm of its value. There is no window.
 
-    A bound on the logits (softcap) is left out of z, whose mean over a Gaussian it would take away.
+    A bound on the logits (softcap) is ignored, since with it the mean over the Gaussian has no closed
+    form.
 
-    As kvpress's ExpectedAttentionPress computes it, in float32 throughout (theirs: the model's dtype for
-    the statistics); it keeps int(n (1 - ratio)) entries, here the capacity.
+    The definition is that of kvpress's ExpectedAttentionPress, in float32 throughout (kvpress computes
+    the statistics in the model's dtype). kvpress keeps int(n (1 - ratio)) entries; here it is the
+    capacity.
 
     Args:
-        future: positions averaged over. sink: leading tokens that the statistics leave out and that are
-            always kept, null: the budget's.
-        covariance: use C. value_norm: multiply by the norms. epsilon: added to the softmax before.
+        future: the number of positions over which the rotation is averaged.
+        sink: how many of the first tokens are always kept and left out of the statistics; null for the
+            budget's sink.
+        covariance: whether z contains the covariance term.
+        value_norm: whether scores are multiplied by the norms of values.
+        epsilon: the number added to the softmax before this multiplication.
     """
 
     paper: ClassVar[str] = "arXiv 2510.00636; kvpress ExpectedAttentionPress"
@@ -43,16 +49,16 @@ class ExpectedAttention(Method):
     epsilon: NonNegative = 0.0
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """The best-scored positions, ascending.
+        """Keep the entries with the highest scores, by position.
 
         Raises:
-            KVError: a prompt within the sink, or the layer lacks queries or its rotary table.
+            KVError: the prompt is within the sink, or the layer lacks queries or a rotary table.
         """
         capacity = budget.capacity(layer.n)
         return gather_entries(layer, top_positions(self.token_scores(layer, budget), capacity))
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `Method.token_scores`; the sink has the largest score and 1."""
+        """See `Method.token_scores`. Tokens of the sink score 1 more than the best of the others."""
         sink = budget.sink if self.sink is None else self.sink
         batch, kv_heads, n, dim = layer.keys.shape
         if sink > budget.capacity(n):
@@ -65,30 +71,32 @@ class ExpectedAttention(Method):
             )
         queries = plain_queries(layer)[:, :, sink:]
         mean = queries.mean(2)
-        turn = mean_rotation(layer, n, self.future)
-        turned = mean @ turn.mT
+        rotation = mean_rotation(layer, n, self.future)
         keys = layer.keys[:, :, sink:].float()
         group = queries.shape[1] // kv_heads
-        grouped = turned.view(batch, kv_heads, group, dim)
-        z = torch.einsum("bhgd,bhnd->bhgn", grouped, keys) * layer.scaling
+        rotated_mean = (mean @ rotation.mT).view(batch, kv_heads, group, dim)
+        z = torch.einsum("bhgd,bhnd->bhgn", rotated_mean, keys) * layer.scaling
         if self.covariance:
-            off = queries.sub_(mean[:, :, None])  # they are ours: a prompt's queries are large
-            spread = turn @ (off.mT @ off / off.shape[2]) @ turn.mT
-            spread = spread.view(batch, kv_heads, group, dim, dim)
-            half = layer.scaling**2 / 2
-            for head in range(group):  # a product [n, d] at a time
-                pushed = keys @ spread[:, :, head]
-                z[:, :, head] += half * pushed.mul_(keys).sum(-1)
+            # In place, to save memory: `plain_queries` has made a copy.
+            centred = queries.sub_(mean[:, :, None])
+            covariance = rotation @ (centred.mT @ centred / centred.shape[2]) @ rotation.mT
+            covariance = covariance.view(batch, kv_heads, group, dim, dim)
+            # One query head at a time, so that only one product [n, dim] exists per KV head.
+            for head in range(group):
+                products = (keys @ covariance[:, :, head]).mul_(keys)
+                z[:, :, head] += layer.scaling**2 / 2 * products.sum(-1)
         scores = group_mean(z.softmax(-1).flatten(1, 2), kv_heads)
         if self.value_norm:
             scores = (scores + self.epsilon) * layer.values[:, :, sink:].float().norm(dim=-1)
-        first = (scores.amax() + 1).expand(batch, kv_heads, sink)
-        return torch.cat([first, scores], dim=-1)
+        sink_scores = (scores.amax() + 1).expand(batch, kv_heads, sink)
+        return torch.cat([sink_scores, scores], dim=-1)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Vectors [..., p, dim] turned by a table [p, width]: halves of the first `width` channels."""
-    width, half = cos.shape[-1], cos.shape[-1] // 2
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate vectors x [..., p, dim] by cosines and sines [p, width]: the first half of the first
+    `width` channels against the second half. Other channels stay as they are."""
+    width = cos.shape[-1]
+    half = width // 2
     out = torch.empty_like(x)
     torch.mul(x[..., :width], cos, out=out[..., :width])
     out[..., :half].addcmul_(x[..., half:width], sin[..., :half], value=-1.0)
@@ -98,6 +106,11 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotation(layer: LayerKV, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The layer's cosines and sines [p, width] at positions [p], float32.
+
+    Raises:
+        KVError: the layer has no rotary table.
+    """
     if layer.rotary is None:
         raise KVError(
             f"layer {layer.layer_index} has no rotary table of the usual kind; expected_attention is "
@@ -108,29 +121,31 @@ def _rotation(layer: LayerKV, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_queries(layer: LayerKV) -> Tensor:
-    """All prompt queries that are not withheld, as before position encoding; float32.
+    """Undo the position encoding of the prompt's queries: [batch, heads, n - withheld, head_dim]
+    float32, a copy.
 
     Raises:
-        KVError: no rotary table, or not all queries.
+        KVError: the layer has no rotary table, or does not hold all prompt queries.
     """
-    have = 0 if layer.queries is None else layer.queries.shape[2]
-    if layer.queries is None or have != layer.n - layer.withheld:
+    available = 0 if layer.queries is None else layer.queries.shape[2]
+    if layer.queries is None or available != layer.n - layer.withheld:
         raise KVError(
-            f"layer {layer.layer_index} holds {have} of {layer.n - layer.withheld} prompt queries; "
+            f"layer {layer.layer_index} holds {available} of {layer.n - layer.withheld} prompt queries; "
             "expected_attention needs all of them"
         )
-    cos, sin = _rotation(layer, torch.arange(have, device=layer.queries.device))
-    length = cos.square() + sin.square()
-    return turned(layer.queries.float(), cos / length, -sin / length)
+    cos, sin = _rotation(layer, torch.arange(available, device=layer.queries.device))
+    # Some models scale the table, so that its cosines and sines are not of norm 1.
+    squared_norm = cos.square() + sin.square()
+    return rotate(layer.queries.float(), cos / squared_norm, -sin / squared_norm)
 
 
 def mean_rotation(layer: LayerKV, start: int, count: int) -> Tensor:
-    """Position encoding as a matrix [head_dim, head_dim] that turns a query, mean over the positions
-    start .. start + count - 1.
+    """The mean of the rotation matrices [head_dim, head_dim] of the positions start .. start + count -
+    1. A rotation matrix times a query is the query after position encoding.
 
     Raises:
-        KVError: no rotary table.
+        KVError: the layer has no rotary table.
     """
     device, dim = layer.keys.device, layer.keys.shape[-1]
     cos, sin = _rotation(layer, torch.arange(start, start + count, device=device))
-    return turned(torch.eye(dim, device=device), cos.mean(0), sin.mean(0)).mT
+    return rotate(torch.eye(dim, device=device), cos.mean(0), sin.mean(0)).mT

@@ -18,29 +18,32 @@ from kvbench.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Method):
-    """Keeps the keys that received most attention so far, and the most recent ones (Algorithm 1).
+    """Keeps the keys that have received most attention, and the most recent keys (Algorithm 1).
 
-    A key's score is the softmax attention it received from all prompt queries, averaged over the
-    query heads of its group. round(heavy_fraction * capacity) entries go to the heaviest keys that
-    are not recent, the rest to the most recent. While decoding every held key's score grows by each
-    new token's attention; the new token joins the recent set, the oldest recent one competes with
-    the heavy set, and the lowest score leaves, so the cache does not grow.
+    A key's score is the softmax attention it received from all prompt queries, averaged over the query
+    heads of its group. The heavy hitters are the round(heavy_fraction * capacity) keys with the highest
+    scores before the recent ones; the recent keys fill the rest of the capacity. While decoding, every
+    key's score grows by the attention of each new token. The new token is recent, the oldest recent
+    token then competes with the heavy hitters, and the key with the lowest score leaves, so that the
+    cache does not grow.
 
-    The released evaluation drops nothing: it masks one pass over prompt and answer, per query head, and
-    its two masks are no algorithm that could decode (see `released_mask`). They are here to compare
-    likelihoods with its tables: ``released_sequential`` (OPT, GPT-NeoX) and ``released_global`` (LLaMA),
-    which chooses heavy hitters by the queries of the whole sequence, the answer included: it sees the
-    future. Their ratios of heavy and recent tokens are the budget's share, split by `heavy_fraction`.
+    The released evaluation drops nothing. It masks a single pass over prompt and answer for each query
+    head, and neither of its two masks is an algorithm that could decode (see `released_mask`). They
+    exist here to compare likelihoods with the paper's tables: ``released_sequential`` (OPT, GPT-NeoX),
+    and ``released_global`` (LLaMA), which sees the future, since it chooses heavy hitters by the
+    queries of the whole sequence, the answer included. The released ratios of heavy and recent tokens
+    are the budget's share, divided by `heavy_fraction`.
 
-    Departures: the paper chooses per attention head, here per KV head; there is no separate sink.
+    Departures: each KV head chooses, in the paper each attention head; there is no separate sink.
 
     Args:
-        heavy_fraction: share of the capacity for heavy hitters, in [0, 1]: 1.0 is "heavy only" and
+        heavy_fraction: the share of the capacity for heavy hitters, in [0, 1]: 1.0 is "heavy only" and
             0.0 "local only" of Table 9.
-        decode: evict (the paper's) | grow (all generated tokens stay, as in BalanceKV's tables).
-        semantics: paper | released_global | released_sequential; the latter two for likelihoods only.
-        keeps: heaviest | lightest: the heavy hitters are what leaves (Figure 2c shows a cache without
-            them); the recent tokens stay either way.
+        decode: ``evict`` (the paper's) or ``grow`` (all generated tokens stay, as in BalanceKV's
+            tables).
+        semantics: paper | released_global | released_sequential. The latter two score likelihoods only.
+        keeps: ``heaviest``; or ``lightest``, with which the heavy hitters leave and the recent tokens
+            stay (Figure 2c shows a cache without heavy hitters).
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, Algorithm 1"
@@ -59,47 +62,55 @@ class H2O(Method):
             )
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `Method.token_scores`: accumulated attention, mean over the group."""
+        """See `Method.token_scores`: the accumulated attention, averaged over the group."""
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
-        return mass if self.keeps == "heaviest" else mass.amax(-1, keepdim=True) - mass
+        if self.keeps == "heaviest":
+            return mass
+        return mass.amax(-1, keepdim=True) - mass
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Heavy hitters, ascending, then the recent tokens; `scores` when the cache evicts.
+        """Keep the heavy hitters by position, then the recent tokens. A cache that evicts gets scores.
 
         Raises:
-            KVError: the layer does not hold all prompt queries; released semantics.
+            KVError: the layer does not hold all prompt queries, or `semantics` is not ``paper``.
         """
         if self.semantics != "paper":
             raise KVError(
                 f"h2o.semantics is {self.semantics!r}, a mask of one pass over prompt and answer, which "
                 "holds no cache to decode with; allowed: paper (likelihoods alone take the others)"
             )
-        n, capacity = layer.n, budget.capacity(layer.n)
+        capacity = budget.capacity(layer.n)
         recent = self.recent(capacity)
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
-        older = mass[:, :, : n - recent] if self.keeps == "heaviest" else -mass[:, :, : n - recent]
+        older = mass[:, :, : layer.n - recent]
+        if self.keeps == "lightest":
+            older = -older
         positions = best_and_recent(layer, older, capacity - recent, recent)
         kept = gather_entries(layer, positions)
-        return replace(kept, scores=mass.gather(2, positions)) if self.evicts else kept
+        if not self.evicts:
+            return kept
+        return replace(kept, scores=mass.gather(2, positions))
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
-        """Scores grow by each token's attention; the lightest entry that is not recent leaves."""
+        """See `Method.eviction`: the lightest entry that is not recent leaves."""
         if self.decode == "grow" or self.semantics != "paper":
             return None
-        recent = self.recent(capacity)
-        return Eviction("lightest" if self.keeps == "heaviest" else "heaviest", recent=recent)
+        leaves: Literal["lightest", "heaviest"] = "lightest"
+        if self.keeps == "lightest":
+            leaves = "heaviest"
+        return Eviction(leaves, recent=self.recent(capacity))
 
     def recent(self, capacity: int) -> int:
-        """Entries of a cache of `capacity` that are the most recent tokens."""
+        """How many entries of a cache of `capacity` are the most recent tokens."""
         return capacity - round(self.heavy_fraction * capacity)
 
     @property
     def whole_pass(self) -> H2O | None:
-        """The method itself with the released semantics."""
+        """The method itself with released semantics, else None."""
         return None if self.semantics == "paper" else self
 
     def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `released_mask`; grouped heads choose each for itself."""
+        """See `released_mask`. Every query head of a group chooses for itself."""
         assert layer.queries is not None
         heavy, recent = self._ratios(budget)
         return released_mask(
@@ -113,12 +124,18 @@ class H2O(Method):
         )
 
     def masked_entries(self, budget: Budget, n: int) -> int:
-        """Heavy and recent keys, and with ``released_global`` the query's own."""
+        """The number of heavy and recent keys. With ``released_global`` a query sees its own key beside
+        them."""
         heavy, recent = (int(ratio * n) for ratio in self._ratios(budget))
-        return min(n, heavy + recent + (self.semantics == "released_global"))
+        own = 1 if self.semantics == "released_global" else 0
+        return min(n, heavy + recent + own)
 
     def _ratios(self, budget: Budget) -> tuple[float, float]:
-        """Shares of the sequence that are heavy and recent."""
+        """The shares of the sequence that are heavy hitters and recent tokens.
+
+        Raises:
+            KVError: the budget is a size.
+        """
         if budget.share is None:
             raise KVError(
                 f"h2o.semantics is {self.semantics!r} and budget.size is {budget.size}; allowed: a "
@@ -128,11 +145,11 @@ class H2O(Method):
 
 
 QUERY_ROWS = 512
-"""Rows of attention that exist at a time."""
+"""How many rows of the attention matrix are in memory at a time."""
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """[heads, n] bool: the `count` largest scores, the lower index first on ties."""
+    """Mark the `count` largest scores of each head, those of lower index on a tie: [heads, n] bool."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
@@ -146,37 +163,39 @@ def released_mask(
     scaling: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Which key each query sees in H2O's released evaluation (FMInference/H2O, h2o_hf/utils_lm_eval).
+    """The keys that each query sees in H2O's released evaluation (FMInference/H2O,
+    h2o_hf/utils_lm_eval).
 
-    There are heavy = int(heavy_ratio n) and recent = int(recent_ratio n) keys, n tokens being prompt and
-    answer; every row is masked, the prompt's too.
+    Prompt and answer are n tokens, of which heavy = int(heavy_ratio n) are heavy hitters and recent =
+    int(recent_ratio n) are recent. Every row of attention is masked, those of the prompt too.
 
-    ``global``: the heavy keys are those of the largest column sums of attention over all rows, one set
-    for all rows. Row i sees the keys j <= i that are heavy or have i - j <= recent.
+    ``global``: the heavy hitters are the keys with the largest column sums of attention over all rows,
+    the same for all rows. Row i sees the keys j <= i that are heavy hitters or have i - j <= recent.
 
-    ``sequential``: scores begin as the column sums of the first `heavy` rows, which see all. Each
-    further row sees the heavy - 1 keys of the largest scores and itself, adds its own whole attention to
-    the scores, and sets those of all other keys to 0; the keys with i - j <= recent are joined to each
-    row.
+    ``sequential``: the scores begin as the column sums of the first `heavy` rows, which see all keys
+    before them. Each later row sees its own key and the heavy - 1 keys with the largest scores; it adds
+    its unmasked attention to the scores of the keys that it sees, and sets all other scores to 0. Every
+    row also sees the keys with i - j <= recent.
 
-    Ties go to the lower index, and attention and sums are float32; the release's half-precision sums
-    differ from kernel to kernel.
+    Ties go to the lower index. Attention and sums are float32; the release sums in half precision, with
+    results that differ from kernel to kernel.
 
     Args:
         queries, keys: [heads, n, d] float32, after position encoding.
+        semantics: global | sequential.
 
     Returns:
         [heads, n, n] bool, True where query i sees key j; False above the diagonal.
 
     Raises:
-        KVError: another semantics.
+        KVError: an unknown `semantics`.
     """
     if semantics not in ("global", "sequential"):
         raise KVError(f"semantics is {semantics!r}; allowed: global, sequential")
     heads, n, _ = queries.shape
     heavy, recent = int(heavy_ratio * n), int(recent_ratio * n)
-    at = torch.arange(n, device=queries.device)
-    distance = at[:, None] - at[None]
+    index = torch.arange(n, device=queries.device)
+    distance = index[:, None] - index[None]
     seen = ((distance >= 0) & (distance <= recent)).expand(heads, n, n).clone()
     scores = torch.zeros(heads, n, dtype=torch.float32, device=queries.device)
     if heavy == 0:

@@ -1,4 +1,4 @@
-"""Presses of the kvpress package."""
+"""The adapter to the kvpress package, whose compression methods are called presses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvbench.errors import first_line
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
-from kvbench.methods._adapters import held_entries
+from kvbench.methods._adapters import locate_entries
 from kvbench.methods._press_module import AttentionModule, ColumnSums
-from kvbench.methods.adakv import keep
+from kvbench.methods._select import keep_marked
 from kvbench.methods.base import Method, check_known
 
 INSTALL = "pip install 'kvbench[kvpress]' (it needs transformers < 5.3)"
@@ -57,10 +57,11 @@ _REASONS = {
     ),
 }
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}
-"""Presses that cannot run on what a method sees of one layer, and what is missing; subclasses too."""
+"""The presses that cannot run on one layer's keys, values and queries, and for each the reason.
+Subclasses of these presses are refused too."""
 
 _FROM_BUDGET = {"n_sink": "sink", "num_sinks": "sink", "window_size": "window"}
-"""Options of presses that the budget fills in unless they are given."""
+"""Options of presses, and the field of the budget that sets each where the user does not."""
 
 _WRAPPED = ("press", "base_press")
 """Options of presses that are themselves presses."""
@@ -70,7 +71,7 @@ def _package() -> ModuleType:
     """The kvpress package.
 
     Raises:
-        KVError: it is absent, or cannot be imported.
+        KVError: the package is absent or cannot be imported.
     """
     try:
         return importlib.import_module("kvpress")
@@ -81,7 +82,7 @@ def _package() -> ModuleType:
 
 
 def available_presses() -> list[str]:
-    """Every press the installed package lists, base classes left out, sorted.
+    """The names of all presses of the installed package without its base classes, sorted.
 
     Raises:
         KVError: the package is absent.
@@ -97,16 +98,17 @@ def available_presses() -> list[str]:
 
 
 def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
-    """A press with its options; sink and window come from the budget where it has such options.
+    """Make a press by the name of its class.
 
     Args:
-        name: class of the package.
-        options: its constructor's arguments but the ratio; a press among them is a name, or a
-            mapping with ``press`` (the name) and that press's own options.
-        budget: fills n_sink, num_sinks (sink) and window_size (window) unless given.
+        name: the class.
+        options: the arguments of its constructor without the compression ratio. A press among them is a
+            name, or a mapping of ``press`` (the name) and the options of that press.
+        budget: sets n_sink, num_sinks and window_size where the press has them and `options` does not.
 
     Raises:
-        KVError: unknown or refused press, unknown or missing option, a value the press rejects.
+        KVError: an unknown or refused press, an unknown or missing option, or a value that the press
+            rejects.
     """
     check_known(f"unknown press {name!r}", str(name), available_presses())
     cls: type[Any] = getattr(_package(), str(name))
@@ -125,13 +127,7 @@ def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
     arguments = dict(options)
     for option in allowed:
         if option in _WRAPPED:
-            inner = arguments.get(option)
-            if inner is None:
-                raise KVError(
-                    f"press {name} wraps another; name it, e.g. options={{{option}: SnapKVPress}}"
-                )
-            inner = dict(inner) if isinstance(inner, Mapping) else {"press": inner}
-            arguments[option] = make_press(inner.pop("press", None), inner, budget)
+            arguments[option] = _make_wrapped(name, option, arguments.get(option), budget)
         elif option in _FROM_BUDGET and option not in arguments:
             arguments[option] = getattr(budget, _FROM_BUDGET[option])
         if option == "window_size" and arguments[option] < 1:
@@ -142,14 +138,32 @@ def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
         raise KVError(f"press {name} rejects its options: {first_line(error)}") from error
 
 
-def ratio_for(n: int, kept: int) -> float:
-    """The compression ratio of which a press makes exactly `kept` of n entries.
+def _make_wrapped(name: object, option: str, value: Any, budget: Budget) -> Any:
+    """Make the press that another press wraps.
 
-    A press keeps int(n * (1 - ratio)) in floating point, so that 1 - kept / n can give one less (39
-    of 400 for 0.9); then the ratio is the nearest below that does not.
+    Args:
+        name: the wrapping press, and `option`, which of its options names the wrapped one.
+        value: the name of the wrapped press, or a mapping of ``press`` and its options.
+
+    Raises:
+        KVError: no press is named; or see `make_press`.
     """
-    for more in (0.0, 1e-9, 1e-6, 1e-3):
-        ratio = 1 - (kept + more) / n
+    if value is None:
+        raise KVError(
+            f"press {name} wraps another; name it, e.g. options={{{option}: SnapKVPress}}"
+        )
+    inner = dict(value) if isinstance(value, Mapping) else {"press": value}
+    return make_press(inner.pop("press", None), inner, budget)
+
+
+def ratio_for(n: int, kept: int) -> float:
+    """The compression ratio with which a press keeps exactly `kept` of n entries.
+
+    A press keeps int(n * (1 - ratio)) in floating point. With the ratio 1 - kept / n this can be one
+    entry less (39 of 400 for 0.9); the ratio is then lowered until it is not.
+    """
+    for margin in (0.0, 1e-9, 1e-6, 1e-3):
+        ratio = 1 - (kept + margin) / n
         if int(n * (1 - ratio)) == kept and round(n * (1 - ratio)) == kept:
             return ratio
     raise AssertionError(f"no ratio keeps {kept} of {n}")
@@ -159,26 +173,26 @@ def ratio_for(n: int, kept: int) -> float:
 class KVPress(Method):
     """A press of the installed kvpress package, run on one layer after the prompt.
 
-    The budget's capacity becomes the press's compression_ratio, chosen so that the press keeps
-    exactly `capacity` entries in spite of its rounding; sink and window become its n_sink (or
-    num_sinks) and window_size unless `options` gives them. Presses that keep whole chunks, or a whole
-    number in each chunk, may keep less; one that would keep more is asked for less. The package's
-    own code chooses; its random draws are seeded from the method's generator, and every prompt of a
-    batch is compressed by itself.
+    The budget's capacity becomes the press's compression_ratio, chosen so that the press keeps exactly
+    `capacity` entries in spite of its rounding. Sink and window become the press's n_sink (or num_sinks)
+    and window_size unless `options` sets them. A press that keeps whole chunks may keep less than the
+    capacity; a press that would keep more is asked for less. The package's own code chooses the entries;
+    its random draws are seeded by the method's generator, and every prompt of a batch is compressed
+    alone.
 
-    A press that masks (AdaKVPress) has its masked entries evicted: heads of different lengths. One that
-    wants the output projection gets its weight. Refused, with what is missing (`REFUSED`): presses that
-    need other forward passes, downloads, or queries before position encoding, that move keys, compress
-    while decoding, or whose ratio cannot be set.
+    The entries that a press masks instead of dropping them (AdaKVPress) are evicted, and heads then have
+    different lengths. A press that reads the output projection gets its weight. `REFUSED` lists the
+    presses that need more than one layer's keys, values and queries, and the reason for each.
 
     Args:
-        press: name of the class, e.g. SnapKVPress.
-        options: its constructor's arguments, the ratio left out. A wrapper names the press it wraps:
-            ``{press: SnapKVPress}``, or ``{press: {press: SnapKVPress, kernel_size: 7}}``.
+        press: the name of the class, e.g. SnapKVPress.
+        options: the arguments of its constructor without the ratio. A wrapper names the press that it
+            wraps: ``{press: SnapKVPress}``, or ``{press: {press: SnapKVPress, kernel_size: 7}}``.
     """
 
     paper: ClassVar[str] = "package kvpress (arXiv 2510.00636); each press names its own paper"
-    by_head: ClassVar[bool] = False  # of some presses
+    # Some presses compare heads.
+    by_head: ClassVar[bool] = False
 
     press: str = "SnapKVPress"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -188,20 +202,22 @@ class KVPress(Method):
         make_press(self.press, self.options, Budget())
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """Entries per KV head this layer may hold: PyramidKVPress has its own share for each."""
+        """The entries per KV head that this layer may hold. PyramidKVPress sets a capacity for each
+        layer."""
         capacity = budget.capacity(n)
         press = make_press(self.press, self.options, budget)
         if capacity >= n or not hasattr(press, "get_layer_budget"):
             return capacity
         press.compression_ratio = ratio_for(n, capacity)
-        shape = SimpleNamespace(num_hidden_layers=num_layers)
-        return int(press.get_layer_budget(SimpleNamespace(config=shape, layer_idx=layer_index), n))
+        config = SimpleNamespace(num_hidden_layers=num_layers)
+        module = SimpleNamespace(config=config, layer_idx=layer_index)
+        return int(press.get_layer_budget(module, n))
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """What the press keeps, ascending.
+        """Keep what the press keeps, by position.
 
         Raises:
-            KVError: the press needs something a method does not see, or cannot meet the budget.
+            KVError: the press reads something that a method does not see, or cannot meet the budget.
         """
         n, capacity = layer.n, budget.capacity(layer.n)
         if capacity >= n:
@@ -214,14 +230,14 @@ class KVPress(Method):
         allowed = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
         seed = int(torch.randint(2**62, (), generator=generator))
         wanted = capacity
-        for _ in range(4):  # presses that keep whole chunks overshoot; then they are asked for less
-            rows = [
-                self._compress_row(layer, row, budget, wanted, seed)
-                for row in range(layer.keys.shape[0])
-            ]
-            if isinstance(rows[0], Tensor):  # of every head as many as it deserves
-                return keep(layer, torch.stack([row for row in rows if isinstance(row, Tensor)]))
-            kept = [row for row in rows if isinstance(row, tuple)]
+        # A press that keeps whole chunks may keep more than it is asked for, and is then asked for less.
+        for _ in range(4):
+            rows = range(layer.keys.shape[0])
+            results = [self._compress_row(layer, row, budget, wanted, seed) for row in rows]
+            marked = [result for result in results if isinstance(result, Tensor)]
+            if marked:
+                return keep_marked(layer, torch.stack(marked))
+            kept = [result for result in results if isinstance(result, tuple)]
             most = max(keys.shape[2] for keys, _ in kept)
             wanted -= max(0, most - allowed)
             if most <= allowed or wanted < 1:
@@ -231,25 +247,33 @@ class KVPress(Method):
                 f"press {self.press} keeps a different number of entries of each prompt; "
                 "allowed: one prompt at a time"
             )
-        keys, values = (torch.cat(parts) for parts in zip(*kept, strict=True))
-        return held_entries(keys, values, layer)
+        all_keys = torch.cat([keys for keys, _ in kept])
+        all_values = torch.cat([values for _, values in kept])
+        return locate_entries(all_keys, all_values, layer)
 
     def _compress_row(
         self, layer: LayerKV, row: int, budget: Budget, wanted: int, seed: int
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Keys and values [1, kv_heads, c, head_dim] the press keeps of one prompt; or, of a press that
-        masks, which entries stay [kv_heads, n]."""
+        """Run the press on one prompt.
+
+        Args:
+            row: the prompt's row in the batch.
+            wanted: the number of entries that the press is asked to keep.
+            seed: the seed of the press's random draws.
+
+        Returns:
+            keys and values [1, kv_heads, c, head_dim]; or for a press that masks the entries that stay,
+            [kv_heads, n] bool.
+        """
         press = make_press(self.press, self.options, budget)
         press.compression_ratio = ratio_for(layer.n, wanted)
-        scorer = press
-        while wrapping := [name for name in _WRAPPED if hasattr(scorer, name)]:
-            scorer = getattr(scorer, wrapping[0])
         attention = AttentionModule(layer, self.press, row)
         weights = None
-        if isinstance(scorer, _package().ObservedAttentionPress):
+        if isinstance(_innermost(press), _package().ObservedAttentionPress):
             weights = ColumnSums(layer.attention_mass()[row : row + 1])
-        # Copies: the other forks of the prefill share these tensors.
-        keys, values = (part[row : row + 1].clone() for part in (layer.keys, layer.values))
+        # The other forks of the prefill share the layer's tensors, so the press gets copies.
+        keys = layer.keys[row : row + 1].clone()
+        values = layer.values[row : row + 1].clone()
         devices = [keys.device] if keys.is_cuda else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
@@ -263,7 +287,15 @@ class KVPress(Method):
                     attention.forward_arguments(),
                 )
             except (AssertionError, KeyError, NotImplementedError) as error:
-                where = f"press {self.press} refuses layer {layer.layer_index}"
-                raise KVError(f"{where}: {first_line(error)}") from error
+                refusal = f"press {self.press} refuses layer {layer.layer_index}"
+                raise KVError(f"{refusal}: {first_line(error)}") from error
         masked = attention.masked()
         return kept if masked is None else ~masked
+
+
+def _innermost(press: Any) -> Any:
+    """The press inside all wrappers of `press`."""
+    for option in _WRAPPED:
+        if hasattr(press, option):
+            return _innermost(getattr(press, option))
+    return press

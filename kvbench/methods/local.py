@@ -17,14 +17,14 @@ from kvbench.methods.base import Band, Method
 class Local(Method):
     """Keeps the last `capacity` tokens and no sink: "Local" in the H2O paper.
 
-    Departure: H2O's baseline keeps its size while decoding, every new token pushing out the oldest
-    one, which is ``decode=evict``. By default generated tokens stay, the protocol of BalanceKV's tables
-    and the default of `streaming_llm`: the methods then differ in what they keep of the prompt only.
+    Departure: in H2O's baseline the cache does not grow while decoding (``decode=evict``). By default
+    generated tokens stay, as in BalanceKV's tables and in `streaming_llm`, so that methods differ only
+    in the prompt's entries that they keep.
 
     Args:
-        decode: grow (generated tokens stay) | evict (each pushes out the oldest one, as in H2O).
-        recompute: of streams (``task=stream``): nothing is held, and every token comes from a fresh pass
-            over the last ``budget.size`` tokens ("re-computation" of arXiv 2309.17453).
+        decode: ``grow`` keeps generated tokens; ``evict`` drops the oldest entry for each of them.
+        recompute: for streams only (``task=stream``): no cache is held, and every token is computed by a
+            fresh pass over the last ``budget.size`` tokens ("re-computation" of arXiv 2309.17453).
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, baseline 'Local'"
@@ -34,10 +34,10 @@ class Local(Method):
     recompute: bool = False
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """The last `capacity` entries, ascending.
+        """Keep the last `capacity` entries.
 
         Raises:
-            KVError: ``recompute``, which holds nothing.
+            KVError: `recompute` is set.
         """
         if self.recompute:
             raise KVError("local.recompute is true; allowed: for streams, which task=stream reads")
@@ -45,9 +45,11 @@ class Local(Method):
         return gather_entries(layer, positions_between(layer, n - budget.capacity(n), n))
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
-        """The oldest entry leaves, with ``decode=evict``."""
-        return Eviction("oldest") if self.decode == "evict" and not self.recompute else None
+        """See `Method.eviction`: with ``decode=evict`` the oldest entry leaves."""
+        if self.decode == "grow" or self.recompute:
+            return None
+        return Eviction("oldest")
 
     def reading(self, budget: Budget) -> Band | None:
-        """A query sees the last `budget.size` tokens."""
+        """The last `budget.size` tokens; None for a budget without a size."""
         return None if budget.size is None else Band(0, budget.size, self.recompute)

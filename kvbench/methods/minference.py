@@ -1,4 +1,4 @@
-"""The cache clusters of the MInference package."""
+"""The adapter to the MInference package, whose compression methods are called cache clusters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from kvbench.errors.options import Count, Odd
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
-from kvbench.methods._adapters import held_entries, scaled_queries
+from kvbench.methods._adapters import locate_entries, scaled_queries
 from kvbench.methods.base import Method
 from kvbench.methods.pyramidkv import PyramidKV
 
@@ -27,23 +27,27 @@ CLUSTERS = {
     "pyramidkv": ("pyramidkv", "PyramidKVCluster"),
     "streaming_llm": ("snapkv", "StreamingLLMKVCluster"),
 }
-"""File of the package's folder ``modules``, and the class in it."""
+"""For each cluster the file in the package's folder ``modules`` and the class in that file."""
 
 
 @cache
 def _module(name: str) -> ModuleType:
-    """``minference/modules/<name>.py``, loaded by file: the package itself imports only with CUDA.
+    """Load ``minference/modules/<name>.py`` as a file, since the package itself can only be imported
+    with CUDA.
 
     Raises:
-        KVError: the package, or that file of it, is absent.
+        KVError: the package is absent, or has no such file.
     """
+    missing = KVError(
+        f"method 'minference' needs the package minference 0.1.6; install it: {INSTALL}"
+    )
     package = importlib.util.find_spec("minference")
-    file = Path((package and package.origin) or "").parent / "modules" / f"{name}.py"
+    if package is None or package.origin is None:
+        raise missing
+    file = Path(package.origin).parent / "modules" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"_kvbench_minference_{name}", file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise KVError(
-            f"method 'minference' needs the package minference 0.1.6; install it: {INSTALL}"
-        )
+        raise missing
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -53,20 +57,19 @@ def _module(name: str) -> ModuleType:
 class MInference(Method):
     """A cache cluster of the MInference package, run as the package runs it.
 
-    Keys and values are repeated to query heads first and every query head chooses for itself:
-    the result is [batch, heads, c, head_dim] and its bytes, measured as stored, are (heads /
-    kv_heads) times those of a method that chooses per KV head. The package's own classes choose;
-    here is only what surrounds them. The capacity counts the observation window; `streaming_llm`
-    keeps `budget.sink` leading tokens.
+    Keys and values are first repeated to query heads, and every query head chooses for itself. The
+    result is [batch, heads, c, head_dim], so its bytes are heads / kv_heads times those of a method
+    that chooses per KV head. The package's own classes choose the entries. The capacity includes the
+    observation window. The cluster `streaming_llm` keeps `budget.sink` first tokens.
 
-    Departure: the package divides logits by sqrt(head_dim) whatever the model says; queries are
-    scaled so that the layer's own scaling holds.
+    Departure: the package divides logits by sqrt(head_dim) for every model. Queries are scaled so that
+    the layer's own scaling holds.
 
     Args:
         cluster: snapkv | pyramidkv | streaming_llm.
-        kernel_size: positions the score is pooled over; odd. Not read by `streaming_llm`.
-        pooling: avgpool | maxpool. Not read by `streaming_llm`.
-        beta: `pyramidkv` only: how steep.
+        kernel_size: over how many positions scores are pooled; odd. `streaming_llm` does not read it.
+        pooling: avgpool | maxpool. `streaming_llm` does not read it.
+        beta: how steeply the capacity falls from layer to layer; only `pyramidkv` reads it.
     """
 
     paper: ClassVar[str] = "package minference (MInference, arXiv 2407.02490): its cache clusters"
@@ -85,17 +88,17 @@ class MInference(Method):
         _module(CLUSTERS[self.cluster][0])
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """Entries per query head; of `pyramidkv` by the package's formula, more than the budget."""
+        """The entries per query head. For `pyramidkv` the package's formula exceeds the budget."""
         if self.cluster == "pyramidkv":
             released = PyramidKV(beta=self.beta, budgets="released")
             return released.layer_capacities(budget, n, num_layers)
         return [budget.capacity(n)] * num_layers
 
     def _make(self, layer: LayerKV, budget: Budget) -> Any:
-        """The package's cluster for this layer.
+        """Make the package's cluster for this layer.
 
         Raises:
-            KVError: a budget or a model its classes have no answer for.
+            KVError: the package's class cannot handle the budget or the number of layers.
         """
         file, name = CLUSTERS[self.cluster]
         cluster = getattr(_module(file), name)
@@ -117,25 +120,26 @@ class MInference(Method):
                     "minference's pyramidkv divides by the number of layers less one; "
                     "allowed: models with two or more full-attention layers"
                 )
-            place = {"num_hidden_layers": layer.num_layers, "layer_idx": layer.layer_index}
-            options |= {**place, "beta": self.beta}
+            options["num_hidden_layers"] = layer.num_layers
+            options["layer_idx"] = layer.layer_index
+            options["beta"] = self.beta
         return cluster(**options)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """What the package's cluster keeps, ascending: [batch, heads, c, head_dim].
+        """Keep what the package's cluster keeps, by position: [batch, heads, c, head_dim].
 
         Raises:
-            KVError: the layer lacks its queries, bounds its logits, or the budget has no window.
+            KVError: the layer lacks queries or bounds its logits, or the budget has no window.
         """
         if budget.capacity(layer.n) >= layer.n:
             return keep_all(layer)
         cluster = self._make(layer, budget)
         queries = scaled_queries(layer, f"minference's {self.cluster}")
-        keys, values = (
-            entries.repeat_interleave(layer.group, dim=1) for entries in (layer.keys, layer.values)
-        )
+        keys = layer.keys.repeat_interleave(layer.group, dim=1)
+        values = layer.values.repeat_interleave(layer.group, dim=1)
         missing = layer.n - queries.shape[2]
-        if missing:  # the package wants a row for every token and reads those of the window
+        if missing:
+            # The package expects a query for every token, but reads only those of the window.
             if queries.shape[2] < budget.window and self.cluster != "streaming_llm":
                 raise KVError(
                     f"layer {layer.layer_index} holds {queries.shape[2]} prompt queries; "
@@ -143,4 +147,4 @@ class MInference(Method):
                 )
             queries = torch.nn.functional.pad(queries, (0, 0, missing, 0))
         kept_keys, kept_values = cluster.update_kv(keys, queries, values, None, layer.group)
-        return held_entries(kept_keys, kept_values, layer)
+        return locate_entries(kept_keys, kept_values, layer)

@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV with more entries in the first layers than in the last."""
+"""PyramidKV: SnapKV with more entries in the first layers than in the last ones."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from kvbench.methods.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """SnapKV's selection with a capacity that falls linearly from the first layer to the last.
 
-    With C = capacity - window: the last layer gets C // beta entries besides the window and the
-    first 2C less that (or all that there are). The budgets are spread evenly between the two and
-    rounded by largest remainder, so that they sum to exactly num_layers * C. A prompt with n < 2C
-    and a one-layer model get C in every layer.
+    Let C = capacity - window. Beside the window the last layer gets C // beta entries and the first
+    layer 2C - C // beta, or all entries if there are fewer. The other layers lie evenly between the
+    two, rounded by largest remainder so that the sum is exactly num_layers * C. A prompt with n < 2C
+    gets C in every layer, and so does a model of one layer.
 
     Args:
-        beta: how steep: the last layer keeps about 1 / beta of the mean.
-        budgets: linear | released. `released` steps down by the integer quotient
-            (first - last) // (num_layers - 1), as the authors' code does; the deep layers then keep
-            more than planned and the mean exceeds C, so the audit is told the preset's own sum.
+        beta: how steeply the capacity falls; the last layer keeps about 1 / beta of the mean.
+        budgets: ``linear``; or ``released``, which lowers each layer by the integer quotient
+            (first - last) // (num_layers - 1), as the authors' code does. The last layers then keep more
+            than planned and the mean exceeds C; only the preset may do so (`allowed_entries`).
     """
 
     paper: ClassVar[str] = "arXiv 2406.02069, section 4"
-    recompresses: ClassVar[bool] = False  # its layers would have to share anew
+    # A second compression would have to divide the budget among the layers again.
+    recompresses: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "released": {"budgets": "released", "granularity": "query_head"}
     }
@@ -39,7 +40,7 @@ class PyramidKV(SnapKV):
     budgets: Literal["linear", "released"] = "linear"
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """Falling from layer to layer, the window included; `released` sums to more than the budget."""
+        """The capacities, which fall from layer to layer and include the window."""
         capacity = budget.capacity(n)
         mean = capacity - budget.window
         if n <= capacity or n < 2 * mean or num_layers == 1:

@@ -1,4 +1,4 @@
-"""Compression while decoding: another method's, again and again, of what is held."""
+"""Compression while decoding: another method compresses the cache again every so many tokens."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from kvbench.methods.base import Recompression
 
 @dataclass(frozen=True, kw_only=True)
 class Recompress(Wrapper):
-    """Compresses the prompt as another method does, and what is held every `every` generated tokens.
+    """Compresses the prompt by another method, and the whole cache again every `every` generated tokens.
 
     The prompt is compressed to the job's budget (``budget.size`` for a fixed size, ``budget.rate=1`` to
-    keep it whole until the first time); from then on `to` entries stay each time, sink and window those
-    of the smallest and the largest positions. Weights multiply. Between two times `every` more are held.
+    keep it whole until the first compression). Every later compression leaves `to` entries; sink and
+    window are then the entries of the smallest and the largest positions, and log-weights of successive
+    compressions add up. Between two compressions the cache grows by `every` entries.
 
     Args:
-        of: a method that chooses entries by the tensors of a layer. options: its options.
-        every: tokens from one time to the next. to: entries per layer and KV head that stay; below 1:
-            a share of prompt and tokens so far; null: the job's budget, which the tokens up to the next
-            time exceed.
-        queries: of the last tokens, kept for it (and counted in bytes).
-        phase: steps (after every so many steps, as kvpress's DecodingPress) | tokens (when prompt and
-            tokens fed were a multiple of `every` before the step, as R-KV).
+        of: the inner method, which must choose entries by the tensors of a layer.
+        options: the options of the inner method.
+        every: the number of tokens between two compressions.
+        to: the entries per layer and KV head that a compression leaves. A number below 1 is a share of
+            the tokens of prompt and generation so far; null stands for the job's budget, which the
+            tokens until the next compression then exceed.
+        queries: the number of last tokens whose queries the cache stores for the inner method, and
+            counts in bytes.
+        phase: ``steps`` compresses after every `every` steps, as kvpress's DecodingPress; ``tokens``
+            whenever the number of tokens before the step is a multiple of `every`, as R-KV.
     """
 
     paper: ClassVar[str] = "kvpress DecodingPress; arXiv 2505.24133"
@@ -49,5 +53,5 @@ class Recompress(Wrapper):
         return Recompression(self.every, self.to, self.queries, self.phase)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """What the other method holds."""
+        """Compress by the inner method."""
         return self.inner.compress(layer, budget, generator)

@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries of the prompt look at."""
+"""SnapKV: entries are scored by the attention of the prompt's last queries."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from kvbench.methods.base import Method
 def window_scores(layer: LayerKV, window: int, kernel_size: int, pooling: str) -> Tensor:
     """SnapKV's score of every position before the window: [batch, heads, n - window] float32.
 
-    Softmax attention of the last `window` queries shown (causal inside the window), summed over
-    them, then pooled along the positions with stride 1 and same padding; padding counts in an
-    average.
+    The score is the causal softmax attention of the last `window` queries, summed over them and pooled
+    along the positions with stride 1 and "same" padding; an average counts the padding as zeros.
+
+    Args:
+        kernel_size: over how many positions scores are pooled; odd.
+        pooling: avgpool | maxpool.
 
     Raises:
         KVError: `window` is 0, or the layer does not hold that many queries.
@@ -36,16 +39,17 @@ def window_scores(layer: LayerKV, window: int, kernel_size: int, pooling: str) -
 def keep_best(
     layer: LayerKV, scores: Tensor, count: int, window: int, per_query_head: bool
 ) -> CompressedKV:
-    """The `count` best-scored positions before the window, then the window, ascending.
+    """Keep the `count` entries with the highest scores before the window, and the window, by position.
 
     Args:
         scores: [batch, heads, n - window].
-        per_query_head: every query head chooses for itself, from its own copy of the keys;
-            otherwise the scores of a group are averaged and the group shares one choice.
+        per_query_head: whether every query head chooses for itself from its own copy of the keys. If
+            False, the scores of a group are averaged and its heads share one choice.
     """
     if per_query_head:
         group = scores.shape[1] // layer.keys.shape[1]
-        keys, values = (x.repeat_interleave(group, 1) for x in (layer.keys, layer.values))
+        keys = layer.keys.repeat_interleave(group, 1)
+        values = layer.values.repeat_interleave(group, 1)
         layer = replace(layer, keys=keys, values=values)
     scores = group_mean(scores, layer.keys.shape[1])
     return gather_entries(layer, best_and_recent(layer, scores, count, window))
@@ -53,18 +57,17 @@ def keep_best(
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Method):
-    """Keeps the window and the capacity - window earlier positions its queries attend to most.
+    """Keeps the window and those earlier entries to which the window's queries attend most.
 
-    There is no separate sink: the whole capacity is spent by score. With `granularity=query_head`
-    the result is [batch, heads, c, head_dim]: the budget is in entries per head that holds a cache,
-    so c is the same, and the bytes, measured as stored, are (heads / kv_heads) times those of
-    `kv_head`.
+    There is no separate sink; the window and scores use up the capacity. With `granularity=query_head`
+    the result is [batch, heads, c, head_dim] with the same c, so its bytes are heads / kv_heads times
+    those of `kv_head`.
 
     Args:
-        kernel_size: positions the score is pooled over; odd.
+        kernel_size: over how many positions scores are pooled; odd.
         pooling: avgpool | maxpool.
-        granularity: kv_head (the query heads of a group are averaged and share one choice) |
-            query_head (keys repeated to query heads first, as the MInference package does).
+        granularity: ``kv_head`` averages the scores of a group, whose heads share one choice;
+            ``query_head`` first repeats keys to query heads, as the MInference package does.
     """
 
     paper: ClassVar[str] = "arXiv 2404.14469, section 4"
@@ -75,15 +78,15 @@ class SnapKV(Method):
     granularity: Literal["kv_head", "query_head"] = "kv_head"
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `Method.token_scores`: the window's attention, mean over the group."""
+        """See `Method.token_scores`: the attention of the window's queries, averaged over the group."""
         scores = window_scores(layer, budget.window, self.kernel_size, self.pooling)
         return F.pad(group_mean(scores, layer.keys.shape[1]), (0, budget.window))
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """The chosen positions, ascending, then the window.
+        """Keep the entries with the highest scores by position, then the window.
 
         Raises:
-            KVError: the budget has no window, or the layer lacks its queries.
+            KVError: the budget has no window, or the layer lacks the window's queries.
         """
         capacity = self.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
         scores = window_scores(layer, budget.window, self.kernel_size, self.pooling)

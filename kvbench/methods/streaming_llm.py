@@ -17,11 +17,12 @@ from kvbench.methods.base import Band, Method
 class StreamingLLM(Method):
     """Keeps the first `sink` tokens and the most recent ones, `capacity` in all.
 
-    Departure: the paper renumbers positions inside the cache, which `task=stream` alone does here.
+    Departure: the paper renumbers positions inside the cache; here only `task=stream` does.
 
     Args:
-        decode: grow (generated tokens stay, as in the tables the method is compared in) | evict (the
-            paper's rolling cache: each new token pushes out the oldest one after the sink).
+        decode: ``grow`` keeps generated tokens, as in the tables of papers that compare with this
+            method; ``evict`` is the paper's rolling cache, in which the oldest entry after the sink
+            leaves for each new token.
     """
 
     paper: ClassVar[str] = "arXiv 2309.17453, section 3.2"
@@ -30,17 +31,19 @@ class StreamingLLM(Method):
     decode: Literal["grow", "evict"] = "grow"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Sink, then the last capacity - sink entries, ascending."""
-        n = layer.n
-        recent = budget.capacity(n) - budget.sink
-        sink = positions_between(layer, 0, budget.sink)
-        positions = torch.cat([sink, positions_between(layer, n - recent, n)], dim=-1)
+        """Keep the sink, then the last capacity - sink entries."""
+        recent = budget.capacity(layer.n) - budget.sink
+        sink_positions = positions_between(layer, 0, budget.sink)
+        recent_positions = positions_between(layer, layer.n - recent, layer.n)
+        positions = torch.cat([sink_positions, recent_positions], dim=-1)
         return gather_entries(layer, positions)
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
-        """The oldest entry after the sink leaves, with ``decode=evict``."""
+        """See `Method.eviction`: with ``decode=evict`` the oldest entry after the sink leaves."""
         return Eviction("oldest", sink=sink) if self.decode == "evict" else None
 
     def reading(self, budget: Budget) -> Band | None:
-        """Sink, and what the size leaves."""
-        return None if budget.size is None else Band(budget.sink, budget.size - budget.sink)
+        """The sink and the last `budget.size` - sink tokens; None for a budget without a size."""
+        if budget.size is None:
+            return None
+        return Band(budget.sink, budget.size - budget.sink)

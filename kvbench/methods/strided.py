@@ -12,16 +12,16 @@ from kvbench.methods._pattern import Pattern
 
 @dataclass(frozen=True, kw_only=True)
 class Strided(Pattern):
-    """Half the capacity for the most recent tokens, half for every k-th token before them.
+    """Keeps the most recent tokens with half the capacity, and with the other half (rounded down) every
+    k-th older token. There is no separate sink.
 
-    k = older / count is solved from the capacity and not rounded, so that the budget is spent
-    exactly. Of an odd capacity the odd entry is local; there is no separate sink.
+    The stride k is the number of older tokens over the number that is kept. It is not rounded, so that
+    the budget is spent exactly.
 
     Args:
-        heavy_hitters: half of the strided half (rounded down) goes to those other keys that
-            received most attention from the prompt, as in h2o, per KV head.
+        heavy_hitters: see `Pattern`.
     """
 
     def pattern(self, older: int, count: int) -> Tensor:
-        """Positions floor(i * older / count) - 1 for i = 1 .. count: the last is older - 1."""
+        """Choose the positions floor(i * older / count) - 1 for i = 1 .. count."""
         return torch.arange(1, count + 1) * older // max(count, 1) - 1

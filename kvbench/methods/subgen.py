@@ -1,4 +1,4 @@
-"""SubGen (ClusterGen) as in its experiments: recent tokens and k-centre representatives."""
+"""SubGen (ClusterGen) as in its paper's experiments: recent tokens and the centres of clusters."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvbench.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class SubGen(Method):
-    """Keeps the last `recent` tokens and capacity - recent centres of the other keys.
+    """Keeps the last `recent` tokens, and capacity - recent of the older ones as centres of clusters.
 
-    The centres are chosen per KV head by greedy k-centre in squared l2, starting from a random key.
-    There is no separate sink.
+    Each KV head chooses its centres by the greedy k-centre algorithm in squared Euclidean distance of
+    keys, starting from a random key. There is no separate sink.
 
     Args:
-        recent: entries that are the most recent tokens; None for budget.window.
-        weights: none (as in the paper's experiments) | cluster (a centre's log-weight is the log of
-            the number of keys nearest to it, itself included).
+        recent: how many of the most recent tokens are kept; None for budget.window.
+        weights: ``none``, as in the paper's experiments; or ``cluster``, with which a centre's
+            log-weight is the logarithm of the size of its cluster.
     """
 
     paper: ClassVar[str] = "arXiv 2402.06082, Tables 1 and 2 (the form of its experiments)"
@@ -35,10 +35,10 @@ class SubGen(Method):
     weights: Literal["none", "cluster"] = "none"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Centres, ascending, then the recent tokens; log_weights float32 or None.
+        """Keep the centres by position, then the recent tokens.
 
         Raises:
-            KVError: `recent` is more than the capacity.
+            KVError: `recent` exceeds the capacity.
         """
         batch, heads, n, dim = layer.keys.shape
         capacity = budget.capacity(n)

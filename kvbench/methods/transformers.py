@@ -1,4 +1,4 @@
-"""The exact cache as transformers decodes it: a second witness of seconds, no compression."""
+"""Exact decoding by the transformers library, whose time is a check of kvbench's own exact decoding."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from kvbench.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Transformers(Method):
-    """Exact decoding by transformers' own `generate` and `StaticCache`, of which nothing is kvbench's.
+    """Exact decoding by transformers' own `generate` and `StaticCache`, without any code of kvbench.
 
-    An arm of task=throughput, which measures it beside `exact` at the same weights, lengths and batch:
-    their ratio says whether the yardstick of that table is a fast one. Every other task refuses it.
+    Only task=throughput runs it, beside `exact` at the same weights, lengths and batch. The ratio of
+    their times shows whether `exact`, to which that table compares, is fast. Every other task refuses
+    it.
 
-    Attributes:
-        attention: the backend, as transformers names it; the flash ones need their packages and a GPU.
-        compiled: whether the decode step goes through torch.compile on a GPU; on a CPU it never does.
+    Args:
+        attention: the attention backend by transformers' name; ``flash_attention_*`` need their packages
+            and a GPU.
+        compiled: whether the decode step is compiled by torch.compile; on a CPU it never is.
     """
 
     paper: ClassVar[str] = "transformers' StaticCache with torch.compile (no compression)"
@@ -37,5 +39,5 @@ class Transformers(Method):
             raise KVError(f"transformers.quantize is {self.quantize}; allowed: null")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """All entries, without a copy."""
+        """Keep all entries, without a copy."""
         return keep_all(layer)

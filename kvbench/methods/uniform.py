@@ -1,4 +1,4 @@
-"""Uniform sampling of the middle."""
+"""Uniform sampling: a random subset of the middle."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from kvbench.methods.base import Method
 class Uniform(Method):
     """Keeps sink, window and a uniformly random subset of the middle.
 
-    Exactly round(rate * middle) entries per head, drawn without replacement and independently per
-    KV head. Each stands for middle / kept tokens; its log-weight is log(middle / kept): log 2^T at
-    rate 2^-T.
+    Every KV head draws round(rate * middle) entries without replacement, independently of other heads.
+    An entry stands for middle / kept tokens, so its log-weight is log(middle / kept).
 
     Args:
-        weighted: False drops the log-weights, which over-counts sink and window (an ablation).
-        scope: middle (every entry of it may go) | subset (only those that BalanceKV halves at this rate
-            may go: between 1/2 and 1 the earliest 2 (1 - rate) of the middle, as in both variants of the
-            paper's Table 5). The subset is halved as BalanceKV with gamma = 0 halves it, by coin flips
-            and the same cut; the entries it leaves weigh what they weigh there, the others 1.
+        weighted: False drops the log-weights, so that sink and window count too much (an ablation).
+        scope: ``middle`` draws from all entries of the middle. ``subset`` runs BalanceKV with gamma = 0,
+            where coin flips take the place of the walk: only the entries that BalanceKV halves may be
+            dropped, and entries have BalanceKV's weights. At a rate between 1/2 and 1 these are the
+            earliest 2 (1 - rate) of the middle, as in both variants of the paper's Table 5.
     """
 
     paper: ClassVar[str] = "arXiv 2502.07861, section 4.1"
@@ -39,14 +38,15 @@ class Uniform(Method):
     scope: Literal["middle", "subset"] = "middle"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Sink, the drawn entries of the middle, window: ascending; log_weights float32 or None."""
+        """Keep sink, the drawn entries of the middle by position, and window."""
         if self.scope == "subset":
-            coin = BalanceKV(gamma=0.0, weights="entry" if self.weighted else "none")
-            return coin.compress(layer, budget, generator)
+            coin_flips = BalanceKV(gamma=0.0, weights="entry" if self.weighted else "none")
+            return coin_flips.compress(layer, budget, generator)
         batch, heads = layer.keys.shape[:2]
-        middle, kept = budget.middle(layer.n), budget.middle_kept(layer.n)
-        chosen = places(generator, heads, middle, kept, layer.keys.device) + budget.sink
-        positions = with_sink_and_window(layer, budget, chosen.expand(batch, heads, kept))
+        middle = budget.middle(layer.n)
+        kept = budget.middle_kept(layer.n)
+        drawn = places(generator, heads, middle, kept, layer.keys.device) + budget.sink
+        positions = with_sink_and_window(layer, budget, drawn.expand(batch, heads, kept))
         log_weights = None
         if self.weighted and kept:
             log_weights = torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)

@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from kvbench.engine import memory
 from kvbench.engine.faults import device_is_usable, free_memory, is_out_of_memory
 from kvbench.engine.limits import time_limit
@@ -24,26 +26,31 @@ from kvbench.run.termination import asks_to_stop, finished_first
 log = logging.getLogger(__name__)
 
 Work = tuple[Unit, Methods]
-"""A unit, and the methods it is still to run with."""
+"""A unit, and the methods that it is still to be run with."""
+
 Save = Callable[[Sequence[Outcome]], None]
+"""Writes outcomes to disk."""
 
 RETRIED_ALONE = ("oom", "timeout")
 """Failures that the other methods or examples of a group may have caused: tried again alone."""
-AUTO_MOST = 64
+
+LARGEST_AUTO_GROUP = 64
 """Units per group up to which `auto` grows: records are written when a group is done."""
-SAFE = 0.85
+
+SAFE_SHARE = 0.85
 """Share of all memory that a doubled group may be expected to take."""
+
 GOES_ON = "the same command goes on after it"
 
 
 class DeviceLost(UserError, RuntimeError):
-    """The device answers nothing any more."""
+    """The device does not answer any more."""
 
     status = FAILED
 
 
-class Runner:
-    """Runs units in groups.
+class GroupSize:
+    """How many units run together.
 
     With batch_size ``auto`` a group starts with one unit, doubles while twice the last group's need
     fits in memory, and is halved by a group that ran out of it; beyond that size it does not grow
@@ -52,19 +59,77 @@ class Runner:
 
     Args:
         batch_size: units of a group, an integer or "auto".
-        save: writes outcomes; called from another thread before the process ends, when code that
-            runs no Python hangs longer than the session's `example_timeout`.
 
     Attributes:
-        size: units of the next group. most: never more than these.
+        now: units of the next group.
+        most: never more than these.
+    """
+
+    def __init__(self, batch_size: int | str, device: torch.device) -> None:
+        self.device = device
+        if isinstance(batch_size, str):
+            self.grows = True
+            self.now = 1
+            self.most = LARGEST_AUTO_GROUP
+        else:
+            self.grows = False
+            self.now = batch_size
+            self.most = batch_size
+        self._bytes_before_group: int | None = None
+        self._most_bytes_of_a_unit = 0.0
+
+    def group_begins(self) -> None:
+        """Note the memory in use before a group."""
+        if self.grows and memory.reset_peak(self.device):
+            self._bytes_before_group = memory.used_bytes(self.device)
+
+    def group_fitted(self, units: int) -> None:
+        """Let the next group be larger, after one of so many units fitted into memory."""
+        if not self.grows or self.now == self.most:
+            return
+        before = self._bytes_before_group
+        peak = memory.peak_bytes(self.device)
+        total = memory.total_bytes(self.device)
+        if before is None or peak is None or total is None:
+            self.most = self.now  # without a measurement nothing is risked
+            return
+        # The most a unit ever took: a later group may find the memory of an earlier one resident.
+        self._most_bytes_of_a_unit = max(self._most_bytes_of_a_unit, (peak - before) / units)
+        doubled = min(2 * self.now, self.most)
+        expected = before + doubled * self._most_bytes_of_a_unit
+        if units == self.now and expected <= SAFE_SHARE * total:
+            self.now = doubled
+
+    def group_ran_out(self, units: int) -> tuple[int, int]:
+        """Halve what runs together, after a group of so many units ran out of memory.
+
+        Returns:
+            size and limit before, for `restore`.
+        """
+        before = (self.now, self.most)
+        self.most = max(1, min(self.most, units // 2))
+        self.now = self.most
+        return before
+
+    def restore(self, before: tuple[int, int]) -> None:
+        """Go on as before a group ran out of memory, since one of its units fits nowhere."""
+        self.now, self.most = before
+
+
+class Runner:
+    """Runs units in groups.
+
+    Args:
+        batch_size: see `GroupSize`.
+        save: writes outcomes; called from another thread before the process ends, when code that
+            runs no Python hangs longer than the session's `example_timeout`.
     """
 
     def __init__(self, plan: Plan, session: Session, batch_size: int | str, save: Save) -> None:
-        self.plan, self.session, self.save = plan, session, save
-        self.grows = batch_size == "auto"
-        self.size, self.most = (1, AUTO_MOST) if isinstance(batch_size, str) else (batch_size,) * 2
-        self._before: int | None = None  # bytes in use when a group began
-        self._need = 0.0  # bytes that a unit took at most
+        self.plan = plan
+        self.session = session
+        self.save = save
+        self.size = GroupSize(batch_size, session.device)
 
     def run(self, work: Sequence[Work]) -> Iterator[Sequence[Outcome]]:
         """The outcomes of each unit as soon as they are final, failures included; those that ran out
@@ -73,9 +138,11 @@ class Runner:
         Raises:
             DeviceLost: nothing more can be run in this process.
         """
-        device, done = self.session.device, 0
+        device = self.session.device
+        done = 0
         while done < len(work):
-            group = work[done : done + (self.size if self.plan.batches_units else 1)]
+            size = self.size.now if self.plan.batches_units else 1
+            group = work[done : done + size]
             done += len(group)
             failed = False
             with finished_first(more=done == len(work)):  # left when its outcomes have been taken
@@ -88,65 +155,59 @@ class Runner:
                     f"records say why; {GOES_ON}"
                 )
 
-    def _went_well(self, units: int) -> None:
-        """Let the next group be larger, after one of so many units fitted into memory."""
-        if not self.grows or self.size == self.most:
-            return
-        device = self.session.device
-        peak, total = memory.peak_bytes(device), memory.total_bytes(device)
-        if self._before is None or peak is None or total is None:
-            self.most = self.size  # nothing can be said, so nothing is risked
-            return
-        # The most a unit ever took: a later group may find the memory of an earlier one resident.
-        self._need = max(self._need, (peak - self._before) / units)
-        doubled = min(2 * self.size, self.most)
-        if units == self.size and self._before + doubled * self._need <= SAFE * total:
-            self.size = doubled
-
     def _run_group(self, group: Sequence[Work]) -> Iterator[Sequence[Outcome]]:
-        device = self.session.device
-        if self.grows and memory.reset_peak(device):  # what it takes from here on is its own
-            self._before = memory.used_bytes(device)
+        """The outcomes of each unit of a group: those that are final first, then those of the units
+        that ran again in smaller groups."""
+        self.size.group_begins()
         if len(group) == 1:
             outcomes = self._run_unit(*group[0])
             if not _failed_as(outcomes, ("oom",)):
-                self._went_well(1)
+                self.size.group_fitted(1)
             yield outcomes
             return
-        together, failure = self._attempt(group)
+        outcomes_by_unit, failure = self._attempt(group)
         again: list[Work] = []
         out_of_memory = failure is not None and is_out_of_memory(failure)
-        lost = failure is not None and not device_is_usable(device)
-        for work, outcomes in zip(group, together, strict=True):
-            if lost:
-                error = f"{one_line(failure)} (in a batch of {len(group)})"  # type: ignore[arg-type]
-                yield _missing(*work, "error", error)
+        device_lost = failure is not None and not device_is_usable(self.session.device)
+        for (unit, methods), outcomes in zip(group, outcomes_by_unit, strict=True):
+            if failure is not None and device_lost:
+                error = f"{one_line(failure)} (in a batch of {len(group)})"
+                yield _missing(unit, methods, "error", error)
             elif failure is not None or _failed_as(outcomes, RETRIED_ALONE):
-                again.append(work)
+                again.append((unit, methods))
                 out_of_memory |= _failed_as(outcomes, ("oom",))
             else:
                 yield outcomes
-        del together, failure
-        before = self.size, self.most
-        if out_of_memory:
-            self.size = self.most = max(1, min(self.most, len(group) // 2))
-            log.info("batch of %d ran out of memory; going on with %d", len(group), self.size)
-        elif not again:
-            self._went_well(len(group))
-        if not again:
+        # Their tensors would be in memory while the units run again.
+        del outcomes_by_unit, failure
+        if not out_of_memory:
+            if not again:
+                self.size.group_fitted(len(group))
+            yield from self._run_again(again, len(group) // 2)
             return
-        log.info("%d of them run again in smaller batches", len(again))
+        before = self.size.group_ran_out(len(group))
+        log.info("batch of %d ran out of memory; going on with %d", len(group), self.size.now)
+        one_fits_nowhere = False
+        for retried in self._run_again(again, len(group) // 2):
+            one_fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in retried)
+            yield retried
+        if one_fits_nowhere:
+            self.size.restore(before)
+            log.info("one of them fits nowhere; going on with %d again", self.size.now)
+
+    def _run_again(self, work: Sequence[Work], size: int) -> Iterator[Sequence[Outcome]]:
+        """The outcomes of units that ran once in vain, in groups of `size`."""
+        if not work:
+            return
+        log.info("%d of them run again in smaller batches", len(work))
+        self._give_back_memory()
+        for start in range(0, len(work), size):
+            yield from self._run_group(work[start : start + size])
+
+    def _give_back_memory(self) -> None:
+        """Release the captured steps that are kept for later prompts, and the device's cached blocks."""
         self.session.graphs.kept.clear()
-        free_memory(device)
-        half = len(group) // 2
-        fits_nowhere = False
-        for start in range(0, len(again), half):
-            for each in self._run_group(again[start : start + half]):
-                fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in each)
-                yield each
-        if fits_nowhere:
-            self.size, self.most = before
-            log.info("one of them fits nowhere; going on with %d again", self.size)
+        free_memory(self.session.device)
 
     def _run_unit(self, unit: Unit, methods: Methods) -> list[Outcome]:
         """The outcomes of one unit, in the order of the methods.
@@ -156,26 +217,15 @@ class Runner:
         ``retried``.
         """
 
-        def run_together(
-            methods: Methods, others: Sequence[Outcome]
-        ) -> tuple[list[Outcome], set[str]]:
-            """One outcome for every record of these methods, and those of them that may not fail when
-            they run alone."""
-            (outcomes,), failure = self._attempt([(unit, methods)], others)
-            failed = []
-            if failure is not None:
-                failed = _missing(unit, methods, status_of(failure), one_line(failure), outcomes)
-            shared = [outcome for outcome in outcomes if _failed_as([outcome], RETRIED_ALONE)]
-            return [*outcomes, *failed], {outcome.method for outcome in (*shared, *failed)}
-
-        outcomes, again = run_together(methods, [])
+        outcomes, again = self._run_methods(unit, methods, [])
         if len(methods) > 1 and again and device_is_usable(self.session.device):
             log.info("%s: once more, one at a time: %s", unit.id, ", ".join(sorted(again)))
-            for label in (label for label in methods if label in again):
-                self.session.graphs.kept.clear()
-                free_memory(self.session.device)
+            for label in methods:
+                if label not in again:
+                    continue
+                self._give_back_memory()
                 others = [outcome for outcome in outcomes if outcome.method != label]
-                alone, _ = run_together({label: methods[label]}, others)
+                alone, _ = self._run_methods(unit, {label: methods[label]}, others)
                 retried = [
                     replace(outcome, fields={**outcome.fields, "retried": True})
                     for outcome in alone
@@ -183,6 +233,28 @@ class Runner:
                 outcomes = [*others, *retried]
         order = list(methods)
         return sorted(outcomes, key=lambda outcome: order.index(outcome.method))
+
+    def _run_methods(
+        self, unit: Unit, methods: Methods, others: Sequence[Outcome]
+    ) -> tuple[list[Outcome], set[str]]:
+        """Run a unit with some methods, all together.
+
+        Args:
+            others: see `_attempt`.
+
+        Returns:
+            an outcome for every record of these methods, and the labels of those that may not fail when
+            they run alone.
+        """
+        (outcomes,), failure = self._attempt([(unit, methods)], others)
+        may_run_alone = {
+            outcome.method for outcome in outcomes if _failed_as([outcome], RETRIED_ALONE)
+        }
+        if failure is None:
+            return outcomes, may_run_alone
+        missing = _missing(unit, methods, status_of(failure), one_line(failure), outcomes)
+        may_run_alone |= {outcome.method for outcome in missing}
+        return [*outcomes, *missing], may_run_alone
 
     def _attempt(
         self, work: Sequence[Work], others: Sequence[Outcome] = ()
@@ -205,9 +277,9 @@ class Runner:
             if len(work) > 1:
                 error = f"hung in a batch of {len(work)} examples; batch_size=1 tells which it is"
             log.error("%s %s; recorded; the same command goes on after it", name, error)
-            for (unit, methods), known in zip(work, outcomes, strict=True):
-                missing = _missing(unit, methods, "timeout", error, known)
-                self.save([*others, *known, *missing])
+            for (unit, methods), finished in zip(work, outcomes, strict=True):
+                missing = _missing(unit, methods, "timeout", error, finished)
+                self.save([*others, *finished, *missing])
 
         limit = None if seconds is None else seconds * sum(unit.answers for unit, _ in work)
         try:
@@ -234,15 +306,15 @@ def _missing(
 ) -> list[Outcome]:
     """A failed outcome for every record of a unit that is not among `outcomes`."""
     known = {(outcome.method, outcome.example_id) for outcome in outcomes}
-    return [
-        Outcome(
-            label, record_id, {**unit.fields.get(record_id, {}), "status": status, "error": error}
-        )
-        for label in methods
-        for record_id in unit.record_ids
-        if (label, record_id) not in known
-    ]
+    missing: list[Outcome] = []
+    for label in methods:
+        for record_id in unit.record_ids:
+            if (label, record_id) not in known:
+                fields = {**unit.fields.get(record_id, {}), "status": status, "error": error}
+                missing.append(Outcome(label, record_id, fields))
+    return missing
 
 
 def _failed_as(outcomes: Sequence[Outcome], statuses: Collection[str]) -> bool:
+    """Whether one of the outcomes has one of these statuses."""
     return any(outcome.fields.get("status") in statuses for outcome in outcomes)

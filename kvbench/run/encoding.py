@@ -11,8 +11,11 @@ from typing import Any
 from kvbench.kv import KVError
 from kvbench.tasks.base import Example, PromptEncoder
 
-MOST_EVIDENCE, MOST_PIECE = 400, 40
-"""Characters that a record keeps of the part of a prompt which holds the answer, and of a piece."""
+MOST_EVIDENCE = 400
+"""Characters that a record keeps of the part of a prompt which holds the answer."""
+
+MOST_PIECE = 40
+"""Characters that a record keeps of each piece of a prompt (`pieces_of`)."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,18 @@ def encode_example(
     Args:
         contexts: token ids of the contexts that were encoded before, to which this one's are added.
     """
-    contexts = {} if contexts is None else contexts
-    context = (example.context, example.context_ids, example.complete)
-    prefix, suffix = ((), ()) if example.complete else (encoder.prefix_ids, encoder.suffix_ids)
+    if contexts is None:
+        contexts = {}
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    if not example.complete:
+        prefix, suffix = encoder.prefix_ids, encoder.suffix_ids
 
     def ids(text: str, known: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The token ids of a text, where the example does not bring them."""
         return tuple(encoder.encode_text(text)) if known is None else known
 
+    context = (example.context, example.context_ids, example.complete)
     if context not in contexts:
         contexts[context] = (*prefix, *ids(example.context, example.context_ids))
     question = ids(example.question, example.question_ids)
@@ -84,30 +92,35 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
     Raises:
         KVError: examples of one context id that have different contexts.
     """
-    every: list[EncodedExample] = []
+    encoded_examples: list[EncodedExample] = []
     contexts: dict[Any, tuple[int, ...]] = {}
-    firsts: dict[str, EncodedExample] = {}
-    golden: dict[str, tuple[int, ...]] = {}
+    first_of_context: dict[str, EncodedExample] = {}
+    history_of_context: dict[str, tuple[int, ...]] = {}  # questions and golden answers so far
     has_turns = any(example.history != "none" for example in examples)
     between = tuple(encoder.between_turns()) if has_turns else ()
     for example in examples:
         encoded = encode_example(example, encoder, contexts)
-        name, question = encoded.context, encoded.question_ids
-        if firsts.setdefault(name, encoded).context_ids != encoded.context_ids:
+        name = encoded.context
+        question = encoded.question_ids
+        first = first_of_context.setdefault(name, encoded)
+        if first.context_ids != encoded.context_ids:
             raise KVError(
                 f"example {example.id!r} has context_id {name!r} and another context than the first "
                 "of it; allowed: the same"
             )
         if example.history != "none":
+            history = history_of_context.get(name, ())
             if example.history == "golden":
-                encoded = replace(encoded, question_ids=(*golden.get(name, ()), *question))
-            elif name in golden:
+                encoded = replace(encoded, question_ids=(*history, *question))
+            elif name in history_of_context:
                 encoded = replace(encoded, question_ids=(*between, *question))
-            text = next(iter(example.answers), "") if example.golden is None else example.golden
-            answer = encoder.encode_text(text) if text else []
-            golden[name] = (*golden.get(name, ()), *question, *answer, *between)
-        every.append(encoded)
-    return every
+            golden = example.golden
+            if golden is None:
+                golden = next(iter(example.answers), "")
+            answer = encoder.encode_text(golden) if golden else []
+            history_of_context[name] = (*history, *question, *answer, *between)
+        encoded_examples.append(encoded)
+    return encoded_examples
 
 
 def conversations_of(examples: Sequence[EncodedExample]) -> list[list[EncodedExample]]:
@@ -132,11 +145,13 @@ def pieces_of(encoded: EncodedExample, kept: Mapping[str, Any], tokenizer: Any) 
     ids = [*encoded.context_ids, *encoded.question_ids][: kept["tokens"]]
     words = [str(tokenizer.decode([token])) for token in ids]
     width = kept["width"]
-    texts = ["".join(words[at : at + width]) for at in range(0, len(words), width)]
+    texts = ["".join(words[start : start + width]) for start in range(0, len(words), width)]
     pieces: dict[str, Any] = {"texts": [text[:MOST_PIECE] for text in texts]}
-    ends = list(accumulate(map(len, words)))
-    begin = "".join(words).find(encoded.example.evidence) if encoded.example.evidence else -1
-    if begin >= 0:
-        last = begin + len(encoded.example.evidence) - 1
-        pieces["answer"] = [bisect_right(ends, begin), bisect_right(ends, last) + 1]
+    evidence = encoded.example.evidence
+    first_character = "".join(words).find(evidence) if evidence else -1
+    if first_character >= 0:
+        last_character = first_character + len(evidence) - 1
+        ends = list(accumulate(map(len, words)))  # the number of characters up to each token's end
+        first_token = bisect_right(ends, first_character)
+        pieces["answer"] = [first_token, bisect_right(ends, last_character) + 1]
     return pieces

@@ -22,7 +22,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "compress_after": "prompt",
     "timeout_s": None,
 }
-"""Of the settings that a run has beside its model, task and method."""
+"""Defaults of the settings that a run has beside its model, task and method."""
 
 
 class RunIdentity(NamedTuple):
@@ -42,11 +42,12 @@ class RunIdentity(NamedTuple):
 
 def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Only the settings that differ from their defaults (and versions, always)."""
-    found = _differing(settings, _DEFAULTS)
+    differing = _differing(settings, _DEFAULTS)
     for key in ("method", "task", "budget"):
-        if key in found:
-            found[key] = _dropping_defaults(found[key])
-    return found | {"model": _differing(found["model"], _defaults_of(ModelSpec))}
+        if key in differing:
+            differing[key] = _dropping_defaults(differing[key])
+    model = _differing(differing["model"], _defaults_of(ModelSpec))
+    return differing | {"model": model}
 
 
 def _dropping_defaults(value: Any) -> Any:
@@ -71,13 +72,15 @@ def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 @lru_cache
 def _defaults_of(kind: Any) -> dict[str, Any]:
     """Plain values of the options of a dataclass that have a default; of anything else, nothing."""
-    found = {}
-    for one in fields(kind) if isinstance(kind, type) and is_dataclass(kind) else ():
-        if one.default is not MISSING:
-            found[one.name] = _plain(one.default)
-        elif one.default_factory is not MISSING:
-            found[one.name] = _plain(one.default_factory())
-    return found
+    defaults: dict[str, Any] = {}
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return defaults
+    for option in fields(kind):
+        if option.default is not MISSING:
+            defaults[option.name] = _plain(option.default)
+        elif option.default_factory is not MISSING:
+            defaults[option.name] = _plain(option.default_factory())
+    return defaults
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from kvbench.engine.generate import Generation, Prompt, Question, run_conversati
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
-from kvbench.methods.base import Method
+from kvbench.methods.base import Method, asking
 from kvbench.records.figures import Heatmap, as_json
 from kvbench.records.schema import COMMON_FIELDS
 from kvbench.run.encoding import EncodedExample, conversations_of, encode_examples, pieces_of
@@ -28,7 +28,7 @@ from kvbench.tasks.base import Task
 
 log = logging.getLogger(__name__)
 
-TAKEN = frozenset(
+EVERY_RECORD_HAS = frozenset(
     {
         *COMMON_FIELDS,
         *(field.name for field in fields(Generation)),
@@ -41,9 +41,14 @@ TAKEN = frozenset(
     }
 )
 """Fields of a record that the engine and the runner write: neither a task nor a method writes them."""
-NOTED = 2
-"""So many units of a task, the first, record which entries every method kept: two, since one may be a
-special case."""
+
+UNITS_WITH_KEPT = 2
+"""The first units of a task record which entries every method kept; two, since one may be a special
+case."""
+
+MOST_EXTRA = 2.0**63
+"""Numbers of `Method.extras` are smaller: what reads records takes no others for integers."""
+
 Methods = Mapping[str, tuple[Method, Budget]]
 """Methods of a job by label, each with its budget."""
 
@@ -142,7 +147,8 @@ class TaskPlan(Plan):
 
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`."""
-        xy = self.task.heatmap
+        axes = self.task.heatmap
+        figures = [Heatmap(x=axes[0], y=axes[1])] if axes else []
         return {
             "version": self.task.version,
             "data": dict(self.task.digests()),
@@ -150,7 +156,7 @@ class TaskPlan(Plan):
             "lower_is_better": False,
             "long_answers": self.task.long_answers,
             "breakdown": list(self.task.breakdown),
-            "figures": as_json([Heatmap(x=xy[0], y=xy[1])] if xy else []),
+            "figures": as_json(figures),
             "unit": self.task.unit,
             "measures": list(self.task.measures),
         }
@@ -159,23 +165,50 @@ class TaskPlan(Plan):
         """One unit per prefill: per example, or where the question comes after compression, per context.
 
         Raises:
-            KVError: a budget that no prompt is long enough for, or a share that of the shortest is
-                less than sink and window; context compression of a prompt whose question is empty;
-                turns after the method's own answers where each turn is a prompt of its own; a field of
-                the
-            task's own that a record has for something else.
+            KVError: see `_check_budgets` and `_check_order_of_compression`; a method that cannot
+                generate; a field of the task that every record has for something else.
         """
-        encoded, _ = self._examples(session)
-        for example in (e.example for e in encoded):
-            # A task of several may name each example's own (RULER's).
-            names = set(example.fields) - {"task"}
-            refuse_taken(f"task {self.task.name}, example {example.id!r}: fields", names)
+        examples, _ = self._examples(session)
+        for encoded in examples:
+            # RULER names the task of each example itself: the one field that a task may set.
+            names = set(encoded.example.fields) - {"task"}
+            refuse_taken(f"task {self.task.name}, example {encoded.example.id!r}: fields", names)
         for label, (method, budget) in methods.items():
-            Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
-        after = session.compress_after == "context"
-        longest = max((e.n for e in encoded), default=0)
+            with asking(label):
+                Fork(
+                    label, method, budget, session.seed, "", room=0
+                )  # refuses what cannot generate
+        if examples:
+            self._check_budgets(examples, session, methods)
+        self._check_order_of_compression(examples, session)
+        by_prefill: dict[str, list[EncodedExample]] = {}
+        for encoded in examples:
+            shares_prefill = session.compress_after == "context"
+            name = encoded.context if shares_prefill else encoded.example.id
+            by_prefill.setdefault(name, []).append(encoded)
+        return [
+            _unit(name, sharing, session.sampling.samples, notes_kept=place < UNITS_WITH_KEPT)
+            for place, (name, sharing) in enumerate(by_prefill.items())
+        ]
+
+    def _check_budgets(
+        self, examples: Sequence[EncodedExample], session: Session, methods: Methods
+    ) -> None:
+        """Refuse budgets that leave nothing to compress, or whose share of the shortest prompt is less
+        than sink and window.
+
+        Raises:
+            KVError: naming the method or the budget.
+        """
+        if session.compress_after == "context":
+            compressed = [len(encoded.context_ids) for encoded in examples]
+        else:
+            compressed = [encoded.n for encoded in examples]
+        longest = max(encoded.n for encoded in examples)
         for label, (method, budget) in methods.items():
-            if not method.uses_budget or not encoded:
+            with asking(label, "uses_budget"):
+                uses_budget = method.uses_budget
+            if not uses_budget:
                 continue
             ends = budget.sink + budget.window
             if ends > longest:
@@ -184,50 +217,48 @@ class TaskPlan(Plan):
                     f"{self.task.name} has {longest} tokens, so {label!r} would compress nothing; "
                     f"allowed: at most {longest}"
                 )
-            budget.capacity(min(len(e.context_ids) if after else e.n for e in encoded))
-        if after:
-            for e in encoded:
-                if not e.question_ids or not e.context_ids:
+            budget.capacity(min(compressed))  # refuses a share of too few tokens
+
+    def _check_order_of_compression(
+        self, examples: Sequence[EncodedExample], session: Session
+    ) -> None:
+        """Refuse `compress_after` "context" without a context or a question, and "prompt" where a turn
+        follows the method's own answer.
+
+        Raises:
+            KVError: naming the example or the task.
+        """
+        if session.compress_after == "context":
+            for encoded in examples:
+                if not encoded.question_ids or not encoded.context_ids:
                     raise KVError(
-                        f"compress_after is 'context' and example {e.example.id!r} has no "
-                        f"{'context' if e.question_ids else 'question'}; allowed: prompt"
+                        f"compress_after is 'context' and example {encoded.example.id!r} has no "
+                        f"{'context' if encoded.question_ids else 'question'}; allowed: prompt"
                     )
-        elif any(e.example.history == "own" for e in encoded):
+        elif any(encoded.example.history == "own" for encoded in examples):
             raise KVError(
                 f"compress_after is 'prompt' and task {self.task.name} goes on from the methods' own "
                 "answers, which makes other prompts of each; allowed: context (or golden answers)"
             )
-        together: dict[str, list[EncodedExample]] = {}
-        for e in encoded:
-            name = e.context if after else e.example.id
-            together.setdefault(name, []).append(e)
-        units, samples = [], session.sampling.samples
-        for place, (name, each) in enumerate(together.items()):
-            ids: list[str] = []
-            by_record, fields = {}, {}
-            for sample in range(samples):  # questions that follow on from each other stand together
-                for e in each:
-                    record_id = e.example.id + (f"/sample{sample}" if sample else "")
-                    by_record[record_id], fields[record_id] = e, e.fields(sample, samples)
-                    ids.append(record_id)
-            context, noted = each[0].example.context_id, place < NOTED
-            whole = (by_record, fields, context, len(ids), noted, tuple(each))
-            units.append(Unit(name, tuple(ids), *whole))
-        return units
 
     def datasets(self, session: Session) -> list[str]:
         """Every data set of the task, whatever the limit."""
         return self._examples(session)[1]
 
     def _examples(self, session: Session) -> tuple[list[EncodedExample], list[str]]:
+        """The examples of the first `limit` contexts as token ids, and every data set of the task."""
+
         def make() -> tuple[list[EncodedExample], list[str]]:
-            every = self.task.examples(session.encoder)
-            names = dict.fromkeys(e.context_id or e.id for e in every)
-            wanted = set(islice(names, self.limit))
-            some = [e for e in every if (e.context_id or e.id) in wanted]
-            return encode_examples(some, session.encoder), list(
-                dict.fromkeys(e.dataset for e in every)
-            )
+            examples = self.task.examples(session.encoder)
+            contexts = dict.fromkeys(example.context_id or example.id for example in examples)
+            first_contexts = set(islice(contexts, self.limit))
+            chosen = [
+                example
+                for example in examples
+                if (example.context_id or example.id) in first_contexts
+            ]
+            datasets = dict.fromkeys(example.dataset for example in examples)
+            return encode_examples(chosen, session.encoder), list(datasets)
 
         return session.once("examples", (self.task, self.limit), make)
 
@@ -241,15 +272,14 @@ class TaskPlan(Plan):
         """Several units: prefilled, all decoded together, and scored."""
         prompts = [_prompt(unit, methods, session) for unit, methods in work]
         _warm_up(prompts[0], session)
-        answers = _answers(prompts, session)
-        return [
-            [
-                self._outcome(unit, record_id, label, result, session)
-                for label, results in answer.items()
-                for record_id, result in zip(unit.record_ids, results, strict=True)
-            ]
-            for (unit, _), answer in zip(work, answers, strict=True)
-        ]
+        outcomes_by_unit: list[list[Outcome]] = []
+        for (unit, _), answers in zip(work, _answers(prompts, session), strict=True):
+            outcomes: list[Outcome] = []
+            for label, results in answers.items():
+                for record_id, result in zip(unit.record_ids, results, strict=True):
+                    outcomes.append(self._outcome(unit, record_id, label, result, session))
+            outcomes_by_unit.append(outcomes)
+        return outcomes_by_unit
 
     def _outcome(
         self,
@@ -263,7 +293,8 @@ class TaskPlan(Plan):
         encoded: EncodedExample = unit.payload[record_id]
         example = encoded.example
         if result.failure is None:
-            result = with_extras_checked(label, result)
+            others = {*unit.fields[record_id], *self.task.measures}
+            result = with_extras_checked(label, result, others)
         fields: dict[str, Any] = {
             "prompt_tokens": encoded.n,
             "answers": list(example.answers),
@@ -287,6 +318,34 @@ class TaskPlan(Plan):
         return Outcome(label, record_id, fields)
 
 
+def _unit(name: str, examples: Sequence[EncodedExample], samples: int, *, notes_kept: bool) -> Unit:
+    """The unit of the examples that share one prefill, each answered `samples` times.
+
+    Records of one sample stand together, so that questions which follow on from each other do.
+    """
+    record_ids: list[str] = []  # with those that occur twice, which the job refuses
+    by_record: dict[str, EncodedExample] = {}
+    fields: dict[str, dict[str, Any]] = {}
+    for sample in range(samples):
+        for encoded in examples:
+            record_id = encoded.example.id
+            if sample:
+                record_id = f"{record_id}/sample{sample}"
+            record_ids.append(record_id)
+            by_record[record_id] = encoded
+            fields[record_id] = encoded.fields(sample, samples)
+    return Unit(
+        name,
+        record_ids=tuple(record_ids),
+        payload=by_record,
+        fields=fields,
+        context=examples[0].example.context_id,
+        answers=len(record_ids),
+        notes_kept=notes_kept,
+        examples=tuple(examples),
+    )
+
+
 def refuse_taken(whose: str, names: Iterable[str]) -> None:
     """Refuse a task's or a method's fields whose names every record has already.
 
@@ -294,14 +353,21 @@ def refuse_taken(whose: str, names: Iterable[str]) -> None:
         KVError: naming the field.
     """
     for name in names:
-        if name in TAKEN:
+        if name in EVERY_RECORD_HAS:
             raise KVError(f"{whose} have {name!r}, which every record has; allowed: other names")
 
 
-def with_extras_checked(label: str, result: Generation) -> Generation:
-    """The generation; a failed one if `Method.extras` has names of fields that every record has."""
+def with_extras_checked(label: str, result: Generation, others: Collection[str] = ()) -> Generation:
+    """The generation; a failed one if `Method.extras` has names of fields that every record has or that
+    are among `others`, the task's own, or values that are no numbers."""
     try:
-        refuse_taken(f"the extras of method {label!r}", result.extras)
+        whose = f"the extras of method {label!r}"
+        refuse_taken(whose, result.extras)
+        for name, value in result.extras.items():
+            if not isinstance(name, str) or name in others:
+                raise KVError(f"{whose} have {name!r}; allowed: names that the task does not use")
+            if not isinstance(value, int | float) or not abs(value) < MOST_EXTRA:
+                raise KVError(f"{whose} have {name} of a value that is no number; allowed: numbers")
     except KVError as failure:
         return replace(result, failure=failure, extras={})
     return result
@@ -334,6 +400,7 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
 
 
 def _answers(prompts: Sequence[Prompt], session: Session) -> list[dict[str, list[Generation]]]:
+    """What every method answers to each prompt's questions, by label."""
     return run_conversations(
         session.model,
         prompts,

@@ -27,56 +27,95 @@ def print_dry_run(job: Job, name: str = "") -> None:
     Raises:
         KVError, TaskError, ModelError, StoreError: what the job itself would be refused for.
     """
-    units, wanted = job.units.mine, job.units.mine_ids
-    done = {label: recorded(run.folder) & wanted for label, run in job.runs.items()}
-    todo = [u for u in units if any(not ids.issuperset(u.record_ids) for ids in done.values())]
-    asked = [each for unit in units for each in unit.examples]
-    examples = f"{len(units)} examples, {len(todo)} of them to run"
-    if job.shard is not None:
-        examples += f" (shard {job.shard} of {len(job.units.every)})"
-    if len(wanted) != len(units):
-        examples += f", {len(wanted)} answers per method"
-    lengths = [each.n for each in asked] or [0]
-    median = int(statistics.median(lengths))
-    tokens = (
-        f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median {median}, max {max(lengths)}), "
-        f"up to {sum(each.example.max_new_tokens for each in asked):,} new ones per method"
-    )
-    tokens = tokens if asked else "tokens as the task says"
-    place, session = next(iter(job.runs.values())).folder.parent, job.session
-    lines = [
-        f"{session.spec.label} x {job.task}: dry run, nothing written",
-        f"  {examples}",
-        f"  {tokens}",
-        f"  compressed after the {session.compress_after}, on {session.device}, "
-        f"{str(session.dtype).removeprefix('torch.')}",
-        f"  results in {place}",
-        *(f"  warning: {line}" for line in job.warnings),
-    ]
+    examples = _examples_line(job)
+    tokens = _tokens_line(job)
+    folder = next(iter(job.runs.values())).folder.parent
+    session = job.session
     if name:
-        lines = [f"{name}: {len(job.runs)} methods, {examples}; {tokens}; {place}"]
+        lines = [f"{name}: {len(job.runs)} methods, {examples}; {tokens}; {folder}"]
+    else:
+        lines = [
+            f"{session.spec.label} x {job.task}: dry run, nothing written",
+            f"  {examples}",
+            f"  {tokens}",
+            f"  compressed after the {session.compress_after}, on {session.device}, "
+            f"{str(session.dtype).removeprefix('torch.')}",
+            f"  results in {folder}",
+        ]
+        lines += [f"  warning: {warning}" for warning in job.warnings]
     out = Console(width=None if sys.stdout.isatty() else 140)
     for line in lines:
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     if name:
         return
+    out.print(_table_of_methods(job))
+    if _prompt_lengths(job):
+        note = "capacity and bytes are those of the median prompt, without weights and scores"
+        out.print(f"  {note}", style="dim", highlight=False)
+
+
+def _prompt_lengths(job: Job) -> list[int]:
+    """Tokens of each example's prompt; empty for a probe, which has none."""
+    return [encoded.n for unit in job.units.own for encoded in unit.examples]
+
+
+def _ids_on_disk(job: Job) -> dict[str, set[str]]:
+    """The example ids of this job whose records each method has already, by label."""
+    return {label: recorded(run.folder) & job.units.own_ids for label, run in job.runs.items()}
+
+
+def _examples_line(job: Job) -> str:
+    """How many examples the job has, and how many of them lack records."""
+    units = job.units.own
+    on_disk = _ids_on_disk(job)
+    left = [
+        unit
+        for unit in units
+        if any(not ids.issuperset(unit.record_ids) for ids in on_disk.values())
+    ]
+    line = f"{len(units)} examples, {len(left)} of them to run"
+    if job.shard is not None:
+        line += f" (shard {job.shard} of {len(job.units.within_limit)})"
+    answers = len(job.units.own_ids)
+    if answers != len(units):
+        line += f", {answers} answers per method"
+    return line
+
+
+def _tokens_line(job: Job) -> str:
+    """How many tokens are read and generated."""
+    lengths = _prompt_lengths(job)
+    if not lengths:
+        return "tokens as the task says"
+    new_tokens = sum(
+        encoded.example.max_new_tokens for unit in job.units.own for encoded in unit.examples
+    )
+    return (
+        f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median "
+        f"{int(statistics.median(lengths))}, max {max(lengths)}), up to {new_tokens:,} new ones per "
+        "method"
+    )
+
+
+def _table_of_methods(job: Job) -> Table:
+    """A row for each method: its capacity and bytes at the median prompt, its records and its folder."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "capacity", "cache", "exact cache", "on disk", "run"):
         table.add_column(column, justify="left" if column in ("method", "run") else "right")
-    shape = cache_shape(session.spec, session.dtype)
+    lengths = _prompt_lengths(job)
+    shape = cache_shape(job.session.spec, job.session.dtype)
+    on_disk = _ids_on_disk(job)
     for label, (method, budget) in job.methods.items():
         memory = ["-", "-", "-"]
-        if asked:
+        if lengths:
+            median = int(statistics.median(lengths))
             capacity = budget.capacity(median) if method.saves_memory else median
             memory = [str(capacity), "unknown", "unknown"]
             if shape is not None:
-                exact = shape.bytes(median, median)
-                held = shape.bytes(median, capacity, method.quantization())
-                memory[1] = f"{held / MIB:.3f} MiB ({held / exact:.0%})"
-                memory[2] = f"{exact / MIB:.3f} MiB"
-        there = f"{len(done[label])}/{len(wanted)}"
-        table.add_row(escape(label), *memory, there, job.runs[label].folder.name)
-    out.print(table)
-    if asked:
-        note = "capacity and bytes are those of the median prompt, without weights and scores"
-        out.print(f"  {note}", style="dim", highlight=False)
+                exact_bytes = shape.bytes(median, median)
+                cache_bytes = shape.bytes(median, capacity, method.quantization())
+                memory[1] = f"{cache_bytes / MIB:.3f} MiB ({cache_bytes / exact_bytes:.0%})"
+                memory[2] = f"{exact_bytes / MIB:.3f} MiB"
+        records = f"{len(on_disk[label])}/{len(job.units.own_ids)}"
+        table.add_row(escape(label), *memory, records, job.runs[label].folder.name)
+    return table

@@ -37,12 +37,18 @@ class Progress:
     def __init__(
         self, show: Callable[[Progress, bool], None] = lambda progress, force: None
     ) -> None:
-        self.doing, self.total, self.done = "loading the data and the model", 0, 0
+        self.doing = "loading the data and the model"
+        self.total = 0
+        self.done = 0
         self.on_unit: Callable[[dict[str, float]], None] = lambda means: None
         self._sums: dict[str, tuple[float, int]] = {}
         self._show = show
-        self._costs: list[float] = []
-        self._passed, self._began, self._step, self._most = 0.0, time.monotonic(), 0, 0
+        # Tokens that each unit reads and generates, at most, and those that have passed so far.
+        self._tokens_of_units: list[float] = []
+        self._tokens_passed = 0.0
+        self._began = time.monotonic()
+        self._step = 0
+        self._most_new_tokens = 0
         show(self, True)
 
     def begin(self, work: Sequence[tuple[Any, Any]], total: int) -> None:
@@ -52,13 +58,16 @@ class Progress:
             work: the units that lack records, each with the methods that it is to be run with.
             total: all units of the job.
         """
-        self.total, self.done = total, total - len(work)
+        self.total = total
+        self.done = total - len(work)
         for unit, methods in work:
-            answers = [encoded.example.max_new_tokens for encoded in unit.examples]
-            self._most = max([self._most, *answers])
-            prompt = unit.examples[0].n if unit.examples else 0
-            self._costs.append(prompt + len(methods) * sum(answers) or 1)
-        self._began, self.doing = time.monotonic(), f"{self.done} of {total} on disk"
+            new_tokens = [encoded.example.max_new_tokens for encoded in unit.examples]
+            self._most_new_tokens = max([self._most_new_tokens, *new_tokens])
+            prompt_tokens = unit.examples[0].n if unit.examples else 0
+            tokens = prompt_tokens + len(methods) * sum(new_tokens)
+            self._tokens_of_units.append(tokens or 1)
+        self._began = time.monotonic()
+        self.doing = f"{self.done} of {total} on disk"
         self._show(self, self.done > 0)
 
     def add(self, method: str, values: Mapping[str, float | None]) -> None:
@@ -77,44 +86,56 @@ class Progress:
         """Count one unit."""
         self.done += 1
         self.on_unit(self.means)
-        self.doing = "done" if self.done == self.total else self.doing
-        self._passed = sum(self._costs[: len(self._costs) - (self.total - self.done)])
+        if self.done == self.total:
+            self.doing = "done"
+        units_left = self.total - self.done
+        units_passed = len(self._tokens_of_units) - units_left
+        self._tokens_passed = sum(self._tokens_of_units[:units_passed])
         self._show(self, self.done == self.total)
 
     @property
     def left(self) -> float | None:
         """Seconds that are left if the rest takes as long per token; None before the first token."""
-        total = sum(self._costs)
-        passed = min(self._passed, total)
+        total = sum(self._tokens_of_units)
+        passed = min(self._tokens_passed, total)
         if not passed:
             return None
         return (time.monotonic() - self._began) * (total - passed) / passed
 
     def __str__(self) -> str:
         """One line: units done, what happens now, the time left, and each method's mean score so far."""
-        left = [] if self.left is None else [f"about {self.left:.0f} s left"]
+        parts = [self.doing]
+        if self.total:
+            parts.insert(0, f"{self.done}/{self.total}")
+        if self.left is not None:
+            parts.append(f"about {self.left:.0f} s left")
+        line = ", ".join(parts)
         means = "  ".join(
             f"{name.removesuffix('/score')} {mean:.2f}"
             for name, mean in self.means.items()
             if name.endswith("/score")
         )
-        done = [f"{self.done}/{self.total}"] if self.total else []
-        return "; ".join(filter(None, [", ".join([*done, self.doing, *left]), means]))
+        return f"{line}; {means}" if means else line
 
     @contextmanager
     def watching(self, model: Module) -> Iterator[None]:
         """Within this context the model's forward passes are shown, layer by layer."""
-        layers = max((m for m in model.modules() if isinstance(m, ModuleList)), key=len)
-        place, layer = {module: number for number, module in enumerate(layers, 1)}, 0
-        shape, methods, first = (1, 1), "", True
+        lists = [module for module in model.modules() if isinstance(module, ModuleList)]
+        layers = max(lists, key=len)
+        numbers = {module: number for number, module in enumerate(layers, 1)}
+        layer = 0  # the number of the layer that runs
+        shape = (1, 1)  # rows and tokens of the pass
+        methods = ""
+        nothing_shown = True
 
-        def begun(_: Module, args: Any, named: dict[str, Any]) -> None:
+        def pass_begins(_: Module, args: Any, keywords: dict[str, Any]) -> None:
             nonlocal shape, methods
             if is_compiling():  # this code would split a compiled step into several graphs
                 return
-            shape = tuple((args[0] if args else named["input_ids"]).shape)
+            ids = args[0] if args else keywords["input_ids"]
+            shape = tuple(ids.shape)
             self._step = self._step + 1 if shape[1] == 1 else 0
-            state = named.get("kvbench")
+            state = keywords.get("kvbench")
             labels = dict.fromkeys(fork.label for fork in getattr(state, "forks", ()))
             methods = f"{len(labels)} methods" if len(labels) > 1 else " ".join(labels)
             if isinstance(state, PrefillState):
@@ -125,20 +146,21 @@ class Progress:
             self.doing = f"prefill of {shape[1]:,} tokens: {where}"
             self._show(self, False)
 
-        def layer_begun(module: Module, _: Any) -> None:
-            nonlocal first, layer
+        def layer_begins(module: Module, _: Any) -> None:
+            nonlocal nothing_shown, layer
             if is_compiling():
                 return
-            layer, (rows, tokens) = place[module], shape
+            layer = numbers[module]
+            rows, tokens = shape
             self.doing = f"prefill of {tokens:,} tokens: layer {layer} of {len(layers)}"
             if tokens == 1:
-                self.doing = f"decoding {methods}, token {self._step} of {self._most}"
-            self._show(self, first)
-            self._passed += rows * tokens / len(layers)
-            first = False
+                self.doing = f"decoding {methods}, token {self._step} of {self._most_new_tokens}"
+            self._show(self, nothing_shown)
+            self._tokens_passed += rows * tokens / len(layers)
+            nothing_shown = False
 
-        hooks = [model.register_forward_pre_hook(begun, with_kwargs=True)]
-        hooks += [module.register_forward_pre_hook(layer_begun) for module in layers]
+        hooks = [model.register_forward_pre_hook(pass_begins, with_kwargs=True)]
+        hooks += [module.register_forward_pre_hook(layer_begins) for module in layers]
         try:
             yield
         finally:

@@ -61,22 +61,25 @@ def hardware(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on."""
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.is_file() else ():
+    lines = info.read_text().splitlines() if info.is_file() else []
+    for line in lines:
         if line.startswith("model name"):
             processor = line.partition(":")[2].strip()
-    here = hasattr(os, "sched_getaffinity")
-    found: dict[str, Any] = {
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # those that this process may use
+        cores = len(os.sched_getaffinity(0))
+    facts: dict[str, Any] = {
         "device": str(device),
         "processor": processor,
-        "cores": len(os.sched_getaffinity(0)) if here else os.cpu_count(),
+        "cores": cores,
         "torch_threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["gpu"] = properties.name
-        found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
-        found["cuda"] = torch.version.cuda
-    return found
+        facts["gpu"] = properties.name
+        facts["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+        facts["cuda"] = torch.version.cuda
+    return facts
 
 
 def command() -> str:

@@ -17,7 +17,7 @@ from kvbench.engine.limits import in_main_thread
 from kvbench.engine.ranks import Ranks
 from kvbench.errors import redact
 from kvbench.kv import KVError
-from kvbench.methods.base import check_answers
+from kvbench.methods.base import describe_itself
 from kvbench.records.read import COMMON_FIELDS, recorded
 from kvbench.records.shards import Shard
 from kvbench.records.store import (
@@ -27,7 +27,7 @@ from kvbench.records.store import (
     write_examples,
     write_manifest,
 )
-from kvbench.run.batching import GOES_ON, DeviceLost, Runner
+from kvbench.run.batching import GOES_ON, DeviceLost, Runner, Work
 from kvbench.run.identity import RunIdentity, without_defaults
 from kvbench.run.plan import Methods, Outcome, Plan, TaskPlan, Unit
 from kvbench.run.progress import Progress
@@ -44,24 +44,24 @@ class Selection:
     """The units of a job.
 
     Attributes:
-        every: all up to the limit.
-        mine: of these, those of the job's shard.
+        within_limit: all up to the limit, those of other shards included.
+        own: of these, those of the job's shard.
         left_out: datasets of the task of which the limit leaves nothing.
     """
 
-    every: Sequence[Unit]
-    mine: Sequence[Unit]
+    within_limit: Sequence[Unit]
+    own: Sequence[Unit]
     left_out: tuple[str, ...]
 
     @property
-    def every_id(self) -> set[str]:
+    def ids_within_limit(self) -> set[str]:
         """The example ids of the records of all units up to the limit."""
-        return {record_id for unit in self.every for record_id in unit.record_ids}
+        return {record_id for unit in self.within_limit for record_id in unit.record_ids}
 
     @property
-    def mine_ids(self) -> set[str]:
-        """The example ids of the records of its units."""
-        return {record_id for unit in self.mine for record_id in unit.record_ids}
+    def own_ids(self) -> set[str]:
+        """The example ids of the records of the shard's units."""
+        return {record_id for unit in self.own for record_id in unit.record_ids}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +97,43 @@ class Job:
 
     def __post_init__(self) -> None:
         for label, (method, _) in self.methods.items():
-            check_answers(label, method)
             decoder = getattr(method, "decoded_by", "kvbench")
             if decoder not in self.plan.decoders:
                 raise KVError(
                     f"method {label!r} is decoded by {decoder}, a witness of seconds; allowed: "
                     f"task=throughput (task {self.task} measures what kvbench decodes)"
                 )
-        unlike = [k for k, pair in self.methods.items() if not getattr(pair[0], "by_head", True)]
-        alone = unlike or self.batch_size == "auto" or self.session.example_timeout is not None
-        if self.session.spec.parallel is not None and alone:
+        across_heads = [
+            label
+            for label, description in self.self_descriptions.items()
+            if not description["by_head"]
+        ]
+        if self.session.spec.parallel is not None:
+            self._check_tensor_parallel(across_heads)
+
+    def _check_tensor_parallel(self, across_heads: Sequence[str]) -> None:
+        """Refuse what would let ranks do different things, or what needs all heads in one process.
+
+        Args:
+            across_heads: the methods that do not choose for each KV head by itself.
+
+        Raises:
+            KVError: naming the methods.
+        """
+        timed = self.session.example_timeout is not None
+        if across_heads or timed or self.batch_size == "auto":
             raise KVError(
                 "model.parallel is 'tensor'; allowed with it: batch_size=<number>, example_timeout="
-                f"null, methods that choose for each KV head by itself (not: {unlike or '-'})"
+                "null, methods that choose for each KV head by itself (not: "
+                f"{across_heads or '-'})"
             )
+
+    @cached_property
+    def self_descriptions(self) -> dict[str, dict[str, Any]]:
+        """How every method describes itself (`describe_itself`), asked once; by label."""
+        return {
+            label: describe_itself(label, method) for label, (method, _) in self.methods.items()
+        }
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -133,61 +156,76 @@ class Job:
                     "others would be skipped"
                 )
         contexts = list(dict.fromkeys(unit.context or unit.id for unit in units))[: self.limit]
-        own = set(contexts if self.shard is None else self.shard.select(contexts))
-        wanted = set(contexts)
-        every = [unit for unit in units if (unit.context or unit.id) in wanted]
-        mine = [unit for unit in every if (unit.context or unit.id) in own]
-        there = {e.example.dataset for unit in every for e in unit.examples}
-        datasets = self.plan.datasets(self.session) if isinstance(self.plan, TaskPlan) else ()
-        return Selection(every, mine, tuple(name for name in datasets if name not in there))
+        contexts_of_shard = contexts if self.shard is None else self.shard.select(contexts)
+        within_limit = _of_contexts(units, contexts)
+        datasets: Sequence[str] = ()
+        if isinstance(self.plan, TaskPlan):
+            datasets = self.plan.datasets(self.session)
+        present = {encoded.example.dataset for unit in within_limit for encoded in unit.examples}
+        left_out = tuple(name for name in datasets if name not in present)
+        return Selection(within_limit, _of_contexts(within_limit, contexts_of_shard), left_out)
 
     @property
     def warnings(self) -> list[str]:
         """A line for each thing about the job's examples that its numbers do not show."""
-        said, units, spec = [], self.units, self.session.spec
-        if units.left_out:
-            said.append(f"limit is {self.limit}: no example is run of {', '.join(units.left_out)}")
-        lengths = [each.n for unit in units.mine for each in unit.examples]
-        positions = self.session.encoder.max_positions if lengths else None
-        over = [n for n in lengths if positions is not None and n > positions]
-        if over:
-            said.append(
-                f"{len(over)} of {len(lengths)} prompts are longer than the model's positions: up to "
-                f"{max(over):,} tokens, and {spec.name} has {positions:,}; their records say so"
+        lines = []
+        if self.units.left_out:
+            lines.append(
+                f"limit is {self.limit}: no example is run of {', '.join(self.units.left_out)}"
             )
-        return said
+        lengths = [encoded.n for unit in self.units.own for encoded in unit.examples]
+        positions = self.session.encoder.max_positions if lengths else None
+        if positions is None:
+            return lines
+        beyond = [n for n in lengths if n > positions]
+        if beyond:
+            lines.append(
+                f"{len(beyond)} of {len(lengths)} prompts are longer than the model's positions: up to "
+                f"{max(beyond):,} tokens, and {self.session.spec.name} has {positions:,}; their records "
+                "say so"
+            )
+        return lines
 
     @cached_property
     def runs(self) -> dict[str, RunIdentity]:
         """The run of each method: whatever changes its scores, its names and its folder."""
         names = {"experiment": self.experiment, "model": self.session.spec.label, "task": self.task}
-        common: dict[str, Any] = {
-            "model": {k: v for k, v in vars(self.session.spec).items() if k not in PLACEMENT},
-            "dtype": str(self.session.dtype),
+        settings_of_job = self._settings_of_job()
+        runs = {}
+        for label, description in self.self_descriptions.items():
+            settings = dict(settings_of_job)
+            if description["version"] > 1:
+                settings["method_version"] = description["version"]
+            settings["method"] = self.method_configs[label]
+            settings["budget"] = self.budget_config if description["uses_budget"] else None
+            digest = config_hash(without_defaults(settings))
+            own_names = names | {"method": label, "config_hash": digest}
+            folder = run_folder(self.results_dir, **own_names)
+            runs[label] = RunIdentity(settings, own_names | {"seed": self.session.seed}, folder)
+        return runs
+
+    def _settings_of_job(self) -> dict[str, Any]:
+        """What changes the scores of every method of the job, as the hash and the manifest have it."""
+        session = self.session
+        model = {name: value for name, value in vars(session.spec).items() if name not in PLACEMENT}
+        settings: dict[str, Any] = {
+            "model": model,
+            "dtype": str(session.dtype),
             "task": self.task_config,
             "task_version": self.meta["version"],
             "data": self.meta.get("data"),
-            "compress_after": self.session.compress_after,
-            "timeout_s": self.session.example_timeout,  # as older manifests call it
-            "seed": self.session.seed,
+            "compress_after": session.compress_after,
+            "timeout_s": session.example_timeout,  # as older manifests call it
+            "seed": session.seed,
         }
-        sampling = self.session.sampling
-        if not sampling.greedy:  # the number of samples adds records and changes none
-            common["sampling"] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        if self.session.decode != "auto":  # a run goes on with the decoding that it began with
-            common["decode"] = self.session.decode
-        found = {}
-        for label, (method, _) in self.methods.items():
-            settings = {
-                **({"method_version": method.version} if method.version > 1 else {}),
-                **common,
-                "method": self.method_configs[label],
-                "budget": self.budget_config if method.uses_budget else None,
+        if not session.sampling.greedy:  # the number of samples adds records and changes none
+            settings["sampling"] = {
+                "temperature": session.sampling.temperature,
+                "top_p": session.sampling.top_p,
             }
-            own = names | {"method": label, "config_hash": config_hash(without_defaults(settings))}
-            folder = run_folder(self.results_dir, **own)
-            found[label] = RunIdentity(settings, own | {"seed": self.session.seed}, folder)
-        return found
+        if session.decode != "auto":  # a run goes on with the decoding that it began with
+            settings["decode"] = session.decode
+        return settings
 
     def manifest(self, label: str) -> dict[str, Any]:
         """Where the records of method `label` come from."""
@@ -213,7 +251,8 @@ class Job:
             "dataset": self.task,
             "example_id": outcome.example_id,
             "status": "ok",
-            "saves_memory": method.saves_memory or method.quantize is not None,
+            "saves_memory": self.self_descriptions[outcome.method]["saves_memory"]
+            or method.quantize is not None,
             **outcome.fields,
         }
 
@@ -251,47 +290,25 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         )
     if not device_is_usable(job.session.device):  # of an earlier job in this process
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
-    units = job.units
     for warning in job.warnings:
         log.warning("%s x %s: %s", job.session.spec.label, job.task, warning)
+    _load_model_if_needed(job)
     folders = {label: run.folder for label, run in job.runs.items()}
-    wanted = units.mine_ids
-    # before the clock of the first example starts, and before there is a folder for results that a
-    # model which cannot be loaded will not give
-    if job.meta.get("subject") is None and (
-        job.retry_failed or any(wanted - recorded(folder) for folder in folders.values())
-    ):
-        job.session.model  # noqa: B018 - loaded when first asked for
     written = 0
     with ExitStack() as stack:
-        stores: dict[str, RecordStore] = {}
-        suffix = None if job.shard is None else job.shard.suffix
-        rank, ranks = job.session.spec.place
-        # in one order, so that two jobs that share methods cannot wait for each other
-        for label, folder in sorted(folders.items()) if rank == 0 else ():
-            store = RecordStore(folder, job.lock_timeout, suffix, job.results_dir)
-            stores[label] = stack.enter_context(store)
-            if job.retry_failed:
-                store.drop_failed()
-            write_manifest(folder, job.manifest(label))
-            write_examples(folder, units.every_id)
-        done = {k: stores[k].done if stores else recorded(folders[k]) for k in folders}
-        done = Ranks(ranks).gather(done)[0]  # by the first rank, before it writes
-        every = [
-            (u, {k: job.methods[k] for k, ids in done.items() if not ids.issuperset(u.record_ids)})
-            for u in units.mine
-        ]
-        work = [(unit, methods) for unit, methods in every if methods]
+        stores = _open_stores(job, stack)
+        work = _work_left(job, stores)
         progress = Progress() if progress is None else progress
-        progress.begin(work, len(units.mine))
+        progress.begin(work, len(job.units.own))
         if work and work[0][0].examples:  # a probe may measure seconds
             stack.enter_context(progress.watching(job.session.model))
-
         measures = ("score", *job.meta.get("measures", ()))
 
         def save(outcomes: Sequence[Outcome]) -> None:
             nonlocal written
-            for outcome in outcomes if stores else ():
+            if not stores:  # the first rank writes
+                return
+            for outcome in outcomes:
                 record = job.record(outcome)
                 written += stores[outcome.method].append(record)
                 progress.add(outcome.method, {name: record.get(name) for name in measures})
@@ -299,8 +316,68 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         for outcomes in Runner(job.plan, job.session, job.batch_size, save).run(work):
             save(outcomes)
             progress.unit_done()
-        failed = sum(len(store.failed & wanted) for store in stores.values())
-        records = sum(len(store.done & wanted) for store in stores.values())
-    every_id = units.every_id
-    complete = job.shard is None or all(every_id <= recorded(f) for f in folders.values())
+        own_ids = job.units.own_ids
+        failed = sum(len(store.failed & own_ids) for store in stores.values())
+        records = sum(len(store.done & own_ids) for store in stores.values())
+    complete = True
+    if job.shard is not None:
+        wanted = job.units.ids_within_limit
+        complete = all(wanted <= recorded(folder) for folder in folders.values())
     return JobResult(folders, failed, written, records, complete)
+
+
+def _of_contexts(units: Sequence[Unit], contexts: Sequence[str]) -> list[Unit]:
+    """The units that ask these contexts."""
+    wanted = set(contexts)
+    return [unit for unit in units if (unit.context or unit.id) in wanted]
+
+
+def _load_model_if_needed(job: Job) -> None:
+    """Load the model, if the job has records to make and needs one for them: before the clock of the
+    first example starts, and before there is a folder for results that a model which cannot be loaded
+    will not give."""
+    if job.meta.get("subject") is not None:  # what the numbers are about is no model
+        return
+    wanted = job.units.own_ids
+    lacks_records = any(wanted - recorded(run.folder) for run in job.runs.values())
+    if job.retry_failed or lacks_records:
+        job.session.model  # noqa: B018 - loaded when first asked for
+
+
+def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
+    """The stores of all methods, locked until the stack is left, with their manifests; none on any rank
+    but the first, which writes for all."""
+    stores: dict[str, RecordStore] = {}
+    rank, _ = job.session.spec.place
+    if rank != 0:
+        return stores
+    suffix = None if job.shard is None else job.shard.suffix
+    # In one order, so that two jobs that share methods cannot wait for each other.
+    for label, run in sorted(job.runs.items(), key=lambda item: item[0]):
+        store = RecordStore(run.folder, job.lock_timeout, suffix, job.results_dir)
+        stores[label] = stack.enter_context(store)
+        if job.retry_failed:
+            store.drop_failed()
+        write_manifest(run.folder, job.manifest(label))
+        write_examples(run.folder, job.units.ids_within_limit)
+    return stores
+
+
+def _work_left(job: Job, stores: Mapping[str, RecordStore]) -> list[Work]:
+    """The units of the job that lack records, each with the methods whose records it lacks. The first
+    rank says which these are, before it writes any."""
+    done: dict[str, set[str]] = {}
+    for label, run in job.runs.items():
+        done[label] = set(stores[label].done if stores else recorded(run.folder))
+    _, ranks = job.session.spec.place
+    done = Ranks(ranks).gather(done)[0]
+    work: list[Work] = []
+    for unit in job.units.own:
+        methods = {
+            label: job.methods[label]
+            for label, ids in done.items()
+            if not ids.issuperset(unit.record_ids)
+        }
+        if methods:
+            work.append((unit, methods))
+    return work

@@ -26,8 +26,11 @@ class Terminated(SystemExit):
         super().__init__(TERMINATED)
 
 
-_busy = _asked = False
-"""Of this process, as its signals are: something is to be finished; SIGTERM came while it was."""
+_busy = False
+"""Whether this process has something to finish first, an example or a page."""
+
+_asked = False
+"""Whether SIGTERM came while there was. Signals come to a process, so that is its state."""
 
 
 @contextmanager
@@ -56,6 +59,7 @@ def terminable() -> Iterator[None]:
 
 
 def _handle(_signal: int, _frame: FrameType | None) -> None:
+    """Note a first SIGTERM while an example runs; end the process at any other."""
     global _asked
     if _asked or not _busy:
         raise Terminated

@@ -162,41 +162,62 @@ def test_show_knows_every_item(capsys: Any) -> None:
     assert yaml.safe_load(out)["experiment_name"] == "h2o_table8"
 
 
-def test_what_a_command_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def lines(name: str, *words: str) -> list[list[str]]:
-        return list(command_lines(name, words))
+def lines_of(name: str, *words: str) -> list[list[str]]:
+    return list(command_lines(name, words))
 
+
+def test_a_command_that_is_a_script_says_which_run_it_is_of() -> None:
     words = ["model=recall_mini", "limit=2", "launcher=local", "shards=2", "results_dir=x"]
-    (line,) = lines("balancekv_table3", *words)  # a script, which knows nothing of jobs
+    (line,) = lines_of("balancekv_table3", *words)  # a script, which knows nothing of jobs
     assert line[:2] == ["script=norms", "name=balancekv_table3_small"]
     assert line[2].startswith("small='A small run, not that of the paper: model recall_mini")
     assert line[-3:] == ["model=recall_mini", "limit=2", "results_dir=x"]
-    assert [len(lines("clustergen_c2", *w)) for w in ([], ["model=opt_6_7b"])] == [4, 1]
+
+
+def test_another_model_takes_the_place_of_the_papers() -> None:
+    assert [len(lines_of("clustergen_c2", *w)) for w in ([], ["model=opt_6_7b"])] == [4, 1]
     # what H2O's Table 5 changes of OPT's is no architecture by itself
-    assert composed(*lines("h2o_table5", "model=recall_mini")[0]).model.architecture is None
-    assert composed(*lines("h2o_table5")[0]).model.architecture.model_type == "opt"
-    assert len(lines("h2o_table5")) == 3
+    assert composed(*lines_of("h2o_table5", "model=recall_mini")[0]).model.architecture is None
+    assert composed(*lines_of("h2o_table5")[0]).model.architecture.model_type == "opt"
+    assert len(lines_of("h2o_table5")) == 3
+
+
+def test_a_command_reads_the_papers_files_or_invented_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("LONGEVAL", str(tmp_path))
-    found = lines("subgen_table1", "task.seed=3")
+    found = lines_of("subgen_table1", "task.seed=3")
     assert [line[1] for line in found] == [f"task_label=longeval_{n}" for n in (200, 300, 400)]
     assert all(f"task.files=[{tmp_path}/" in line[2] for line in found)
     monkeypatch.delenv("LONGEVAL")
-    monkeypatch.delenv("ESSAYS", raising=False)  # make exports it
-    small = lines("subgen_table1", "model=recall_mini")
+    small = lines_of("subgen_table1", "model=recall_mini")
     assert all("task.files=[]" in line and not any("LONGEVAL" in w for w in line) for line in small)
-    mine = lines("subgen_table1", "model=recall_mini", "task.files=[a]")
+    mine = lines_of("subgen_table1", "model=recall_mini", "task.files=[a]")
     assert all("task.files=[a]" in line and "task.files=[]" not in line for line in mine)
-    for name, said in (
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
         ("subgen_table1", "LONGEVAL is not set; subgen_table1 needs LongChat"),
         ("figure4", "ESSAYS is not set; balancekv_figure4 needs"),
         ("h2o_figure3", "h2o_figure3 has no experiment: an illustration"),
         ("balancekv_tabel1", r"'balancekv_tabel1' \(did you mean 'balance.* balancekv_figure3,"),
-    ):
-        with pytest.raises(UserError, match=said):
-            lines(name)
+    ],
+)
+def test_a_command_that_lacks_something_says_what(
+    monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    for variable in ("LONGEVAL", "ESSAYS"):
+        monkeypatch.delenv(variable, raising=False)  # make exports it
+    with pytest.raises(UserError, match=said):
+        lines_of(name)
+
+
+def test_longbenchs_templates_need_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproducing, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lm-eval is not installed; allowed: .*kvbench\[lm-eval\]"):
-        lines("balancekv_table1", "model=recall_mini")
+        lines_of("balancekv_table1", "model=recall_mini")
 
 
 def test_all_visits_every_name_whatever_fails(

@@ -28,105 +28,153 @@ def text_of(kind: str, name: str) -> str:
     return (config_dir() / kind.removesuffix("s") / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-ALONE = r"""
-method=snapkvv -> unknown method 'snapkvv' (did you mean 'snapkv'?); allowed:
-experiment=demoo -> unknown experiment 'demoo' (did you mean 'demo'?)
-methd=exact -> unknown key 'methd' (did you mean 'method'?)
-budget.rte=0.5 -> unknown key of budget 'rte' (did you mean 'rate'?)
-methods.snapkv.kernl=3 -> unknown key of methods.snapkv 'kernl' (did you mean 'kernel_size'
-methods=snapkv -> methods is 'snapkv'; allowed: method=[...] to choose one or more
-method=[exact -> cannot read 'method=[exact'; allowed: key=value
-demo -> cannot read 'demo' (did you mean experiment=demo?)
-hydra.mode=SIDEWAYS -> hydra.mode is 'SIDEWAYS'; allowed: RUN or MULTIRUN
-hydra.mode= -> hydra.mode is ''; allowed: RUN or MULTIRUN
-lists -> cannot read 'lists' (did you mean 'list'?)
---model x -> (write model=x)
---tasks=needle -> (write task=needle)
---seed -> (write seed=...)
-compression_ratio=0.5 -> unknown key 'compression_ratio' (did you mean 'budget.rate', the share
---foo -> unrecognized arguments: --foo
---multrun -> (did you mean '--multirun'?)
-method=[] -> methods is None; allowed: method=[...]
-limit=0 -> limit is 0; allowed: an integer >= 1, or null
-device=tpu -> device is 'tpu'; allowed: auto | cpu | mps | cuda | cuda:N
-compress_after=never -> compress_after is 'never'; allowed: prompt | context
-shard=3/2 -> shard is '3/2'; allowed: i/k
-model=hf -> Missing mandatory value: model.path
-budget.rate=0.5,0.25 -> add --multirun
-+zzz=1 -> unknown key 'zzz'
-+model.api_key=123 -> model.api_key is given a value, which the results would keep
--m hydra.sweeper._target_=os.getcwd -> hydra.sweeper._target_ is not kvbench's to set
-+hydra.job_logging.handlers.file.filename=/tmp/x -> +hydra.job_logging.handlers.file.filename is not
-hydra/job_logging=default -> hydra/job_logging is not kvbench's to set
-list taks -> cannot list ['taks'] (did you mean 'tasks'?)
-show method=nope -> unknown method 'nope'
-show experiment=balancekv_table6 paper_table.file=a/b -> file is 'a/b'; allowed:
-show experiment=balancekv_table6 differs=3 -> differs is 3; allowed:
---config-dir=/nosuch -> --config-dir is '/nosuch'; allowed: a folder
-budget.rate=1.5 -> budget.rate is 1.5; allowed: a number in (0, 1]
-budget.rate=0.5 budget.size=100 -> budget.rate is 0.5 and budget.size is 100; allowed: one of
-methods.snapkv.kernel_size=8 -> methods.snapkv.kernel_size is 8; allowed: an odd integer >= 1
-methods.snapkv.pooling=mean -> methods.snapkv.pooling is 'mean'; allowed: avgpool
-show methods.snapkv.kernel_size=8 -> methods.snapkv.kernel_size is 8; allowed: an odd integer
-task=needle task.metric=bleu -> unknown key of task 'metric'
-task=needle task.max_new_tokens=0 -> task.max_new_tokens is 0; allowed: an integer from 1
-task=jsonl -> no data; allowed: task.files=[my.jsonl]
-task=jsonl task.files=[no.jsonl] -> no file matches files='no.jsonl'; allowed: a path or a glob
-task=jsonl task.files=[empty.jsonl] task.metric=bleu -> task.metric is 'bleu'; allowed: contains
-task=jsonl task.files=[empty.jsonl] -> empty.jsonl is empty; allowed: a row for each context
-task=jsonl task.files=[broken.jsonl] -> broken.jsonl line 2 is not complete JSON
-results_dir=empty.jsonl -> empty.jsonl: Not a directory; allowed: a folder that can be made
-model=./nowhere -> model path './nowhere' does not exist; allowed: a folder with a model
-reproduce all foo -> cannot read 'foo'
-reproduce nothing -> unknown experiment 'nothing'
-claims -> claims has no model, and decides all of results/claims.yaml: about 40 minutes
-hydra/sweeper=optuna -> hydra/sweeper is 'optuna'; allowed: kvbench's own, which check every job
-hydra/launcher=joblib -> hydra/launcher is 'joblib'; allowed: kvbench's own, which check every job
--m hydra/launcher=joblib seed=1,2 -> launcher=local, gpus or slurm
-press=snapkv -> unknown key 'press' (did you mean 'method'?)
---cfg -> argument -c/--cfg: expected one argument
---cfg nothing -> argument -c/--cfg: invalid choice: 'nothing'
-"""
+ALONE: list[tuple[str, str]] = [
+    ("method=snapkvv", "unknown method 'snapkvv' (did you mean 'snapkv'?); allowed:"),
+    ("experiment=demoo", "unknown experiment 'demoo' (did you mean 'demo'?)"),
+    ("methd=exact", "unknown key 'methd' (did you mean 'method'?)"),
+    ("budget.rte=0.5", "unknown key of budget 'rte' (did you mean 'rate'?)"),
+    ("methods.snapkv.kernl=3", "unknown key of methods.snapkv 'kernl' (did you mean 'kernel_size'"),
+    ("methods=snapkv", "methods is 'snapkv'; allowed: method=[...] to choose one or more"),
+    ("method=[exact", "cannot read 'method=[exact'; allowed: key=value"),
+    ("demo", "cannot read 'demo' (did you mean experiment=demo?)"),
+    ("hydra.mode=SIDEWAYS", "hydra.mode is 'SIDEWAYS'; allowed: RUN or MULTIRUN"),
+    ("hydra.mode=", "hydra.mode is ''; allowed: RUN or MULTIRUN"),
+    ("lists", "cannot read 'lists' (did you mean 'list'?)"),
+    ("--model x", "(write model=x)"),
+    ("--tasks=needle", "(write task=needle)"),
+    ("--seed", "(write seed=...)"),
+    (
+        "compression_ratio=0.5",
+        "unknown key 'compression_ratio' (did you mean 'budget.rate', the share",
+    ),
+    ("--foo", "unrecognized arguments: --foo"),
+    ("--multrun", "(did you mean '--multirun'?)"),
+    ("method=[]", "methods is None; allowed: method=[...]"),
+    ("limit=0", "limit is 0; allowed: an integer >= 1, or null"),
+    ("device=tpu", "device is 'tpu'; allowed: auto | cpu | mps | cuda | cuda:N"),
+    ("compress_after=never", "compress_after is 'never'; allowed: prompt | context"),
+    ("shard=3/2", "shard is '3/2'; allowed: i/k"),
+    ("model=hf", "Missing mandatory value: model.path"),
+    ("budget.rate=0.5,0.25", "add --multirun"),
+    ("+zzz=1", "unknown key 'zzz'"),
+    ("+model.api_key=123", "model.api_key is given a value, which the results would keep"),
+    ("-m hydra.sweeper._target_=os.getcwd", "hydra.sweeper._target_ is not kvbench's to set"),
+    (
+        "+hydra.job_logging.handlers.file.filename=/tmp/x",
+        "+hydra.job_logging.handlers.file.filename is not",
+    ),
+    ("hydra/job_logging=default", "hydra/job_logging is not kvbench's to set"),
+    ("list taks", "cannot list ['taks'] (did you mean 'tasks'?)"),
+    ("show method=nope", "unknown method 'nope'"),
+    ("show experiment=balancekv_table6 paper_table.file=a/b", "file is 'a/b'; allowed:"),
+    ("show experiment=balancekv_table6 differs=3", "differs is 3; allowed:"),
+    ("--config-dir=/nosuch", "--config-dir is '/nosuch'; allowed: a folder"),
+    ("experiment_name=a/b", "experiment_name is 'a/b'; allowed: a folder's name"),
+    ("reproduce nosuch", "unknown experiment 'nosuch'"),
+    ("budget.rate=1.5", "budget.rate is 1.5; allowed: a number in (0, 1]"),
+    (
+        "budget.rate=0.5 budget.size=100",
+        "budget.rate is 0.5 and budget.size is 100; allowed: one of",
+    ),
+    (
+        "methods.snapkv.kernel_size=8",
+        "methods.snapkv.kernel_size is 8; allowed: an odd integer >= 1",
+    ),
+    ("methods.snapkv.pooling=mean", "methods.snapkv.pooling is 'mean'; allowed: avgpool"),
+    (
+        "show methods.snapkv.kernel_size=8",
+        "methods.snapkv.kernel_size is 8; allowed: an odd integer",
+    ),
+    ("task=needle task.metric=bleu", "unknown key of task 'metric'"),
+    ("task=needle task.max_new_tokens=0", "task.max_new_tokens is 0; allowed: an integer from 1"),
+    ("task=jsonl", "no data; allowed: task.files=[my.jsonl]"),
+    (
+        "task=jsonl task.files=[no.jsonl]",
+        "no file matches files='no.jsonl'; allowed: a path or a glob",
+    ),
+    (
+        "task=jsonl task.files=[empty.jsonl] task.metric=bleu",
+        "task.metric is 'bleu'; allowed: contains",
+    ),
+    (
+        "task=jsonl task.files=[empty.jsonl]",
+        "empty.jsonl is empty; allowed: a row for each context",
+    ),
+    ("task=jsonl task.files=[broken.jsonl]", "broken.jsonl line 2 is not complete JSON"),
+    ("results_dir=empty.jsonl", "empty.jsonl: Not a directory; allowed: a folder that can be made"),
+    ("model=./nowhere", "model path './nowhere' does not exist; allowed: a folder with a model"),
+    ("reproduce all foo", "cannot read 'foo'"),
+    ("reproduce nothing", "unknown experiment 'nothing'"),
+    ("claims", "claims has no model, and decides all of results/claims.yaml: about 40 minutes"),
+    (
+        "hydra/sweeper=optuna",
+        "hydra/sweeper is 'optuna'; allowed: kvbench's own, which check every job",
+    ),
+    (
+        "hydra/launcher=joblib",
+        "hydra/launcher is 'joblib'; allowed: kvbench's own, which check every job",
+    ),
+    ("-m hydra/launcher=joblib seed=1,2", "launcher=local, gpus or slurm"),
+    ("press=snapkv", "unknown key 'press' (did you mean 'method'?)"),
+    ("--cfg", "argument -c/--cfg: expected one argument"),
+    ("--cfg nothing", "argument -c/--cfg: invalid choice: 'nothing'"),
+]
 """Command lines that are refused before torch is imported, each with a part of what is said of it."""
-MADE = r"""
-budget.rate=0 -> budget.rate is 0; allowed: a number in (0, 1]
-budget.rate=[0.5,0.25] -> allowed: a number in (0, 1]; for a job each: -m budget.rate=0.5,0.25
--m budget.rate=0.5,2 -> budget.rate is 2; allowed
--m seed=interval(0,3) -> does not support sweep type
-shards=2 shard=1/2 -> shards is 2 and shard is given, too; allowed: one of them
-+methods.x._target_=kvbench.Nosuch -> 'kvbench.Nosuch', which cannot be found; allowed: a Method
-methods.h2o=3 -> methods.h2o is 3; allowed: a mapping with a _target_: Method
-methods.snapkv._target_=kvbench.kv.Budget -> _target_ is 'kvbench.kv.Budget'; allowed: a Method
-model._target_=builtins.dict -> model._target_ is 'builtins.dict'; allowed: a ModelSpec
-task=needle task.lengths=[] -> lengths
-task.files=[/nowhere/x.jsonl] -> /nowhere/x.jsonl
-task.stop=[null] -> task.stop is [None]; allowed: a list of texts
-task=layer_error_synthetic task.synthetic=10 -> allowed: an instance of SyntheticLayers, or null
-task=layer_error_synthetic task.synthetic._target_=os.getcwd -> task.synthetic._target_ is 'os.getcwd'
-methods.snapkv.quantize=abc -> allowed: an instance of Scheme, a mapping
-model.path=123 -> model.path is 123; allowed: text
-model=hf model.path=/nowhere -> model path '/nowhere' does not exist
-model=hf model.path=. -> model path '.' has no config.json
-~model.architecture.model_type -> cannot be loaded
-device=cuda:97 -> device is 'cuda:97'
-experiment_name=../../x -> experiment_name is '../../x'; allowed: a folder's name
-task_label=/etc -> task_label is '/etc'
-task.seed=${nosuch} -> 'nosuch' not found
-launcher=gpus -> launcher=gpus finds no GPU, and gpus_per_worker is 1; allowed:
-launcher=gpus launcher.workers=0 -> launcher.workers is 0; allowed: an integer >= 1, or null
-launcher=slurm launcher.partitoin=x -> unknown key of launcher 'partitoin'
-"""
+MADE: list[tuple[str, str]] = [
+    ("budget.rate=0", "budget.rate is 0; allowed: a number in (0, 1]"),
+    (
+        "budget.rate=[0.5,0.25]",
+        "allowed: a number in (0, 1]; for a job each: -m budget.rate=0.5,0.25",
+    ),
+    ("-m budget.rate=0.5,2", "budget.rate is 2; allowed"),
+    ("-m seed=interval(0,3)", "does not support sweep type"),
+    ("shards=2 shard=1/2", "shards is 2 and shard is given, too; allowed: one of them"),
+    (
+        "+methods.x._target_=kvbench.Nosuch",
+        "'kvbench.Nosuch', which cannot be found; allowed: a Method",
+    ),
+    ("methods.h2o=3", "methods.h2o is 3; allowed: a mapping with a _target_: Method"),
+    (
+        "methods.snapkv._target_=kvbench.kv.Budget",
+        "_target_ is 'kvbench.kv.Budget'; allowed: a Method",
+    ),
+    ("model._target_=builtins.dict", "model._target_ is 'builtins.dict'; allowed: a ModelSpec"),
+    ("task=needle task.lengths=[]", "lengths"),
+    ("task.files=[/nowhere/x.jsonl]", "/nowhere/x.jsonl"),
+    ("task.stop=[null]", "task.stop is [None]; allowed: a list of texts"),
+    (
+        "task=layer_error_synthetic task.synthetic=10",
+        "allowed: an instance of SyntheticLayers, or null",
+    ),
+    (
+        "task=layer_error_synthetic task.synthetic._target_=os.getcwd",
+        "task.synthetic._target_ is 'os.getcwd'",
+    ),
+    ("methods.snapkv.quantize=abc", "allowed: an instance of Scheme, a mapping"),
+    ("model.path=123", "model.path is 123; allowed: text"),
+    ("model=hf model.path=/nowhere", "model path '/nowhere' does not exist"),
+    ("model=hf model.path=.", "model path '.' has no config.json"),
+    ("~model.architecture.model_type", "cannot be loaded"),
+    ("device=cuda:97", "device is 'cuda:97'"),
+    ("experiment_name=../../x", "experiment_name is '../../x'; allowed: a folder's name"),
+    ("task_label=/etc", "task_label is '/etc'"),
+    ("task.seed=${nosuch}", "'nosuch' not found"),
+    ("launcher=gpus", "launcher=gpus finds no GPU, and gpus_per_worker is 1; allowed:"),
+    (
+        "launcher=gpus launcher.workers=0",
+        "launcher.workers is 0; allowed: an integer >= 1, or null",
+    ),
+    ("launcher=slurm launcher.partitoin=x", "unknown key of launcher 'partitoin'"),
+    ("+methods.snapkv.zzz=1", "unknown key 'zzz' of methods.snapkv; allowed:"),
+]
 """The same of jobs that are made first."""
 
 
-def cases(table: str, base: list[str]) -> list[tuple[list[str], str]]:
-    """The command of every line of a table, and what is said of it."""
-    parts = (line.split(" -> ") for line in table.strip().splitlines())
-    return [(with_base(base, words.split(" ")), said) for words, said in parts]
-
-
-AT_ONCE = [list(case) for case in cases(ALONE, [])]
-REFUSED = [*cases(ALONE, []), *cases(MADE, [*BASE, "method=[snapkv,h2o]"])]
+AT_ONCE = [[words.split(" "), said] for words, said in ALONE]
+REFUSED: list[tuple[list[str], str]] = [
+    *((with_base([], words.split(" ")), said) for words, said in ALONE),
+    *((with_base([*BASE, "method=[snapkv,h2o]"], words.split(" ")), said) for words, said in MADE),
+]
 REFUSED += [
     (["seed=" + "[" * 3000 + "]" * 3000], "maximum recursion depth exceeded"),
     (["\x13\x1b[31mred\r"], r"\x13\x1b[31mred\r"),
@@ -164,7 +212,11 @@ def test_they_are_refused_without_torch(tmp_path: Path) -> None:
     script += "for words in json.loads(sys.argv[1]):\n"
     script += "    try: main(words)\n"
     script += "    except SystemExit as stop: assert stop.code == 2, words\n"
-    commands = [words for words, _ in cases(ALONE, []) if words[:2] != ["reproduce", "all"]]
+    commands = [
+        words
+        for words, _ in ((words.split(" "), said) for words, said in ALONE)
+        if words[:2] != ["reproduce", "all"]
+    ]
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(commands)],
         cwd=tmp_path,

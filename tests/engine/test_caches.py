@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from support.attention import step
 from support.method_layers import attend, make_layer, run
+from torch import Tensor
 
 from kvbench.engine.attention import exact_attention
 from kvbench.engine.cache import GrowingCache, cache_of, store_of
@@ -23,6 +25,7 @@ from kvbench.kernels.quantize import Quantization, pack, unpack
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, keep_all
 from kvbench.methods import build_method
+from kvbench.methods.base import Method
 
 EXACT = build_method("exact")
 
@@ -58,7 +61,7 @@ def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
     whole = CompressedKV(keys[None], values[None], None, at, start)
     cache = cache_of(whole, 2, method, capacity=capacity, sink=sink, scheme=scheme)
 
-    def restored(rows, side):
+    def restored(rows: Tensor, side: Any) -> Tensor:
         if scheme is None:
             return rows.double()
         codec = scheme.codecs(rows, rows, layer=0, seed=0)[side]
@@ -193,7 +196,7 @@ def test_a_sliding_layer_lets_go_of_what_its_window_has_passed():
         assert cache.store.length <= 9 + 256 + tokens
 
 
-def fork_of(method, budget, room=0):
+def fork_of(method: Method, budget: Budget, room: int = 0) -> Fork:
     return Fork("m", method, budget, 0, "x", room=room)
 
 
@@ -248,7 +251,7 @@ def test_heads_of_different_lengths_hold_no_scores_signed_weights_or_lone_keys()
             RaggedCache(replace(held, **extra), lambda part: None)
 
 
-def schedule(method, n, steps):
+def schedule(method: Method, n: int, steps: int) -> list[int]:
     """Entries held after each generated token."""
     torch.manual_seed(0)
     layer = make_layer(n, kv_heads=2, num_layers=1)

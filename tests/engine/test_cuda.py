@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -25,6 +27,7 @@ from kvbench.engine.scoring import read, score
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
 from kvbench.methods import build_method
+from kvbench.methods.base import Method
 
 pytestmark = [pytest.mark.cuda, needs_cuda]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -32,14 +35,14 @@ METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
 METHODS["adakv"] = ("adakv", {})  # heads of unequal length
 
 
-def model_on(device, layers=2, kind="llama"):
+def model_on(device: str | torch.device, layers: int = 2, kind: str = "llama") -> Any:
     model = tiny_model(kind, layers=layers)
     model.set_attn_implementation("kvbench")
     model.generation_config.eos_token_id = None  # no token ends an answer
     return model.to(device)
 
 
-def answers(model, names, n=72, new=3, **how):
+def answers(model: Any, names: Any, n: int = 72, new: int = 3, **how: Any) -> Any:
     methods = {name: (build_method(METHODS[name][0], **METHODS[name][1]), SMALL) for name in names}
     ids = prompt_ids(n)
     prompts = [Prompt(ids[: n - 9], ids[n - 9 :], methods, Stopping(new), "x")]
@@ -85,32 +88,32 @@ def test_the_prefill_s_attention_tells_its_normalisers(backend, monkeypatch):
 # --- what the host waits for and launches, counted ------------------------------------------------
 
 
-def prefilled(model, method, batch, new):
+def prefilled(model: Any, method: Method, batch: int, new: int) -> None:
     fork = Fork("m", method, SMALL, 0, "x", room=new)
     prefill(model, prompt_ids(72), [fork])
     assert (fork.failure, fork.ledger.compress_s > 0) == (None, True)
 
 
-def generated(model, method, batch, new):
+def generated(model: Any, method: Method, batch: int, new: int) -> None:
     ids = torch.tensor([prompt_ids(40, i) for i in range(batch)], device=CUDA)
     shown = torch.arange(40) >= torch.arange(2, 2 + batch)[:, None]  # the rest is padding
     with compress(model, method, sink=4, window=4):
         model.generate(ids, attention_mask=shown.long().to(CUDA), max_new_tokens=new)
 
 
-def asked(model, method, batch, new):
+def asked(model: Any, method: Method, batch: int, new: int) -> None:
     context = Context(model, method, SMALL, prompt_ids(40))
     context.ask_all([prompt_ids(5, i) for i in range(batch)], max_new_tokens=new)
 
 
-def scored(model, method, batch, new):
+def scored(model: Any, method: Method, batch: int, new: int) -> None:
     pair = {"m": (method, SMALL)}
     reading = read(model, prompt_ids(40), pair, seed=3, example_id="x", room=new)
     found = score(model, reading, [prompt_ids(new, i) for i in range(batch)])["m"]
     assert [one.failure for one in found] == [None] * batch
 
 
-def cost(way, name, layers, batch, new):
+def cost(way: Callable[..., None], name: str, layers: int, batch: int, new: int) -> Any:
     """Waits and launches, and their lines."""
     model, method = model_on(CUDA, layers), build_method(METHODS[name][0], **METHODS[name][1])
     found = counted(lambda: way(model, method, batch, new), "sync", "launch")
@@ -140,7 +143,7 @@ def test_a_step_is_captured_on_the_gpu_of_its_model(monkeypatch):
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     captures, capture = [], torch.cuda.graph
 
-    def graph(graph, stream=None):
+    def graph(graph: Any, stream: Any = None) -> Any:
         captures.append((stream and stream.device, torch.cuda.current_device()))
         return capture(graph)
 
@@ -184,7 +187,7 @@ def test_a_token_waits_for_itself_and_no_launch_is_one_row_s(
     monkeypatch.setenv("KVBENCH_KERNELS", "auto")
     monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
 
-    def a_token(layers, batch):
+    def a_token(layers: int, batch: int) -> float:
         (few, _), (many, found) = (cost(way, name, layers, batch, new) for new in (6, 8))
         assert many[0] - few[0] == 2 * waits, found
         return (many[1] - few[1]) / 2

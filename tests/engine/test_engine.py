@@ -94,7 +94,7 @@ def test_generation_ends_at_any_end_token_and_is_cut_at_stop_strings():
     assert result.tokens == expected[: expected.index(third)]
     assert result.new_tokens == len(result.tokens) + 1
 
-    def decode(tokens):
+    def decode(tokens: list[int]) -> str:
         return " ".join(f"t{token}" for token in tokens)
 
     stop = f"t{third}"
@@ -194,7 +194,9 @@ def test_shared_work_is_charged_to_every_method_that_uses_it():
     assert layer.charge_shared_work()() == []
 
 
-def call(heads, kv_heads, n, dim, dtype=torch.float32):
+def call(
+    heads: int, kv_heads: int, n: int, dim: int, dtype: torch.dtype = torch.float32
+) -> LayerCall:
     counts, generator = (heads, kv_heads, kv_heads), torch.Generator().manual_seed(n)
     parts = (torch.randn(1, h, n, dim, generator=generator).to(dtype) for h in counts)
     return LayerCall(0, *parts, dim**-0.5)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import multiprocessing
 import os
 import random
+import signal
 import sys
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +21,15 @@ import torch
 from support.jobs import Echo, make_job, records_of
 from support.method_layers import make_layer
 from support.tiny import prompt_ids, tiny_model
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from kvbench import compress
 from kvbench.engine.guard import LayerDamaged, SharedStateChanged
 from kvbench.engine.guard import compress as guarded
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
-from kvbench.methods.base import ASKED, Held, Method, Repetition
+from kvbench.methods.base import SELF_DESCRIPTION, Held, Method, Repetition
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kvzip import KVzip
 from kvbench.methods.topk import TopK
@@ -85,6 +91,33 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "torch's global generator in another state": lambda: torch.rand(1),
     "numpy's global generator in another state": lambda: np.random.rand(),
     "Python's global generator in another state": random.random,
+    "Python's recursion limit at 900 (it was ": lambda: sys.setrecursionlimit(900),
+    "Python's garbage collection at False (it was True)": gc.disable,
+    "torch's default device at meta": lambda: torch.device("meta").__enter__(),
+    "the number of torch's function modes at 1 (it was 0)": lambda: (
+        BaseTorchFunctionMode().__enter__()
+    ),
+    "the number of torch's dispatch modes at 1 (it was 0)": lambda: (
+        BaseTorchDispatchMode().__enter__()
+    ),
+    "torch's autocast at True (it was False)": lambda: torch.set_autocast_enabled("cpu", True),
+    "torch's oneDNN at False (it was True)": lambda: setattr(
+        torch.backends.mkldnn, "enabled", False
+    ),
+    "the flushing of the smallest numbers at True (it was False)": lambda: torch.set_flush_denormal(
+        True
+    ),
+    "numpy's handling of errors at {'divide': 'raise'": lambda: np.seterr(all="raise"),
+    "warnings that are errors in another state": lambda: warnings.simplefilter("error"),
+    "the search path of modules in another state": lambda: setattr(sys, "path", []),
+    "the handlers of signals in another state": lambda: signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    ),
+    "the alarm in another state": lambda: signal.alarm(60),
+    "the file of the standard output in another state": lambda: open(1, "w").close(),
+    "the file of the standard error in another state": lambda: os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    ),
 }
 
 
@@ -123,6 +156,12 @@ def test_what_a_foreign_method_writes_to_is_its_own(tmp_path: Path, without: Any
     assert found == without
 
 
+def replaces_what_is_shared(layer: LayerKV, _: Budget) -> None:
+    layer.attention_mass()
+    for name, result in layer.shared.items():
+        layer.shared[name] = replace(result, tensor=torch.zeros_like(result.tensor))
+
+
 def writes_later(layer: LayerKV, budget: Budget) -> None:
     """Writes at the second layer alone."""
     if layer.layer_index == 1:
@@ -134,6 +173,9 @@ IN_PLACE: list[tuple[Callable[[LayerKV, Budget], Any], str]] = [
     (lambda layer, _: layer.values.data.neg_(), "wrote to the values of layer 0"),
     (lambda layer, _: layer.queries.numpy().fill(1.0), "wrote to the queries of layer 0"),
     (writes_later, "wrote to the values of layer 1 in place"),
+    (lambda layer, _: layer.keys.set_(layer.keys.clone()), "wrote to the keys of layer 0"),
+    (lambda layer, _: layer.once("rank", lambda: None), "Bad: rank of layer 0"),
+    (replaces_what_is_shared, "wrote to the normalisers of the attention of layer 0"),
 ]
 
 
@@ -200,7 +242,7 @@ def test_a_closed_stream_is_opened_again_and_fails_its_method(
 
 
 def test_a_property_that_raises_is_refused_before_the_job(tmp_path: Path) -> None:
-    for name in (*ASKED, "quantization"):
+    for name in (*SELF_DESCRIPTION, "quantization"):
         boom = property(lambda self, name=name: {}[f"no {name}"])
         method = type("Boom", (H2O,), {name: boom, "__module__": "elsewhere"})()
         with pytest.raises(KVError) as refused:
@@ -224,23 +266,187 @@ def test_a_setting_that_is_left_changed_fails_its_method(tmp_path: Path, without
     assert torch.backends.cuda.math_sdp_enabled()
 
 
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_standard_stream_goes_again_where_it_went(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    number = {"stdout": 1, "stderr": 2}[name]
+    closes = Bad(fault=lambda *_: open(number, "w").close())
+    with pytest.raises(SharedStateChanged):
+        guarded("bad", closes, make_layer(40), Budget(), torch.Generator(), {})
+    os.write(number, b"still here")
+    assert "still here" in "".join(capfd.readouterr())
+
+
+EXITS: list[tuple[Callable[..., Any], str]] = [
+    (raises(SystemExit), "raised SystemExit"),
+    (raises(GeneratorExit), "raised GeneratorExit"),
+    (raises(KeyboardInterrupt), "raised KeyboardInterrupt"),
+    (lambda *_: os._exit(0), "called os._exit(0); allowed: to raise an exception"),
+    (lambda *_: os.close(1), "called os.close(1), of a standard stream; allowed: to leave it open"),
+    (lambda *_: os.close(2), "called os.close(2), of a standard stream; allowed: to leave it open"),
+    (lambda *_: os.closerange(3, 64), "called os.closerange(3, 64), of files that others opened"),
+]
+
+
 def test_a_method_that_asks_the_program_to_end_fails_alone(tmp_path: Path, without: Any) -> None:
-    exits = (
-        raises(SystemExit),
-        raises(GeneratorExit),
-        lambda *_: os._exit(0),
-        lambda *_: os.close(1),
-    )
-    found = records(tmp_path, *(Bad(fault=fault) for fault in exits))
-    named = enumerate(("SystemExit", "GeneratorExit"))
-    wanted = [f"MethodExit: method '{BAD}_{i}' raised {e}" for i, e in named]
-    wanted.append("MethodExit: a method called os._exit(0); allowed: to raise an exception")
-    closed = (
-        "MethodExit: a method called os.close(1), of a standard stream; allowed: to leave it open"
-    )
-    wanted.append(closed)
-    assert errors_in(found) == wanted
+    found = records(tmp_path, *(Bad(fault=fault) for fault, _ in EXITS))
+    for error, (_, says) in zip(errors_in(found), EXITS, strict=True):
+        assert error.startswith("MethodExit: ")
+        assert says in error
     assert found == without
+
+
+def test_a_ctrl_c_ends_the_job(tmp_path: Path) -> None:
+    """Even if the method catches it and raises one of its own."""
+
+    def interrupted(*_: Any) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+
+    with pytest.raises(KeyboardInterrupt):
+        records(tmp_path, Bad(fault=interrupted))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def forks(*_: Any) -> None:
+    os.fork()
+
+
+def forks_a_worker(*_: Any) -> None:
+    worker = multiprocessing.get_context("fork").Process(target=int)
+    worker.start()
+    worker.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_process_that_a_method_forks_writes_no_records(tmp_path: Path, without: Any) -> None:
+    found = records(tmp_path, Bad(fault=forks), Bad(fault=forks_a_worker))
+    assert errors_in(found) == ["", ""]
+    assert found == without
+
+
+def odd(**answers: Any) -> Method:
+    """H2O of a class from elsewhere with other answers."""
+    method: Method = type("Odd", (H2O,), {**answers, "__module__": "elsewhere"})()
+    return method
+
+
+def raising_from(reading: int, answer: Any) -> property:
+    """A property that raises from its nth reading on."""
+    readings: list[int] = []
+
+    def read(_: Method) -> Any:
+        readings.append(1)
+        if len(readings) >= reading:
+            raise KeyError("later")
+        return answer
+
+    return property(read)
+
+
+@pytest.mark.parametrize("reading", [2, 3, 5])
+def test_a_property_that_raises_later_harms_nobody(
+    reading: int, tmp_path: Path, without: Any
+) -> None:
+    for name in SELF_DESCRIPTION:
+        method = odd(**{name: raising_from(reading, getattr(build_method("h2o"), name))})
+        try:
+            found = records(tmp_path / name, method)
+        except KVError as refused:
+            assert str(refused).startswith(f"method '{BAD}_0': its ")  # noqa: PT017
+            assert "raises KeyError: 'later'" in str(refused)  # noqa: PT017
+            continue
+        assert errors_in(found)[0] in ("", "KeyError: 'later'")
+        for label, (record,) in without.items():
+            record_beside = {k: v for k, v in found[label][0].items() if k != "retried"}
+            assert record_beside == record
+
+
+ANSWERS: list[tuple[dict[str, Any], str]] = [
+    ({"version": None}, "its version is a NoneType; allowed: int"),
+    ({"saves_memory": 3.5}, "its saves_memory is a float; allowed: bool"),
+    ({"recompression": "often"}, "its recompression is a str; allowed: Recompression or NoneType"),
+    ({"eviction": raises(SystemExit)}, "its evicts raises SystemExit: stop"),
+]
+
+
+@pytest.mark.parametrize(("answers", "says"), ANSWERS)
+def test_answers_of_another_kind_are_refused_before_the_job(
+    tmp_path: Path, answers: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(KVError) as refused:
+        make_job(tmp_path, {"odd": odd(**answers)})
+    assert str(refused.value).startswith(f"method 'odd': {says}")
+
+
+EXTRAS: list[tuple[Callable[..., Any], str]] = [
+    (lambda *_: {"pages": object()}, "have pages of a value that is no number; allowed: numbers"),
+    (lambda *_: {"pages": float("nan")}, "have pages of a value that is no number"),
+    (lambda *_: {"pages": 10**5000}, "have pages of a value that is no number"),
+    (lambda *_: {1: 2}, "have 1; allowed: names that the task does not use"),
+    (lambda *_: {"length": 9}, "have 'length'; allowed: names that the task does not use"),
+    (lambda *_: {"status": "ok"}, "have 'status', which every record has; allowed: other names"),
+    (lambda *_: os._exit(0), "a method called os._exit(0)"),
+    (lambda *_: os.chdir("/") or {}, "left the working directory at /"),
+    (raises(KeyboardInterrupt), "raised KeyboardInterrupt"),
+]
+
+
+def test_extras_are_new_numbers(tmp_path: Path, without: Any) -> None:
+    found = records(tmp_path, *(odd(extras=extras) for extras, _ in EXTRAS))
+    for error, (_, says) in zip(errors_in(found), EXTRAS, strict=True):
+        assert says in error
+    for label, (record,) in without.items():
+        assert {k: v for k, v in found[label][0].items() if k != "retried"} == record
+
+
+HELD: list[tuple[Callable[[CompressedKV], Any], str]] = [
+    (lambda held: None, "compress returned a NoneType; allowed: a CompressedKV"),
+    (lambda held: replace(held, keys=[1]), "keys are a list; allowed: a tensor"),
+    (lambda held: replace(held, keys=held.keys.half()), "keys are .*torch.float16"),
+    (lambda held: replace(held, keys=held.keys[None]), "keys are .*; allowed: "),
+    (lambda held: replace(held, positions=held.positions.float()), "positions are .*float32"),
+    (lambda held: replace(held, keys_only="all"), "keys_only is 'all'; allowed: 0 to "),
+    (lambda held: replace(held, keys_only=-1), "keys_only is -1; allowed: 0 to "),
+    (lambda held: replace(held, value_range=(1, 2)), "value_range is not of two tensors"),
+    (
+        lambda held: replace(held, lengths=torch.zeros(1, 2).long()),
+        "lengths are 0 to 0; allowed: 1",
+    ),
+    (lambda held: replace(held, lengths=torch.full((1, 2), 999)), "lengths are 999 to 999; allow"),
+    (lambda held: replace(held, lengths=torch.ones(1, 2)), "lengths are .*torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), HELD)
+def test_what_cannot_be_held_is_refused(change: Callable[[CompressedKV], Any], says: str) -> None:
+    layer = make_layer(40, kv_heads=2)
+    held = gather_entries(layer, torch.arange(20).expand(1, 2, 20))
+    method = odd(compress=lambda *_: change(held))
+    with pytest.raises((TypeError, ValueError), match=says):
+        guarded("odd", method, layer, Budget(), torch.Generator(), {})
+
+
+def test_positions_that_the_prompt_has_not_and_scores_that_are_not_there(
+    tmp_path: Path, without: Any
+) -> None:
+    def changed(**changes: Callable[[CompressedKV], Any]) -> Method:
+        def compress(self: Any, layer: LayerKV, budget: Budget, generator: torch.Generator) -> Any:
+            held = H2O.compress(self, layer, budget, generator)
+            return replace(held, **{name: change(held) for name, change in changes.items()})
+
+        return odd(compress=compress)
+
+    beyond = changed(positions=lambda held: held.positions + 10**9)
+    found = records(tmp_path, beyond, changed(scores=lambda held: None))
+    first, second = errors_in(found)
+    assert f"method '{BAD}_0' holds position 10000000" in first
+    assert "lets entries go by their scores and compress gave none" in second
+    for label, (record,) in without.items():
+        assert {k: v for k, v in found[label][0].items() if k != "retried"} == record
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import torch
 import transformers as t
 from support.forward import SMALL, generate, reference
 from support.tiny import GROUPED, Everything, on_kvbench, prompt_ids, tiny_model
+from torch import Tensor
 
 from kvbench import compress
 from kvbench.engine.architecture import check_serves_interface, compressible_layers
@@ -103,7 +104,7 @@ def test_generates_what_transformers_generates_and_counts_both(name, compress_af
     assert found["snapkv"].cache_bytes == layers * SMALL.capacity(n) * per_entry + held
 
 
-def parts_of(layer):
+def parts_of(layer: Any) -> list[Tensor]:
     kinds = (getattr(layer, kind, {}) for kind in ("conv_states", "recurrent_states"))
     return [part for parts in kinds for part in parts.values() if part is not None]
 

@@ -16,7 +16,7 @@ from support.variants import VARIANTS, label
 import kvbench
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import Fork, prompt_name
-from kvbench.engine.kept import BINS, strips_of
+from kvbench.engine.kept import MOST_PIECES, strips_of
 from kvbench.engine.prefill import prefill
 from kvbench.kv import Budget
 from kvbench.methods import build_method
@@ -82,7 +82,7 @@ def test_strips_are_the_weight_per_token_of_each_piece() -> None:
         weights = cache.store.log_weights[:, : cache.store.length].exp().numpy()  # type: ignore[index]
         np.add.at(held, cache.store.positions[:, : cache.store.length].numpy(), weights)
         expected = held.reshape(100, 3).mean(1) / 2  # two heads
-        assert len(strips["layers"][str(layer)]) == 100 <= BINS
+        assert len(strips["layers"][str(layer)]) == 100 <= MOST_PIECES
         np.testing.assert_allclose(strips["layers"][str(layer)], 100 * expected, atol=0.5001)
     whole = strips_of(fork_of(build_method("exact"), ids), 300, [0, 3])
     assert whole["layers"] == {"0": [100] * 100, "3": [100] * 100}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,6 +67,12 @@ def test_a_prompt_is_compressed_alike_alone_and_in_a_batch() -> None:
         single = model.generate(torch.tensor([prompt_ids(50, 0)]), max_new_tokens=12)
     assert together[0, 80:].tolist() == single[0, 50:].tolist()
     assert session.entries == [Budget(**SMALL).capacity(n) for n in (*LENGTHS, 50)]
+
+
+def test_a_row_says_what_was_held_and_for_how_long() -> None:
+    model = tiny_model("llama")
+    with compress(model, "uniform", **SMALL, seed=3) as session:
+        model.generate(**batch(*LENGTHS))
     first: Any = session.rows[0]
     assert first.compressed
     assert first.ratio == session.cache_bytes[0] / session.exact_bytes[0] < 0.5
@@ -75,6 +82,10 @@ def test_a_prompt_is_compressed_alike_alone_and_in_a_batch() -> None:
     with compress(model, "snapkv", compression_ratio=0.7, **SMALL) as session:
         model.generate(**batch(100))
     assert session.ratio == pytest.approx([0.3], abs=0.01), "the share that is removed is 0.7"
+
+
+def test_every_beam_is_a_row_and_what_evicts_does_not_grow() -> None:
+    model = tiny_model("llama")
     with compress(model, "h2o", **SMALL) as session:
         model.generate(**batch(*LENGTHS), num_beams=3)
     assert len(session.rows) == 9
@@ -166,20 +177,24 @@ def test_an_exception_inside_leaves_the_model_as_it_was(
     assert session.rows[-1].cache_bytes_end is not None
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+NOTHING = torch.zeros(1, 40, dtype=torch.long)
+REFUSED: list[tuple[dict[str, Any], str]] = [  # options of generate, what is said
     ({"past_key_values": t.DynamicCache()}, "DynamicCache that was not filled under compress"),
     ({"assistant_model": "another"}, "assistant_model is .* cannot serve; allowed: None"),
+    ({"assistant_early_exit": 2}, "assistant_early_exit is 2, .*; allowed: None"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3, .*; allowed: None"),
     ({"cache_implementation": "static"}, "is 'static', .*; allowed: None or 'dynamic'"),
     ({"prefill_chunk_size": 16}, "prefill_chunk_size is 16"),
     ({"guidance_scale": 1.5}, "guidance_scale is 1.5"),
     ({"use_cache": False}, "use_cache is False"),
     ({"output_attentions": True}, "output_attentions is True, .*; allowed: None or False"),
+    ({"token_type_ids": NOTHING}, "token_type_ids is 'Tensor', .*; allowed: None"),
     ({"generation_config": t.GenerationConfig(use_cache=False)}, "use_cache is False"),
     (
         {"attention_mask": batch(40)["attention_mask"].cumsum(1) < 30},
         "row 0 .* padding on the left",
     ),
+    ({"attention_mask": NOTHING}, "row 0 hides tokens .*, or all; allowed: padding on the left"),
 ]
 
 
@@ -187,28 +202,90 @@ def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line() -> None:
     model = tiny_model("llama")
     inputs = batch(40)
     with compress(model, "snapkv", **SMALL):
-        output = model.generate(**inputs, return_dict_in_generate=True)
-        past = output.past_key_values
+        past = model.generate(**inputs, return_dict_in_generate=True).past_key_values
         given = ({"past_key_values": past}, "40 tokens and past_key_values holds 51")
         for options, message in [*REFUSED, given]:
             with pytest.raises(UnsupportedGeneration, match=message) as error:
                 model.generate(**{**inputs, **options})
             assert "\n" not in str(error.value)
-        static = t.StaticCache(config=model.config, max_cache_len=64)
-        with torch.no_grad(), pytest.raises(UnsupportedGeneration, match="is a StaticCache"):
-            model(inputs["input_ids"], past_key_values=static)
-        with pytest.raises(UnsupportedGeneration, match=r"allowed: generate"):
-            model(inputs["input_ids"])
-        with pytest.raises(UnsupportedGeneration, match="one at a time"), compress(model, "exact"):
-            pass
-        with pytest.raises(UnsupportedGeneration, match="cannot be cropped; call generate again"):
-            past.crop(-12)
-        with pytest.raises(UnsupportedGeneration, match="a paged cache of its own"):
-            model.generate_batch([prompt_ids(9)])
         model.generate(**inputs)  # still works, and so it does outside
     model.generate(**inputs)
+
+
+def filled(model: Any, ids: torch.Tensor) -> t.DynamicCache:
+    """transformers' own cache, with something in it."""
+    cache = t.DynamicCache(config=model.config)
+    states = torch.zeros(1, 2, ids.shape[1], 16)
+    cache.update(states, states, 0)
+    return cache
+
+
+CALLS: list[tuple[Callable[[Any, torch.Tensor, Any], Any], str]] = [
+    # of a model, its ids and the cache of an earlier generation
+    (
+        lambda model, ids, past: model(
+            ids, past_key_values=t.StaticCache(config=model.config, max_cache_len=64)
+        ),
+        "is a StaticCache",
+    ),
+    (
+        lambda model, ids, past: model(ids, past_key_values=filled(model, ids)),
+        "DynamicCache that was not filled under compress",
+    ),
+    (
+        lambda model, ids, past: model(inputs_embeds=torch.zeros(1, 40, 64)),
+        "inputs_embeds without input_ids; allowed: input_ids",
+    ),
+    (
+        lambda model, ids, past: model(ids, attention_mask=torch.ones(1, 39)),
+        r"attention_mask has shape \(1, 39\); allowed: \(1, 40\), the prompt's",
+    ),
+    (
+        lambda model, ids, past: model(ids[:, :1].repeat(2, 1), past_key_values=past),
+        "the batch has 2 rows and the cache 1; allowed: as many",
+    ),
+    (lambda model, ids, past: model(ids, use_cache=False), "use_cache is False"),
+    (lambda model, ids, past: compress(model, "exact").__enter__(), "allowed: one at a time"),
+    (lambda model, ids, past: past.crop(-12), "cannot be cropped; call generate again"),
+    (
+        lambda model, ids, past: model.generate_batch([prompt_ids(9)]),
+        "generate_batch has a paged cache of its own",
+    ),
+]
+
+
+def test_calls_that_a_compressed_cache_cannot_serve_are_refused_in_one_line() -> None:
+    model = tiny_model("llama")
+    inputs = batch(40)
+    ids = inputs["input_ids"]
+    with compress(model, "snapkv", **SMALL):
+        output = model.generate(**inputs, return_dict_in_generate=True)
+        past = output.past_key_values
+        for call, message in CALLS:
+            with torch.no_grad(), pytest.raises(UnsupportedGeneration, match=message) as error:
+                call(model, ids, past)
+            assert "\n" not in str(error.value)
+        with pytest.raises(UnsupportedGeneration, match="does not keep gradients; allowed: gen"):
+            model(ids)
     with pytest.raises(UnsupportedGeneration, match="whose generation is over"):
         model.generate(output.sequences, past_key_values=past)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("snapkv", {"compress_after": "context"}, "generate does not know where the context of"),
+        ("kvzip", {}, "method 'kvzip' has the model repeat its prompt before it compresses"),
+    ],
+)
+def test_what_generate_cannot_say_is_left_to_read(
+    method: str, options: dict[str, Any], message: str
+) -> None:
+    model = tiny_model("llama")
+    refused = pytest.raises(UnsupportedGeneration, match=message)
+    with refused as error, compress(model, method, **SMALL, **options):
+        model.generate(**batch(40))
+    assert "allowed: session.read(context" in str(error.value)
 
 
 def test_models_that_cannot_be_compressed_are_refused() -> None:
@@ -218,6 +295,8 @@ def test_models_that_cannot_be_compressed_are_refused() -> None:
     ).eval()
     with torch.device("meta"):
         nothing = t.LlamaForCausalLM(tiny_model("llama").config)
+    both_ways = tiny_model("llama")
+    both_ways.config.use_bidirectional_attention = True
     encoder = t.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     wrongs: list[tuple[Any, str]] = [
         (t.T5ForConditionalGeneration(encoder), "encoder-decoder"),
@@ -225,6 +304,7 @@ def test_models_that_cannot_be_compressed_are_refused() -> None:
         (tiny_model("llama").model, "no language-model head"),
         (nothing, "LlamaForCausalLM lies on the device meta, which holds no weights"),
         (drops, "does not pass keyword"),
+        (both_ways, "attends both ways within its prompt; allowed: causal models"),
         (t.BloomForCausalLM(t.BloomConfig(vocab_size=9, hidden_size=8, n_head=2)), "Bloom"),
     ]
     for wrong, message in wrongs:

@@ -63,7 +63,7 @@ def recall(**options: Any) -> Any:
     return load("asset:recall_mini", **options)
 
 
-def hub_error(kind, status):
+def hub_error(kind: type[Exception], status: int) -> Exception:
     request = httpx.Request("GET", "https://hub.invalid/model")
     return kind("refused", response=httpx.Response(status, request=request))
 
@@ -78,7 +78,7 @@ def hub_error(kind, status):
     ],
 )
 def test_the_hubs_failures_are_one_line(monkeypatch, error, message):
-    def refuse(*arguments, **options):
+    def refuse(*arguments: Any, **options: Any) -> None:
         raise error
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
@@ -156,7 +156,7 @@ def test_a_base_model_gets_no_template_and_a_bos_where_its_tokenizer_puts_one():
     class WithBos:
         chat_template = None
 
-        def encode(self, text, add_special_tokens=True):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
             return ([1] if add_special_tokens else []) + [ord(c) for c in text]
 
     assert prompt_encoder(WithBos(), RECALL).prefix_ids == (1,)

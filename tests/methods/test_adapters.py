@@ -17,7 +17,7 @@ from support.method_layers import make_layer
 
 from kvbench.kv import KVError, LayerKV
 from kvbench.methods import build_method
-from kvbench.methods._adapters import find_rows, held_entries, scaled_queries
+from kvbench.methods._adapters import find_rows, locate_entries, scaled_queries
 from kvbench.methods.kvpress import ratio_for
 from kvbench.methods.minference import _module
 
@@ -80,7 +80,7 @@ def test_equal_rows_are_told_off_in_order() -> None:
     rows = torch.tensor([[[[1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [1.0, 2.0]]]])
     assert find_rows((rows[:, :, [3, 1, 0]],), (rows,)).tolist() == [[[0, 1, 2]]]
     layer = LayerKV(rows, rows, None, 0, 1, 1.0)
-    held = held_entries(rows[:, :, [2, 1]], rows[:, :, [2, 1]] * 2, layer)
+    held = locate_entries(rows[:, :, [2, 1]], rows[:, :, [2, 1]] * 2, layer)
     assert held.positions.tolist() == [[[0, 1]]], "values that were changed: found by the keys"
     assert held.values.tolist() == [[[[2.0, 4.0], [6.0, 8.0]]]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from kvbench.methods import build_method
 from kvbench.methods.attention_matching import Block, least_squares, match
 
 
-def options_of(case):
+def options_of(case: dict[str, Any]) -> dict[str, Any]:
     """A case's options by our names."""
     theirs = case["options"]
     low, high = theirs.get("nnls_lower_bound"), theirs.get("nnls_upper_bound")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from support.jobs import SMALL
 from support.tiny import prompt_ids, tiny_model
@@ -49,7 +51,7 @@ def test_draws_depend_on_seed_example_and_layer_only() -> None:
     model = tiny_model("llama", layers=2)
     model.set_attn_implementation("kvbench")
 
-    def kept(names, examples):
+    def kept(names: list[str], examples: list[Any]) -> dict[str, Any]:
         found = {}
         for example in examples:
             forks = [Fork(name, build_method(name), SMALL, 5, example, room=0) for name in names]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from support.golden import arrays_of, cases_of
 from support.jobs import Letters
 from support.tiny import prompt_ids, tiny_model
+from torch import Tensor
 
 from kvbench import compress
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
@@ -21,7 +24,7 @@ from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.engine.rescore import sequences
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import Budget, KVError, LayerKV, keep_all
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method, Repetition, Rescoring
 from kvbench.methods.kvzip import FIRST, FOLLOWING, largest_attention, threshold
@@ -38,7 +41,7 @@ def test_scores_and_choice_as_released(shared_file, name):
     layers, hkv, hq, n, d, sink = (case[k] for k in ("layers", "hkv", "hq", "n", "d", "sink"))
     g, digests = np.random.default_rng(case["seed"]), []
 
-    def drawn(*shape, scale=1.0):
+    def drawn(*shape: int, scale: float = 1.0) -> Tensor:
         array = g.standard_normal(shape, dtype=np.float32) * np.float32(scale)
         digests.append(hashlib.sha256(array.tobytes()).hexdigest())
         return torch.from_numpy(array)
@@ -64,7 +67,14 @@ def test_scores_and_choice_as_released(shared_file, name):
     np.testing.assert_array_equal(uniform, golden[f"kvzip_{name}_kept_uniform"])
 
 
-def read(method, ids, architecture="llama", budget=BUDGET, encoder=WORDS, others=()):
+def read(
+    method: Method,
+    ids: list[int],
+    architecture: str = "llama",
+    budget: Budget = BUDGET,
+    encoder: Any = WORDS,
+    others: Sequence[Method] = (),
+) -> tuple[Any, ...]:
     """A prefilled fork of the method, after the others."""
     model = tiny_model(architecture)
     forks = [Fork(f"o{i}", other, budget, 0, "x", room=0) for i, other in enumerate(others)]
@@ -74,7 +84,7 @@ def read(method, ids, architecture="llama", budget=BUDGET, encoder=WORDS, others
     return model, fork, start, forks
 
 
-def by_definition(model, ids, chunk, sink, encoder):
+def by_definition(model: Any, ids: list[int], chunk: int, sink: int, encoder: Any) -> list[Tensor]:
     """Scores of every layer by a forward pass over prompt and repetition together, in float64."""
     n, layers = len(ids), compressible_layers(model)
     scores = {layer: [] for layer in layers}
@@ -199,22 +209,22 @@ class Looks(Method):
     fails: bool = False
 
     @property
-    def rescoring(self):
+    def rescoring(self) -> Rescoring:
         return Rescoring(50)
 
-    def rescore(self, layer, repeated, budget):
+    def rescore(self, layer: LayerKV, repeated: Any, budget: Budget) -> None:
         if self.fails and layer.layer_index == 2:
             raise RuntimeError("not this layer")
         assert layer.queries is None
         layer.carried[f"{layer.layer_index} {repeated.start}"] = repeated.queries
 
-    def compress(self, layer, budget, generator):
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         assert len(layer.carried) == 4 * 3, (
             "every layer, every chunk, before the first is compressed"
         )
         return keep_all(layer)
 
-    def layer_capacity(self, budget, n, layer_index, num_layers):
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         return n
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
@@ -18,7 +19,7 @@ LISTED = {name for name, _ in (*VARIANTS, *OTHERS)}
 LABELS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 
 
-def composed(*overrides: str):
+def composed(*overrides: str) -> Any:
     with initialize_config_dir(str(CONF), version_base=None):
         return compose("config", overrides=list(overrides)).methods
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.golden import arrays_of, cases_of, checked
 from support.method_layers import attend, exact_capacity, run, walk_by_definition
+from torch import Tensor
 
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kv import Budget, LayerKV
@@ -17,16 +21,16 @@ from kvbench.methods import build_method
 
 
 @pytest.fixture
-def balance(shared_file):
+def balance(shared_file: Callable[[str], Path]) -> dict[str, Any]:
     return arrays_of(shared_file("golden/balancekv.npz"))
 
 
 @pytest.fixture
-def selection(shared_file):
+def selection(shared_file: Callable[[str], Path]) -> dict[str, Any]:
     return arrays_of(shared_file("golden/selection.npz"))
 
 
-def drawn(case, seed_key, **draws):
+def drawn(case: dict[str, Any], seed_key: str, **draws: Any) -> list[Tensor]:
     """Inputs of a case: of each name a shape and a scale, drawn in that order."""
     generator = np.random.default_rng(case[seed_key])
     arrays = {
@@ -36,7 +40,7 @@ def drawn(case, seed_key, **draws):
     return checked(case, **arrays)
 
 
-def balance_case(balance, name):
+def balance_case(balance: dict[str, Any], name: str) -> tuple[Any, ...]:
     config = cases_of(balance)[name]
     shape = (config["b"], config["h"], config["n"], config["d"])
     scales = {"key": (shape, config["key_scale"]), "value": (shape, config["value_scale"])}
@@ -49,7 +53,9 @@ def balance_case(balance, name):
     return config, method, keys, values if config["use_value"] else None, uniforms
 
 
-def signs_of(config, method, keys, values, uniforms):
+def signs_of(
+    config: dict[str, Any], method: Any, keys: Tensor, values: Tensor | None, uniforms: Tensor
+) -> Tensor:
     """Signs of the first halving, token by token."""
     batch, heads, n, dim = keys.shape
     blocks, b = uniforms.shape[2:]
@@ -137,7 +143,7 @@ def test_balancekv_decode(balance):
     np.testing.assert_allclose(exact.numpy(), balance["decode_out_uncompressed"], atol=1e-5)
 
 
-def selected(selection, kind):
+def selected(selection: dict[str, Any], kind: str) -> Iterator[tuple[dict[str, Any], LayerKV]]:
     """Of a kind of cases each one's name, itself, and its layer at an index."""
     found = [c for c in cases_of(selection, "cases_json").values() if c["kind"] == kind]
     assert found

@@ -10,7 +10,9 @@ import torch
 from support.jobs import make_job
 from support.method_layers import make_layer, run
 from support.tiny import prompt_ids, tiny_model
+from torch import Tensor
 
+from kvbench.engine.attention import LayerCall
 from kvbench.engine.prefill import forward_rows
 from kvbench.engine.scoring import masked_pass_cache, read, score
 from kvbench.kv import Budget, KVError
@@ -95,7 +97,7 @@ def test_released_semantics_score_one_masked_pass(architecture, semantics):
     rule = semantics.removeprefix("released_")
 
     class Masked:
-        def attend(self, call):
+        def attend(self, call: LayerCall) -> Tensor:
             group = call.query.shape[1] // call.key.shape[1]
             key, value = (x.repeat_interleave(group, 1) for x in (call.key, call.value))
             seen = released_mask(call.query[0], key[0], rule, 0.2, 0.2, call.scaling)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import step
 from support.method_layers import attend, make_layer, run
+from torch import Tensor
 
 from kvbench.engine.cache import cache_of
 from kvbench.engine.guard import check_held
@@ -31,7 +34,16 @@ from kvbench.methods.subgen_streaming import SubGenStream
 # -- SubGen, Algorithm 1 -------------------------------------------------------------------------
 
 
-def read(keys, values, delta, t, s, seed=0, blocks=(BLOCK,), most=None):
+def read(
+    keys: Tensor,
+    values: Tensor,
+    delta: float,
+    t: int,
+    s: int,
+    seed: int = 0,
+    blocks: Sequence[int] = (BLOCK,),
+    most: int | None = None,
+) -> tuple[SubGenStream, Tensor]:
     """A stream after all of keys, values [heads, n, dim], read in blocks of these sizes in turn, and the
     draws it was given, [n, heads, t + s]."""
     heads, n, dim = keys.shape
@@ -46,7 +58,7 @@ def read(keys, values, delta, t, s, seed=0, blocks=(BLOCK,), most=None):
             return stream, draws
 
 
-def data(heads, n, dim, seed=0, scale=1.0):
+def data(heads: int, n: int, dim: int, seed: int = 0, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return (
         scale * torch.randn(heads, n, dim, generator=generator),
@@ -107,16 +119,26 @@ def test_subgen_stream_is_the_algorithm(heads, n, dim, delta, t, s, seed, blocks
         assert float(stream.mu[head]) == pytest.approx(mu)
         representatives = stream.found.points[head, :m]
         assert torch.equal(representatives, torch.stack([c["key"] for c in clusters]))
-        apart = torch.cdist(representatives.double(), representatives.double())
-        apart.fill_diagonal_(math.inf)
-        assert apart.min() > delta * (1 - 1e-6)
-        if most is not None:
-            assert m <= most
-            continue
-        covered = torch.cdist(keys[head].double(), representatives.double()).amin(1)
-        assert covered.max() <= delta * (1 + 1e-6) + 1e-6
-        held = stream.denominator()[0][head]
-        assert (held >= 0).sum() + s <= m * t + s
+        check_cover(stream, head, keys[head], delta, most)
+
+
+def check_cover(
+    stream: SubGenStream, head: int, keys: Tensor, delta: float, most: int | None
+) -> None:
+    """Representatives lie more than delta apart, and within delta of every key if there may be as many
+    as that takes."""
+    m = int(stream.found.clusters[head])
+    representatives = stream.found.points[head, :m].double()
+    apart = torch.cdist(representatives, representatives)
+    apart.fill_diagonal_(math.inf)
+    assert apart.min() > delta * (1 - 1e-6)
+    if most is not None:
+        assert m <= most
+        return
+    covered = torch.cdist(keys.double(), representatives).amin(1)
+    assert covered.max() <= delta * (1 + 1e-6) + 1e-6
+    held = stream.denominator()[0][head]
+    assert (held >= 0).sum() <= m * stream.slots.shape[-1]
 
 
 def test_subgen_stream_is_unbiased():
@@ -127,7 +149,7 @@ def test_subgen_stream_is_unbiased():
     assert 1 < int(stream.found.clusters[0]) < n / 2
     exponentials = (keys[0] @ torch.tensor([0.7, -1.0, 0.4])).exp().double()
 
-    def sums(sample, values):
+    def sums(sample: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
         positions = sample[0].clamp(min=0)
         terms = sample[1].exp().double() * exponentials[positions]
         return (terms.unsqueeze(-1) * values[positions]).sum(1)
@@ -217,7 +239,9 @@ def test_softmax_balance_is_the_walk_on_its_kernel(n, with_values, exact_half, s
     assert added == larger[len(larger) - len(added) :]
 
 
-def structure(t, n, seed=0, bound=50.0, with_values=True, **options):
+def structure(
+    t: int, n: int, seed: int = 0, bound: float = 50.0, with_values: bool = True, **options: Any
+) -> MergeAndReduce:
     keys, values = (part[0] for part in data(1, n, 3, seed, scale=0.4))
     radii = float(keys.norm(dim=1).max()) * 1.001, float(values.norm(dim=1).max())
     options = BalanceKVStreaming(**options)
@@ -245,9 +269,8 @@ def test_merge_and_reduce_invariants(half, n, halve, seed):
         assert all(size <= half for size in sizes[1:]), "a level after 0 rests at t / 2 at most"
         assert len(sizes) <= 1 + max(1, tree.seen // t).bit_length()
         assert sum(sizes) <= tree.seen % t + half * (tree.seen // t).bit_count()
-        for level, size in enumerate(sizes[1:], 1):
-            if size:
-                assert tree.batches >> (level - 1) & 1
+        filled = [level for level, size in enumerate(sizes[1:]) if size]
+        assert all(tree.batches >> level & 1 for level in filled)
         places, weights = tree.sample()
         assert len(set(places.tolist())) == len(places)
         total = float(weights.exp().sum())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from support.attention import step
 from support.golden import arrays_of, cases_of, checked
 from support.method_layers import attend, make_layer, rotary, run
 from support.tiny import prompt_ids, tiny_model
+from torch import Tensor
 
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.costs import ExactBytes
@@ -20,23 +24,24 @@ from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.adakv import best_of_all_heads
+from kvbench.methods.base import Method
 from kvbench.methods.expected_attention import mean_rotation, plain_queries
 from kvbench.methods.rkv import redundancy
 
 
 @pytest.fixture
-def golden(shared_file):
+def golden(shared_file: Callable[[str], Path]) -> dict[str, Any]:
     return arrays_of(shared_file("golden/next/scores.npz"))
 
 
-def rotated(queries, table):
+def rotated(queries: Tensor, table: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
     cos, sin = table(torch.arange(queries.shape[2]))
     half = queries.shape[-1] // 2
     turned = torch.cat([-queries[..., half:], queries[..., :half]], dim=-1)
     return (queries.double() * cos + turned.double() * sin).float()
 
 
-def expected(golden, case):
+def expected(golden: Any, case: dict[str, Any]) -> tuple[LayerKV, Method]:
     hkv, hq, n, d = (case[k] for k in ("hkv", "hq", "n", "d"))
     g = np.random.default_rng(case["seed"])
     q = g.standard_normal((1, n, hq, d), dtype=np.float32)
@@ -103,7 +108,10 @@ def test_pages_by_definition(shared_file):
         for tokens in ("max", "mean"):
             for heads in ("mean", "max"):
                 method = build_method("pages", tokens=tokens, heads=heads)
-                assert method.choose(scores, budget)[0].tolist() == case[f"{tokens}_{heads}"]
+                assert (
+                    method.choose(scores, budget, budget.capacity(scores.shape[2]))[0].tolist()
+                    == case[f"{tokens}_{heads}"]
+                )
         layer = make_layer(n, kv_heads=hkv)
         kept = run(build_method("pages"), layer, budget)
         assert kept.positions.shape[2] <= case["capacity"]
@@ -116,7 +124,7 @@ def test_queries_are_turned_back_whatever_the_length_of_the_rotation():
     assert plain_queries(half).dtype == torch.float32
     for length in (1.0, 1.3):
 
-        def longer(at, length=length):
+        def longer(at: Tensor, length: float = length) -> tuple[Tensor, Tensor]:
             cos, sin = table(at)
             return length * cos, length * sin
 
@@ -142,8 +150,8 @@ def test_the_best_of_all_heads_by_sorting():
 def test_a_budget_that_pages_ask_for_is_enough():
     method, budget = build_method("pages", size=8), Budget(size=20, sink=9, window=9)
     with pytest.raises(KVError, match=r"take 4 pages of 8 .* a budget of at least 32 entries"):
-        method.choose(torch.rand(1, 2, 128), budget)
-    assert method.choose(torch.rand(1, 2, 128), replace(budget, size=32))[0].tolist() == [
+        method.choose(torch.rand(1, 2, 128), budget, budget.capacity(128))
+    assert method.choose(torch.rand(1, 2, 128), replace(budget, size=32), 32)[0].tolist() == [
         0,
         1,
         14,

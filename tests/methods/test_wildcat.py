@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +11,15 @@ import torch
 from scipy import stats
 from support.golden import arrays_of, assert_near, cases_of, checked
 from support.method_layers import attend, make_layer, run
+from torch import Tensor
 
 from kvbench.kernels.pivoted_cholesky import GRAM_LIMIT, Gaussian, nystroem, pivoted_cholesky
-from kvbench.kv import Budget, LayerKV
+from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.wildcat import Bins
 
 
-def layer_of(keys, values, scaling=None):
+def layer_of(keys: Tensor, values: Tensor, scaling: float | None = None) -> LayerKV:
     return LayerKV(keys, values, None, 0, 1, scaling or keys.shape[-1] ** -0.5)
 
 
@@ -40,20 +42,24 @@ def test_one_bin_as_released(shared_file):
         tau2 = method.tau2(keys.norm(dim=-1).amax(-1), torch.full((bins,), n), case["scale"])
         np.testing.assert_allclose(tau2, golden[f"{name}_tau2"], rtol=1e-6)
         plan = Bins(tuple(n * b for b in range(bins + 1)), (r,) * bins)
-        made = method.coreset(keys[None], values[None], uniforms[:, None], plan, layer)
+        pivots, numerators = method.coreset(
+            keys[None], values[None], uniforms[:, None], plan, layer
+        )
         first = torch.tensor(plan.edges[:-1])[:, None]
-        np.testing.assert_array_equal(made.pivots[0] - first, golden[f"{name}_idx"])
-        assert made.found.all()
-        assert not made.shifts.any()
+        np.testing.assert_array_equal(pivots.places[0] - first, golden[f"{name}_idx"])
+        assert pivots.present.all()
+        assert not pivots.shifts.any()
         for part, wanted, key in (
-            (made.numerators, "values", "values"),
-            (made.denominators, "weights", "weights64"),
+            (numerators, "values", "values"),
+            (pivots.denominators, "weights", "weights64"),
         ):
             near = max(1e-5, 20 * case[f"released_float32_rel_err_{wanted}"])
             assert_near(part[0], golden[f"{name}_{key}"], near)
 
 
-def whole_heads(file, case, draws, shift):
+def whole_heads(
+    file: dict[str, Any], case: dict[str, Any], draws: Any, shift: Any
+) -> tuple[Any, ...]:
     """A case's layer, its budget, its uniforms, and a check of what was kept of it."""
     b, hkv, hq, n, d = (case[k] for k in ("b", "hkv", "hq", "n", "d"))
     g = np.random.default_rng(case["seed"])
@@ -66,7 +72,7 @@ def whole_heads(file, case, draws, shift):
     assert all(f"{part}_sha256" in case for part in ("keys", "values", "uniforms"))
     keys, values, query, uniforms = checked(case, **inputs)
 
-    def check(kept):
+    def check(kept: CompressedKV) -> None:
         name = case["name"]
         np.testing.assert_array_equal(kept.positions, file[f"{name}_idx"])
         assert_near(kept.values, file[f"{name}_values"], 2e-5)
@@ -114,7 +120,7 @@ def test_even_bins(shared_file):
 # -- its mathematics ---------------------------------------------------------------------------
 
 
-def factored(keys, steps, seed=0):
+def factored(keys: Tensor, steps: int, seed: int = 0) -> Any:
     uniforms = torch.rand(steps, *keys.shape[:2], generator=torch.Generator().manual_seed(seed))
     return pivoted_cholesky(Gaussian(keys), uniforms, None, None)
 
@@ -267,7 +273,7 @@ def test_what_rounding_leaves_of_a_key_is_no_pivot():
     """Processors round products differently: of a key that equals a pivot up to 2e-7 may be left."""
 
     class Rounded(Gaussian):
-        def row(self, pivots):
+        def row(self, pivots: Tensor) -> Tensor:
             exact = super().row(pivots)
             noise = torch.rand(exact.shape, generator=torch.Generator().manual_seed(3)) - 0.5
             return exact + 4e-7 * noise

@@ -85,31 +85,41 @@ def test_slopes_targets_and_factors() -> None:
     assert SCRIPT["compared"](values, asked)["1.25 b"].iloc[:, 0].tolist() == [1.5, 2.5]
 
 
-def test_the_worst_comparison_decides_and_what_no_model_can_do_says_nothing() -> None:
-    runs = {"here": rows({"1": 1, "2": 1}), "later": rows({"1": -1, "2": -1})}
-    once = SIDES | {"run": "here"}
+RUNS = {"here": rows({"1": 1, "2": 1}), "later": rows({"1": -1, "2": -1})}
+ONCE = SIDES | {"run": "here"}
+
+
+def decided(*comparisons: dict[str, Any], runs: dict[str, Any] = RUNS) -> list[dict[str, Any]]:
+    """What a claim's comparisons say of the runs."""
     about = {"id": "X", "place": "p", "stated": "s", "measure": "as stated", "claim": "c"}
-    claim = about | {"comparisons": [once, once | {"by": -5}]}
-    found = SCRIPT["decided"](claim, runs)
+    return SCRIPT["decided"](about | {"comparisons": list(comparisons)}, runs)
+
+
+def test_the_worst_comparison_decides() -> None:
+    found = decided(ONCE, ONCE | {"by": -5})
     assert [row["result"] for row in found] == ["holds", "fails"]
     assert [row["decides"] for row in found] == [False, True]
     assert {row["verdict"] for row in found} == {"fails"}
-    less = once | {"minus": "later"}
-    (row,) = SCRIPT["decided"](claim | {"comparisons": [less]}, runs)
+    (row,) = decided(ONCE | {"minus": "later"})
     assert row["difference"] == pytest.approx(-2, abs=0.1)
-    unable = once | {"able": "b"}  # whose mean is about 0
-    found = SCRIPT["decided"](claim | {"comparisons": [once, unable]}, runs)
+
+
+def test_what_no_model_can_do_says_nothing() -> None:
+    found = decided(ONCE, ONCE | {"able": "b"})  # whose mean is about 0
     assert found[0]["verdict"] == "holds"
     assert found[1]["result"] == SCRIPT["UNABLE"]
-    alike = {"here": runs["here"].assign(prediction="p", example_id=np.arange(96) // 2)}
-    (row,) = SCRIPT["decided"](claim | {"comparisons": [once | {"unlike": "b"}]}, alike)
+    alike = {"here": RUNS["here"].assign(prediction="p", example_id=np.arange(96) // 2)}
+    (row,) = decided(ONCE | {"unlike": "b"}, runs=alike)
     assert row["verdict"] == "needs a model on which a differs from b"
+
+
+def test_intervals_of_several_comparisons_are_of_one_family() -> None:
     noisy = {"here": rows({"1": 1, "2": 1}, spread=1), "later": rows({"1": 1, "2": 1}, spread=3)}
     widths = []
-    for among in ([once], [once, once | {"run": "later"}]):
-        one = SCRIPT["decided"](claim | {"comparisons": among}, noisy)[0]
+    for among in ([ONCE], [ONCE, ONCE | {"run": "later"}]):
+        one = decided(*among, runs=noisy)[0]
         widths.append(one["difference_high"] - one["difference_low"])
-    assert widths[0] < widths[1] < 1.5 * widths[0]  # intervals of one family
+    assert widths[0] < widths[1] < 1.5 * widths[0]
     assert one["comparison"] == "here, score: a - b"
 
 

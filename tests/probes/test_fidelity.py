@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from support.golden import golden_model
 from support.jobs import Echo, records_of
 from support.probing import probe_job
 from support.tiny import Broken, prompt_ids, tiny_model
+from torch import Tensor
 
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.scoring import read, score
-from kvbench.kv import Budget, KVError, gather_entries
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.probes import fidelity
@@ -31,7 +33,7 @@ class Kept(Method):
 
     kept: tuple = ()
 
-    def compress(self, layer, budget, generator):
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         return gather_entries(layer, torch.tensor([self.kept[layer.layer_index]]))
 
 
@@ -58,7 +60,7 @@ def test_golden(shared_file):
                 assert getattr(found[label], name) == pytest.approx(want[name], abs=2e-4)
 
 
-def brute_force(model, ids, continuation, hidden):
+def brute_force(model: Any, ids: list[int], continuation: list[int], hidden: Any) -> Tensor:
     """Logits of the rows that count, from one pass of eager attention in which rows from the last
     prompt token on do not see the positions `hidden`."""
     n, m = len(ids), len(continuation)
@@ -152,10 +154,16 @@ def test_records_hold_the_definition(tmp_path):
         assert record["tokens 3–4"] == pytest.approx(sum(kl[2:4]) / 2, rel=1e-4)
         assert record["compressed_tokens"] == record["prompt_tokens"] - 1
         assert record["perplexity_ratio"] == pytest.approx(math.exp(record["difference"]))
-        first = record["per_token"]["agree"].index(0) if record["agreement"] < 1 else None
-        assert record["diverges_at"] == (None if first is None else first + 1)
+        check_first_difference(record)
     assert all(r["score"] < 1e-6 and r["diverges_at"] is None for r in records["exact"])
     assert run_job(probe_job(tmp_path, probe, methods)).written == 0
+
+
+def check_first_difference(record: dict[str, Any]) -> None:
+    """`diverges_at` counts from 1, and is of the first token that is not the exact model's."""
+    agree = record["per_token"]["agree"]
+    assert record["agreement"] == pytest.approx(sum(agree) / len(agree))
+    assert record["diverges_at"] == (agree.index(0) + 1 if 0 in agree else None)
 
 
 def test_running_text_contexts_and_given_answers(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from support.jobs import Echo, records_of
 from support.probing import METHODS, SYNTHETIC, probe_job
 
 from kvbench.engine.fork import layer_generator
-from kvbench.kv import Budget, KVError, keep_all
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.probes.layer_error import LayerError, estimate, relative_errors
 from kvbench.run.runner import run_job
@@ -56,13 +57,13 @@ def test_one_record_per_prompt_layer_rate_seed_and_method(tmp_path):
     assert run_job(probe_job(tmp_path, probe)).written == 0
 
 
-def softmax(logits):
+def softmax(logits: np.ndarray) -> np.ndarray:
     """Of a numpy vector, in its own precision."""
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
 
 
-def attention_sums(layer, queries):
+def attention_sums(layer: LayerKV, queries: Any) -> np.ndarray:
     """Column sums of causal attention of the query positions given, [heads, n], in float64."""
     q, k = layer.queries[0].double().numpy(), layer.keys[0].double().numpy()
     sums = np.zeros((len(q), layer.n))
@@ -73,7 +74,9 @@ def attention_sums(layer, queries):
     return sums
 
 
-def choice_by_definition(method, layer, shown, exact, capacity):
+def choice_by_definition(
+    method: str, layer: LayerKV, shown: Any, exact: int, capacity: int
+) -> list[list[int]]:
     """Positions that H2O, SnapKV (kernel_size=1) or StreamingLLM keep for each KV head."""
     n = layer.n
     recent = {"h2o": capacity - capacity // 2, "snapkv": exact, "streaming_llm": capacity - exact}
@@ -86,7 +89,7 @@ def choice_by_definition(method, layer, shown, exact, capacity):
     return [[*sorted(b.tolist()), *window] for b in best]
 
 
-def errors_by_definition(layer, kept, exact):
+def errors_by_definition(layer: LayerKV, kept: CompressedKV, exact: int) -> dict[str, float]:
     """The three relative errors of the last `exact` queries, by loops over heads and queries."""
     q, k, v = (x[0].double().numpy() for x in (layer.queries, layer.keys, layer.values))
     each, clamped, squares, norms = [], [], 0.0, 0.0
@@ -171,10 +174,10 @@ def test_methods_that_share_a_budget_out_hold_the_same_at_the_layers_probed(
 class Heavy(type(METHODS["uniform"])):
     """Holds more than the others at any budget."""
 
-    def layer_capacity(self, budget, n, layer_index, num_layers):
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         return min(n, 2 * budget.capacity(n) + 100)
 
-    def compress(self, layer, budget, generator):
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         return keep_all(layer)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from kvbench.methods import build_method
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.probes.stream import Stream
 from kvbench.probes.streaming_ppl import streaming_nll
-from kvbench.run.runner import run_job
+from kvbench.run.runner import Job, run_job
 from kvbench.tasks.base import TaskError
 
 
@@ -70,7 +72,7 @@ def test_texts_longer_than_the_model_in_flat_memory():
 class Engine(StreamingLLM):
     """StreamingLLM by its own eviction, not as the band that it is."""
 
-    def reading(self, budget):
+    def reading(self, budget: Budget) -> None:
         return None
 
 
@@ -151,14 +153,14 @@ def test_a_window_that_is_recomputed_is_a_method():
 SMALL_SIZE = Budget(size=16, sink=3, window=0)
 
 
-def stream_job(tmp_path, probe, methods):
+def stream_job(tmp_path: Path, probe: Any, methods: dict[str, Any]) -> Job:
     job = probe_job(tmp_path, probe, methods, task="stream")
     return replace(
         job, methods={label: (method, SMALL_SIZE) for label, (method, _) in job.methods.items()}
     )
 
 
-def files(tmp_path):
+def files(tmp_path: Path) -> str:
     (tmp_path / "a.txt").write_text("a stitch in time saves nine " * 5)
     (tmp_path / "b.txt").write_text("the early bird catches the worm " * 3)
     return str(tmp_path / "*.txt")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from support.jobs import SMALL, make_job, records_of
+from torch import Tensor
 
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
@@ -15,7 +18,7 @@ from kvbench.engine import rows as engine_rows
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.probes.throughput import Throughput, largest_batch
-from kvbench.run.runner import run_job
+from kvbench.run.runner import Job, run_job
 from kvbench.tasks.base import TaskError
 
 METHODS = {name: build_method(name) for name in ("h2o", "exact", "balancekv")}
@@ -23,13 +26,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _no_collection(monkeypatch):
+def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collecting garbage takes longer than everything else here."""
     for module in ("probes.throughput", "run.batching"):
         monkeypatch.setattr(f"kvbench.{module}.free_memory", lambda device: None)
 
 
-def job(tmp_path, probe, methods=METHODS):
+def job(tmp_path: Path, probe: Any, methods: dict[str, Any] = METHODS) -> Job:
     return make_job(tmp_path, methods, plan=probe)
 
 
@@ -49,22 +52,27 @@ def test_a_batch_is_measured_as_a_whole_and_prefilled_once_per_run(tmp_path):
     assert {len(rows) for rows in records.values()} == {2 * 2 * 2}
     for label, rows in records.items():
         for row, exact in zip(rows, records["exact"], strict=True):
-            total = row["prefill_s"] + row["compress_s"] + row["decode_s"]
-            assert row["latency_s"] == pytest.approx(total)
-            assert row["tokens_per_s"] == row["score"] == pytest.approx(4 * row["batch"] / total)
-            decoded = 3 * row["batch"] / row["decode_s"]  # the first token comes from the prefill
-            assert row["decode_tokens_per_s"] == pytest.approx(decoded)
-            assert str(row["batch"]) == row["asked_batch"]
+            check_speeds(row, exact)
             size = replace(SMALL, rate=row["asked_rate"]).capacity(60)
             assert row["entries"]["max"] == (60 if label == "exact" else size)
-            assert row["speedup"] == pytest.approx(row["tokens_per_s"] / exact["tokens_per_s"])
-            prefill = row["prefill_compress_s"] / exact["prefill_compress_s"]
-            assert row["prefill_ratio"] == pytest.approx(prefill)
+            assert str(row["batch"]) == row["asked_batch"]
             assert row["peak_bytes"] > 0
     by_batch = {r["batch"]: r for r in records["h2o"] if r["asked_rate"] == 0.2}
     for name in ("cache_bytes", "exact_bytes"):
         assert by_batch[3][name] == 3 * by_batch[1][name]
     assert by_batch[3]["ratio"] == by_batch[1]["ratio"] < 0.6
+
+
+def check_speeds(row: dict[str, Any], exact: dict[str, Any]) -> None:
+    """Rates of 4 new tokens a row are of the seconds; comparisons are with the exact cache."""
+    total = row["prefill_s"] + row["compress_s"] + row["decode_s"]
+    assert row["latency_s"] == pytest.approx(total)
+    assert row["tokens_per_s"] == row["score"] == pytest.approx(4 * row["batch"] / total)
+    decoded = 3 * row["batch"] / row["decode_s"]  # the first token comes from the prefill
+    assert row["decode_tokens_per_s"] == pytest.approx(decoded)
+    assert row["speedup"] == pytest.approx(row["tokens_per_s"] / exact["tokens_per_s"])
+    prefill = row["prefill_compress_s"] / exact["prefill_compress_s"]
+    assert row["prefill_ratio"] == pytest.approx(prefill)
 
 
 def test_transformers_own_decoding_is_measured_beside_exact(tmp_path):
@@ -86,13 +94,13 @@ def test_the_largest_batch_is_found_and_a_length_that_does_not_fit_stops_no_othe
     """300 entries fit in the first layer, and of exact caches no prompt of more than 100 tokens."""
     forward, prefill = engine_rows.forward, engine.prefill
 
-    def short_forward(model, ids, positions, state):
+    def short_forward(model: Any, ids: Tensor, positions: Tensor, state: Any) -> Any:
         forks = getattr(state, "forks", [])
         if ids.shape[1] == 1 and sum(fork.layers[0].store.length for fork in forks) > 300:
             raise torch.OutOfMemoryError("CUDA out of memory: entries")
         return forward(model, ids, positions, state)
 
-    def short_prefill(model, ids, forks, **options):
+    def short_prefill(model: Any, ids: list[int], forks: list[Any], **options: Any) -> Any:
         if len(ids) > 100 and forks[0].label == "exact":
             raise torch.OutOfMemoryError("CUDA out of memory: the cache")
         return prefill(model, ids, forks, **options)
@@ -117,7 +125,7 @@ def test_the_largest_batch_is_found_and_a_length_that_does_not_fit_stops_no_othe
 def test_the_largest_batch_is_within_a_sixteenth(room, most, want):
     tried = []
 
-    def trial(batch):
+    def trial(batch: int) -> None:
         tried.append(batch)
         if batch > room:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -16,7 +16,7 @@ from kvbench.engine import memory
 from kvbench.engine import rows as engine_rows
 from kvbench.records.read import load_run
 from kvbench.run import batching
-from kvbench.run.batching import AUTO_MOST, Runner
+from kvbench.run.batching import LARGEST_AUTO_GROUP, Runner
 from kvbench.run.plan import Outcome, Plan, Unit
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import Example, PromptEncoder
@@ -167,7 +167,7 @@ def test_a_unit_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Pa
 
 SIZES: list[tuple[Any, int, int | None, list[int]]] = [
     ("auto", 40, 8, [1, 2, 4, 8, 8, 8, 8, 1]),  # 10 + 8 * 8 fits in 85 of 100, 16 units would not
-    ("auto", 200, 0, [1, 2, 4, 8, 16, 32, AUTO_MOST, AUTO_MOST, 9]),
+    ("auto", 200, 0, [1, 2, 4, 8, 16, 32, LARGEST_AUTO_GROUP, LARGEST_AUTO_GROUP, 9]),
     ("auto", 3, 60, [1, 1, 1]),
     ("auto", 3, None, [1, 1, 1]),  # memory cannot be measured: nothing is risked
     (4, 9, 8, [4, 4, 1]),

@@ -65,7 +65,6 @@ def plain(folder: Path) -> list[dict[str, object]]:
 
 
 def test_shards_together_are_the_run_that_was_not_split(tmp_path: Path) -> None:
-    """Another count of shards, or none, goes on where they ended."""
     expected = run_job(make_job(tmp_path / "whole"))
     assert expected.complete
     jobs = [make_job(tmp_path / "split", shard=shard) for shard in shards(3)]
@@ -80,6 +79,10 @@ def test_shards_together_are_the_run_that_was_not_split(tmp_path: Path) -> None:
         manifest = load_run(folder).manifest
         starts = [*manifest["earlier_starts"], manifest]
         assert [start["shard"] for start in starts] == ["1/3", "2/3", "3/3"]
+
+
+def test_another_count_of_shards_or_none_goes_on_where_they_ended(tmp_path: Path) -> None:
+    expected = run_job(make_job(tmp_path / "whole"))
     first = run_job(make_job(tmp_path / "more", shard=Shard(1, 2)))
     rest = run_job(make_job(tmp_path / "more"))
     assert expected.written == first.written + rest.written

@@ -65,25 +65,28 @@ def test_terminated_killed_interrupted_the_next_start_goes_on(
     server: ForkServer, tmp_path: Path, undisturbed: Records
 ) -> None:
     """One run, stopped in three ways, one start after the other."""
-    child = server.kvbench(tmp_path, *JOB)
-    wait_for_records(tmp_path, child, 3)
-    child.signal(signal.SIGTERM)
-    assert child.wait() == 143
+    child = stopped(server, tmp_path, signal.SIGTERM, after=3, status=143)
     assert one_line(child) == f"terminated; {GOES_ON}"
     (done,) = {len(rows) for rows in rows_below(tmp_path).values()}
     assert 2 <= done < EXAMPLES, "an example that was begun is finished with every method"
     assert rows_below(tmp_path) == first_of_each(undisturbed, done)
     for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
         before = sum(map(len, rows_below(tmp_path).values()))
-        child = server.kvbench(tmp_path, *JOB)
-        wait_for_records(tmp_path, child, before + 5)
-        child.signal(number)
-        assert child.wait() == status
+        child = stopped(server, tmp_path, number, after=before + 5, status=status)
     assert one_line(child) == f"interrupted; {GOES_ON}"
     assert not (tmp_path / PAGE).exists(), "nobody waited for a page"
     assert server.kvbench(tmp_path, *JOB).wait() == 0
     assert rows_below(tmp_path) == undisturbed
     assert (tmp_path / PAGE).exists()
+
+
+def stopped(server: ForkServer, folder: Path, number: int, *, after: int, status: int) -> Child:
+    """The job, begun and stopped by a signal when so many records are there."""
+    child = server.kvbench(folder, *JOB)
+    wait_for_records(folder, child, after)
+    child.signal(number)
+    assert child.wait() == status
+    return child
 
 
 @pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall
 
 
-def draw(heads, kv_heads, dim, value_dim, lengths, reserved, dtype=torch.float32, weighted=True):
+def draw(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    lengths: Sequence[int],
+    reserved: Any,
+    dtype: torch.dtype = torch.float32,
+    weighted: bool = True,
+) -> Any:
     generator = torch.Generator().manual_seed(sum(lengths))
 
     def normal(*shape: int) -> Tensor:
@@ -28,7 +40,15 @@ def draw(heads, kv_heads, dim, value_dim, lengths, reserved, dtype=torch.float32
     return query, keys, values, weights
 
 
-def by_definition(query, keys, values, weights, lengths, scaling, softcap=None):
+def by_definition(
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    weights: Any,
+    lengths: Sequence[int],
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
     out, mass = [], []
     longest = max(key.shape[1] for key in keys)
     for q, key, value, weight, n in zip(query, keys, values, weights, lengths, strict=True):
@@ -47,7 +67,15 @@ def by_definition(query, keys, values, weights, lengths, scaling, softcap=None):
     return torch.stack(out), torch.stack(mass)
 
 
-def step(cache, query, key, value, positions, scaling, softcap=None):
+def step(
+    cache: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+) -> Any:
     """`LayerCache.step` of tensors [heads, t, d]."""
     call = LayerCall(0, query[None], key[None], value[None], scaling, softcap)
     return cache.step(call, positions)

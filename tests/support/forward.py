@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvbench.engine.generate import run_forks
@@ -11,7 +13,7 @@ from kvbench.kv import Budget
 SMALL = Budget(rate=0.25, sink=4, window=4)
 
 
-def reference(model, ids, new_tokens):
+def reference(model: Any, ids: list[int], new_tokens: int) -> list[int]:
     tokens = torch.tensor([ids])
     out = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new_tokens, do_sample=False
@@ -19,7 +21,15 @@ def reference(model, ids, new_tokens):
     return out[0, len(ids) :].tolist()
 
 
-def generate(model, ids, methods, *, split=None, new_tokens=16, **kwargs):
+def generate(
+    model: Any,
+    ids: list[int],
+    methods: dict[str, Any],
+    *,
+    split: int | None = None,
+    new_tokens: int = 16,
+    **kwargs: Any,
+) -> Any:
     split = len(ids) - 10 if split is None else split
     stopping = kwargs.pop("stopping", Stopping(new_tokens))
     return run_forks(

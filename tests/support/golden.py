@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers as t
+from torch import Tensor
 
 from kvbench.engine.attention import register
 
 
-def golden_model(golden):
+def golden_model(golden: Any) -> Any:
     """The model that fidelity and streaming perplexity were computed with."""
     register()
     config = t.LlamaConfig(**golden["config"])
@@ -31,18 +34,18 @@ def golden_model(golden):
     return model
 
 
-def arrays_of(path):
+def arrays_of(path: Path) -> dict[str, Any]:
     """A file's arrays by name."""
     with np.load(path, allow_pickle=False) as file:
         return dict(file)
 
 
-def cases_of(golden, listing="configs_json"):
+def cases_of(golden: Any, listing: str = "configs_json") -> dict[str, Any]:
     """The cases that a file lists, by name."""
     return {case["name"]: case for case in json.loads(str(golden[listing]))}
 
 
-def checked(case, **arrays):
+def checked(case: dict[str, Any], **arrays: np.ndarray) -> list[Tensor]:
     """The inputs of a case, redrawn; their hashes tell when the generator has changed."""
     for name, array in arrays.items():
         digest = case.get(f"{name}_sha256")
@@ -50,7 +53,7 @@ def checked(case, **arrays):
     return [torch.from_numpy(array) for array in arrays.values()]
 
 
-def assert_near(found, wanted, tolerance):
+def assert_near(found: Tensor, wanted: Any, tolerance: float) -> None:
     """Equal to within a share of the largest value."""
     wanted = torch.from_numpy(np.asarray(wanted)).double()
     assert float((found.double() - wanted).abs().max() / wanted.abs().max()) <= tolerance

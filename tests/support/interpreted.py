@@ -6,6 +6,7 @@ conftest.py sets TRITON_INTERPRET=1 before anything imports triton. `DEVICE` is 
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -22,19 +23,19 @@ def _mend_interpreter() -> None:
 
     patch = interpreter._patch_lang_tensor
 
-    def patch_and_mend(tensor, scope):
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     dot = interpreter.InterpreterBuilder.create_dot
 
-    def widened(handle):
+    def widened(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16:
             return handle
         numbers = (handle.data.astype(np.uint32) << 16).view(np.float32)
         return interpreter.TensorHandle(numbers, tl.float32)
 
-    def dot_of_numbers(self, a, b, *rest):
+    def dot_of_numbers(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, widened(a), widened(b), *rest)
 
     interpreter._patch_lang_tensor = patch_and_mend

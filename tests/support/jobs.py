@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -64,7 +65,7 @@ class Echo(Task):
         return {"score": share, "letters": share}
 
 
-def make_job(tmp_path, methods=None, **changes) -> Job:
+def make_job(tmp_path: Path, methods: dict[str, Any] | None = None, **changes: Any) -> Job:
     session = Session(
         ModelSpec(name="tiny", path="none"), torch.device("cpu"), torch.float32,
         compress_after=changes.pop("compress_after", "prompt"),
@@ -88,7 +89,7 @@ def make_job(tmp_path, methods=None, **changes) -> Job:
     return replace(job, **changes)
 
 
-def records_of(result, *, times: bool = False):
+def records_of(result: Any, *, times: bool = False) -> dict[str, list[dict[str, Any]]]:
     return {
         label: [
             {k: v for k, v in json.loads(line).items() if times or k not in TIMES}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.methods import build_method
 from kvbench.probes.layer_error import SyntheticLayers
+from kvbench.run.runner import Job
 from kvbench.run.session import Session
 from support.jobs import make_job
 
@@ -16,7 +20,7 @@ METHODS = {name: build_method(name) for name in ("exact", "streaming_llm", "unif
 SYNTHETIC = SyntheticLayers(n=320, heads=4, kv_heads=2, head_dim=16, clusters=8)
 
 
-def probe_job(tmp_path, probe, methods=METHODS, **changes):
+def probe_job(tmp_path: Path, probe: Any, methods: Any = METHODS, **changes: Any) -> Job:
     return make_job(tmp_path, methods, plan=probe, **changes)
 
 

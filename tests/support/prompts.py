@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 from kvbench.engine.generate import Prompt
 from kvbench.engine.stopping import Stopping
@@ -69,6 +70,6 @@ FACTS = attrgetter(
 )
 
 
-def facts(answer):
+def facts(answer: dict[str, Any]) -> dict[str, Any]:
     """Of every method all that a generation is, but its times."""
     return {label: FACTS(generation) for label, generation in answer.items()}

@@ -126,6 +126,8 @@ def test_a_repository_is_read_by_datasets_where_the_hub_answers(monkeypatch: Any
     assert rows_of(dataset="some/set", config="x", revision="r") == ROWS
     assert hub_rows("t", "some/set", None, "dev", limit=2) == ROWS[:2]
     assert asked == [("some/set", "x", "test", "r"), ("some/set", None, "dev", None)]
+    places = [(place, stem) for place, stem, _ in Source("t", dataset="some/set").rows()]
+    assert places == [(f"some/set row {i}", "set") for i in (1, 2, 3)]
     texts = texts_of_dataset("some/set", None, "test", "text")
     assert texts[0] == ("row 0", ROWS[0]["text"])
     with pytest.raises(TaskError, match="no column 'body'; one of text, n"):
@@ -135,4 +137,4 @@ def test_a_repository_is_read_by_datasets_where_the_hub_answers(monkeypatch: Any
         rows_of(dataset="some/set", config="x")
     with pytest.raises(TaskError, match=r"'some/set' cannot be read \(ConnectionError\)"):
         Source("t", dataset="some/set").digests()
-    assert len(asked) == 4, "the library is not asked where the Hub is silent"
+    assert len(asked) == 5, "the library is not asked where the Hub is silent"

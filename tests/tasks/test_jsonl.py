@@ -54,12 +54,20 @@ def test_rows_become_prompts_and_those_of_one_context_stand_together(file: str) 
     assert cups.context_id is None
     assert cups.answers == ("3", "three")
     assert cups.fields == {"level": "hard", "nr": 2, "truncated_tokens": 0}
+
+
+def test_the_tokens_of_one_context_are_the_same_for_its_questions(file: str) -> None:
+    hat, who, cups = made(file, breakdowns=["level", "nr"])
     task = Jsonl(files=[file], fields=FIELDS, breakdowns=["level", "nr"])
     assert list(task.breakdown) == ["level", "nr"]
     encoded = encode_examples([hat, who, cups], shipped())
     assert encoded[0].context_ids == encoded[1].context_ids
     read = [shipped().decode([*e.context_ids, *e.question_ids]) for e in encoded]
     assert read == texts([hat, who, cups])
+
+
+def test_an_answer_may_end_when_it_is_in_the_text(file: str) -> None:
+    hat, *_ = made(file, breakdowns=["level", "nr"])
     assert hat.settled("it is red.")
     assert not hat.settled("it is")
     assert made(file, metric="exact")[0].settled is None
@@ -165,6 +173,7 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, what 
     ({"max_input": 12}, ROWS, r"max_input=12 leaves -?\d+ tokens to the context of my-"),
     ({}, [[1]], "row 1 is not an object"),
     ({}, [{**ROW, "q": {}}], r"field 'q' is \{\}; allowed: text"),
+    ({}, [{**ROW, "text": None}], "field 'text' is None; allowed: text"),
     ({}, [{**ROW, "gold": None}], "field 'gold' is None; allowed: a text, a number"),
     ({}, [{**ROW, "q": ["y"]}], "has 1 questions and 'gold' is 'z'"),
     ({}, [], "the data hold no question"),

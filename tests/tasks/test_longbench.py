@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -19,7 +21,7 @@ from kvbench.engine.model_spec import ModelError, ModelSpec, local_path
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.tasks import longbench
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import PromptEncoder, TaskError
 from kvbench.tasks.longbench import (
     DATASETS,
     E_DATASETS,
@@ -35,26 +37,43 @@ from kvbench.tasks.longbench import (
 # templates and data
 
 
-def test_every_template_is_the_originals(shared_file, monkeypatch) -> None:
+def test_every_template_is_the_originals(shared_file: Callable[[str], Path]) -> None:
     expected = json.loads(shared_file("golden/longbench_prompt_sha256.json").read_text())
     assert set(expected) == set(DATASETS)
     for name, entry in expected.items():
         assert entry["sha256"].startswith(DATASETS[name].sha256)
         assert entry["max_new_tokens"] == DATASETS[name].new_tokens
         assert len(prompt_template(name)) == entry["n_chars"]  # its hash is checked
+
+
+def test_a_template_that_is_not_the_original_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in DATASETS:
+        assert "{context}" in prompt_template(name), "as it is installed, its hash is right"
     prompt_template.cache_clear()
     monkeypatch.setattr(longbench, "_template_of_lm_eval", lambda name: "Read {context}\n{input}")
     with pytest.raises(TaskError, match="template of samsum in the installed lm-eval is not"):
         prompt_template("samsum")
 
 
-def test_the_published_data_have_the_format(shared_file) -> None:
+def test_the_published_data_have_the_format(shared_file: Callable[[str], Path]) -> None:
     file = shared_file("data/longbench/multi_news.jsonl")
     raw = {row["_id"]: row for row in map(json.loads, file.open(encoding="utf-8"))}
     rows = rows_of(source_of("multi_news", str(file.parent)), "multi_news")
     assert len(rows) == len(raw) == 200
     for row in rows:
         assert all(row[key] == raw[row["_id"]][key] for key in ("context", "answers", "length"))
+
+
+def test_rows_of_an_invented_file_are_those_of_the_published_format() -> None:
+    raw = [json.loads(line) for line in (DATA / "qasper_e.jsonl").read_text().splitlines()]
+    rows = {row["_id"]: row for row in rows_of(source_of("qasper_e", str(DATA)), "qasper_e")}
+    assert len(rows) == len(raw)
+    for given in raw:
+        kept = ("context", "input", "answers", "length")
+        assert {key: rows[given["_id"]][key] for key in kept} == {key: given[key] for key in kept}
+
+
+def test_data_come_from_a_mirror_or_the_authors_archive() -> None:
     mirror = source_of("qasper_e", "hf://datasets/someone/LongBench", "r")
     assert (mirror.dataset, mirror.config) == ("someone/LongBench", "qasper_e")
     archive = source_of("qasper", None, "r")
@@ -123,35 +142,32 @@ def encoder(family: str, template: str, special: list[str], stop: list[str], pos
 
 
 @pytest.fixture(scope="module")
-def llama():
+def llama() -> PromptEncoder:
     special = ["<|bos|>", "<|eos|>", "<|eot_id|>", "<|head|>", "<|endhead|>"]
     return encoder("llama", LLAMA3, special, ["<|eot_id|>"], 131072)
 
 
 @pytest.fixture(scope="module")
-def qwen():
+def qwen() -> PromptEncoder:
     return encoder("qwen2", QWEN, ["", "<|im_end|>", "<|im_start|>"], [], 32768)
 
 
-def examples(encoder, **options) -> Any:
+def examples(encoder: PromptEncoder, **options: Any) -> Any:
     return LongBench(data=str(DATA), per_dataset=1, **options).examples(encoder)
 
 
-def whole(example) -> list[int]:
+def whole(example: Any) -> list[int]:
     return [*example.context_ids, *example.question_ids]
 
 
-def in_chat(encoder, text: str) -> list[int]:
+def in_chat(encoder: Any, text: str) -> list[int]:
     message = [{"role": "user", "content": text}]
     return encoder.tokenizer.apply_chat_template(
         message, add_generation_prompt=True, return_dict=True
     )["input_ids"]
 
 
-def test_balancekv_prompts_llama_plainly_and_the_benchmark_all_but_few_shot_and_code(
-    llama, qwen
-) -> None:
-    """Qwen gets its template on six data sets."""
+def test_balancekv_prompts_llama_plainly(llama: PromptEncoder) -> None:
     found = examples(llama)
     assert [e.dataset for e in found] == list(E_DATASETS)
     ends = {llama.tokenizer.convert_tokens_to_ids(token) for token in ("<|eos|>", "<|eot_id|>")}
@@ -161,15 +177,24 @@ def test_balancekv_prompts_llama_plainly_and_the_benchmark_all_but_few_shot_and_
         assert e.end_ids == ends
         assert e.complete
         assert e.may_be_empty
+
+
+def test_balancekv_gives_qwen_its_template_on_six_data_sets(qwen: PromptEncoder) -> None:
     for e in examples(qwen):
         plain = e.dataset in QWEN_PLAIN
         text = e.context + e.question
         assert whole(e) == (qwen.tokenizer.encode(text) if plain else in_chat(qwen, text))
         assert ("Default of this template." in qwen.decode(whole(e))) != plain
         assert e.end_ids == {qwen.tokenizer.eos_token_id}
+
+
+def test_the_benchmark_has_a_chat_for_all_but_few_shot_and_code(llama: PromptEncoder) -> None:
     for e in examples(llama, protocol="longbench"):
         text, plain = e.context + e.question, e.dataset in OFFICIAL_PLAIN
         assert whole(e) == (llama.tokenizer.encode(text) if plain else in_chat(llama, text))
+
+
+def test_a_chat_model_that_the_protocol_does_not_know_is_refused(qwen: PromptEncoder) -> None:
     with pytest.raises(TaskError, match="does not say how to prompt a chat model of type 'gemma2'"):
         examples(replace(qwen, family="gemma2"), datasets=["qasper"])
     (e,) = examples(replace(qwen, family="opt", chat=False), datasets=["qasper"])
@@ -207,6 +232,9 @@ def test_balancekv_truncates_ids_and_the_benchmark_text_before_the_template(llam
     tight = replace(llama, max_positions=400)
     for e in examples(tight, protocol="longbench", datasets=["qasper", "trec"]):
         assert len(whole(e)) + e.max_new_tokens <= 400
+    tiny, prompt = replace(llama, max_positions=20), "x y " * 50  # no room for prompt and answer
+    two = OFFICIAL.encode(llama, "trec", prompt, 9, 2)
+    assert OFFICIAL.encode(tiny, "trec", prompt, 9, None).ids == two.ids
 
 
 def test_samsum_stops_at_a_newline_that_is_not_its_first_token(llama) -> None:

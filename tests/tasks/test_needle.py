@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.tasks.base import PromptEncoder, TaskError, balanced_order
+from kvbench.tasks.base import Example, PromptEncoder, TaskError, balanced_order
 from kvbench.tasks.haystack import generated_haystack, place_needles
 from kvbench.tasks.needle import Needle
 from kvbench.tasks.text import RunningText
@@ -203,17 +203,23 @@ def test_needles_together_are_one_context_that_is_asked_about_each(encoder: Prom
         numbers = {example.answers[0] for example in asked}
         assert len(numbers) == 5
         for example in asked:
-            start = example.fields["needle_start"] - len(encoder.prefix_ids)
-            straw = encoder.decode(context[start : start + example.fields["needle_tokens"]]).strip()
-            key = example.question.partition("Where is the ")[2].partition("?")[0]
-            assert straw == f"The secret number of the {key} is {example.answers[0]}."
-            assert straw == example.evidence
-            assert example.context.count(example.answers[0]) == 1
-            assert abs(start / len(context) - example.fields["depth"] / 100) < 0.12
+            check_needle(example, encoder)
             assert task.score(f"it is {example.answers[0]}.", example)["score"] == 1
             others = " ".join(numbers - set(example.answers))
             assert task.score(others, example)["score"] == 0
     assert set(lengths[:2]) == {1500, 2500}, "a prefix of contexts is balanced over lengths"
+
+
+def check_needle(example: Example, encoder: PromptEncoder) -> None:
+    """The needle of the question lies once in the context, where the fields say, at its depth."""
+    context = example.context_ids or ()
+    start = example.fields["needle_start"] - len(encoder.prefix_ids)
+    straw = encoder.decode(context[start : start + example.fields["needle_tokens"]]).strip()
+    key = example.question.partition("Where is the ")[2].partition("?")[0]
+    assert straw == f"The secret number of the {key} is {example.answers[0]}."
+    assert straw == example.evidence
+    assert example.context.count(example.answers[0]) == 1
+    assert abs(start / len(context) - example.fields["depth"] / 100) < 0.12
 
 
 # texts
@@ -274,6 +280,10 @@ def test_pieces_of_running_text_follow_each_other_and_answers_follow_pieces(tmp_
     assert task.score("zebra", pieces[0])["score"] == 0.0
     with pytest.raises(TaskError, match=r"task.tokens is 500 and the longest text has \d+ tokens"):
         RunningText(files=[str(tmp_path / "a.txt")], tokens=500).examples(encoder)
+
+
+def test_generated_running_text_is_the_same_every_time() -> None:
+    encoder = shipped()
     generated = RunningText(tokens=300, num_examples=3)
     found = generated.examples(encoder)
     assert [len(e.context_ids) for e in found] == [300] * 3

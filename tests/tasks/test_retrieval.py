@@ -33,9 +33,31 @@ def lines_of(text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("count", [200, 300, 680])
 def test_official_files(shared_file: Any, count: int) -> None:
     path = shared_file(f"data/longeval_lines/{count}_lines.jsonl")
-    found = lines(files=[str(path)])
     cases = [json.loads(row) for row in path.read_text().splitlines()]
-    assert len(found) == len(cases) == 50
+    assert len(cases) == 50
+    check_read_as_written(path, cases)
+
+
+def test_a_file_in_the_official_format(tmp_path: Path) -> None:
+    """Invented, of three lines in another order each time."""
+    cases = []
+    for turn in range(3):
+        pairs = [("old-hat", 41077), ("big-cup", 12903), ("shy-owl", 30058)]
+        pairs = pairs[turn:] + pairs[:turn]
+        record = "".join(LINE.format(key=key, number=number) for key, number in pairs)
+        key, number = pairs[1]
+        prompt = INTRODUCTION + record + QUESTION.format(key=key)
+        asked = {"random_idx": [key, 1], "expected_number": number, "correct_line": "x"}
+        cases.append({**asked, "prompt": prompt, "num_lines": 3})
+    path = tmp_path / "3_lines.jsonl"
+    path.write_text("".join(json.dumps(case) + "\n" for case in cases))
+    check_read_as_written(path, cases)
+
+
+def check_read_as_written(path: Path, cases: list[dict[str, Any]]) -> None:
+    """The examples of an official file are its prompts, parted at the question."""
+    found = lines(files=[str(path)])
+    count = path.name.partition("_")[0]
     for example, case in zip(found, cases, strict=True):
         assert example.context + example.question == case["prompt"]
         record = "".join(LINE.format(key=k, number=n) for k, n in lines_of(case["prompt"]))
@@ -46,7 +68,7 @@ def test_official_files(shared_file: Any, count: int) -> None:
         assert fields | {"line_key": case["random_idx"][0]} == {
             name: example.fields[name] for name in ("num_lines", "correct_line", "line_key")
         }
-    assert len({example.id for example in found}) == 50
+    assert len({example.id for example in found}) == len(cases)
 
 
 def test_generated_records_depend_on_the_seed_and_every_prefix_is_balanced() -> None:
@@ -57,17 +79,23 @@ def test_generated_records_depend_on_the_seed_and_every_prefix_is_balanced() -> 
         keys = [key for key, _ in pairs]
         assert len(pairs) == example.fields["num_lines"] == len(set(keys))
         assert {int(number) for _, number in pairs} <= set(range(7, 901))
-        asked = example.fields["line_key"]
-        assert dict(pairs)[asked] == example.answers[0]
         parts = ((key[:i], key[i + 1 :]) for key in keys for i, c in enumerate(key) if c == "-")
         assert sum(how in ADJECTIVES and what in NOUNS for how, what in parts) == len(keys)
-        assert keys[example.fields["line_place"]] == asked
-        assert example.context.startswith(INTRODUCTION)
-        assert example.question == QUESTION.format(key=asked)
-        assert example.evidence == LINE.format(key=asked, number=example.answers[0]).strip()
     assert [e.fields["num_lines"] for e in found] == [5, 40, 9] * 3
     assert lines(**options | {"num_examples": 4}, seed=3)[:9] == found
     assert not {e.context for e in found} & {e.context for e in lines(**options, seed=4)}
+
+
+def test_a_generated_question_asks_for_one_of_the_lines() -> None:
+    for example in lines(num_lines=[5, 9], num_examples=3):
+        pairs, asked = lines_of(example.context), example.fields["line_key"]
+        assert pairs[example.fields["line_place"]] == (asked, example.answers[0])
+        assert example.context.startswith(INTRODUCTION)
+        assert example.question == QUESTION.format(key=asked)
+        assert example.evidence == LINE.format(key=asked, number=example.answers[0]).strip()
+
+
+def test_lines_may_stand_several_times() -> None:
     (example,) = lines(num_lines=[12], num_examples=1, repeats=4)
     keys = [key for key, _ in lines_of(example.context)]
     assert all(keys.count(key) == 4 for key in keys)
@@ -117,14 +145,19 @@ def test_several_uuids_are_asked_of_one_object() -> None:
         data = json.loads(group[0].context.partition("JSON data:\n")[2])
         assert len(data) == group[0].fields["num_pairs"] == (5, 12)[first // 3 % 2]
         assert all(uuid.UUID(text).version == 4 for pair in data.items() for text in pair)
-        for example in group:
-            key = re.fullmatch(r'Key: "(.+)"\nCorresponding value:', example.question)
-            assert key is not None
-            assert data[key[1]] == example.answers[0]
-            assert made.score(f' "{example.answers[0].upper()}",', example) == {"score": 1.0}
-            assert made.score(example.answers[0][:-1], example) == {"score": 0.0}
-            assert example.settled("is " + example.answers[0])
     assert len({e.context for e in found}) == 6
+
+
+def test_the_value_of_a_key_is_the_answer() -> None:
+    made = task("key_value", num_pairs="[5]", num_examples=1, queries=3)
+    for example in made.examples(shipped()):
+        data = json.loads(example.context.partition("JSON data:\n")[2])
+        key = re.fullmatch(r'Key: "(.+)"\nCorresponding value:', example.question)
+        assert key is not None
+        assert data[key[1]] == example.answers[0]
+        assert made.score(f' "{example.answers[0].upper()}",', example) == {"score": 1.0}
+        assert made.score(example.answers[0][:-1], example) == {"score": 0.0}
+        assert example.settled("is " + example.answers[0])
 
 
 def test_a_passkey_of_several_is_named_and_its_answer_begins_within_the_length() -> None:
@@ -155,13 +188,20 @@ def test_a_key_is_hidden_in_a_text_as_long_as_there_is_room(name: str) -> None:
         place = next(i for i, line in enumerate(lines) if key in line)
         nearest = 10 * round(10 * place / (len(lines) - 1))
         assert (example.fields["depth"], type(example.fields["depth"])) == (nearest, int)
-        assert made.score(f" {key}. 1", example) == {"score": 1.0}
-        assert made.score(f"1 {key}", example) == {"score": 0.0}
-        assert not example.settled(key)
-        assert example.settled(key + ".")
     if name == "number_string":
         assert all(re.search(r"(\d)\1", e.answers[0]) for e in found)
     assert len({e.fields["depth"] for e in found}) > 4
     assert made.examples(shipped()) == found
     other = task(name, seed=1, lengths="[400]").examples(shipped())
     assert other[0].context not in {e.context for e in found}
+
+
+@pytest.mark.parametrize("name", ["passkey", "number_string"])
+def test_a_key_is_the_first_number_of_an_answer(name: str) -> None:
+    made = task(name, lengths="[400]", num_examples=1)
+    for example in made.examples(shipped()):
+        (key,) = example.answers
+        assert made.score(f" {key}. 1", example) == {"score": 1.0}
+        assert made.score(f"1 {key}", example) == {"score": 0.0}
+        assert not example.settled(key)
+        assert example.settled(key + ".")

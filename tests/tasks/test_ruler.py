@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,79 @@ from kvbench.tasks.ruler import DEPTHS, GENERATED, PROMPTS, TASKS, Ruler
 SPLIT = re.compile(r"(?:^| )\d+\. ")
 
 
+TOWNS = (
+    "Arnby",
+    "Lund",
+    "Colvik",
+    "Ivel",
+    "Grenna",
+    "Kelso",
+    "Morvik",
+    "Farrow",
+    "Jarrow",
+    "Selby",
+)
+
+
+def sentences(count: int, seed: str) -> str:
+    """Sentences about nobody."""
+    rng, who = random.Random(seed), ("potter", "glazier", "warden", "drummer", "weaver", "cooper")
+    what = ("buys the kiln", "measures the hedge", "forgets the road", "admires the harbour")
+    ends = (".", "!", "?")
+    told = ((rng.choice(who), rng.choice(what), rng.choice(ends)) for _ in range(count))
+    return " ".join(f"The {one} {does}{end}" for one, does, end in told)
+
+
+def squad_article(town: str) -> dict[str, Any]:
+    """Four paragraphs, each with a question that has an answer and one that has none."""
+    paragraphs = []
+    for part in range(1, 5):
+        year = 1600 + 10 * len(town) + part
+        text = f"{town} part {part}. In {year} it built the mural. {sentences(3, f'{town} {part}')}"
+        asked = {
+            "question": f"In which {{year}} did {town} build the mural (part {part})?",
+            "id": f"{town}-{part}",
+            "is_impossible": False,
+            "answers": [{"text": f"{year}"}, {"text": f"In {year}"}],
+        }
+        unanswered = {"question": f"Who paid for it in {town}?", "id": f"{town}-{part}-x"}
+        qas = [asked, {**unanswered, "is_impossible": True, "answers": []}]
+        paragraphs.append({"context": text, "qas": qas})
+    return {"title": town, "paragraphs": paragraphs}
+
+
+def hotpotqa_row(number: int) -> dict[str, Any]:
+    """A question about two of ten paragraphs."""
+    paragraphs = [
+        [
+            f"{town} {number}",
+            [f"{town} {number} is a place.", f" {sentences(2, f'{town}{number}')}"],
+        ]
+        for town in TOWNS
+    ]
+    paragraphs[3][1].append(f" {TOWNS[3]} {number} lies on the river Um{number}.")
+    question = f"On which river lies the place where the mayor of Jarrow {number} was born?"
+    return {
+        "_id": f"{number}",
+        "question": question,
+        "answer": f"Um{number}",
+        "context": paragraphs,
+    }
+
+
 @pytest.fixture
-def files(shared_file: Any, tmp_path: Path) -> dict[str, str]:
+def files(tmp_path: Path) -> dict[str, str]:
     """Invented essays, SQuAD and HotpotQA in their published formats."""
-    text = shared_file("golden/tasks/ruler_qa.json").read_text()
-    given = json.loads(text.replace("In which year", "In which {year}"))
-    for name, content in given.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    essays = {"essays": str(shared_file("golden/tasks/ruler_essay.json"))}
-    return essays | {name: str(tmp_path / f"{name}.json") for name in given}
+    contents = {
+        "essays": ("ruler_essay", {"text": sentences(600, "essay")}),
+        "squad": ("squad", {"version": "v", "data": [squad_article(town) for town in TOWNS[:6]]}),
+        "hotpotqa": ("hotpotqa", [hotpotqa_row(number) for number in range(5)]),
+    }
+    found = {}
+    for option, (name, content) in contents.items():
+        found[option] = str(tmp_path / f"{name}.json")
+        Path(found[option]).write_text(json.dumps(content))
+    return found
 
 
 def made(files: dict[str, str] | None = None, encode: Any = None, **options: Any) -> list[Example]:
@@ -57,7 +123,9 @@ def test_every_string_is_the_originals(shared_file) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_structure_is_the_official_generators(shared_file, files, task: str) -> None:
+def test_structure_is_the_official_generators(
+    shared_file: Callable[[str], Path], files: dict[str, str], task: str
+) -> None:
     path = shared_file("golden/tasks/ruler_structure.py")
     spec = importlib.util.spec_from_file_location("ruler_structure", path)
     assert spec is not None
@@ -118,7 +186,9 @@ def test_the_same_seed_gives_the_same_prompts_and_samples_differ() -> None:
     assert first.items() <= {e.id: prompt(e) for e in made(**options, num_examples=3)}.items()
 
 
-def test_needles_are_where_they_should_be(files, monkeypatch) -> None:
+def test_needles_are_where_they_should_be(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for example in made(files, tasks=["niah_single_2"], num_examples=40, lengths=[1024]):
         context = example.context.partition("afterwards.\n")[2]
         before = context.partition("One of the special")[0].strip()
@@ -143,7 +213,9 @@ def test_common_words_of_a_short_list_are_made_of_two(monkeypatch) -> None:
     assert {counts[word] for word in example.answers} == {6}
 
 
-def test_no_document_stands_twice_and_questions_without_an_answer_are_left_out(files) -> None:
+def test_no_document_stands_twice_and_questions_without_an_answer_are_left_out(
+    files: dict[str, str],
+) -> None:
     for example in made(files, tasks=["qa_1", "qa_2"], lengths=[1536, 8192]):
         bodies = re.split(r"\n*Document \d+:\n", example.context)[1:]
         assert len(set(bodies)) == len(bodies)
@@ -162,7 +234,9 @@ def test_generation_may_end_once_everything_was_said() -> None:
     assert Ruler().score(example.answers[0], example)["score"] == 0.25
 
 
-def test_wrong_files_are_one_line_and_unused_ones_may_be_missing(tmp_path, files) -> None:
+def test_wrong_files_are_one_line_and_unused_ones_may_be_missing(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
     assert made(tasks=["vt"], essays="/none", squad="/none", hotpotqa="/none")
     wrong = tmp_path / "wrong.json"
     for text in ("[1", "[1]", "[]", '{"data": [{"paragraphs": []}]}'):
@@ -173,6 +247,9 @@ def test_wrong_files_are_one_line_and_unused_ones_may_be_missing(tmp_path, files
                 made(tasks=[task], **{option: str(wrong)})
         with pytest.raises(TaskError, match=r"JSON|object with a field text"):
             made(tasks=["niah_single_2"], essays=str(wrong))
+    wrong.with_suffix(".txt").write_text(" \n")
+    with pytest.raises(TaskError, match="hold no words"):
+        made(tasks=["niah_single_2"], essays=str(wrong.with_suffix(".txt")))
     with pytest.raises(TaskError, match="no file matches essays="):
         made(tasks=["niah_single_2"], essays="/no/such/*.txt")
     with pytest.raises(TaskError, match=r"that has 5; allowed: num_examples of at most 5"):

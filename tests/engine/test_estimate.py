@@ -1,0 +1,28 @@
+"""The bytes of a cache that are told before a model is loaded are those that are held afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.forward import generate
+from support.tiny import CONFIGS, on_kvbench, prompt_ids, tiny_model
+
+from kvbench.engine.estimate import shape_of
+from kvbench.kv import Budget
+from kvbench.methods import build_method
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "gpt_neox"])
+def test_the_exact_caches_bytes_are_known_from_the_config(architecture: str) -> None:
+    methods = {"m": (build_method("exact"), Budget())}
+    for n in (20, 60):  # within a sliding window of 24 tokens, and beyond
+        found = generate(on_kvbench(tiny_model(architecture)), prompt_ids(n), methods)["m"]
+        assert shape_of(CONFIGS[architecture](), torch.float32).bytes(n, n) == found.exact_bytes
+
+
+def test_of_a_budget_and_of_few_bits_in_every_layer() -> None:
+    method = build_method("streaming_llm", quantize={"bits": 4, "group_size": 16})
+    budget = Budget(rate=0.25, sink=8, window=8)
+    found = generate(on_kvbench(tiny_model("llama")), prompt_ids(144), {"m": (method, budget)})["m"]
+    shape = shape_of(CONFIGS["llama"](), torch.float32)
+    assert shape.bytes(144, budget.capacity(144), method.quantization()) == found.cache_bytes

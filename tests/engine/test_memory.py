@@ -1,0 +1,23 @@
+"""What the machine says of memory, where no GPU is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvbench.engine import memory
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_what_may_be_used_is_what_is_held_and_what_is_free() -> None:
+    used, total = memory.used_bytes(CPU), memory.total_bytes(CPU)
+    assert used is not None
+    assert total is not None
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    assert used == pytest.approx(4096 * pages, rel=0.2)
+    whole = Path("/proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]
+    assert used < total <= 1.05 * 1024 * int(whole)
