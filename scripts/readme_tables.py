@@ -1,5 +1,5 @@
 """Writes the tables of the READMEs from the committed results, and the list of the papers' tables and
-figures in conf/README.md from results/paper/experiments.yaml.
+figures in conf/README-experiments.md from results/paper/experiments.yaml.
 
     python scripts/readme_tables.py            write them
     python scripts/readme_tables.py --check    exit with 1 where one is not what results/ says
@@ -284,8 +284,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
     stale = []
-    for name in ("results", "kvbench/assets/recall_mini", "conf"):
-        path = ROOT / name / "README.md"
+    for name in (
+        "results/README.md",
+        "kvbench/assets/recall_mini/README.md",
+        "conf/README-experiments.md",
+    ):
+        path = ROOT / name
         text = path.read_text(encoding="utf-8")
         new = written(text)
         if new != text:

@@ -5,7 +5,7 @@ Keys that are not named here may hold any JSON value.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, get_type_hints
 
 from annotated_types import Ge, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
@@ -48,6 +48,7 @@ class Record(TypedDict):
     prefill_s: Number
     compress_s: Number
     decode_s: Number
+    decode: NotRequired[Text]  # records before 0.3 have none
     prediction: Text
     answers: list[Any] | None
     prompt_tail: Text

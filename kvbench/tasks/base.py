@@ -117,6 +117,13 @@ class Task(ABC):
         """
         check_options(self, "task.", TaskError)
 
+    def check_files(self) -> None:  # noqa: B027 - most tasks read no files of the user's
+        """Read the user's files that the task names, before anything slow is imported or loaded.
+
+        Raises:
+            TaskError: one is missing, empty or broken: the file, and the line.
+        """
+
     def digests(self) -> Mapping[str, str]:
         """The digests of the data files by name. They are part of the config hash, so that a run does
         not resume with other data. Empty where the examples are generated from the options."""

@@ -159,12 +159,16 @@ def hub_rows(
     split: str,
     revision: str | None = None,
     limit: int | None = None,
+    instead: str = "task.files=[<file>]",
 ) -> list[dict[str, Any]]:
     """Read the rows of a data set on the Hub by `datasets`.
 
     Args:
         name: the data set's configuration; None for its only one.
         limit: how many of the first rows are read; None for all.
+
+    Args:
+        instead: what takes local files in place of the repository, for the error.
 
     Raises:
         TaskError: the data set cannot be read.
@@ -174,14 +178,16 @@ def hub_rows(
     where = " ".join(part for part in (repository, name, split) if part)
     try:
         if not hub_answers():
-            raise ConnectionError("the Hub cannot be reached; allowed: a network, or local files")
+            raise ConnectionError("the Hub cannot be reached")
         with quiet_hub():
             rows = load_dataset(
                 repository, name=name, split=split, streaming=True, revision=revision
             )
             return [dict(row) for row in islice(rows, limit)]
     except Exception as problem:
-        raise TaskError(f"{task}: cannot read {where}: {first_line(problem)}") from problem
+        raise TaskError(
+            f"{task}: cannot read {where}: {first_line(problem)}; allowed: a network, or {instead}"
+        ) from problem
 
 
 def texts_of_dataset(
@@ -193,7 +199,8 @@ def texts_of_dataset(
     Raises:
         TaskError: the data set cannot be read, or has no such column.
     """
-    rows = hub_rows("needle", name, config, split, limit=limit)
+    local = "task.haystack_files=[<file>]"
+    rows = hub_rows("needle", name, config, split, limit=limit, instead=local)
     for row in rows:
         if column not in row:
             raise TaskError(
@@ -334,9 +341,21 @@ class Source:
         if not self.paths:
             assert self.dataset is not None
             stem = self.dataset.rpartition("/")[2]
-            rows = hub_rows(self.task, self.dataset, self.config, self.split, self.revision)
+            where = (self.dataset, self.config, self.split, self.revision)
+            local = "task.files=[<file>]" if self.local is None else "task.data=<folder or zip>"
+            rows = hub_rows(self.task, *where, instead=local)
             for number, row in enumerate(rows, start=1):
                 yield f"{self.dataset} row {number}", stem, row
+
+    def check_files(self) -> None:
+        """Read the local files that are named, to tell early what is wrong with one.
+
+        Raises:
+            TaskError: one is missing, holds no row or a broken one.
+        """
+        for path in self.paths if self.files else ():
+            if not sum(1 for _ in file_rows(self.task, path)):
+                raise TaskError(f"{self.task}: {path} is empty; allowed: a row for each context")
 
     def digests(self) -> dict[str, str]:
         """The sha256 of each file by its name, or the repository's commit where `datasets` reads the

@@ -319,6 +319,11 @@ class Jsonl(Task):
         options = {option: getattr(self, option) for option in where}
         return Source("jsonl", tuple(self.files), **options)
 
+    def check_files(self) -> None:
+        """See `Task.check_files`."""
+        for part in self._parts.values():
+            part._source.check_files()
+
     def digests(self) -> Mapping[str, str]:
         """sha256 of each file; of what `datasets` reads from the Hub, its commit."""
         return {

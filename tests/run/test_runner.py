@@ -91,7 +91,7 @@ def test_a_limit_below_the_number_of_datasets_says_which_are_missing(
     lines = LongEvalLines(num_lines=[2, 3, 4], num_examples=2, max_new_tokens=2)
     result = run_job(make_job(tmp_path, EXACT, echo=lines, limit=2))
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning == "tiny x echo: limit is 2: nothing runs of 4 lines"
+    assert warning == "tiny x echo: limit is 2: no example is run of 4 lines"
     assert load_run(result.folders["exact"]).manifest["datasets_left_out"] == ["4 lines"]
     caplog.clear()
     result = run_job(make_job(tmp_path, EXACT, echo=lines, limit=3))
