@@ -412,7 +412,7 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
             spread = total.pivot_table(index=keys, columns="column", values="mean", sort=False)
             found: dict[str, Any] = {"task_by_method": _table(spread.reset_index())}
             for drawn in paths.drawn:
-                if drawn.name.endswith(("-ratio", "-heatmap")):
+                if drawn.kind in ("memory", "heatmap"):
                     found[drawn.name] = _image(drawn)
             run.log(found)
             page = wandb.Artifact(f"report-{run.id}", "report")
