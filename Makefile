@@ -18,7 +18,7 @@ PIP = $(BIN)/$(INSTALL)
 PIP_REFERENCES = $(VENV_REFERENCES)/bin/$(INSTALL) -c tests/references/constraints.txt
 KVBENCH = $(BIN)/python -m kvbench
 
-TARGETS = help setup demo test test-all test-references wheel lint results results-leaderboard results-papers results-claims results-lines reproduce reproduce-all report \
+TARGETS = help setup demo test test-all test-references wheel lint results results-leaderboard results-instructions results-papers results-claims results-lines reproduce reproduce-all report \
   reproduce-table1 figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check gpu-wheels \
   bench-throughput clean
 .PHONY: $(TARGETS)
@@ -79,8 +79,8 @@ RATES = -m budget.rate=0.25,0.125,0.5
 LINES = $(KVBENCH) results_dir=$(RESULTS) logger=none model=recall_mini experiment_name=lines batch_size=8
 export LONGEVAL ESSAYS LONGBENCH
 results: RESULTS = results
-results: results-leaderboard results-papers results-claims results-lines ## results/ as committed: a real model's tables, lines of the shipped one; README's tables
-	for name in leaderboard frontier figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+results: results-leaderboard results-instructions results-papers results-claims results-lines ## results/ as committed: a real model's tables, lines of the shipped one; README's tables
+	for name in leaderboard frontier instructions figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
 
 # Settings are those of conf/task/_results_*.yaml and conf/experiment/_results_*.yaml.
@@ -90,6 +90,10 @@ results-leaderboard: setup
 	$(REAL) experiment=leaderboard task=_results_fidelity
 	$(REAL) experiment=leaderboard task=_results_needle $(RATES)
 	$(REAL) experiment=leaderboard task=_results_ruler $(RATES)
+
+results-instructions: setup
+	$(REAL) experiment=instructions batch_size=6
+	$(REAL) experiment=instructions task=instructions_told batch_size=6
 
 results-papers: setup
 	$(REAL) experiment=_results_figure4

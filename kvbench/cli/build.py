@@ -146,7 +146,7 @@ def print_scores(folder: Path, runs: Sequence[Run] = ()) -> None:
 
     some = Experiment(folder.name, folder, tuple(runs), tuple(group_runs(runs)))
     tables = tables_to_print(some if runs else load_experiment(folder))
-    terminal([table for table in tables if table.name.startswith("overview-")] or tables)
+    terminal([table for table in tables if table.kind == "overview"] or tables)
 
 
 def finish(folder: Path) -> None:

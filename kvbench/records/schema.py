@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic wants it before Python 3.12
 
 from kvbench.errors import FAILED, UserError
+from kvbench.records.figures import TaskKind
 
 FORMAT = 1
 """Of manifest and records; raised when an older kvbench would misread them. Absent means 1."""
@@ -90,6 +91,8 @@ class About(TypedDict, total=False):
     breakdown: list[str] | None
     measures: list[str] | None
     figures: list[dict[str, Any]] | None
+    kind: TaskKind | None
+    metric: Text
     unit: str
     subject: Text
 
@@ -143,13 +146,13 @@ def parsed(kind: TypeAdapter[Any], content: bytes, where: str) -> Any:
 
 def _explanation(error: ValidationError) -> str:
     """The first thing that is wrong, or all keys that are missing."""
-    found = error.errors(include_url=False)
-    first = found[0]
+    problems = error.errors(include_url=False)
+    first = problems[0]
     if first["type"] == "json_invalid":
         return f"not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
     if not first["loc"]:
         return "not a JSON object"
-    missing = [str(one["loc"][0]) for one in found if one["type"] == "missing"]
+    missing = [str(one["loc"][0]) for one in problems if one["type"] == "missing"]
     if missing:
         return f"lacks {', '.join(missing)}"
     allowed = first["msg"].replace("Input should be ", "").replace("'", "")

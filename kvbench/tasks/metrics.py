@@ -126,6 +126,13 @@ def rouge1(prediction: str, answer: str) -> float:
     return float(scores["rouge1"].fmeasure)
 
 
+def rouge_l_recall(prediction: str, answer: str) -> float:
+    """ROUGE-L recall of rouge-score, without stemming: of the answer's words the share that the
+    prediction has in their order."""
+    scores = _rouge_scorer("rougeL", stem=False).score(answer, prediction)
+    return float(scores["rougeL"].recall)
+
+
 def normalised(text: str) -> str:
     """SQuAD's form for comparisons: lower case, no punctuation, no articles, single blanks."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)

@@ -168,6 +168,26 @@ def test_layers_share_as_in_pyramidkv_beyond_sink_and_window():
     assert sum(shares) == 6 * budget.capacity(n)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"keys": "omp"}, {"keys": "omp", "choose": 3, "interval": 2}]
+)
+def test_the_engine_holds_what_was_matched(options):
+    ids, budget = prompt_ids(120), Budget(rate=0.3, sink=5, window=4)
+    method, model = build_method("attention_matching", **options), tiny_model("llama")
+    layers = compressible_layers(model)
+    fork = Fork("matched", method, budget, 0, "x", room=2)
+    with kvbench_attention_on(model):
+        prefill(model, ids, [fork])
+        seen = capture_layers(model, ids, layers)
+    assert fork.failure is None
+    for layer in layers:
+        wanted = run(method, seen[layer], budget)
+        held = fork.layers[layer].store
+        assert torch.equal(held.positions[:, : held.length], wanted.positions[0])
+        assert_near(held.values[:, : held.length], wanted.values[0], 1e-3)
+        assert_near(held.log_weights[:, : held.length], wanted.log_weights[0], 1e-3)
+
+
 def test_queries_of_a_repetition_are_those_of_a_pass_over_prompt_and_chunk():
     ids, chunk, budget = prompt_ids(120), 70, Budget(rate=0.3, sink=5, window=4)
     repeat = build_method("attention_matching", "repeat", chunk=chunk, instructed=False)

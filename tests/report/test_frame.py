@@ -20,7 +20,8 @@ from kvbench.report.experiment import COLUMNS, Group, group_runs, load_experimen
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
 from kvbench.report.page import facts_of
 from kvbench.report.table import INTERVAL, LEGEND, TOGETHER
-from kvbench.report.tables import pairs_table, score_table, verdict
+from kvbench.report.tables import pairs_table, score_table
+from kvbench.report.verdicts import verdict
 
 
 def group_from(folder: Path, **values: list[float | None]) -> Group:
@@ -46,8 +47,11 @@ def test_failures_are_counted_and_never_dropped(tmp_path: Path) -> None:
     )
     total = totals_of(group)
     assert dict(total["failures"]) == {
-        "exact": "", "snapkv": "2 oom", "h2o": "4 oom", "uniform": "1 missing"
-    }  # fmt: skip
+        "exact": "",
+        "snapkv": "2 oom",
+        "h2o": "4 oom",
+        "uniform": "1 missing",
+    }
     assert tuple(total.loc["snapkv", ["mean", "n", "expected"]]) == (0.5, 2, 4)
     assert np.isnan(total["mean"]["h2o"])
     assert ["incomplete" in m.split() for m in total["mark"]] == [False, True, True, True]
@@ -118,7 +122,7 @@ def test_a_note_stands_only_where_what_it_explains_is_in_the_table(
     notes = score_table(group, tidy(group)).notes
     known = LEGEND | {"interval": INTERVAL, "family": TOGETHER}
     named = {text: name for name, text in known.items()}
-    begins = {"Δ is the paired": "delta", "The exact cache was not run": "no exact"}
+    begins = {"Δ exact: paired": "delta", "The exact cache was not run": "no exact"}
     for begin, name in begins.items():
         named |= dict.fromkeys((note for note in notes if note.startswith(begin)), name)
     assert {named[note] for note in notes} == expected
@@ -147,6 +151,19 @@ def test_a_field_that_an_older_run_did_not_measure_is_not_known(
     group = group_from(tmp_path, exact=[1, 0], snapkv=[1, 0])
     monkeypatch.setattr(frame, "COSTS", {**frame.COSTS, "spare": ("spare", "mean")})
     assert totals_of(group, "spare")["mean"].isna().all()
+
+
+def test_a_measure_that_some_examples_have_is_a_mean_over_these(tmp_path: Path) -> None:
+    parts = [{"a": 1.0}, {"a": 0.0, "b": 1.0}, {"b": 0.0}, {"b": 0.0}]
+    records = [{"example_id": f"e{i}", "score": 1.0, **part} for i, part in enumerate(parts)]
+    meta = {"measures": ["a", "b", "c"]}
+    write_run(tmp_path, records=[*records, {"example_id": "x", "status": "oom"}], task_meta=meta)
+    group = group_runs(load_runs(tmp_path / "demo"))[0]
+    found = tidy(group).query("by == 'measure' and measure == 'score'").set_index("value")
+    assert list(found.index) == ["a", "b"]
+    assert list(found["mean"]) == [0.5, pytest.approx(1 / 3)]
+    assert list(found["n"]) == [2, 3]
+    assert list(found["failures"]) == ["1 oom", "1 oom"]
 
 
 def test_prompts_too_short_to_compress_are_counted_of_methods_that_save_memory(
@@ -200,8 +217,9 @@ def test_a_score_outside_its_range_is_refused_in_a_line(tmp_path: Path) -> None:
     write_run(tmp_path, records=[{"example_id": "a", "score": -5.0}])
     with pytest.raises(StoreError, match=r"example 'a' has score -5; allowed: 0 to 1"):
         group_of(tmp_path / "demo")
-    write_run(tmp_path, records=[{"example_id": "a", "score": -5.0}], experiment="x",
-              task_meta=ERROR_META)  # fmt: skip
+    write_run(
+        tmp_path, records=[{"example_id": "a", "score": -5.0}], experiment="x", task_meta=ERROR_META
+    )
     assert group_of(tmp_path / "x").records["score"].tolist() == [-5.0]
 
 

@@ -19,6 +19,7 @@ from kvbench.engine.model_spec import ModelSpec
 from kvbench.kv import KVError
 from kvbench.methods import build_method
 from kvbench.probes.throughput import Throughput
+from kvbench.prompts import PromptEncoder
 from kvbench.records.read import COMMON_FIELDS, load_run, load_runs
 from kvbench.records.store import config_hash
 from kvbench.run import identity
@@ -27,7 +28,6 @@ from kvbench.run.plan import TaskPlan
 from kvbench.run.preview import print_dry_run
 from kvbench.run.progress import Progress
 from kvbench.run.runner import run_job
-from kvbench.tasks.base import PromptEncoder
 from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines
 
 EXACT = {"exact": build_method("exact")}

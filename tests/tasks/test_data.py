@@ -12,12 +12,7 @@ import pytest
 from support.paths import write_lines
 
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.data import (
-    Source,
-    file_digests,
-    hub_rows,
-    texts_of_dataset,
-)
+from kvbench.tasks.data import Source, file_digests, hub_rows, texts_of_dataset
 
 ROWS = [{"text": f"Text {i}. It says little!", "n": i} for i in range(3)]
 

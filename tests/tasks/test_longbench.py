@@ -20,8 +20,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvbench.engine.model_spec import ModelError, ModelSpec, local_path
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import prompt_encoder
+from kvbench.prompts import PromptEncoder
 from kvbench.tasks import longbench
-from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.tasks.base import TaskError
 from kvbench.tasks.longbench import (
     DATASETS,
     E_DATASETS,

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.tasks.base import Example, PromptEncoder, TaskError, balanced_order
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, TaskError, balanced_order
 from kvbench.tasks.haystack import generated_haystack, place_needles
 from kvbench.tasks.needle import Needle
 

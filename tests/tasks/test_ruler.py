@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from support.encoders import Letters, Words, chat, ids_of, shipped
 
+from kvbench.prompts import PromptEncoder
 from kvbench.tasks import ruler
-from kvbench.tasks.base import Example, PromptEncoder, TaskError
+from kvbench.tasks.base import Example, TaskError
 from kvbench.tasks.encoding import encode_split
 from kvbench.tasks.ruler import DEPTHS, GENERATED, PROMPTS, TASKS, Ruler
 
