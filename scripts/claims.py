@@ -39,6 +39,7 @@ from kvbench.cli.config import composed, expanded, hydra_of_conf
 from kvbench.engine.architecture import full_layers
 from kvbench.engine.loading import load_config
 from kvbench.errors import UserError, complain
+from kvbench.report.claims_page import write_claims_page
 from kvbench.report.stats import Array, Estimate, Scores, differences, together
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,7 +135,7 @@ def read_made(beside: Path, run: Mapping[str, Any], model: str) -> pd.DataFrame:
     return rows if ours and len(rows) >= run["records"] else pd.DataFrame()
 
 
-def table(rows: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
+def values_of_units(rows: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
     """The value of each variant, [units x cells, variants].
 
     Args:
@@ -156,7 +157,7 @@ def table(rows: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
     return groups[[value, asked["slope"]]].apply(slope).unstack()
 
 
-def compared(values: pd.DataFrame, asked: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+def differences_to_each(values: pd.DataFrame, asked: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
     """`first` minus `factor` times each of `against`, or minus `target`: a table [units, cells] for
     each, by what is subtracted. (Who beats the best of several beats each, so none is chosen.)"""
     first, factor = values[asked["first"]], asked.get("factor", 1)
@@ -174,7 +175,7 @@ def compared(values: pd.DataFrame, asked: Mapping[str, Any]) -> dict[str, pd.Dat
     return differences_by_name
 
 
-def joint(tables: Sequence[Array]) -> Array:
+def family_of_all(tables: Sequence[Array]) -> Array:
     """Sorted: how large the largest |z| of all columns of these tables [units, cells] is where no mean
     differs from zero. Columns of one table go together; tables, of other units, are independent."""
     shuffled, rng = [], np.random.default_rng(0)
@@ -187,9 +188,8 @@ def joint(tables: Sequence[Array]) -> Array:
 
 def of_columns(values: Array) -> Scores:
     """Each row a unit of its own."""
-    return Scores(
-        "claim", values, ~np.isnan(values), np.arange(len(values)), ({},) * values.shape[1]
-    )
+    none_failed = ({},) * values.shape[1]
+    return Scores("", "claim", values, ~np.isnan(values), np.arange(len(values)), none_failed)
 
 
 def intervals(values: Array, family: Array, fraction: bool, reach: float) -> list[Estimate]:
@@ -199,7 +199,7 @@ def intervals(values: Array, family: Array, fraction: bool, reach: float) -> lis
     return differences([part.stratum(values)], fraction=fraction, family=family, reach=reach)
 
 
-def judged(
+def verdict_on(
     values: Array,
     asked: Mapping[str, Any],
     cells: Array | None = None,
@@ -210,15 +210,17 @@ def judged(
     on either side of zero, in `share` of the cells.
 
     Args:
-        cells, means: the families of intervals (`joint`); of these differences alone.
+        cells, means: the families of intervals (`family_of_all`); of these differences alone.
         reach: the largest score of a fraction.
     """
     side, by, fraction = asked.get("side", "below"), asked.get("by", 0.0), "fraction" in asked
     least = {"below": -math.inf, "above": by, "within": -by}[side]
     most = math.inf if side == "above" else by
     average = np.nanmean(values, axis=1, keepdims=True)
-    (mean,) = intervals(average, joint([average]) if means is None else means, fraction, reach)
-    every = intervals(values, joint([values]) if cells is None else cells, fraction, reach)
+    (mean,) = intervals(
+        average, family_of_all([average]) if means is None else means, fraction, reach
+    )
+    every = intervals(values, family_of_all([values]) if cells is None else cells, fraction, reach)
     held = sum(least < one.low and one.high < most for one in every)
     told = mean, len(values), held, len(every)
     if held >= asked.get("share", 1.0) * len(every):
@@ -232,7 +234,7 @@ def judged(
     return Verdict("cannot be told", *told, more)
 
 
-def lacking(rows: pd.DataFrame, asked: Mapping[str, Any]) -> str:
+def unmet_need(rows: pd.DataFrame, asked: Mapping[str, Any]) -> str:
     """What a comparison needs that this model has not; empty where it tells methods apart. The method
     `able` must give as many whole answers as `ABLE`, and `first` others than the method `unlike`; and
     there must be rows."""
@@ -250,25 +252,27 @@ def lacking(rows: pd.DataFrame, asked: Mapping[str, Any]) -> str:
     return ""
 
 
-def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+def rows_of_claim(
+    claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]
+) -> list[dict[str, Any]]:
     """A row for each comparison of a claim with each method that it names; `decides` marks the one that
     has the claim's verdict (of several the first). With `minus`, a run of the same units, a comparison
     is of how much smaller the difference is there."""
     compared_rows: list[tuple[Compared, dict[str, Any]]] = []
     rows: list[dict[str, Any]] = []
     for asked in claim["comparisons"]:
-        needs = lacking(runs[asked["run"]], asked)
+        needs = unmet_need(runs[asked["run"]], asked)
         if runs[asked["run"]].empty:
             absent = {"comparison": f"{asked['run']}, {asked['value']}", "result": needs}
             rows.append(absent | {"run": asked["run"], "model": "none"})
             continue
-        values = table(runs[asked["run"]], asked)
+        values = values_of_units(runs[asked["run"]], asked)
         names = [asked["first"], *asked.get("against", [])]
         reach = float(np.nanmax(values[names].abs().to_numpy())) or 1.0
         less = None if needs else asked.get("minus")
-        for other, each in compared(values, asked).items():
+        for other, each in differences_to_each(values, asked).items():
             if less:
-                each = each - compared(table(runs[less], asked), asked)[other]
+                each = each - differences_to_each(values_of_units(runs[less], asked), asked)[other]
             value = f"slope of {asked['value']}" if "slope" in asked else asked["value"]
             said = f"{asked['run']}, {value}: {asked['first']} - {other}"
             said += f", less that of {less}" if less else ""
@@ -279,16 +283,17 @@ def decided(claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]) -> list[
     by_run = {one.asked["run"] for one in told}
 
     def family(mean: bool) -> Array:
+        """The family of all cells of the claim, or of its means over cells."""
         tables = []
         for run in sorted(by_run):
             parts = [one.differences for one in told if one.asked["run"] == run]
             parts = [part.mean(axis=1).to_frame() if mean else part for part in parts]
             tables.append(pd.concat(parts, axis=1).to_numpy(float))
-        return joint(tables)
+        return family_of_all(tables)
 
     cells, means = (family(False), family(True)) if told else (None, None)
     for (asked, needs, each, reach), row in compared_rows:
-        verdict = judged(each.to_numpy(float), asked, cells, means, reach)
+        verdict = verdict_on(each.to_numpy(float), asked, cells, means, reach)
         by = asked.get("by", 0)
         model = runs[asked["run"]]["model"].iloc[0]
         row |= {
@@ -398,11 +403,11 @@ def run_once(name: str, words: Sequence[str], place: Path) -> None:
     done.write_text(f"{said}\n{took}\n", encoding="utf-8")
 
 
-def main(given: Sequence[str]) -> None:
-    """Run, decide, print a line for each comparison; write the tables.
+def options_of(given: Sequence[str]) -> dict[str, str]:
+    """The command line's options.
 
     Raises:
-        UserError: an unknown key or claim, or a run that failed.
+        UserError: a word that is none.
     """
     options = {"model": "smollm2_135m", "claims": "", "files": "", "results_dir": ""}
     for text in given:
@@ -412,6 +417,37 @@ def main(given: Sequence[str]) -> None:
                 f"{text!r} is unknown; allowed: {', '.join(options)}, each as key=value"
             )
         options[key] = value
+    return options
+
+
+def run_comparisons(
+    claim: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    options: Mapping[str, str],
+    place: Path,
+    runs: dict[str, pd.DataFrame],
+) -> None:
+    """Put the rows of every run that a claim's comparisons need into `runs`; those that are not there
+    yet are run. A run that a difference is subtracted from (`minus`) is left out where the model cannot
+    do the task."""
+    for comparison, key in product(claim["comparisons"], ("run", "minus")):
+        name = comparison.get(key)
+        if name is None or name in runs:
+            continue
+        if "folder" in asked["runs"][name]:
+            runs[name] = read_made(place.parent, asked["runs"][name], options["model"])
+        elif key == "run" or not unmet_need(runs[comparison["run"]], comparison):
+            run_once(name, command(name, asked["runs"][name]["command"], options, place), place)
+            runs[name] = read_run(place / name)
+
+
+def main(given: Sequence[str]) -> None:
+    """Run, decide, print a line for each comparison; write the tables.
+
+    Raises:
+        UserError: an unknown key or claim, or a run that failed.
+    """
+    options = options_of(given)
     asked = claims_for(options["model"])
     known = {claim["id"]: claim for claim in asked["claims"]}
     wanted = options["claims"].split(",") if options["claims"] else list(known)
@@ -425,26 +461,18 @@ def main(given: Sequence[str]) -> None:
     rows: list[dict[str, Any]] = []
     place.mkdir(parents=True, exist_ok=True)
     for claim in (known[name] for name in wanted):
-        for one, key in product(claim["comparisons"], ("run", "minus")):
-            name = one.get(key)
-            if name is None or name in runs:
-                continue
-            if "folder" in asked["runs"][name]:
-                runs[name] = read_made(place.parent, asked["runs"][name], options["model"])
-            elif key == "run" or not lacking(runs[one["run"]], one):
-                words = command(name, asked["runs"][name]["command"], options, place)
-                run_once(name, words, place)
-                runs[name] = read_run(place / name)
-        found = decided(claim, runs)
-        for row in found:
+        run_comparisons(claim, asked, options, place, runs)
+        of_claim = rows_of_claim(claim, runs)
+        for row in of_claim:
             protocol = asked["runs"][row["run"]]["protocol"]
             row["protocol"] = protocol.format(texts=texts, device=device) + "; seed 0"
             print(f"  {line_of(row)}")
-        rows += found
-        print(f"{claim['id']} {claim['claim']}: {found[0]['verdict']}", flush=True)
+        rows += of_claim
+        print(f"{claim['id']} {claim['claim']}: {of_claim[0]['verdict']}", flush=True)
         pd.DataFrame(rows).to_csv(place / "claims.csv", index=False, float_format="%.4g")
         (place / "claims.md").write_text(markdown(rows), encoding="utf-8")
-    print(f"tables: {place / 'claims.csv'}, {place / 'claims.md'}")
+    page = write_claims_page(place)
+    print(f"tables: {place / 'claims.csv'}, {place / 'claims.md'}; page: {page}")
 
 
 if __name__ == "__main__":

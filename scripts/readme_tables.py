@@ -1,5 +1,5 @@
 """Writes the tables of the READMEs from the committed results, and the list of the papers' tables and
-figures in conf/README.md from results/paper/experiments.yaml.
+figures in conf/README-experiments.md from results/paper/experiments.yaml.
 
     python scripts/readme_tables.py            write them
     python scripts/readme_tables.py --check    exit with 1 where one is not what results/ says
@@ -58,13 +58,7 @@ class Column:
             frame = frame.rename(columns=named).assign(measure=self.measure)
             frame = frame.reindex(columns=frame.columns.union(["low", "high", "mark"]))
         if self.measure == "bytes":
-            held: Any = frame.pivot_table(
-                index="method", columns="measure", values="mean", sort=False
-            )
-            whole = held["ratio"] * held.loc["exact", "entries_mean"] / held["entries_mean"]
-            held["mean"] = held["ratio"].where(whole > 0.5, 2 * held["ratio"])
-            empty = dict.fromkeys(("low", "high", "mark"))
-            frame = held.reset_index().assign(measure="bytes", **empty)
+            frame = bytes_of(frame)
         frame = frame[frame["measure"] == self.measure]
         for key, value in self.where.items():
             same = frame[key].astype(str) == str(value)
@@ -80,13 +74,21 @@ class Column:
         if not (pd.isna(row["low"]) or pd.isna(row["high"])):
             text += f" [{row['low']:.{self.digits}f}, {row['high']:.{self.digits}f}]"
         marks = str(row["mark"]).split()
-        return (
-            f"**{text}**"
-            if "best" in marks
-            else f"{text} {MARKS['tied']}"
-            if "tied" in marks
-            else text
-        )
+        if "best" in marks:
+            return f"**{text}**"
+        return f"{text} {MARKS['tied']}" if "tied" in marks else text
+
+
+def bytes_of(frame: pd.DataFrame) -> pd.DataFrame:
+    """Every method's bytes over those of an exact cache of bfloat16, as rows with the measure "bytes".
+
+    Where an entry takes more than half the bytes of an exact one, it is made of floats, which would be
+    bfloat16 as well: the ratio stays. Packed entries keep their size, so their ratio doubles.
+    """
+    costs: Any = frame.pivot_table(index="method", columns="measure", values="mean", sort=False)
+    size_of_entry = costs["ratio"] * costs.loc["exact", "entries_mean"] / costs["entries_mean"]
+    costs["mean"] = costs["ratio"].where(size_of_entry > 0.5, 2 * costs["ratio"])
+    return costs.reset_index().assign(measure="bytes", low=None, high=None, mark=None)
 
 
 def _found(heading: str, task: str, rate: float) -> Column:
@@ -183,15 +185,15 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def scores(columns: Sequence[Column]) -> str:
     """The columns side by side, methods in the order of the first one; an empty cell where a method
     was not run."""
-    found = [column.cells() for column in columns]
-    methods = list(dict.fromkeys(method for cells in found for method in cells.index))
+    cells_of = [column.cells() for column in columns]
+    methods = list(dict.fromkeys(method for cells in cells_of for method in cells.index))
     rows = [["method", *(column.heading for column in columns)]]
-    rows += [[method, *(cells.get(method, "") for cells in found)] for method in methods]
+    rows += [[method, *(cells.get(method, "") for cells in cells_of)] for method in methods]
     return markdown(rows)
 
 
-def whole(file: str) -> str:
-    """A CSV file as it is."""
+def csv_as_markdown(file: str) -> str:
+    """A CSV file as a table of Markdown, with all its columns."""
     frame = pd.read_csv(RESULTS / file, dtype=str, keep_default_na=False)
     return markdown([list(frame.columns), *frame.to_numpy().tolist()])
 
@@ -249,15 +251,28 @@ def written(text: str) -> str:
         KeyError: a comment names a table that is nowhere above.
     """
 
-    def made(found: re.Match[str]) -> str:
-        name = found[2]
-        if name in FILES:
-            return found[1] + whole(FILES[name]) + found[3]
-        made_by = (claims, experiments, joint_survival, statistics)
-        makers = {maker.__name__: maker for maker in made_by}
-        return found[1] + (makers[name]() if name in makers else scores(SCORES[name])) + found[3]
+    def with_table(comments: re.Match[str]) -> str:
+        return comments["begin"] + table(comments["name"]) + comments["end"]
 
-    return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end \2 -->)", made, text, flags=re.S)
+    pattern = r"(?P<begin><!-- table (?P<name>\w+) -->\n).*?(?P<end><!-- end (?P=name) -->)"
+    return re.sub(pattern, with_table, text, flags=re.DOTALL)
+
+
+def table(name: str) -> str:
+    """The table that a comment names.
+
+    Raises:
+        KeyError: it is nowhere above.
+    """
+    makers = {
+        "claims": claims,
+        "experiments": experiments,
+        "joint_survival": joint_survival,
+        "statistics": statistics,
+    }
+    if name in FILES:
+        return csv_as_markdown(FILES[name])
+    return makers[name]() if name in makers else scores(SCORES[name])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -266,8 +281,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
     stale = []
-    for name in ("results", "kvbench/assets/recall_mini", "conf"):
-        path = ROOT / name / "README.md"
+    for name in (
+        "results/README.md",
+        "kvbench/assets/recall_mini/README.md",
+        "conf/README-experiments.md",
+    ):
+        path = ROOT / name
         text = path.read_text(encoding="utf-8")
         new = written(text)
         if new != text:

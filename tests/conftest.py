@@ -61,7 +61,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for report in terminalreporter.stats.get("skipped", []):
         _, _, reason = report.longrepr  # file, line, reason
         reasons[reason.removeprefix("Skipped: ")] += 1
-    told = (f"{count} {reason}" for reason, count in reasons.most_common())
+    told = (f"{reason} ({count})" for reason, count in reasons.most_common())
     if reasons:
         terminalreporter.write_line(f"{reasons.total()} skipped: " + "; ".join(told))
 

@@ -38,7 +38,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvbench.tasks.base import Example, Many, PromptEncoder, Task
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Many, Task
 
 
 @dataclass(frozen=True, kw_only=True)

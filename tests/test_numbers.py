@@ -20,6 +20,7 @@ from support.paths import ROOT
 
 RESULTS = ROOT / "results"
 READMES = ("README.md", "results/README.md", "kvbench/assets/recall_mini/README.md")
+CONF = ("conf/README.md", "conf/README-sweeps.md", "conf/README-experiments.md")
 COUNTED = "bits?|(new )?tokens|[GM]B|layers?|draws?|prompts|examples|cases|essays|articles|minutes"
 SETUP = re.compile(
     r"SmolLM2-135M|Python 3\.\d+|95 %|Apache-2\.0|layers? \d+(, \d+)*( and \d+)?"
@@ -107,7 +108,7 @@ MEASURED = re.compile(
 )
 
 
-@pytest.mark.parametrize("name", ["conf/README.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("name", [*CONF, "CHANGELOG.md"])
 def test_a_number_that_reads_as_measured_says_where_it_is_from(name: str) -> None:
     """Where most numbers are options: a share, a ratio, a time or a size needs a source, or a comment
     ``<!-- no measurement: ... -->`` that says what it is."""

@@ -30,6 +30,7 @@ from kvbench.run.plan import Plan, TaskPlan
 from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
+from kvbench.run.termination import finished_first
 from kvbench.tasks.base import Task
 
 
@@ -130,11 +131,12 @@ def run_config(
             live = Live(job.results_dir / job.experiment, names, logger)
             progress.on_unit = stack.enter_context(live).log
         result = run_job(job, progress)
-    runs = tuple(load_run(path) for path in result.folders.values())
-    if print_tables:
-        print_scores(job.results_dir / job.experiment, runs)
-    if logs and result.complete:  # of several shards, the last logs
-        log_runs(runs, **logger)
+    with finished_first(more=True):  # the page is still to be written, by `finish`
+        runs = tuple(load_run(path) for path in result.folders.values())
+        if print_tables:
+            print_scores(job.results_dir / job.experiment, runs)
+        if logs and result.complete:  # of several shards, the last logs
+            log_runs(runs, **logger)
     return result
 
 
@@ -146,7 +148,7 @@ def print_scores(folder: Path, runs: Sequence[Run] = ()) -> None:
 
     some = Experiment(folder.name, folder, tuple(runs), tuple(group_runs(runs)))
     tables = tables_to_print(some if runs else load_experiment(folder))
-    terminal([table for table in tables if table.name.startswith("overview-")] or tables)
+    terminal([table for table in tables if table.kind == "overview"] or tables)
 
 
 def finish(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench import __version__
 from kvbench.budget import Budget
 from kvbench.cli.catalogue import catalogue, config_dir, experiment_called
-from kvbench.cli.construct import constructed
+from kvbench.cli.construct import check_declared, constructed
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import (
     UserError,
@@ -43,6 +44,7 @@ from kvbench.errors import (
 from kvbench.errors.options import Count, NonNegative, Positive, Whole, check_options, hints_of
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
+from kvbench.tasks.base import Task
 
 
 def _needed(setting: str, where: str) -> None:
@@ -78,6 +80,14 @@ def expanded(overrides: Sequence[str]) -> list[str]:
                 f"{key} is not kvbench's to set (it would run or write something else); allowed: "
                 "hydra.mode=RUN or MULTIRUN, hydra.sweeper.params, launcher=..."
             )
+        own = {"hydra/sweeper": "kvbench", "hydra/launcher": "basic"}
+        if value != own.get(key.lstrip("+"), value):
+            raise UserError(
+                f"{key} is {value!r}; allowed: kvbench's own, which check every job before the first "
+                "runs: -m key=a,b or hydra.sweeper.params for a sweep, launcher=local, gpus or slurm"
+            )
+        if key.lstrip("+") in GROUPS:  # all of them have a choice in conf/config.yaml
+            text, key = text.lstrip("+"), key.lstrip("+")
         if key.lstrip("+") == "hydra.mode" and value not in ("RUN", "MULTIRUN"):
             raise UserError(f"hydra.mode is {value!r}; allowed: RUN or MULTIRUN")
         if names_a_secret(key):
@@ -165,6 +175,8 @@ def explain(error: BaseException) -> str:
     meant = nearest(key, names)
     if key == "compression_ratio":  # another tool's word
         meant = " (did you mean 'budget.rate', the share that is kept?)"
+    elif key in ("press", "press_name"):
+        meant = " (did you mean 'method'?)"
     return f"unknown {what} {key!r}{meant}; allowed: {', '.join(names)}"
 
 
@@ -237,6 +249,9 @@ class Settings:
         check_options(made, "", UserError)
         constructed(made.budget, "budget", Budget)
         constructed(made.sampling, "sampling", Sampling)
+        check_declared(made.task, "task")
+        for label, method in made.methods.items():
+            check_declared(method, f"methods.{label}")
         named = {key: values.get(key) for key in ("experiment_name", "results_dir", "task_label")}
         named["model.name"] = made.model.get("name")
         for key, name in named.items():
@@ -248,9 +263,44 @@ class Settings:
         Shard.parse(made.shard)
         return made
 
+    def check_places(self) -> None:
+        """Refuse what can be refused before torch is imported: a folder for results that cannot be
+        written, a model's folder that is not there, a task's options and files.
+
+        Raises:
+            UserError: one line.
+        """
+        _check_writable(Path(self.results_dir).expanduser() / self.experiment_name)
+        path = str(self.model.get("path"))
+        if path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+            raise UserError(
+                f"model path {path!r} does not exist; allowed: a folder with a model, an id of the "
+                "Hub, or a name of kvbench list models"
+            )
+        if str(self.task.get("_target_")).startswith("kvbench.tasks."):  # these import no torch
+            constructed(self.task, "task", Task).check_files()
+
     def announcement(self, jobs: int = 1) -> str:
         """What will be run and where it goes; told first, as importing torch takes seconds."""
         what = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} methods"
         what = what if jobs == 1 else f"{jobs} jobs, the first: {what}"
         where = "(dry run)" if self.dry_run else f"-> {self.results_dir}/{self.experiment_name}"
         return presentable(f"kvbench {__version__}: {what} {where}")
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder for results that cannot be made or written: a file stands in its place, or its
+    disk does not allow it. Nothing stays behind.
+
+    Raises:
+        UserError: one line that names ``results_dir``.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".kvbench-", dir=there):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"results_dir cannot be used: {there}: {error.strerror}; allowed: a folder that can be "
+            "made and written"
+        ) from error

@@ -12,6 +12,7 @@ from pydoc import ErrorDuringImport, locate
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvbench.budget import Budget, KVError
+from kvbench.cli.declared import declared_options
 from kvbench.errors import first_line, nearest
 from kvbench.errors.options import fits, hints_of, refusal
 from kvbench.tasks.base import Task
@@ -53,18 +54,48 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
         raise KVError(f"{key}._target_ is {named!r}{missing}; allowed: a {words}")
     hints, options = hints_of(target), dict[str, Any]()  # type: ignore[arg-type]
     for name, value in ((name, node[name]) for name in node if name != "_target_"):
-        if hints and name not in hints:
-            meant = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
-            raise KVError(f"unknown key {name!r} of {key}{meant}")
-        options[name] = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
-        if name in hints and not fits(hints[name], options[name]):
-            several = ",".join(map(str, value)) if isinstance(value, list) else ""
-            several = several and f"; for a job each: -m {key}.{name}={several}"
-            raise KVError(refusal(f"{key}.{name}", value, hints[name]) + several)
+        inner = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
+        _check_option(key, name, value, inner, hints)
+        options[name] = inner
     try:
         return target(**options)
     except TypeError as error:
         raise KVError(f"{key} cannot be made: {first_line(error)}") from error
+
+
+def check_declared(node: Any, key: str) -> None:
+    """Refuse what is wrong in a config that the source of its class tells without an import; what it
+    does not tell, e.g. a class that is not kvbench's, is left to `constructed`.
+
+    Raises:
+        KVError: one line, that of `constructed`.
+    """
+    named = node.get("_target_") if isinstance(node, Mapping) else None
+    hints = declared_options(named) if isinstance(named, str) else None
+    if not hints:
+        return
+    for name, value in node.items():
+        if name != "_target_":
+            is_config = isinstance(value, Mapping) and "_target_" in value
+            _check_option(key, name, value, value, {name: Any} if is_config else hints)
+
+
+def _check_option(key: str, name: str, value: Any, made: Any, hints: Mapping[str, Any]) -> None:
+    """Refuse an option that a class does not have, or whose hint does not allow the value.
+
+    Args:
+        key: what the command line calls the object. value: as the config has it. made: the value with
+            objects in place of the configs in it. hints: of all options; none where they are unknown.
+    """
+    if not hints:
+        return
+    if name not in hints:
+        meant = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
+        raise KVError(f"unknown key {name!r} of {key}{meant}")
+    if not fits(hints[name], made):
+        several = ",".join(map(str, value)) if isinstance(value, list) else ""
+        several = several and f"; for a job each: -m {key}.{name}={several}"
+        raise KVError(refusal(f"{key}.{name}", value, hints[name]) + several)
 
 
 def _with_inner(value: Any, key: str, *kinds: type) -> Any:

@@ -36,7 +36,7 @@ from kvbench.cli.construct import methods_of
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, fits, refusal
 from kvbench.records.durable import make_folder, replace
-from kvbench.run.termination import asks_to_stop, terminable
+from kvbench.run.termination import asks_to_stop, end_if_asked, terminable
 
 
 def report_error(error: BaseException) -> tuple[str, int]:
@@ -102,6 +102,7 @@ class Jobs:
             number = len(self.outcomes)
             name = self.names[number]
             print(presentable(f"job {number + 1} of {len(self.names)}: {name}"), flush=True)
+        end_if_asked()  # of the job before this one
         try:
             methods_of(Settings.of(config).methods)  # before the libraries of models are imported
             from kvbench.cli.build import run_config
@@ -191,7 +192,9 @@ class Sweeper(sweeper.Sweeper):
             with explaining():
                 config = self.loader.load_sweep_config(self.settings, list(overrides))
             HydraConfig.instance().set_config(config)
-            configs.append((config, Settings.of(config)))
+            settings = Settings.of(config)
+            settings.check_places()
+            configs.append((config, settings))
         parts: list[list[str]] = []
         for number, (overrides, name) in enumerate(zip(jobs, names(jobs), strict=True), 1):
             config, settings = configs[number - 1]

@@ -13,10 +13,13 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from textwrap import fill
 from typing import NoReturn
 
+from hydra._internal.utils import get_args_parser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
@@ -29,12 +32,12 @@ from kvbench.cli.catalogue import (
     experiment_lines,
     item_called,
 )
-from kvbench.cli.config import GROUPS, Settings, composed, expanded, hydra_of_conf
+from kvbench.cli.config import GROUPS, Settings, composed, expanded, explaining, hydra_of_conf
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
 from kvbench.errors.options import hints_of
-from kvbench.run.termination import TERMINATED, Terminated, terminable
+from kvbench.run.termination import TERMINATED, Terminated, finished_first, terminable
 
 ABOUT = {
     "list": """kvbench list methods|models|tasks|experiments|loggers|launchers
@@ -132,14 +135,62 @@ def run(arguments: Sequence[str]) -> int:
     """Run a job, or the jobs of a sweep; print what they came to; return the exit status."""
     options = _parsed(arguments)
     if options.help or not arguments:
-        first, _, rest = (config_dir() / "help.txt").read_text("utf-8").partition("\n\n\n")
-        groups = "\n".join(
-            fill(f"  {group}: {', '.join(catalogue(group))}", 80, subsequent_indent="    ")
-            for group in GROUPS
-        )
-        print(first + ("\n\n" + rest.rstrip().format(groups=groups) if options.help else ""))
+        _print_help(whole=options.help)
+        return 0
+    if options.shell_completion:  # what is typed so far is in the environment
+        with hydra_of_conf() as hydra:
+            hydra.shell_completion("config", options.overrides)
+        return 0
+    overrides = _overrides_of(options)
+    if options.cfg or options.info or options.hydra_help:
+        _print_hydra(options, overrides)
         return 0
     jobs = Jobs([sys.argv[0], *arguments])
+    with hydra_of_conf() as hydra:
+        every = composed(hydra, overrides, RunMode.MULTIRUN)
+        shards = OmegaConf.select(every, "shards") is not None
+        if options.multirun or shards or every.hydra.mode == RunMode.MULTIRUN:
+            hydra.multirun("config", jobs, overrides)
+        else:
+            config = composed(hydra, overrides)
+            settings = Settings.of(config)
+            settings.check_places()
+            print(settings.announcement(), flush=True)
+            if config.dry_run:
+                jobs.check(config)
+            else:
+                hydra.run("config", jobs, overrides)
+    with finished_first():  # SIGTERM after the last example leaves no experiment without its page
+        _finish(jobs)
+    return jobs.status
+
+
+def _finish(jobs: Jobs) -> None:
+    """Print what the jobs came to, and write the pages of their experiments."""
+    several = len(jobs.outcomes) > 1
+    if jobs.folders:  # a job that was refused waits for no library that results need
+        from kvbench.cli.build import finish, print_scores
+    if several:
+        for folder in jobs.folders:
+            print_scores(folder)
+        if jobs.folders or jobs.status:
+            jobs.print_summary()
+    for folder in jobs.folders:
+        finish(folder)
+
+
+def _print_help(*, whole: bool) -> None:
+    """conf/help.txt: its first part, or all of it with what there is to choose from."""
+    first, _, rest = (config_dir() / "help.txt").read_text("utf-8").partition("\n\n\n")
+    groups = "\n".join(
+        fill(f"  {group}: {', '.join(catalogue(group))}", 80, subsequent_indent="    ")
+        for group in GROUPS
+    )
+    print(first + ("\n\n" + rest.rstrip().format(groups=groups) if whole else ""))
+
+
+def _overrides_of(options: argparse.Namespace) -> list[str]:
+    """The overrides as Hydra takes them, with what the options and a sweep add to them."""
     overrides = expanded(options.overrides)
     given = dict(text.partition("=")[::2] for text in overrides)
     swept = {key for key in ("task", "model") if re.match(r"[^\[{'\"(]*[,(]", given.get(key, ""))}
@@ -152,29 +203,19 @@ def run(arguments: Sequence[str]) -> int:
         if not Path(options.config_dir).is_dir():
             raise UserError(f"--config-dir is {options.config_dir!r}; allowed: a folder")
         overrides.append(f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']")
-    with hydra_of_conf() as hydra:
-        every = composed(hydra, overrides, RunMode.MULTIRUN)
-        shards = OmegaConf.select(every, "shards") is not None
-        if options.multirun or shards or every.hydra.mode == RunMode.MULTIRUN:
-            hydra.multirun("config", jobs, overrides)
+    return overrides
+
+
+def _print_hydra(options: argparse.Namespace, overrides: list[str]) -> None:
+    """What Hydra tells of a command without running it: ``--cfg``, ``--info``, ``--hydra-help``."""
+    with hydra_of_conf() as hydra, redirect_stdout(StringIO()) as told, explaining():
+        if options.hydra_help:
+            hydra.hydra_help("config", get_args_parser(), options)
+        elif options.info:
+            hydra.show_info(options.info, "config", overrides)
         else:
-            config = composed(hydra, overrides)
-            print(Settings.of(config).announcement(), flush=True)
-            if config.dry_run:
-                jobs.check(config)
-            else:
-                hydra.run("config", jobs, overrides)
-    several = len(jobs.outcomes) > 1
-    if jobs.folders:  # a job that was refused waits for no library that results need
-        from kvbench.cli.build import finish, print_scores
-    if several:
-        for folder in jobs.folders:
-            print_scores(folder)
-        if jobs.folders or jobs.status:
-            jobs.print_summary()
-    for folder in jobs.folders:
-        finish(folder)
-    return jobs.status
+            hydra.show_cfg("config", overrides, options.cfg, options.package, options.resolve)
+    print(redact(told.getvalue()), end="")
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -183,7 +224,14 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-v", "--verbose", action="count", default=0)
-    parser.add_argument("--config-dir")
+    parser.add_argument("-cd", "--config-dir")
+    parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
+    parser.add_argument("-p", "--package")
+    parser.add_argument("--resolve", action="store_true")
+    topics = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    parser.add_argument("-i", "--info", nargs="?", const="all", choices=topics)
+    parser.add_argument("-sc", "--shell-completion", action="store_true")
+    parser.add_argument("--hydra-help", action="store_true")
     parser.add_argument("--version", action="version", version=f"kvbench {__version__}")
     parser.add_argument("-h", "--help", action="store_true")
 

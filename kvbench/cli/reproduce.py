@@ -17,10 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from kvbench.cli.catalogue import PaperItem, catalogue, config_dir, item_called, paper_items
-from kvbench.cli.config import composed, hydra_of_conf
+from kvbench.cli.config import composed, explaining, hydra_of_conf
 from kvbench.cli.jobs import report_error
 from kvbench.errors import UserError, nearest, needs_extra
 
@@ -42,6 +43,8 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
         run: runs one command line and returns its exit status, of which the largest is returned.
     """
     name, *overrides = arguments
+    with explaining():  # once, whatever is made
+        OverridesParser.create().parse_overrides(list(overrides))
     dry = "dry_run=true" in overrides
     if name != ALL:
         lines = command_lines(name, overrides)

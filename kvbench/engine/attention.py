@@ -202,7 +202,8 @@ def _fused_with_normalisers(
     """Causal attention and its normalisers (`LayerCall.exact_with_normalisers`), by the kernel that
     `scaled_dot_product_attention` would run and whose normalisers it drops; None where that kernel
     returns none, or rounds them to too few digits."""
-    aten, options = torch.ops.aten, {"is_causal": True, "scale": scaling}
+    aten = torch.ops.aten
+    options = {"is_causal": True, "scale": scaling}
     on_cpu, float32 = query.device.type == "cpu", query.dtype == torch.float32
     grouped_float32 = float32 and query.shape[1] != key.shape[1]
     on_cuda = query.is_cuda and not grouped_float32 and query.shape[-1] % 8 == 0  # else torch pads
@@ -282,7 +283,8 @@ def exact_attention(
     out = torch.empty_like(grouped[..., :1]).expand(*grouped.shape[:-1], value.shape[-1]).clone()
     for begin in range(0, m, QUERY_BLOCK):
         end = min(m, begin + QUERY_BLOCK)
-        start, stop = n - m + begin, n - m + end
+        start = n - m + begin  # the positions of the block's queries among the keys
+        stop = n - m + end
         first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
         logits = products(grouped[..., begin:end, :], key[:, :, None, first:stop])
         logits = capped(logits.mul_(scaling), softcap)

@@ -245,7 +245,9 @@ class EvictingCache(GrowingCache):
                 f"{type(method).__name__} evicts and holds {store.keys_only} entries without a value; "
                 "allowed: one or the other"
             )
-        self.method, self.granted, self.sink = method, granted, sink
+        self.method = method
+        self.granted = granted
+        self.sink = sink
         self.rule = rule_of(method, granted, sink)
         super().__init__(store, capacity=capacity)
 
@@ -300,7 +302,9 @@ class RestrictedCache(GrowingCache):
     def __init__(
         self, store: Entries, *, capacity: int, method: Method, granted: int, sink: int
     ) -> None:
-        self.method, self.granted, self.sink = method, granted, sink
+        self.method = method
+        self.granted = granted
+        self.sink = sink
         super().__init__(store, capacity=capacity)
 
     def _hide(self, logits: Tensor) -> None:

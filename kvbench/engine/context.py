@@ -21,7 +21,7 @@ from kvbench.engine.tokenizer import end_token_ids, model_end_ids
 from kvbench.errors.options import Count, fits
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
+from kvbench.prompts import PromptEncoder, check_length, tokenizing
 
 Text = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or what a tokenizer returns for one text."""
@@ -154,9 +154,11 @@ class Context:
             raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
         if stop and tokenizer is None:
             raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
-        ends, decode = model_end_ids(model), None
+        ends = model_end_ids(model)
+        decode = None
         if tokenizer is not None:
-            ends, decode = end_token_ids(model, tokenizer), decoder(tokenizer)
+            ends = end_token_ids(model, tokenizer)
+            decode = decoder(tokenizer)
         stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
         unread = self._ids[self.tokens :]
         with kvbench_attention_on(model), torch.inference_mode():

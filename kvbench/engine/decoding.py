@@ -1,9 +1,10 @@
 """The attention of decode steps: every row of the batch is a fork, and is fed one new token.
 
 Rows hold different numbers of entries, in buffers of their own. All rows of a layer that can go
-through one kernel do (`kvbench.kernels.decode_attention`): two launches for however many rows, over
-the entries they hold and no others. A step reads positions and numbers of entries on the device and
-advances them there; the host copies and counts nothing, so that a step can be captured in a CUDA graph.
+through one kernel do (`kvbench.kernels.decode_attention`): two launches for however many rows, three
+where they hold packed entries, over the entries they hold and no others. A step reads positions and
+numbers of entries on the device and advances them there; the host copies and counts nothing, so that a
+step can be captured in a CUDA graph.
 
 In: the forks of the rows, and each layer's query, key and value of the new tokens. Out: the attention
 output of every row; when the rows part, `DecodeState.settle` tells the caches how many entries they
@@ -18,13 +19,10 @@ from torch import Tensor
 
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import GrowingCache
+from kvbench.engine.entries import table_of
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.ragged_cache import RaggedCache
-from kvbench.kernels.decode_attention import (
-    append_entries,
-    entry_table,
-    weighted_decode_attention,
-)
+from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
 from kvbench.kernels.eviction import EvictionTable, evict_entries
 from kvbench.kernels.philox import to_device
 
@@ -86,7 +84,8 @@ class _Group:
         rows: their places in the batch.
         caches: the caches of this layer, those of a row one after the other.
         several: whether the batch has other rows.
-        common: what the rows have in common: numbers of heads and channels, dtype, rule of eviction.
+        common: what the rows have in common: numbers of heads and channels, dtype, how entries are
+            packed, rule of eviction.
 
     Attributes:
         per_row: caches of a row.
@@ -107,20 +106,15 @@ class _Group:
         self.limits = [NO_LIMIT if cache.limit is None else cache.limit for cache in caches]
         self.slots = slice(0)
         stores = [cache.store for cache in caches]
-        self.table = table = entry_table(
-            [store.keys for store in stores],
-            [store.values for store in stores],
-            [store.log_weights for store in stores],
-            # The same for rows of like size: a captured step serves them all.
-            longest=1 << max(store.keys.shape[1] - 1 for store in stores).bit_length(),
-        )
+        self.table = table = table_of(stores)
         rules = [cache.rule for cache in caches if cache.rule is not None]
         self.evictions: EvictionTable | None = None
         if rules:
             scores = [store.scores for store in stores]
             positions = [store.positions for store in stores]
             self.evictions = EvictionTable(rules, self.limits, scores, positions, rows)
-        self.graph_key = (tuple(rows), common, table.longest, table.chunk, table.aligned)
+        launches = (table.longest, table.longest_packed, table.chunk, table.aligned)
+        self.graph_key = (tuple(rows), common, *launches)
 
     def caches_of(self, row: int) -> slice:
         """The places of a row's caches among `caches`."""
@@ -202,7 +196,9 @@ class DecodeState(ForkBatch):
             keys, values, rule = parts[0].store.keys, parts[0].store.values, parts[0].rule
             leaves = None if rule is None else rule.leaves == "oldest"
             channels = (keys.shape[2], values.shape[2])
-            kind = (len(parts), keys.shape[0], *channels, keys.dtype, leaves)
+            packed = parts[0].store.packed
+            scheme = None if packed is None else packed[0].quantization
+            kind = (len(parts), keys.shape[0], *channels, keys.dtype, scheme, leaves)
             together.setdefault(kind, {})[row] = parts
         self._groups[layer] = [
             _Group(

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.kernels.decode_attention import products
-from kvbench.kernels.quantize import Codec, Scheme
+from kvbench.kernels.decode_attention import EntryTable, entry_table, is_readable, products
+from kvbench.kernels.quantize import Codec, Packed, Scheme, never
 from kvbench.kv import CompressedKV, weighted_entries
 
 GROWTH = 256
@@ -89,9 +89,14 @@ class Entries:
 
     @property
     def is_read_by_kernel(self) -> bool:
-        """Whether `kvbench.kernels.decode_attention` can attend to these entries: all lie in the buffers
-        with key and value, and attention is an ordinary softmax over them."""
+        """Whether `kvbench.kernels.decode_attention` can attend to these entries: all have key and
+        value, attention is an ordinary softmax over them, and it can read those that are packed."""
         return not self.keys_only and self.denominators is None
+
+    @property
+    def packed(self) -> tuple[Packed, Packed] | None:
+        """Keys and values of the packed entries, where the kernels read them; None otherwise."""
+        return None
 
     def count(self) -> Tensor:
         """Entries held per head, padding left out: [kv_heads] int64, on the entries' device where it
@@ -237,8 +242,19 @@ class PackedEntries(Entries):
 
     @property
     def is_read_by_kernel(self) -> bool:
-        """See `Entries.is_read_by_kernel`: the kernel reads no packed entries."""
-        return False
+        """See `Entries.is_read_by_kernel`."""
+        return super().is_read_by_kernel and self.packed is not None
+
+    @property
+    def packed(self) -> tuple[Packed, Packed] | None:
+        """See `Entries.packed`: integers of a prompt, to which no token's entry is added."""
+        keys, values = self.codecs
+        if keys.due is not never or values.due is not never:
+            return None
+        blocks = [block for codec in (keys, values) for block in codec.blocks]
+        if len(blocks) != 2 or not is_readable(*blocks):
+            return None
+        return blocks[0], blocks[1]
 
     def nbytes(self, count: int) -> int:
         """See `Entries.nbytes`; with those of the packed entries."""
@@ -299,6 +315,31 @@ class PackedEntries(Entries):
         """A buffer that began with entry `before` begins with entry `now`."""
         if now > before:
             part[:, : self.length - now] = part[:, now - before : self.length - before].clone()
+
+
+def table_of(stores: Sequence[Entries]) -> EntryTable:
+    """Where the entries of these rows are, for the kernels, all of which read them
+    (`Entries.is_read_by_kernel`) and either all or none of which have packed ones.
+
+    Launches are made for a power of two of entries, so that a captured step serves all rows of like
+    size.
+    """
+    packed = [store.packed for store in stores if store.packed is not None]
+    longest = max(store.keys.shape[1] for store in stores)
+    longest_packed = max((keys.count for keys, _ in packed), default=0)
+    return entry_table(
+        [store.keys for store in stores],
+        [store.values for store in stores],
+        [store.log_weights for store in stores],
+        packed=packed,
+        longest=_power_of_two(longest),
+        longest_packed=_power_of_two(longest_packed),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The least power of two that is no less than `number`; 0 for 0."""
+    return 1 << (number - 1).bit_length() if number else 0
 
 
 def _with_room(part: Tensor, room: int) -> Tensor:

@@ -234,6 +234,12 @@ class Fork:
     def end_prompt(self, n: int, exact: ExactBytes) -> None:
         """The prompt's n tokens have been read and compressed: note what is held of them. Waits for the
         other ranks."""
+        extras: dict[str, int] = {}
+        if self.failure is None:
+            try:
+                extras = guard.extras(self.label, self.method, n, self.shapes)
+            except Exception as failure:  # noqa: BLE001 - this method's failure is its own record
+                self.fail(failure)
         self.agree()
         cost = Cost(
             prompt_tokens=n,
@@ -248,7 +254,7 @@ class Fork:
                 cost,
                 entries={"mean": float(entries.float().mean()), "max": int(entries.max())},
                 cache_bytes=sum(self.ranks.gather(self.cache_bytes())),
-                extras=guard.call(self.method, self.method.extras, n, self.shapes),
+                extras=extras,
             )
         self.ledger.begin(cost, exact)
 

@@ -24,7 +24,7 @@ from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 
 
 @dataclass(frozen=True)

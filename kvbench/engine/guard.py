@@ -3,9 +3,9 @@
 Methods of a job read the same keys, values, queries and shared results (`LayerKV.once`), and run in one
 process. A method from outside `kvbench.methods` gets copies of the tensors. One from inside gets the
 tensors themselves, and after every call it is checked that it wrote to none (`Seal`). A method that
-leaves a setting of the process changed fails, and the setting is restored (`process_settings`). While a
-method runs, ``os._exit`` and closing a standard stream raise, and a process that it forks ends where it
-comes back.
+leaves a setting of the process changed fails, and the setting is restored. While a method runs,
+``os._exit`` and closing a standard stream raise, and a process that it forks ends where it comes back
+(`kvbench.engine.process`).
 
 Not contained are a Ctrl-C, a signal that ends the process, a crash of compiled code, and what code does
 that looks for a way round: replaces functions of libraries, deletes files, lowers a limit of the system,
@@ -15,22 +15,25 @@ disk up to the example in progress.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.limits import in_main_thread
-from kvbench.engine.process_settings import SETTINGS, same
+from kvbench.engine.process import (
+    SETTINGS,
+    MethodExit,
+    Setting,
+    interrupts_noted,
+    process_protected,
+    same,
+)
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, Shared
-from kvbench.methods.base import Method, Repetition
+from kvbench.methods.base import HeldShape, Method, Repetition
 
 
 class SharedStateChanged(RuntimeError):
@@ -42,10 +45,8 @@ class LayerDamaged(KVError):
     sound. A job then runs its methods apart (`kvbench.run.batching`), so that only this one fails."""
 
 
-class MethodExit(RuntimeError):
-    """A method asked the program to end (by SystemExit, GeneratorExit or a KeyboardInterrupt of its
-    own); only the method fails."""
-
+MOST_EXTRA = 2.0**63
+"""Numbers of `Method.extras` are smaller: what reads records takes no others for integers."""
 
 SAMPLED_ROWS = 16
 """Rows of each head of a tensor that a `Seal` compares."""
@@ -133,26 +134,21 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
         SharedStateChanged: the code changed one, and raised nothing itself.
         MethodExit: the code raised SystemExit or GeneratorExit, or KeyboardInterrupt without a Ctrl-C.
     """
-    foreign = is_foreign(method)
-    compared = {
-        name: setting
-        for name, setting in SETTINGS.items()
-        if (foreign or not setting.imports_change_it)
-        and (setting.is_there is None or setting.is_there())
-    }
+    compared = _settings_compared(method)
     changed: list[str] = []
-    with _process_protected(), _interrupts_noted() as interrupted:
+    with process_protected(), interrupts_noted() as interrupted:
         before = {name: setting.read() for name, setting in compared.items()}
         for name, setting in compared.items():
             if setting.note is not None:
                 setting.note(before[name])
         try:
             yield
-        except (SystemExit, GeneratorExit, KeyboardInterrupt) as failure:
-            of_the_job = type(failure) not in (SystemExit, GeneratorExit)  # SIGTERM's, a Ctrl-C's
-            if isinstance(failure, KeyboardInterrupt):
-                of_the_job = interrupted()
-            if of_the_job:
+        except (SystemExit, GeneratorExit) as failure:
+            if type(failure) not in (SystemExit, GeneratorExit):  # SIGTERM raises one of its own
+                raise
+            raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
+        except KeyboardInterrupt as failure:
+            if interrupted():
                 raise
             raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
         finally:
@@ -165,76 +161,22 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
         raise SharedStateChanged(f"method {label!r} left {changed[0]}")
 
 
+def _settings_compared(method: Method) -> dict[str, Setting]:
+    """The settings that are compared around a call of the method."""
+    foreign = is_foreign(method)
+    return {
+        name: setting
+        for name, setting in SETTINGS.items()
+        if (foreign or not setting.imports_change_it)
+        and (setting.is_there is None or setting.is_there())
+    }
+
+
 def _what_changed(name: str, now: object, before: object) -> str:
     """The setting, its values, and what is allowed."""
     setting = SETTINGS[name]
     state = f"at {now} (it was {before})" if setting.shown else "in another state"
     return f"{name} {state}, which others use; allowed: {setting.allowed}"
-
-
-@contextmanager
-def _interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Within this context a Ctrl-C raises KeyboardInterrupt, as ever.
-
-    Yields:
-        a function that tells whether there was one: code may raise KeyboardInterrupt itself. Where the
-        process answers Ctrl-C in a way of its own, that is not known, and every one counts.
-    """
-    if not in_main_thread():
-        yield lambda: False  # signals come to the main thread
-        return
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield lambda: True
-        return
-    came: list[int] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        signal.default_int_handler(number, frame)
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextmanager
-def _process_protected() -> Iterator[None]:
-    """Within this context the process can neither be ended without a word nor lose its standard streams:
-    the next file that is opened would get a closed stream's number, and what is printed would go into
-    it. A process that the code forks can do both, and where it comes back from the code, it ends:
-    it would write the job's records, too."""
-    process, end_process = os.getpid(), os._exit
-    close, close_range = os.close, os.closerange
-
-    def exit_refused(status: int) -> NoReturn:
-        if os.getpid() == process:
-            raise MethodExit(f"a method called os._exit({status}); allowed: to raise an exception")
-        end_process(status)
-
-    def close_unless_standard(fd: int) -> None:
-        if fd in (0, 1, 2) and os.getpid() == process:
-            raise MethodExit(
-                f"a method called os.close({fd}), of a standard stream; allowed: to leave it open"
-            )
-        close(fd)
-
-    def close_range_refused(first: int, end: int) -> None:
-        if os.getpid() == process:
-            raise MethodExit(
-                f"a method called os.closerange({first}, {end}), of files that others opened; allowed: "
-                "to close its own"
-            )
-        close_range(first, end)
-
-    os._exit, os.close, os.closerange = exit_refused, close_unless_standard, close_range_refused
-    try:
-        yield
-    finally:
-        os._exit, os.close, os.closerange = end_process, close, close_range
-        if os.getpid() != process:
-            end_process(1)
 
 
 @contextmanager
@@ -257,6 +199,24 @@ def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:
         return hook(*arguments)
     with settings_unchanged(type(method).__name__, method):
         return hook(*arguments)
+
+
+def extras(label: str, method: Method, n: int, shapes: Mapping[int, HeldShape]) -> dict[str, int]:
+    """The further fields that `Method.extras` adds to a record.
+
+    Raises:
+        KVError: names that are no text, values that are no numbers; and whatever the method raises.
+    """
+    added = call(method, method.extras, n, shapes)
+    for name, value in added.items():
+        if not isinstance(name, str):
+            raise KVError(f"the extras of method {label!r} have the name {name!r}; allowed: text")
+        if not isinstance(value, int | float) or not abs(value) < MOST_EXTRA:
+            raise KVError(
+                f"the extras of method {label!r} have {name} of a value that is no number; allowed: "
+                "numbers"
+            )
+    return dict(added)
 
 
 def _own(method: Method, layer: LayerKV, carried: dict[str, Tensor]) -> LayerKV:
@@ -334,7 +294,7 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
         TypeError: no `CompressedKV`.
         ValueError: naming the tensor, its shape, dtype and device, and what is allowed.
     """
-    if not isinstance(held, CompressedKV):
+    if type(held) is not CompressedKV:  # a subclass could count its entries and bytes otherwise
         raise TypeError(f"compress returned a {type(held).__name__}; allowed: a CompressedKV")
     if not isinstance(held.keys, Tensor):
         raise TypeError(f"keys are a {type(held.keys).__name__}; allowed: a tensor")

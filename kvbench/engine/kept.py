@@ -65,7 +65,8 @@ def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
     step = max(1.0, len(layers) / MOST_LAYERS)
     chosen = [layers[int(i * step)] for i in range(min(len(layers), MOST_LAYERS))]
     hundredths: dict[str, list[int]] = {}
-    entries, unplaced = 0, 0
+    entries = 0
+    unplaced = 0
     for layer, positions, weights in entries_of(fork, chosen):
         is_entry, has_place = weights != 0, positions >= 0
         if int(positions.max()) >= tokens:

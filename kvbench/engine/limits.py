@@ -15,7 +15,7 @@ HUNG_AFTER = 60.0
 IGNORED = 5
 """Alarms after which a body that catches every one and goes on counts as hung."""
 
-_end_process = os._exit  # which `kvbench.engine.guard` takes from a method's code
+_end_process = os._exit  # which `kvbench.engine.process` takes from a method's code
 
 
 def in_main_thread() -> bool:
@@ -40,7 +40,8 @@ def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[N
         yield
         return
     period = seconds + max(1.0, seconds / 10)
-    heard, over = threading.Event(), threading.Event()
+    heard = threading.Event()  # an alarm came since `watch` looked last
+    over = threading.Event()  # the body has ended
     alarms = 0
 
     def alarm(_signal: int, _frame: FrameType | None) -> None:

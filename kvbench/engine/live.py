@@ -205,7 +205,8 @@ class Compression:
         if tokens is None:
             raise UnsupportedGeneration("inputs_embeds without input_ids; allowed: input_ids")
         batch, count = tokens.shape
-        mask, given = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        mask = kwargs.get("attention_mask")
+        given = kwargs.get("past_key_values")
         self._check_call(kwargs)
         if isinstance(given, LiveCache):
             if self._turn.taken and given is self._cache:
@@ -293,7 +294,8 @@ class Compression:
         self.finish()
         earlier = [rows for rows in self._batches if rows is not cache.rows]
         self._batches = [*earlier, cache.rows]
-        self._cache, cache.open = cache, True
+        self._cache = cache
+        cache.open = True
 
     def after_forward(
         self,

@@ -48,7 +48,8 @@ def total_bytes(device: torch.device) -> int | None:
         reserved = [torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())]
         used_gpus = {i for i, size in enumerate(reserved) if size} | {device.index or 0}
         return sum(reserved[i] + torch.cuda.mem_get_info(i)[0] for i in used_gpus)
-    used, free = _kibibytes(_STATUS, "VmRSS"), _kibibytes(Path("/proc/meminfo"), "MemAvailable")
+    used = _kibibytes(_STATUS, "VmRSS")
+    free = _kibibytes(Path("/proc/meminfo"), "MemAvailable")
     if used is None or free is None:
         return None
     try:

@@ -20,7 +20,7 @@ from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.packaged import PACKAGE_PREFIX, missing_line, packaged_file, unpacked
 from kvbench.errors import UserError, first_line, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
-from kvbench.tasks.data import hub_answers, quiet_hub
+from kvbench.hub import hub_answers, quiet_hub
 
 log = logging.getLogger(__name__)
 

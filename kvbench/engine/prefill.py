@@ -38,7 +38,7 @@ from kvbench.kv import (
     Rotary,
     keep_all,
 )
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 
 
 def synchronize(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from kvbench.engine.states import PassingCache, States, clone_of, joined_cache
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import KVError, LayerKV
 from kvbench.methods.base import Repetition, Rescoring
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 
 Feed = Callable[[Sequence[int], AttentionState], object]
 """Runs the model on tokens that follow the prompt, with this attention state."""

@@ -25,7 +25,7 @@ from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 
 CHUNK_LOGITS = 2**24
 """Logits that exist at a time (64 MB in float32), whatever the length of a continuation."""

@@ -16,7 +16,7 @@ from kvbench.engine.model_spec import (
     origin_of,
 )
 from kvbench.engine.packaged import PACKAGE_PREFIX
-from kvbench.tasks.base import PromptEncoder, tokenizing
+from kvbench.prompts import PromptEncoder, tokenizing
 
 Tokenizer = PreTrainedTokenizerBase
 

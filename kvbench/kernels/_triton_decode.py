@@ -2,7 +2,8 @@
 
 A program reads one chunk of one KV head of one row, once, for all query heads of its group; the
 chunks of a (row, head) are independent programs, so a few long rows fill the device as well as many
-short ones, and a chunk beyond a row's length costs one load. A second kernel reduces the chunks.
+short ones, and a chunk beyond a row's length costs one load. Where the first entries of the rows are
+packed, a kernel of its own (`_triton_packed`) reads their chunks. The last kernel reduces all chunks.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from kvbench.kernels._choice import on_its_device
 from kvbench.kernels.decode_attention import COLUMNS
+from kvbench.kernels.quantize import Quantization
 
 TABLE_COLUMNS = tl.constexpr(len(COLUMNS))
-"""int64 columns of `EntryTable.pointers`; the next ten are their places."""
+"""int64 columns of `EntryTable.pointers`; the constants below are their places."""
 KEYS = tl.constexpr(COLUMNS.index("keys"))
 VALUES = tl.constexpr(COLUMNS.index("values"))
 LOG_WEIGHTS = tl.constexpr(COLUMNS.index("log_weights"))
@@ -27,6 +29,13 @@ VALUE_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("value_entry_stride"))
 WEIGHT_HEAD_STRIDE = tl.constexpr(COLUMNS.index("weight_head_stride"))
 WEIGHT_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("weight_entry_stride"))
 RESERVED = tl.constexpr(COLUMNS.index("reserved"))
+PACKED = tl.constexpr(COLUMNS.index("packed"))
+KEY_CODES = tl.constexpr(COLUMNS.index("key_codes"))
+KEY_SCALES = tl.constexpr(COLUMNS.index("key_scales"))
+KEY_ZEROS = tl.constexpr(COLUMNS.index("key_zeros"))
+VALUE_CODES = tl.constexpr(COLUMNS.index("value_codes"))
+VALUE_SCALES = tl.constexpr(COLUMNS.index("value_scales"))
+VALUE_ZEROS = tl.constexpr(COLUMNS.index("value_zeros"))
 STAGE_BYTES = 32768
 """Keys and values one pipeline stage holds on chip: three stages fit twice in an SM of 227 KB and
 once in one of 163 KB, and two in flight are far more than latency x bandwidth of an SM (about 20 KB)."""
@@ -48,7 +57,7 @@ def _row_stride(table, row, column, ALIGNED: tl.constexpr, UNIT: tl.constexpr):
     return stride
 
 
-@triton.jit(do_not_specialize=["lengths", "chunk", "splits", "longest"])
+@triton.jit(do_not_specialize=["lengths", "chunk", "splits", "first_split", "longest"])
 def split_kernel(
     query,  # [rows, heads, DIM], contiguous, in the keys' dtype
     table,
@@ -61,6 +70,7 @@ def split_kernel(
     softcap,
     chunk,
     splits,
+    first_split,  # of the entries in buffers; those of packed entries come before
     longest,
     kv_heads,
     group,
@@ -80,8 +90,9 @@ def split_kernel(
     row = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     split = tl.program_id(1)
+    packed = tl.load(table + row * TABLE_COLUMNS + PACKED)
     reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
-    n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved).to(tl.int32)
+    n = (tl.minimum(tl.load(lengths + row).to(tl.int64), reserved) - packed).to(tl.int32)
     first = split * chunk
     if first >= n:
         return
@@ -97,6 +108,7 @@ def split_kernel(
     weight = _row_pointer(table, row, LOG_WEIGHTS, tl.float32, False)
     weight += head * tl.load(table + row * TABLE_COLUMNS + WEIGHT_HEAD_STRIDE)
     weight_step = tl.load(table + row * TABLE_COLUMNS + WEIGHT_ENTRY_STRIDE)
+    weight += packed * weight_step
 
     members = tl.arange(0, GROUP)
     columns = tl.arange(0, D)
@@ -145,7 +157,7 @@ def split_kernel(
         total = total * shrink + tl.sum(p, 1)
         out = tl.dot(p.to(dtype), v, out * shrink[:, None], input_precision=PRECISION)
         top = new_top
-    slot = query_head * splits + split
+    slot = query_head * splits + first_split + split
     tl.store(partial_max + slot, top, mask=in_group)
     tl.store(partial_sum + slot, total, mask=in_group)
     tl.store(
@@ -155,7 +167,7 @@ def split_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["lengths", "chunk", "splits"])
+@triton.jit(do_not_specialize=["lengths", "chunk", "splits", "first_split"])
 def reduce_kernel(
     table,
     lengths,
@@ -166,6 +178,7 @@ def reduce_kernel(
     log_sum,  # [rows, heads] float32
     chunk,
     splits,
+    first_split,  # as in `split_kernel`
     heads,
     VALUE_DIM: tl.constexpr,
     E: tl.constexpr,
@@ -173,9 +186,12 @@ def reduce_kernel(
 ):
     query_head = tl.program_id(0).to(tl.int64)
     row = query_head // heads
+    packed = tl.load(table + row * TABLE_COLUMNS + PACKED).to(tl.int32)
     reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
     n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved).to(tl.int32)
-    used = tl.cdiv(n, chunk)  # what later programs would have written was not written
+    # What later programs would have written was not written.
+    used_packed = tl.cdiv(packed, chunk)
+    used = used_packed + tl.cdiv(tl.maximum(n - packed, 0), chunk)
     columns = tl.arange(0, E)
     top = tl.full([], -float("inf"), tl.float32)
     base = tl.full([], 0.0, tl.float32)
@@ -184,6 +200,7 @@ def reduce_kernel(
     for start in range(0, used, PART):
         part = start + tl.arange(0, PART)
         slot = query_head * splits + part
+        slot += tl.where(part < used_packed, 0, first_split - used_packed)
         tops = tl.load(partial_max + slot, mask=part < used, other=-float("inf"))
         sums = tl.load(partial_sum + slot, mask=part < used, other=0.0)
         rows = tl.load(
@@ -252,13 +269,14 @@ def append_kernel(
     place = tl.load(lengths + row).to(tl.int64)
     if place >= tl.load(table + row * TABLE_COLUMNS + RESERVED):
         return  # no room: documented as the caller's business, but never somebody else's memory
+    packed = tl.load(table + row * TABLE_COLUMNS + PACKED)
     dtype: tl.constexpr = key.dtype.element_ty
     to_key = _row_pointer(table, row, KEYS, dtype, False)
     to_key += head * tl.load(table + row * TABLE_COLUMNS + KEY_HEAD_STRIDE)
-    to_key += place * tl.load(table + row * TABLE_COLUMNS + KEY_ENTRY_STRIDE)
+    to_key += (place - packed) * tl.load(table + row * TABLE_COLUMNS + KEY_ENTRY_STRIDE)
     to_value = _row_pointer(table, row, VALUES, dtype, False)
     to_value += head * tl.load(table + row * TABLE_COLUMNS + VALUE_HEAD_STRIDE)
-    to_value += place * tl.load(table + row * TABLE_COLUMNS + VALUE_ENTRY_STRIDE)
+    to_value += (place - packed) * tl.load(table + row * TABLE_COLUMNS + VALUE_ENTRY_STRIDE)
     columns = tl.arange(0, D)
     value_columns = tl.arange(0, E)
     new_key = tl.load(key + row_head * DIM + columns, mask=columns < DIM)
@@ -309,17 +327,25 @@ def attention(
     kv_heads: int,
     value_dim: int,
     longest: int,
+    longest_packed: int,
+    quantization: Quantization | None,
     chunk: int,
     aligned: bool,
     scaling: float,
     softcap: float | None,
     return_mass: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`weighted_decode_attention` on CUDA: three launches at most, nothing read back."""
+    """`weighted_decode_attention` on CUDA: three launches at most, nothing read back.
+
+    The partial results of a (row, head) are those of the chunks of its packed entries, then those of the
+    chunks of its buffers.
+    """
     rows, heads, dim = query.shape
     group = heads // kv_heads
     query = query.contiguous()
-    splits = max(1, -(-longest // chunk))
+    packed_splits = -(-longest_packed // chunk)
+    buffer_splits = max(1, -(-longest // chunk))
+    splits = packed_splits + buffer_splits
     out = query.new_empty(rows, heads, value_dim)
     parts = query.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
     # Two allocations: of one, the second half would be aligned for some shapes only, and Triton compiles
@@ -328,7 +354,22 @@ def attention(
     sums = torch.empty_like(tops)
     log_sum = query.new_empty(rows, heads, dtype=torch.float32)
     logits = log_sum if not return_mass else log_sum.new_empty(rows, heads, longest)
-    split_kernel[(rows * kv_heads, splits)](
+    if quantization is not None:
+        from kvbench.kernels import _triton_packed
+
+        _triton_packed.read_packed(
+            query,
+            pointers,
+            (parts, tops, sums),
+            quantization,
+            kv_heads=kv_heads,
+            packed_splits=packed_splits,
+            chunk=chunk,
+            aligned=aligned,
+            scaling=scaling,
+            softcap=softcap,
+        )
+    split_kernel[(rows * kv_heads, buffer_splits)](
         query,
         pointers,
         lengths,
@@ -340,6 +381,7 @@ def attention(
         0.0 if softcap is None else float(softcap),
         chunk,
         splits,
+        packed_splits,
         longest,
         kv_heads,
         group,
@@ -357,6 +399,7 @@ def attention(
         log_sum,
         chunk,
         splits,
+        packed_splits,
         heads,
         VALUE_DIM=value_dim,
         E=triton.next_power_of_2(value_dim),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.kernels._choice import multiprocessors, use_triton
 from kvbench.kernels.philox import to_device
-from kvbench.kernels.quantize import CACHED
+from kvbench.kernels.quantize import CACHED, Packed, Quantization
 from kvbench.kernels.softcap import capped
 
 COLUMNS = (
@@ -25,9 +25,18 @@ COLUMNS = (
     "weight_head_stride",
     "weight_entry_stride",
     "reserved",
+    "packed",
+    "key_codes",
+    "key_scales",
+    "key_zeros",
+    "value_codes",
+    "value_scales",
+    "value_zeros",
 )
 """Of `EntryTable.pointers`: the addresses of the three buffers (log-weights: 0 where all are zero), the
-strides over heads and over entries of each, in elements, and the entries reserved."""
+strides over heads and over entries of each, in elements, and the entries that there is room for, packed
+ones included; then how many entries are packed, and the addresses of their codes, scales and zero
+points (all 0 where no entry is packed)."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +50,45 @@ class EntryTable:
     the same table serves every step, so a step does no Python work per row and can be captured in a
     CUDA graph. Only `lengths`, a tensor beside it, changes from step to step.
 
+    The first entries of a row may be packed (`kvbench.kernels.quantize`). They are read as they lie, and
+    the buffers of keys and values begin behind them.
+
     Attributes:
         keys, values: one [kv_heads, reserved, dim] per row; `reserved` differs between rows.
-        log_weights: one [kv_heads, reserved] float32 or None (all zero) per row; -inf hides an entry.
+        log_weights: one [kv_heads, packed + reserved] float32 or None (all zero) per row; -inf hides an
+            entry.
         longest: entries for which launches are made, at least what the largest buffer has room for.
+        packed: the packed keys (`by_channel`) and values of each row, all of one `Quantization`; empty
+            where no row has any.
+        longest_packed: packed entries for which launches are made, at least those of every row.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     log_weights: tuple[Tensor | None, ...]
     longest: int
+    packed: tuple[tuple[Packed, Packed], ...] = ()
+    longest_packed: int = 0
 
     @property
     def rows(self) -> int:
+        """Rows of the table."""
         return len(self.keys)
 
     @property
     def kv_heads(self) -> int:
+        """KV heads of every row."""
         return self.keys[0].shape[0]
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the packed entries are stored; None where there are none."""
+        return self.packed[0][0].quantization if self.packed else None
+
+    @property
+    def packed_counts(self) -> list[int]:
+        """Packed entries of each row."""
+        return [keys.count for keys, _ in self.packed] or [0] * self.rows
 
     @cached_property
     def chunk(self) -> int:
@@ -67,25 +97,34 @@ class EntryTable:
         Four programs per multiprocessor keep all of them busy to the end although rows differ; a power
         of two from 128 (below, the second launch costs more than the first) to 4096.
         """
-        places = self.kv_heads * sum(key.shape[1] for key in self.keys)
+        entries = sum(key.shape[1] for key in self.keys) + sum(self.packed_counts)
+        places = self.kv_heads * entries
         share = -(-places // (4 * multiprocessors(self.keys[0].device)))
         return min(4096, max(128, 1 << (share - 1).bit_length()))
 
     @cached_property
     def aligned(self) -> bool:
-        """True when every entry of every row begins at a multiple of 16 bytes."""
-        return all(
+        """True when every entry of every row begins at a multiple of 16 bytes, and so do the codes of
+        all packed entries of a row."""
+        return all(codes.data_ptr() % 16 == 0 for codes in self._all_codes) and all(
             part.data_ptr() % 16 == 0
             and all(stride * part.element_size() % 16 == 0 for stride in part.stride()[:2])
             for part in (*self.keys, *self.values)
         )
 
+    @property
+    def _all_codes(self) -> list[Tensor]:
+        return [side.codes for row in self.packed for side in row]
+
     @cached_property
     def pointers(self) -> Tensor:
         """[rows, columns] int64 on the rows' device; `COLUMNS` names the columns."""
         table = []
-        for key, value, weight in zip(self.keys, self.values, self.log_weights, strict=True):
-            row = {
+        places = dict.fromkeys(COLUMNS, 0)
+        for number, count in enumerate(self.packed_counts):
+            key, value = self.keys[number], self.values[number]
+            weight = self.log_weights[number]
+            row = places | {
                 "keys": key.data_ptr(),
                 "values": value.data_ptr(),
                 "log_weights": 0 if weight is None else weight.data_ptr(),
@@ -95,8 +134,14 @@ class EntryTable:
                 "value_entry_stride": value.stride(1),
                 "weight_head_stride": 0 if weight is None else weight.stride(0),
                 "weight_entry_stride": 0 if weight is None else weight.stride(1),
-                "reserved": key.shape[1],
+                "reserved": count + key.shape[1],
+                "packed": count,
             }
+            if self.packed:
+                for side, packed in zip(("key", "value"), self.packed[number], strict=True):
+                    row[f"{side}_codes"] = packed.codes.data_ptr()
+                    row[f"{side}_scales"] = packed.scale.data_ptr()
+                    row[f"{side}_zeros"] = packed.zero.data_ptr()
             table.append([row[name] for name in COLUMNS])
         return to_device(torch.tensor(table, dtype=torch.int64), self.keys[0].device)
 
@@ -106,7 +151,9 @@ def entry_table(
     values: Sequence[Tensor],
     log_weights: Sequence[Tensor | None] | None = None,
     *,
+    packed: Sequence[tuple[Packed, Packed]] = (),
     longest: int = 0,
+    longest_packed: int = 0,
 ) -> EntryTable:
     """The table of these rows' buffers (or views of a pool), which are held, not copied.
 
@@ -116,8 +163,11 @@ def entry_table(
     Args:
         keys, values: per row [kv_heads, reserved, dim]; all rows of one dtype, device, kv_heads and
             dim (of values: their own dim); numbers of an entry adjacent in memory.
-        log_weights: per row [kv_heads, reserved] float32, or None where all are zero.
-        longest: make launches for so many entries, if that is more than the largest buffer's.
+        log_weights: per row [kv_heads, packed + reserved] float32, or None where all are zero.
+        packed: per row the keys and values of the entries before those in the buffers; empty where no
+            row has any.
+        longest, longest_packed: make launches for so many entries in buffers, and so many packed ones,
+            if that is more than the longest row's.
 
     Raises:
         ValueError: no rows, or rows that differ in what they must share.
@@ -136,16 +186,60 @@ def entry_table(
             )
         if any(row.stride(2) != 1 for row in rows):
             raise ValueError(f"{name} of an entry are not adjacent in memory (stride 1)")
+    if packed:
+        _check_packed(packed, keys, values)
+    counts = [row[0].count for row in packed] or [0] * len(keys)
     for row, (key, value, weight) in enumerate(zip(keys, values, weights, strict=True)):
         found = [(tuple(x.shape[:2]), x.dtype) for x in (key, value, weight) if x is not None]
-        wanted = [found[0], found[0], (found[0][0], torch.float32)]
+        of_weights = (key.shape[0], counts[row] + key.shape[1])
+        wanted = [found[0], found[0], (of_weights, torch.float32)]
         if found != wanted[: len(found)]:
             raise ValueError(f"row {row} has keys, values, log-weights {found}; allowed: {wanted}")
-    longest = max(longest, *(key.shape[1] for key in keys))
-    table = EntryTable(tuple(keys), tuple(values), weights, longest)
+    table = EntryTable(
+        tuple(keys),
+        tuple(values),
+        weights,
+        max(longest, *(key.shape[1] for key in keys)),
+        tuple(packed),
+        max(longest_packed, *counts),
+    )
     if keys[0].is_cuda:
         _ = table.pointers  # now: while a CUDA graph is captured nothing can come from the host
     return table
+
+
+def is_readable(keys: object, values: object) -> bool:
+    """Whether the kernels can read packed keys and values as they lie: integers in groups of a power of
+    two numbers, keys packed by channel, values by entry, as many of one as of the other."""
+    if not isinstance(keys, Packed) or not isinstance(values, Packed):
+        return False
+    size = keys.quantization.group_size
+    return (
+        size & (size - 1) == 0
+        and keys.by_channel
+        and not values.by_channel
+        and keys.count == values.count
+        and all(part.is_contiguous() for side in (keys, values) for part in side.parts)
+    )
+
+
+def _check_packed(
+    packed: Sequence[tuple[Packed, Packed]], keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> None:
+    """Raise what `entry_table` raises of its packed entries."""
+    if len(packed) != len(keys):
+        raise ValueError(f"{len(packed)} rows have packed entries; allowed: none, or {len(keys)}")
+    for row, sides in enumerate(packed):
+        if not is_readable(*sides):
+            raise ValueError(
+                f"row {row} is packed by {sides[0].quantization}; allowed: keys by channel, values by "
+                "entry, groups of a power of two"
+            )
+        buffers = keys[row], values[row]
+        found = [(*side.shape[::2], side.scale.dtype, side.quantization) for side in sides]
+        wanted = [(*x.shape[::2], x.dtype, packed[0][0].quantization) for x in buffers]
+        if found != wanted:
+            raise ValueError(f"row {row} has packed keys and values {found}; allowed: {wanted}")
 
 
 def weighted_decode_attention(
@@ -167,14 +261,14 @@ def weighted_decode_attention(
     Args:
         query: [rows, heads, dim]; query head i uses KV head i // (heads / kv_heads).
         table: where the rows' entries are (`entry_table`).
-        lengths: entries of each row, from the start of its buffers: [rows] int32 or int64 on the
+        lengths: entries of each row, packed ones included: [rows] int32 or int64 on the
             query's device (so that a captured CUDA graph can read new ones), or plain integers
             (cheaper where the torch implementation runs, which needs them on the host). Not checked
             against the buffers when a tensor on CUDA: that would stall the device. A row of length 0
             gives zeros, as does a head whose entries are all hidden.
         scaling: factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
-        return_mass: return the attention each entry received, too (H2O).
+        return_mass: return the attention each entry received, too (H2O); not of packed entries.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
@@ -197,6 +291,8 @@ def weighted_decode_attention(
             f"query {tuple(query.shape)} and {len(lengths)} lengths over {table.rows} rows of "
             f"{kv_heads} KV heads of dim {table.keys[0].shape[2]}"
         )
+    if return_mass and table.packed:
+        raise ValueError("return_mass is True and entries are packed; allowed: one or the other")
     held = table.keys[0], table.values[0]
     wide = _too_wide(heads // kv_heads, max(x.shape[2] for x in held), held[0].element_size())
     if not use_triton("weighted_decode_attention", implementation, *held, obstacle=wide):
@@ -210,6 +306,8 @@ def weighted_decode_attention(
         kv_heads=kv_heads,
         value_dim=held[1].shape[2],
         longest=table.longest,
+        longest_packed=table.longest_packed,
+        quantization=table.quantization,
         chunk=table.chunk,
         aligned=table.aligned,
         scaling=scaling,
@@ -253,18 +351,25 @@ def _torch_attention(
         query.new_zeros(rows, kv_heads, table.longest, dtype=torch.float32) if return_mass else None
     )
     for row, n in enumerate(counts):
-        key, value, weight = table.keys[row], table.values[row], table.log_weights[row]
-        if not 0 <= n <= key.shape[1]:
-            raise ValueError(f"row {row} has length {n}; its buffers hold 0 to {key.shape[1]}")
+        packed, weight = table.packed_counts[row], table.log_weights[row]
+        most = packed + table.keys[row].shape[1]
+        if not packed <= n <= most:
+            raise ValueError(f"row {row} has length {n}; allowed: {packed} to {most}")
         if n == 0:
             continue
-        logits = capped(_products(grouped[row], key[:, :n]).mul_(scaling), softcap)
+        key, value = table.keys[row][:, : n - packed], table.values[row][:, : n - packed]
+        logits = _products(grouped[row], key)
+        if packed:
+            logits = torch.cat([table.packed[row][0].dot(grouped[row]), logits], dim=-1)
+        logits = capped(logits.mul_(scaling), softcap)
         if weight is not None:
             logits += weight[:, None, :n]
         attention = logits.softmax(-1)
         if weight is not None:  # all entries may be hidden
             attention.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
-        torch.bmm(attention.to(value.dtype), value[:, :n], out=out[row])
+        torch.bmm(attention[..., packed:].to(value.dtype), value, out=out[row])
+        if packed:
+            out[row] = table.packed[row][1].mix(attention[..., :packed]).add_(out[row])
         if mass is not None:
             torch.mean(attention, 1, out=mass[row, :, :n])
     return out.view(rows, heads, -1), mass
@@ -330,12 +435,14 @@ def append_entries(
         return
     counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     for row, n in enumerate(counts):
-        if not 0 <= n < table.keys[row].shape[1]:
+        place, room = n - table.packed_counts[row], table.keys[row].shape[1]
+        if not 0 <= place < room:
+            least = n - place
             raise ValueError(
-                f"row {row} has length {n}; its buffers hold {table.keys[row].shape[1]}"
+                f"row {row} has length {n} before a new entry; allowed: {least} to {least + room - 1}"
             )
-        table.keys[row][:, n] = key[row]
-        table.values[row][:, n] = value[row]
+        table.keys[row][:, place] = key[row]
+        table.values[row][:, place] = value[row]
         weight = table.log_weights[row]
         if weight is not None:
             weight[:, n] = 0.0

@@ -180,43 +180,69 @@ class Signs(Block):
 
     def dot(self, query: Tensor) -> Tensor:
         """See `kvbench.kernels.quantize.Block`; the query is not quantised. [heads, q, d], float32."""
-        q, (heads, groups, group, _) = query.float(), self.bits.shape
+        q = query.float()
         m, m_out = 8 * self.bits.shape[-1], 8 * self.outlier_bits.shape[-1]
         unit = math.sqrt(math.pi / 2) / self.bias
-        whole, table = q @ self.projection, signs(q.device)
+        whole = q @ self.projection
         if not m_out:
-            dots = table.products(whole, self.bits.flatten(1, 2))
+            dots = signs(q.device).products(whole, self.bits.flatten(1, 2))
             return dots.mul_(self.norms.float().flatten(1)[:, None] * (unit / m))
+        inner, outer = self._products(q, whole)
         outer_norms = self.outlier_norms.float()
         inner_norms = (self.norms.float().square() - outer_norms.square()).clamp_(min=0).sqrt_()
-        # A query without its outlier channels differs from group to group of tokens: projected, it is
-        # the whole query's row less the projection's rows of these channels.
-        queries = q.shape[1]
+        inner *= inner_norms[:, :, None] * (unit / m)
+        outer *= outer_norms[:, :, None] * (unit / m_out)
+        return inner.add_(outer).transpose(1, 2).flatten(2)
+
+    def _products(self, query: Tensor, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Products of queries with the signs of keys without their outlier channels, and with those of
+        these channels: two tensors [heads, groups, q, group].
+
+        A query without its outlier channels differs from group to group of tokens. Projected, it is the
+        whole query's projection less the rows of the sketch that belong to these channels, each times
+        the query's number.
+
+        Args:
+            query: [heads, q, d] float32. projected: [heads, q, m], the queries' projections.
+        """
+        heads, queries, d = query.shape
+        groups, group = self.bits.shape[1:3]
+        count = heads * groups  # groups of all heads, one after the other in memory
+        m, m_out = projected.shape[-1], 8 * self.outlier_bits.shape[-1]
         channels = self.outliers.long()[:, :, None].expand(-1, -1, queries, -1)
-        numbers = q[:, None].expand(-1, groups, -1, -1).gather(-1, channels)
-        last = len(self.projection) + torch.arange(heads * queries, device=q.device)
+        numbers = query[:, None].expand(-1, groups, -1, -1).gather(-1, channels)
+        last = d + torch.arange(heads * queries, device=query.device)
         last = last.view(heads, 1, queries, 1).expand(-1, groups, -1, -1)
-        others = torch.cat([channels, last], dim=-1)
-        other_numbers = torch.cat([-numbers, torch.ones_like(numbers[..., :1])], dim=-1)
-        rows_of_others = torch.cat([self.projection, whole.flatten(0, 1)])
+        without = torch.cat([channels, last], dim=-1).flatten(0, 1)
+        factors = torch.cat([-numbers, torch.ones_like(numbers[..., :1])], dim=-1).flatten(0, 1)
+        channels, numbers = channels.flatten(0, 1), numbers.flatten(0, 1)
+        rows_without = torch.cat([self.projection, projected.flatten(0, 1)])
         rows_of_outliers = self.projection[:, :m_out].contiguous()
-        step = group * max(1, 2 * at_a_time(q.device) // (heads * group * m))
-        pieces = zip(
-            table.pieces(self.bits.flatten(1, 2), m, rows=step),
-            table.pieces(self.outlier_bits.flatten(1, 2), m_out, rows=step),
-            strict=True,
-        )
-        dots = q.new_empty(heads, groups, queries, group)
-        for (tokens, inner_signs), (_, outer_signs) in pieces:
-            part = slice(tokens.start // group, tokens.stop // group)
-            inner = weighted_rows(rows_of_others, others[:, part], other_numbers[:, part])
-            outer = weighted_rows(rows_of_outliers, channels[:, part], numbers[:, part])
-            inner = inner @ inner_signs.unflatten(1, (-1, group)).mT
-            outer = outer @ outer_signs.unflatten(1, (-1, group)).mT
-            inner *= inner_norms[:, part, None] * (unit / m)
-            outer *= outer_norms[:, part, None] * (unit / m_out)
-            torch.add(inner, outer, out=dots[:, part])
-        return dots.transpose(1, 2).flatten(2)
+
+        inner = query.new_empty(count, queries, group)
+        outer = torch.empty_like(inner)
+        bits, outlier_bits = self.bits.flatten(0, 1), self.outlier_bits.flatten(0, 1)
+        # Sums of rows for many groups at a time: one such call costs as much as the sums of 20 groups.
+        many = max(1, 4 * at_a_time(query.device) // (queries * m))
+        for start in range(0, count, many):
+            part = slice(start, start + many)
+            sums = weighted_rows(rows_without, without[part], factors[part])
+            group_products(sums, bits[part], out=inner[part])
+            sums = weighted_rows(rows_of_outliers, channels[part], numbers[part])
+            group_products(sums, outlier_bits[part], out=outer[part])
+        shape = heads, groups, queries, group
+        return inner.view(shape), outer.view(shape)
+
+
+def group_products(queries: Tensor, bits: Tensor, *, out: Tensor) -> None:
+    """Products of each group's own queries [groups, q, m] with its keys' packed signs
+    [groups, group, m / 8], into out [groups, q, group]."""
+    group, m = bits.shape[1], queries.shape[-1]
+    at_once = max(1, 2 * at_a_time(bits.device) // (group * m))
+    pieces = signs(bits.device).pieces(bits.flatten(0, 1)[None], m, rows=at_once * group)
+    for tokens, numbers in pieces:
+        part = slice(tokens.start // group, tokens.stop // group)
+        torch.bmm(queries[part], numbers.view(-1, group, m).mT, out=out[part])
 
 
 def weighted_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:

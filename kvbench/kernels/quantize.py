@@ -274,8 +274,19 @@ class Packed(ValueBlock):
 
     @property
     def count(self) -> int:
-        """Rows of each head."""
+        """Entries of each head."""
         return self.along if self.by_channel else self.codes.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """heads, n, d: of the numbers that are packed."""
+        heads, rows, _ = self.codes.shape
+        return (heads, self.along, rows) if self.by_channel else (heads, rows, self.along)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All tensors: codes, scales, zero points."""
+        return self.codes, self.scale, self.zero
 
     def dot(self, query: Tensor) -> Tensor:
         """See `Block`. A number is its code's distance from the middle code times the group's scale,

@@ -8,6 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+ROWS = 128
+"""Vectors whose inner products with earlier ones are computed at once."""
+
 
 def walk_bound(n: int, delta: float, constant: float = 30.0) -> float:
     """c = constant * log(n / delta): how far a walk of n steps may stray but for probability delta."""
@@ -41,21 +44,42 @@ def softmax_balance(
         inner product exceeded c R^2.
     """
     k = keys.double()
-    gram = torch.exp((k @ k.T - key_radius**2) / keys.shape[1] ** 0.5)
-    if values is not None:
-        v = values.double() / value_radius
-        gram *= v @ v.T
-    rows, draws = gram.numpy(), uniforms.double().numpy()
-    signs = np.zeros(len(rows))
-    for step, row in enumerate(rows):
-        inner = float(row[:step] @ signs[:step])
-        if abs(inner) > bound:
+    v = None if values is None else values.double() / value_radius
+    draws = uniforms.double().numpy()
+    signs = np.zeros(len(k))
+    for first in range(0, len(k), ROWS):
+        rows = slice(first, min(len(k), first + ROWS))
+        earlier = slice(0, rows.stop)  # a step looks at the vectors before it alone
+        gram = k[rows] @ k[earlier].T
+        gram.sub_(key_radius**2).div_(keys.shape[1] ** 0.5).exp_()
+        if v is not None:
+            gram *= v[rows] @ v[earlier].T
+        if not _walk(gram.numpy(), signs, draws, bound):
             return None
-        signs[step] = 1.0 if draws[step] < 0.5 - inner / (2 * bound) else -1.0
     positive = torch.from_numpy(signs > 0)
-    smaller = positive if 2 * int(positive.sum()) <= len(rows) else ~positive
+    smaller = positive if 2 * int(positive.sum()) <= len(signs) else ~positive
     if exact_half:
-        missing = len(rows) // 2 - int(smaller.sum())
+        missing = len(signs) // 2 - int(smaller.sum())
         larger = (~smaller).nonzero().squeeze(-1)
         smaller[larger[len(larger) - missing :]] = True
     return smaller
+
+
+def _walk(gram: np.ndarray, signs: np.ndarray, draws: np.ndarray, bound: float) -> bool:
+    """Choose the signs of some consecutive vectors; whether no inner product exceeded the bound.
+
+    Args:
+        gram: [r, m], inner products of the last r of m vectors with all of these.
+        signs: [n], those of the m - r vectors before; the signs of the r vectors are entered.
+        draws: [n]. bound: see `softmax_balance`.
+    """
+    count, stop = gram.shape
+    first = stop - count
+    sums = gram[:, :first] @ signs[:first]
+    chosen = signs[first:stop]
+    for step in range(count):
+        inner = float(sums[step] + gram[step, first : first + step] @ chosen[:step])
+        if abs(inner) > bound:
+            return False
+        chosen[step] = 1.0 if draws[first + step] < 0.5 - inner / (2 * bound) else -1.0
+    return True

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness on compressed caches: `KVBenchLM` for its side, ``task=lm_eval`` for ours.
+"""lm-evaluation-harness on compressed caches: `KVBenchLM` is a model for its command line, and
+``task=lm_eval`` runs its tasks from kvbench's.
 
 python -m kvbench.lm_eval --model kvbench --model_args pretrained=...,method=snapkv,rate=0.25 --tasks ...
 """

@@ -6,7 +6,7 @@ from kvbench.errors import UserError, complain
 
 
 def main() -> int:
-    """Run it; what kvbench refuses is one line."""
+    """Run lm-evaluation-harness. A refusal of kvbench is printed as one line."""
     try:
         from lm_eval.__main__ import cli_evaluate
 

@@ -24,43 +24,44 @@ from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
 from kvbench.errors import UserError, nearest
 from kvbench.errors.options import fits, refusal
 from kvbench.kv import Budget
-from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, held
+from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields
 from kvbench.methods import build_method
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 
 log = logging.getLogger(__name__)
 
 LABEL = "method"
 ALLOWED = {"scoring": Scoring, "protocol": Literal["prompt", "minus_last"], "seed": int}
-"""Hints of arguments that nothing else checks."""
+"""Type hints of the arguments that `KVBenchLM` checks itself."""
 
 
 @register_model("kvbench")
 class KVBenchLM(Requests):
-    """Likelihoods and generations from a compressed cache.
+    """A model that computes likelihoods and generates from a compressed cache.
 
-    A likelihood request compresses all but the context's last token; that token and the continuation
-    are fed to the compressed cache, so that the first token of an answer (of most tasks the only one) is
-    scored on it as well. Requests of one context share its prefill. What lm-evaluation-harness makes
-    of the numbers is its own.
+    For a likelihood request, the context without its last token is compressed. The last token and the
+    continuation are then fed to the compressed cache, so that the first token of the continuation,
+    which in most tasks is the only one, is scored on the compressed cache too. Requests of one context
+    share its prefill. lm-evaluation-harness computes its metrics from these likelihoods.
 
     Args:
         pretrained: a local folder, a Hub id, or ``asset:recall_mini``.
-        method: a file name of kvbench/methods; method_args: its options (JSON or a mapping), over which
-            those go that are written ``snapkv.kernel_size=7``.
-        rate, sink, window, size, total_rate: the budget, see `kvbench.kv.Budget`. A budget below the
-            default sink and window (H2O goes to 4 %): ``total_rate=0.04,sink=0,window=0``.
-        scoring: sum | mean (log-probability per token, as H2O's released evaluation has it).
-        protocol: of generations: prompt (the papers': the whole prompt is compressed, the first token
-            comes from the exact prefill) | minus_last (as likelihoods).
-        batch_size: prompts that generate together, and a measure of rows that are scored together.
-        add_bos_token: of HFLM; None: as the tokenizer does.
-        max_length: tokens of context and continuation; None: the model's positions.
+        method: the name of a method.
+        method_args: options of the method, JSON or a mapping. Options written ``snapkv.kernel_size=7``
+            override them.
+        rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A budget smaller than
+            the default sink and window is written ``total_rate=0.04,sink=0,window=0``.
+        scoring: ``sum``; or ``mean``, the log-probability per token, as in H2O's released evaluation.
+        protocol: how prompts of generations are compressed. ``prompt`` compresses the whole prompt and
+            takes the first token from the exact prefill, as in the papers; ``minus_last`` compresses all
+            but the last token, as for likelihoods.
+        batch_size: how many prompts generate together. At least 32 rows are scored together.
+        add_bos_token: see HFLM; None for the tokenizer's own setting.
+        max_length: the most tokens of context and continuation; None for the model's positions.
 
     Attributes:
-        records: one mapping per likelihood request since the model was made, in the order answered:
-            tokens, entries and bytes held, whether it was compressed, for which lm-eval's result has no
-            place.
+        records: for every likelihood request so far, in order, a mapping of what lm-evaluation-harness
+            does not store: tokens, entries, bytes, and whether the context was compressed.
     """
 
     def __init__(
@@ -69,9 +70,9 @@ class KVBenchLM(Requests):
         method: str = "exact",
         method_args: str | Mapping[str, Any] | None = None,
         *,
-        rate: float = 0.25,
-        sink: int = 32,
-        window: int = 32,
+        rate: float = Budget.rate,
+        sink: int = Budget.sink,
+        window: int = Budget.window,
         size: int | None = None,
         total_rate: float | None = None,
         seed: int = 0,
@@ -91,22 +92,16 @@ class KVBenchLM(Requests):
         metadata: object = None,
         **dotted: Any,
     ) -> None:
-        del max_batch_size, metadata  # the evaluator puts them among the arguments
+        # The harness passes these two to every model.
+        del max_batch_size, metadata
         for name, value in (("scoring", scoring), ("protocol", protocol), ("seed", seed)):
             if not fits(ALLOWED[name], value):
                 raise UserError(refusal(f"model_args {name}", value, ALLOWED[name]))
-        given = json.loads(method_args) if isinstance(method_args, str) else method_args
-        self.options = dict(given or {})
-        for name, value in dotted.items():
-            of, dot, option = name.partition(".")
-            if not dot or of != method:
-                raise UserError(
-                    f"model_args has unknown key {name!r}{nearest(name, ARGUMENTS)}; allowed: "
-                    f"{', '.join(ARGUMENTS)}, and options of the method as {method}.<option>"
-                )
-            self.options[option] = value
-        self.scoring, self.protocol = scoring, protocol
-        self.method_name, self.seed = method, seed
+        self.options = method_options(method, method_args, dotted)
+        self.scoring = scoring
+        self.protocol = protocol
+        self.method_name = method
+        self.seed = seed
         self.method = build_method(method, **self.options)
         self.method.quantization()
         self.budget = Budget(rate=rate, sink=sink, window=window, size=size, total_rate=total_rate)
@@ -121,8 +116,9 @@ class KVBenchLM(Requests):
         if device and device.startswith("cuda") and not torch.cuda.is_available():
             log.warning("device is %s, which the command line has by default; no GPU: cpu", device)
             device = "cpu"
-        where = resolve_device(device or "auto")
-        model = load_model(spec, device=where, dtype=resolve_dtype(dtype, where), seed=seed)
+        torch_device = resolve_device(device or "auto")
+        torch_dtype = resolve_dtype(dtype, torch_device)
+        model = load_model(spec, device=torch_device, dtype=torch_dtype, seed=seed)
         super().__init__(
             model,
             load_tokenizer(spec),
@@ -135,10 +131,11 @@ class KVBenchLM(Requests):
         self.records: list[dict[str, Any]] = []
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse ``--use_cache``, whose key knows neither method nor rate.
+        """Refuse ``--use_cache``, which stores answers by request and would return those of another
+        method.
 
         Raises:
-            UserError: always, when a cache of answers is wrapped around the model.
+            UserError: always.
         """
         raise UserError(
             "--use_cache keeps answers by request alone, so that two methods would share them; allowed: "
@@ -151,10 +148,12 @@ class KVBenchLM(Requests):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, greedy) of each request of token ids.
+        """For each request (text, context ids, continuation ids) the continuation's log-likelihood, and
+        whether greedy decoding would generate it.
 
         Raises:
-            BudgetExceeded, and whatever else stopped the method.
+            BudgetExceeded: the method holds more than its budget.
+            Exception: whatever else the method raises.
         """
         with kvbench_attention_on(self.model):
             scored = answer_requests(
@@ -171,16 +170,17 @@ class KVBenchLM(Requests):
         for answer in answers:
             if answer.failure is not None:
                 raise answer.failure
-            self.records.append(held([answer]) | {"tokens": answer.tokens})
+            self.records.append(cost_fields([answer]) | {"tokens": answer.tokens})
         return [(answer.logprob, answer.greedy) for answer in answers]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of whole texts, in windows that have one token of context, as HFLM's.
+        """The log-likelihoods of whole texts, in windows with one token of context, as HFLM computes
+        them.
 
         Raises:
-            UserError: another method than exact, which would compress nothing.
+            UserError: the method compresses, but one token of context leaves nothing to compress.
         """
         if self.method.uses_budget or self.method.quantize is not None:
             raise UserError(
@@ -191,42 +191,49 @@ class KVBenchLM(Requests):
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers, in the order asked.
+        """The greedy answers to the requests, in their order.
 
         Raises:
-            UserError: sampling, or more new tokens than the model has positions.
-            BudgetExceeded, and whatever else stopped the method.
+            UserError: a request for sampling, or for more new tokens than the model has positions.
+            BudgetExceeded: the method holds more than its budget.
+            Exception: whatever else the method raises.
         """
         after = "prompt" if self.protocol == "prompt" else "context"
         texts: list[str] = []
         for begin in range(0, len(requests), self.batch_size):
-            part = requests[begin : begin + self.batch_size]
-            prompts = [self._prompt(*request.args) for request in part]
+            batch = requests[begin : begin + self.batch_size]
+            prompts = [self._prompt(*request.args) for request in batch]
             with kvbench_attention_on(self.model):
                 generated = run_batch(self.model, prompts, seed=self.seed, compress_after=after)
             for answers, prompt in zip(generated, prompts, strict=True):
-                answer, until = answers[LABEL], list(prompt.stopping.strings)
+                answer = answers[LABEL]
                 if answer.failure is not None:
                     raise answer.failure
                 text = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
-                texts.append(postprocess_generated_text(text, until, self.think_end_token))
+                stop = list(prompt.stopping.strings)
+                texts.append(postprocess_generated_text(text, stop, self.think_end_token))
         return texts
 
-    def _prompt(self, context: str, given: Mapping[str, Any]) -> Prompt:
-        """A generation request; all but its last token are the context."""
-        options = normalize_gen_kwargs(dict(given), self.max_gen_toks)
+    def _prompt(self, context: str, gen_kwargs: Mapping[str, Any]) -> Prompt:
+        """A generation request as a prompt whose question is the last token.
+
+        Raises:
+            UserError: a request for sampling, or for more new tokens than the model has positions.
+        """
+        options = normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks)
         if options.get("do_sample") or options.get("temperature"):
             raise UserError(
-                f"generation kwargs ask for sampling ({dict(given)}); allowed: greedy decoding"
+                f"generation kwargs ask for sampling ({dict(gen_kwargs)}); allowed: greedy decoding"
             )
-        most = int(options["max_gen_toks"])
-        if most >= self.max_length:
+        max_new_tokens = int(options["max_gen_toks"])
+        if max_new_tokens >= self.max_length:
             raise UserError(
-                f"max_gen_toks is {most} and the model has {self.max_length} positions; allowed: fewer"
+                f"max_gen_toks is {max_new_tokens} and the model has {self.max_length} positions; "
+                "allowed: fewer"
             )
-        ids = self.tok_encode(context)[-(self.max_length - most) :]
+        ids = self.tok_encode(context)[-(self.max_length - max_new_tokens) :]
         stopping = Stopping(
-            most,
+            max_new_tokens,
             end_token_ids(self.model, self.tokenizer),
             tuple(stop for stop in options.get("until") or () if stop),
             decode=lambda tokens: str(self.tokenizer.decode(tokens)),
@@ -235,7 +242,8 @@ class KVBenchLM(Requests):
         return Prompt(ids[:-1], ids[-1:], self.methods, stopping, prompt_name(ids), encoder=encoder)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval keeps beside its results: method, budget, protocol, and how much was kept."""
+        """What lm-evaluation-harness stores with its results: method, budget, protocol, and the kept
+        share of the cache."""
         kept = [record["ratio"] for record in self.records if record["ratio"] is not None]
         compressed = [float(record["compressed"]) for record in self.records]
         return {
@@ -252,4 +260,26 @@ class KVBenchLM(Requests):
         }
 
 
-_, *ARGUMENTS, _ = signature(KVBenchLM.__init__).parameters  # without self and **dotted
+ARGUMENTS = list(signature(KVBenchLM.__init__).parameters)[1:-1]
+"""The names of the model's arguments, without ``self`` and ``dotted``."""
+
+
+def method_options(
+    method: str, method_args: str | Mapping[str, Any] | None, dotted: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The options of `method`: those of `method_args`, overridden by arguments ``<method>.<option>``.
+
+    Raises:
+        UserError: a dotted argument of another form.
+    """
+    given = json.loads(method_args) if isinstance(method_args, str) else method_args
+    options = dict(given or {})
+    for name, value in dotted.items():
+        prefix, dot, option = name.partition(".")
+        if not dot or prefix != method:
+            raise UserError(
+                f"model_args has unknown key {name!r}{nearest(name, ARGUMENTS)}; allowed: "
+                f"{', '.join(ARGUMENTS)}, and options of the method as {method}.<option>"
+            )
+        options[option] = value
+    return options

@@ -1,5 +1,5 @@
-"""Requests of lm-evaluation-harness on compressed caches, several methods at once: one prefill per
-context."""
+"""Likelihood requests of lm-evaluation-harness on the compressed caches of several methods, with one
+prefill per context."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import lm_eval.models  # noqa: F401 - before a model is registered: it fills an empty registry only
+import lm_eval.models  # noqa: F401 - registers its models, which it does only before any other
 from lm_eval.models.huggingface import HFLM
 
 from kvbench.engine.fork import prompt_name
@@ -20,40 +20,42 @@ from kvbench.engine.scoring import read, score
 from kvbench.engine.tokenizer import Tokenizer
 from kvbench.errors import UserError
 from kvbench.probes.base import ReadCost, costs_of
+from kvbench.prompts import PromptEncoder
 from kvbench.run.plan import Methods
-from kvbench.tasks.base import PromptEncoder
 
 log = logging.getLogger(__name__)
 
 Scoring = Literal["sum", "mean"]
-"""Of a continuation: its log-probability, or that per token (H2O's released evaluation)."""
+"""The score of a continuation: its log-probability, or the mean over its tokens (H2O's released
+evaluation)."""
 Pair = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a context and of what goes on from it."""
+"""The token ids of a context and of its continuation."""
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without that harness's bars and remarks about its own defaults; what fails is raised."""
-    its = logging.getLogger("lm_eval")
-    level = its.level
-    its.setLevel(logging.ERROR)
+    """Suppress the progress bars and warnings of lm-evaluation-harness. Errors are raised as usual."""
+    harness_log = logging.getLogger("lm_eval")
+    level = harness_log.level
+    harness_log.setLevel(logging.ERROR)
     try:
         with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
             yield
     finally:
-        its.setLevel(level)
+        harness_log.setLevel(level)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One likelihood request under one method.
+    """The answer of one method to one likelihood request.
 
     Attributes:
-        logprob: of the whole continuation, or of its mean token. greedy: whether every token is the most
-            likely one.
-        tokens: of the continuation. context_tokens: of the context.
-        cost: after compression; requests of one context have one.
-        failure: what stopped the method, if anything did.
+        logprob: the log-probability of the continuation, or the mean over its tokens.
+        greedy: whether every token of the continuation is the most likely one.
+        tokens: the number of tokens of the continuation.
+        context_tokens: the number of tokens of the context.
+        cost: the cost of the compressed context; requests of one context share one object.
+        failure: the exception that stopped the method, or None.
     """
 
     logprob: float
@@ -64,35 +66,39 @@ class Answer:
     failure: Exception | None
 
 
-def held(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Record fields of what one method holds for some requests: of several contexts (choices in the
-    context), all together."""
+def cost_fields(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The record fields of one method's cost for the requests of a document. If the choices of a
+    document are different contexts, their costs are added."""
     costs = list({id(answer.cost): answer.cost for answer in answers}.values())
-    mine = sum(cost.cache_bytes or 0 for cost in costs)
-    exact = sum(cost.exact_bytes for cost in costs if cost.cache_bytes is not None)
+    cache_bytes = sum(cost.cache_bytes or 0 for cost in costs)
+    exact_bytes = sum(cost.exact_bytes for cost in costs if cost.cache_bytes is not None)
     longest = max(answer.context_tokens for answer in answers)
-    return {
+    fields = {
         "prompt_tokens": longest,
-        "compressed_tokens": longest - 1,  # the last is fed
+        # The context's last token is fed to the compressed cache.
+        "compressed_tokens": longest - 1,
         "new_tokens": sum(answer.tokens for answer in answers),
         "choices": len(answers),
         "contexts": len(costs),
         "entries": costs[0].entries,
-        "cache_bytes": mine or None,
-        "exact_bytes": exact or None,
-        "ratio": mine / exact if mine and exact else None,
+        "cache_bytes": cache_bytes or None,
+        "exact_bytes": exact_bytes or None,
+        "ratio": cache_bytes / exact_bytes if cache_bytes and exact_bytes else None,
         "compressed": any(cost.compressed for cost in costs),
-        **({"imagined": True} if costs[0].imagined else {}),
         "prefill_s": sum(cost.prefill_s for cost in costs),
         "compress_s": sum(cost.compress_s for cost in costs),
     }
+    if costs[0].imagined:
+        fields["imagined"] = True
+    return fields
 
 
 def truncated(pair: Pair, max_length: int) -> Pair:
-    """The request as HFLM cuts it: context and continuation to the last max_length + 1 tokens.
+    """Cut the context of a request on the left, so that context and continuation have at most
+    max_length + 1 tokens, as HFLM does.
 
     Raises:
-        UserError: a continuation that is empty or longer than the model.
+        UserError: the continuation is empty or longer than `max_length`.
     """
     context, continuation = pair
     if not 1 <= len(continuation) <= max_length:
@@ -115,45 +121,68 @@ def answer_requests(
     batch_rows: int = 32,
     encoder: PromptEncoder | None = None,
 ) -> list[dict[str, Answer]]:
-    """The likelihood of every request under every method, in the order asked.
+    """Compute the likelihood of every request under every method.
 
-    Requests of one context share one prefill and one compression of all but its last token; each
-    continuation is fed to a copy. Draws depend on the seed and the context's tokens, so that an answer
-    depends neither on the order nor on the company of the requests. Contexts run longest first.
+    The requests of one context share one prefill, and each method's compression of the context without
+    its last token; every continuation is fed to a copy of the cache. Draws depend on the seed and the
+    context's tokens, so that an answer does not depend on the other requests. Longer contexts run
+    first.
+
+    Args:
+        batch_rows: how many continuations are scored together.
+
+    Returns:
+        for each request its answers by the label of the method.
     """
     cut = [truncated(pair, max_length) for pair in pairs]
-    longer = sum(len(mine[0]) < len(given[0]) for mine, given in zip(cut, pairs, strict=True))
-    if longer:
-        said = "%d of %d contexts are cut on the left to the model's %d tokens"
-        log.warning(said, longer, len(pairs), max_length)
+    shortened = sum(
+        len(context) < len(whole) for (context, _), (whole, _) in zip(cut, pairs, strict=True)
+    )
+    if shortened:
+        log.warning(
+            "%d of %d contexts are cut on the left to the model's %d tokens",
+            shortened,
+            len(pairs),
+            max_length,
+        )
     by_context: dict[tuple[int, ...], list[int]] = {}
     for number, (context, _) in enumerate(cut):
         by_context.setdefault(tuple(context), []).append(number)
     answers: list[dict[str, Answer]] = [{} for _ in pairs]
     for context in sorted(by_context, key=len, reverse=True):
         members = by_context[context]
-        tails = [cut[number][1] for number in members]
-        room, name = max(map(len, tails)), prompt_name(context[:-1] or context)
+        continuations = [cut[number][1] for number in members]
+        room = max(map(len, continuations))
         reading = read(
-            model, context, methods, seed=seed, example_id=name, room=room, encoder=encoder
+            model,
+            context,
+            methods,
+            seed=seed,
+            example_id=prompt_name(context[:-1] or context),
+            room=room,
+            encoder=encoder,
         )
-        costs = costs_of(model, reading, len(context) + room)  # before continuations are fed
-        for label, scored in score(model, reading, tails, batch_rows=batch_rows).items():
-            for number, pieces in zip(members, scored, strict=True):
+        # Costs are those of the context, so they are taken before continuations are fed.
+        costs = costs_of(model, reading, len(context) + room)
+        scores = score(model, reading, continuations, batch_rows=batch_rows)
+        for label, method_scores in scores.items():
+            for number, tokens in zip(members, method_scores, strict=True):
+                logprob = sum(tokens.logprobs)
+                if scoring == "mean" and tokens.logprobs:
+                    logprob /= len(tokens.logprobs)
                 answers[number][label] = Answer(
-                    logprob=sum(pieces.logprobs)
-                    / (len(pieces.logprobs) or 1 if scoring == "mean" else 1),
-                    greedy=all(pieces.greedy),
+                    logprob=logprob,
+                    greedy=all(tokens.greedy),
                     tokens=len(cut[number][1]),
                     context_tokens=len(context),
                     cost=costs[label],
-                    failure=pieces.failure,
+                    failure=tokens.failure,
                 )
     return answers
 
 
 class Requests(HFLM):
-    """HFLM's way to encode requests, for a model of kvbench's."""
+    """An HFLM around a model of kvbench, used only to encode requests."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, **options: Any) -> None:
         with quietly():
@@ -170,5 +199,6 @@ class Requests(HFLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[Any]:
-        """Token ids of requests of likelihoods, which is what `loglikelihood` returns here."""
+        """Return the token ids of context and continuation of each request. HFLM's `loglikelihood` calls
+        this with encoded requests, so that `loglikelihood` returns token ids here."""
         return [(context, continuation) for _, context, continuation in requests]

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness as a plan: all methods of a job answer from shared prefills."""
+"""Tasks of lm-evaluation-harness in a job of kvbench, whose methods share prefills."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 
 from kvbench.errors import UserError, first_line, nearest
 from kvbench.errors.options import Count, Distinct
-from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, held, quietly
+from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields, quietly
 from kvbench.probes.base import Probe, failed
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
@@ -26,20 +26,20 @@ from kvbench.tasks.data import file_digests
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTask(Probe):
-    """Any likelihood task of lm-evaluation-harness, one record per document and method.
+    """Likelihood tasks of lm-evaluation-harness, with one record per document and method.
 
-    All but the last token of a document's context are compressed, once for all of its choices and
-    methods where they share it; see `kvbench.lm_eval.KVBenchLM`, which gives the same numbers on that
-    harness's own side, and there generates, too, and knows chat templates.
+    A document's context without its last token is prefilled once for all methods and for all choices
+    that share it, and compressed by every method. `kvbench.lm_eval.KVBenchLM` gives the same numbers
+    from the harness's own command line, where it also generates and applies chat templates.
 
     Attributes:
-        tasks: names as that harness has them.
-        num_fewshot: examples before each question; None: as the task says.
-        include_path: a folder with YAML files of tasks; data files that they name are relative to it.
-        per_dataset: the first so many documents of each task; None: all.
-        metric: which of a task's metrics is the score; where it has no such, its first one.
-        scoring: sum | mean (per token, as H2O's released evaluation has it).
-        max_length: tokens of context and continuation; None: the model's positions.
+        tasks: the harness's names of the tasks.
+        num_fewshot: the number of examples before each question; None for the task's own number.
+        include_path: a folder with YAML files of tasks, and their data files.
+        per_dataset: how many of the first documents of each task are used; None for all.
+        metric: the metric that is the score; a task without this metric takes its first one.
+        scoring: ``sum``; or ``mean``, per token, as in H2O's released evaluation.
+        max_length: the most tokens of context and continuation; None for the model's positions.
     """
 
     name: ClassVar[str] = "lm_eval"
@@ -62,16 +62,18 @@ class HarnessTask(Probe):
             )
 
     def meta(self) -> dict[str, Any]:
-        """See `Probe.meta`; `data`: sha256 of each file in `include_path`."""
-        files = [f"{self.include_path}/*.{end}" for end in ("yaml", "json*", "py")]
-        return super().meta() | {"data": dict(file_digests(files if self.include_path else []))}
+        """See `Probe.meta`; ``data`` has the sha256 of every file in `include_path`."""
+        files = []
+        if self.include_path is not None:
+            files = [f"{self.include_path}/*.{suffix}" for suffix in ("yaml", "json*", "py")]
+        return super().meta() | {"data": dict(file_digests(files))}
 
     @cached_property
     def _loaded(self) -> dict[str, Any]:
-        """The tasks by name, their few-shot examples and data included.
+        """The tasks by name, with their data and few-shot examples.
 
         Raises:
-            TaskError: an unknown task, or data that cannot be had.
+            TaskError: an unknown task, or data that cannot be loaded.
         """
         folder = None if self.include_path is None else str(Path(self.include_path).resolve())
         try:
@@ -86,7 +88,8 @@ class HarnessTask(Probe):
                 loaded = manager.load(list(self.tasks))["tasks"]
         except (TaskError, MemoryError):
             raise
-        except Exception as error:  # whatever a data set's loader raises
+        except Exception as error:
+            # The loader of a data set may raise anything.
             raise TaskError(
                 f"tasks {', '.join(self.tasks)} cannot be loaded: {first_line(error)}; allowed: with "
                 "their data (a network, once), or task.include_path=<a folder>"
@@ -94,40 +97,28 @@ class HarnessTask(Probe):
         for task in loaded.values():
             if self.num_fewshot is not None:
                 task.set_config(key="num_fewshot", value=self.num_fewshot)
-            task.set_fewshot_seed(seed=1234)  # lm-evaluation-harness's default
+            # lm-evaluation-harness's default.
+            task.set_fewshot_seed(seed=1234)
         return dict(loaded)
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per document, the tasks in turn.
+        """One unit per document. The first documents of all tasks come first, then the second ones, and
+        so on.
 
         Raises:
-            TaskError: tasks that are unknown or lack data; requests of a kind that is not served.
+            TaskError: an unknown task, missing data, or a task that asks for more than likelihoods.
         """
 
         @cache
-        def encoding() -> Requests:  # of requests, once the model is loaded
+        def encoding() -> Requests:
+            """Make the encoder of requests, which needs the loaded model."""
             length = self.max_length or session.encoder.max_positions
             return Requests(session.model, session.tokenizer, max_length=length)
 
         by_task = []
         for name, task in self._loaded.items():
-            try:
-                with quietly():
-                    task.build_all_requests(rank=0, world_size=1)
-            except ValueError as error:  # of the sampler
-                raise TaskError(
-                    f"task {name!r} cannot be put with task.num_fewshot={task.config.num_fewshot}: "
-                    f"{first_line(error)}; allowed: fewer examples than it has"
-                ) from error
-            documents: dict[int, list[Instance]] = {}
-            for request in task.instances:
-                if request.request_type != "loglikelihood":
-                    raise TaskError(
-                        f"task {name!r} asks for {request.request_type}; allowed: loglikelihood (others "
-                        "with python -m kvbench.lm_eval --model kvbench)"
-                    )
-                documents.setdefault(request.doc_id, []).append(request)
             units = []
+            documents = _requests_by_document(name, task)
             for doc_id, requests in sorted(documents.items())[: self.per_dataset]:
                 key = f"{name}-{doc_id:05d}"
                 fields = {key: {"dataset": name, "document": key}}
@@ -136,9 +127,9 @@ class HarnessTask(Probe):
         return [unit for turn in zip_longest(*by_task) for unit in turn if unit is not None]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """All requests of a document under every method."""
+        """Answer all requests of a document under every method."""
         task, requests, encoding = unit.payload
-        side = encoding()
+        encoder = encoding()
         shared = {
             **unit.fields[unit.id],
             "num_fewshot": task.config.num_fewshot or 0,
@@ -146,31 +137,37 @@ class HarnessTask(Probe):
         }
         answers = answer_requests(
             session.model,
-            side.loglikelihood(requests, disable_tqdm=True),
+            encoder.loglikelihood(requests, disable_tqdm=True),
             methods,
             seed=session.seed,
-            max_length=side.max_length,
+            max_length=encoder.max_length,
             scoring=self.scoring,
             encoder=session.encoder,
         )
         for label in methods:
-            mine = [answer[label] for answer in answers]
-            fields = {**shared, **held(mine)}
-            failure = next((a.failure for a in mine if a.failure is not None), None)
-            if failure is not None:
-                fields |= failed(failure)
+            by_request = [answer[label] for answer in answers]
+            fields = {**shared, **cost_fields(by_request)}
+            failures = [answer.failure for answer in by_request if answer.failure is not None]
+            if failures:
+                fields |= failed(failures[0])
             else:
-                fields |= self._scored(task, requests, [(a.logprob, a.greedy) for a in mine])
-                fields["logprobs"] = [a.logprob for a in mine]
-                if len(mine) > 1:
-                    best = max(range(len(mine)), key=lambda i: mine[i].logprob)
+                logprobs = [answer.logprob for answer in by_request]
+                responses = [(answer.logprob, answer.greedy) for answer in by_request]
+                fields |= self._scored(task, requests, responses)
+                fields["logprobs"] = logprobs
+                if len(logprobs) > 1:
+                    best = logprobs.index(max(logprobs))
                     fields["prediction"] = str(requests[best].args[1])
             yield Outcome(label, unit.id, fields)
 
     def _scored(
         self, task: Any, requests: Sequence[Instance], responses: Sequence[Any]
     ) -> dict[str, Any]:
-        """What the task itself makes of the responses to a document's requests."""
+        """The metrics that the harness's task computes from the responses to a document's requests.
+
+        Raises:
+            UserError: the task has no metric of a single document.
+        """
         for request, response in zip(requests, responses, strict=True):
             request.resps = [response]
             request.filtered_resps = {}
@@ -178,8 +175,39 @@ class HarnessTask(Probe):
         chosen.apply(list(requests))
         filtered = [request.filtered_resps[chosen.name] for request in requests]
         results = task.process_results(requests[0].doc, filtered)
-        numbers = {k: float(v) for k, v in results.items() if isinstance(v, int | float)}
-        if not numbers:
+        metrics = {
+            name: float(value) for name, value in results.items() if isinstance(value, int | float)
+        }
+        if not metrics:
             raise UserError(f"task {requests[0].task_name!r} has no metric of single documents")
-        score = numbers.get(self.metric, next(iter(numbers.values())))
-        return {**numbers, "score": score}
+        first = next(iter(metrics.values()))
+        return {**metrics, "score": metrics.get(self.metric, first)}
+
+
+def _requests_by_document(name: str, task: Any) -> dict[int, list[Instance]]:
+    """The likelihood requests of a task, by the number of the document.
+
+    Args:
+        name: what messages call the task.
+        task: the harness's task.
+
+    Raises:
+        TaskError: fewer documents than few-shot examples, or another kind of request.
+    """
+    try:
+        with quietly():
+            task.build_all_requests(rank=0, world_size=1)
+    except ValueError as error:
+        raise TaskError(
+            f"task {name!r} cannot be put with task.num_fewshot={task.config.num_fewshot}: "
+            f"{first_line(error)}; allowed: fewer examples than it has"
+        ) from error
+    documents: dict[int, list[Instance]] = {}
+    for request in task.instances:
+        if request.request_type != "loglikelihood":
+            raise TaskError(
+                f"task {name!r} asks for {request.request_type}; allowed: loglikelihood (others "
+                "with python -m kvbench.lm_eval --model kvbench)"
+            )
+        documents.setdefault(request.doc_id, []).append(request)
+    return documents

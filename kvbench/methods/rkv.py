@@ -16,8 +16,8 @@ from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent
 from kvbench.methods.base import Method, Recompression
 
-ROWS = 512
-"""Keys whose similarities are held at once: bounds memory to 2 x ROWS x n of a head."""
+TILE = 512
+"""Similarities of so many keys with as many are held at once: bounds memory to TILE x TILE of a head."""
 
 SIMILAR = 0.5
 """Cosine above which two keys count as near-duplicates."""
@@ -33,22 +33,68 @@ def redundancy(keys: Tensor, retain: str) -> Tensor:
     n = keys.shape[2]
     unit = keys.float().flatten(0, 1)
     unit = unit / (unit.norm(dim=-1, keepdim=True) + 1e-8)
-    total = unit.new_zeros(unit.shape[:2])
-    place = torch.arange(n, device=keys.device, dtype=torch.float32)  # exact below 2^24
-    together = len(unit) if keys.is_cuda else 1  # on a processor a head's rows stay near
-    space = unit.new_empty(2, together, min(ROWS, n), n)
-    for head in range(0, len(unit), together):
-        some = unit[head : head + together]
-        for start in range(0, n, ROWS):
-            rows, similar = space[:, :, : n - start]
-            torch.bmm(some[:, start : start + ROWS], some.mT, out=rows)
-            rows.diagonal(start, 1, 2).zero_()
-            dropped = torch.zeros_like(rows[..., :1])
-            if retain == "last":
-                torch.gt(rows, SIMILAR, out=similar)
-                dropped = similar.mul_(place).amax(-1, keepdim=True)
-            total[head : head + together] += rows.scatter_(-1, dropped.long(), 0.0).sum(1)
+    together = len(unit) if keys.is_cuda else 1  # on a processor a head's tile stays in its cache
+    parts = [_similarity_sums(part, retain == "last") for part in unit.split(together)]
+    total, retained = (torch.cat(column) for column in zip(*parts, strict=True))
+    # The similarity of each key to the one that it retains is taken back.
+    partners = unit.gather(1, retained[..., None].expand_as(unit))
+    own = retained == torch.arange(n, device=keys.device)
+    similar = (unit * partners).sum(-1).masked_fill_(own, 0.0)
+    total.scatter_add_(1, retained, -similar)
     return (total / n).softmax(-1).view(keys.shape[:3])
+
+
+def _similarity_sums(unit: Tensor, duplicates: bool) -> tuple[Tensor, Tensor]:
+    """The sum of each key's similarities to the others, and its last near-duplicate.
+
+    Similarities are symmetric: each tile above the diagonal is computed once, and read along its rows
+    and along its columns. Tiles come from the last keys to the first, so that the first near-duplicate
+    that is found of a key is its last one.
+
+    Args:
+        unit: [heads, n, d] keys of norm 1.
+        duplicates: whether near-duplicates are looked for.
+
+    Returns:
+        [heads, n] float32; and [heads, n] int64, places, 0 where there is none.
+    """
+    heads, n, _ = unit.shape
+    total = unit.new_zeros(heads, n)
+    last = torch.full((heads, n), -1, device=unit.device)
+    starts = range((n - 1) // TILE * TILE, -1, -TILE)
+    for first in starts:
+        rows = slice(first, min(n, first + TILE))
+        for second in starts:
+            if second < first:
+                break
+            columns = slice(second, min(n, second + TILE))
+            tile = torch.bmm(unit[:, rows], unit[:, columns].mT)
+            if first == second:
+                tile.diagonal(0, 1, 2).zero_()
+            else:
+                total[:, rows] += tile.sum(2)
+            total[:, columns] += tile.sum(1)
+            if duplicates:
+                _find_duplicates(tile, last[:, rows], second)
+                if first != second:
+                    _find_duplicates(tile.mT, last[:, columns], first)
+    return total, last.clamp_(min=0)
+
+
+def _find_duplicates(tile: Tensor, last: Tensor, first: int) -> None:
+    """Enter the last near-duplicate of each key of whom none is known yet.
+
+    Args:
+        tile: [heads, r, c], similarities of r keys to c others, the first of them at place `first`.
+        last: [heads, r], places; -1 where none is known.
+    """
+    unknown = last < 0
+    # A GPU's host would have to wait for the answer, which saves less than that there.
+    if not tile.is_cuda and not (unknown & (tile.amax(2) > SIMILAR)).any():
+        return
+    places = torch.arange(first, first + tile.shape[2], device=tile.device, dtype=torch.int32)
+    found = torch.where(tile > SIMILAR, places, -1).amax(2)
+    last.copy_(torch.where(unknown, found.long(), last))
 
 
 @dataclass(frozen=True, kw_only=True)

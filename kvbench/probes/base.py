@@ -1,4 +1,5 @@
-"""What probes share: what they tell reports, prompts as tokens, bounds far above what finishes."""
+"""What probes share: what they tell reports, a task's prompts as tokens, types of their options (whose
+limits lie far above what a run could finish)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache
 from kvbench.errors import one_line
 from kvbench.errors.options import Distinct, check_options
 from kvbench.kv import LayerKV
-from kvbench.records.figures import Figure, as_json
+from kvbench.records.figures import Figure, TaskKind, as_json
 from kvbench.run.encoding import EncodedExample, encode_example
 from kvbench.run.plan import Plan, status_of
 from kvbench.run.session import Session
@@ -38,14 +39,18 @@ def failed(failure: Exception) -> dict[str, Any]:
 
 
 def places(tokens: int, most: int) -> dict[str, slice]:
-    """Places 0 .. tokens - 1 in runs that double, by name: 1, 2, 3-4, 5-8 ... as counted from 1. Those
-    of all texts of at most `most` tokens are alike."""
-    runs, begin, end = {}, 0, 1
+    """Slices of the places 0 .. tokens - 1 of a text, from the second on each twice as long as the one
+    before, by names that count from 1: token 1, token 2, tokens 3-4, tokens 5-8 ... The names are the
+    same for all texts of at most `most` tokens."""
+    runs: dict[str, slice] = {}
+    begin = 0
+    end = 1
     while begin < tokens:
         last = min(most, end)
         several = f"tokens {begin + 1}\N{EN DASH}{last}"
         runs[f"token {last}" if last == begin + 1 else several] = slice(begin, min(end, tokens))
-        begin, end = end, 2 * end
+        begin = end
+        end = 2 * end
     return runs
 
 
@@ -102,6 +107,8 @@ class Probe(Plan):
     measures: ClassVar[tuple[str, ...]] = ()
     """Record fields that a table shows beside the score."""
     figures: ClassVar[tuple[Figure, ...]] = ()
+    kind: ClassVar[TaskKind] = "scores"
+    """What the probe measures, which decides the report's tables."""
     repetition: ClassVar[str] = "example_id"
     """Record field of the independent repetitions, which intervals resample."""
 
@@ -124,6 +131,7 @@ class Probe(Plan):
             "breakdown": list(self.breakdown),
             "measures": list(self.measures),
             "figures": as_json(self.figures),
+            "kind": self.kind,
             "unit": self.repetition,
         }
 

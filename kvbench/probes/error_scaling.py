@@ -204,10 +204,12 @@ class ErrorScaling(LayerProbe):
                         f"{where} names {name!r}{nearest(name, names)}; allowed: {', '.join(names)}"
                     )
 
-        def unit(name: str, datasets: Sequence[str], replicates: Sequence[str], of: Any) -> Unit:
+        def unit(
+            name: str, datasets: Sequence[str], replicates: Sequence[str], payload: Any
+        ) -> Unit:
             every = product(replicates, datasets, self.kept)
             ids = tuple(f"{dataset}/kept{kept}/{draw}" for draw, dataset, kept in every)
-            return Unit(name, ids, of)
+            return Unit(name, ids, payload)
 
         if self.prompts is None:
             return [

@@ -39,10 +39,11 @@ from kvbench.probes.base import (
     failed,
     places,
 )
-from kvbench.records.figures import Distances, Figure
+from kvbench.prompts import PromptEncoder
+from kvbench.records.figures import TaskKind
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import PromptEncoder, Task, TaskError, Tokens
+from kvbench.tasks.base import Task, TaskError, Tokens
 
 REFERENCE = "(reference)"
 EXACT: Mapping[str, tuple[Method, Budget]] = {REFERENCE: (Exact(), Budget())}
@@ -89,7 +90,11 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
 def _compare_with_first(
     results: Sequence[Fidelity], continuation: Sequence[int], fed: Logits
 ) -> None:
-    """Set every row after the first against the first."""
+    """Add to each result how its own row of logits differs from the first row, the exact cache's.
+
+    Args:
+        results: of the rows after the first. fed: logits [rows, tokens, vocab], piece by piece.
+    """
     tokens = torch.tensor(list(continuation))
     for begin, logits in fed:
         target = tokens[begin : begin + logits.shape[1], None].to(logits.device)
@@ -180,7 +185,7 @@ class FidelityProbe(Probe):
     name: ClassVar[str] = "fidelity"
     score_unit: ClassVar[str] = "KL in nats"
     repetition: ClassVar[str] = "prompt"
-    figures: ClassVar[tuple[Figure, ...]] = (Distances(),)
+    kind: ClassVar[TaskKind] = "fidelity"
     lower_is_better: ClassVar[bool] = True
 
     prompts: Task

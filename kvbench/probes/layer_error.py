@@ -33,8 +33,8 @@ from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 
-ID = "{}/layer{}/rate{:g}/seed{}"
-"""Of the record of a prompt's draw at a layer and rate."""
+RECORD_ID = "{}/layer{}/rate{:g}/seed{}"
+"""The example id of a record: its prompt, layer and rate, and the number of the method's draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,8 @@ def clustered(
     """Keys and values [1, heads, n, d] around centres that those of one cluster share.
 
     Args:
-        draw: so many vectors [1, heads, count, d]. clusters: 0: the vectors as they are drawn.
+        draw: returns `count` vectors, [1, heads, count, d].
+        clusters: how many centres; 0: keys and values are the vectors as they are drawn.
         spread: share of the squared norm that is noise around the centre.
     """
     keys, values = draw(n), draw(n)
@@ -195,7 +196,8 @@ def compress_measured(
 def stored(
     compressed: CompressedKV, scheme: Scheme, layer: int, generator: torch.Generator
 ) -> tuple[CompressedKV, int]:
-    """What a cache of such a scheme attends to instead of `held` (batch 1), and the bytes it holds.
+    """What a cache that packs entries by `scheme` attends to instead of `compressed` (batch 1), and the
+    bytes that it holds.
 
     Sketches and rotations are drawn anew from the generator, so that the errors of several draws and
     prompts vary with them; a model that decodes draws them once.
@@ -298,7 +300,7 @@ class LayerError(LayerProbe):
                     "less than half of the prompt (sink + window may not be longer than the prompt)"
                 )
         return [
-            Unit(name, tuple(ID.format(name, *draw) for draw in draws), prompt)
+            Unit(name, tuple(RECORD_ID.format(name, *draw) for draw in draws), prompt)
             for name, _, prompt in sources
         ]
 
@@ -343,7 +345,7 @@ class LayerError(LayerProbe):
                     carried[label, rate, seed] = carried[label, rate, 0]
                 where = {"prompt": unit.id, "layer": layer, "rate": rate, "draw": seed}
                 fields = {**where, "prompt_tokens": kv.n, **measurement}
-                yield Outcome(label, ID.format(unit.id, layer, rate, seed), fields)
+                yield Outcome(label, RECORD_ID.format(unit.id, layer, rate, seed), fields)
 
     def budget_of(self, method: Method, rate: float, n: int, num_layers: int) -> Budget:
         """The budget with which `method` holds, on average over the layers probed, what the rate

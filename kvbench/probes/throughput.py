@@ -24,7 +24,7 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.methods.transformers import Transformers
 from kvbench.probes.base import Probe, Repeats, failed
-from kvbench.records.figures import Figure, Times
+from kvbench.records.figures import TaskKind
 from kvbench.run.plan import Methods, Outcome, Unit, measured
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
@@ -100,7 +100,7 @@ class Throughput(Probe):
     version: ClassVar[int] = 3
     decoders: ClassVar[tuple[str, ...]] = ("kvbench", "transformers")
     score_unit: ClassVar[str] = "tokens/s"
-    figures: ClassVar[tuple[Figure, ...]] = (Times(),)
+    kind: ClassVar[TaskKind] = "throughput"
 
     prompt_tokens: Several[Count] = (16384,)
     new_tokens: Several[Count] = (1024,)

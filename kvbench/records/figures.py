@@ -1,11 +1,14 @@
-"""The figures that a task or probe asks for: types where it is written, JSON in the manifest's
-``task_meta.figures`` on the way to the report."""
+"""The figures that a task or probe asks the report to draw, and the kind of task that it is.
+
+A task lists its figures as the types below; they travel to the report as JSON, under
+``task_meta.figures`` of a run's manifest. ``task_meta.kind`` says what the task measures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -41,11 +44,13 @@ class Curve:
     """`y` against `x` on logarithmic axes with the slope of each curve, a panel per value of `facet`.
 
     Attributes:
-        x, y: record fields. level: the field that was set; y is averaged over the records of a level.
+        x, y: record fields.
+        level: the record field that the task sets; y is averaged over the records of one level.
         unit: record field of the independent repetitions, which intervals resample.
-        fit_most: up to which level the slope is fitted (None: all).
-        guides: slopes drawn in grey. expected: slope predicted, by the beginning of a label.
-        compare: method whose curve the others are divided by, at the last level fitted.
+        fit_most: the highest level that the slope is fitted to (None: all levels).
+        guides: slopes of straight lines that are drawn in grey, for comparison.
+        expected: the predicted slope of a method, by the beginning of the method's name.
+        compare: method whose curve the others' values are divided by, at the last fitted level.
     """
 
     x: str
@@ -62,21 +67,10 @@ class Curve:
     kind: Literal["scaling"] = "scaling"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Seconds, tokens per second and peak memory of each setting, and against the prompt's length."""
-
-    kind: Literal["throughput"] = "throughput"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distances:
-    """Distances from the exact model's distribution, by rate."""
-
-    kind: Literal["fidelity"] = "fidelity"
-
-
-Figure = Heatmap | Bars | Curve | Times | Distances
+Figure = Heatmap | Bars | Curve
+TaskKind = Literal["scores", "throughput", "fidelity"]
+"""What a task measures: scores of answers, or errors; seconds and bytes; distances from the exact
+model's distribution."""
 _FIGURES: TypeAdapter[tuple[Figure, ...]] = TypeAdapter(
     tuple[Annotated[Figure, Field(discriminator="kind")], ...]
 )
@@ -87,14 +81,24 @@ def as_json(figures: Iterable[Figure]) -> list[dict[str, Any]]:
     return [asdict(figure) for figure in figures]
 
 
+def task_kind(meta: Mapping[str, Any]) -> TaskKind:
+    """What the task with this ``task_meta`` measures: its ``kind``, "scores" where it names none.
+    Manifests written before that key existed name the kind among their figures."""
+    named = [meta.get("kind"), *(figure.get("kind") for figure in meta.get("figures") or ())]
+    kinds: tuple[TaskKind, ...] = get_args(TaskKind)
+    return next((kind for kind in kinds if kind in named), "scores")
+
+
 def figures_in(meta: Mapping[str, Any]) -> tuple[Figure, ...]:
     """The figures that a manifest's ``task_meta`` asks for.
 
     Raises:
-        ValueError: one is of no kind above, lacks a key, or holds a value of a wrong type.
+        ValueError: a figure is of no kind above, lacks a key, or holds a value of a wrong type.
     """
+    kinds = get_args(TaskKind)
+    asked_for = [figure for figure in meta.get("figures") or () if figure.get("kind") not in kinds]
     try:
-        return _FIGURES.validate_python(meta.get("figures") or ())
+        return _FIGURES.validate_python(asked_for)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -40,8 +40,8 @@ EXAMPLES = "examples.json"
 def record_files(folder: Path) -> list[Path]:
     """The records files of a run folder, in the order in which they count."""
     name = re.compile(r"records(-\d+of\d+)?\.jsonl")
-    found = [path for path in folder.glob("records*.jsonl") if name.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (path.name != RECORDS, path.name))
+    paths = [path for path in folder.glob("records*.jsonl") if name.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (path.name != RECORDS, path.name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +76,8 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
         raise StoreError(f"no results in {folder}: the folder does not exist")
     files = [*folder.glob(f"*/*/*/{MANIFEST}"), *folder.glob("*/*/*/records*.jsonl")]
     # a run that was killed before its manifest was written has nothing to show
-    found = {path.parent for path in files if path.name == MANIFEST or path.stat().st_size}
-    return [load_run(path) for path in sorted(found)]
+    folders = {path.parent for path in files if path.name == MANIFEST or path.stat().st_size}
+    return [load_run(path) for path in sorted(folders)]
 
 
 def load_run(folder: Path) -> Run:
@@ -131,13 +131,13 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
         StoreError: a broken file.
     """
     every = [file_records(path) for path in record_files(folder)]
-    found: dict[str, dict[str, Any]] = {}
+    counted: dict[str, dict[str, Any]] = {}
     for record in (record for file in every for record in file):
-        before = found.get(record["example_id"])
+        before = counted.get(record["example_id"])
         if before is None or (before["status"] != "ok" and record["status"] == "ok"):
-            found[record["example_id"]] = record
+            counted[record["example_id"]] = record
     in_turn = (record for row in zip_longest(*every) for record in row if record is not None)
-    return [record for record in in_turn if found[record["example_id"]] is record]
+    return [record for record in in_turn if counted[record["example_id"]] is record]
 
 
 def file_records(path: Path) -> list[dict[str, Any]]:

@@ -5,13 +5,14 @@ Keys that are not named here may hold any JSON value.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, get_type_hints
 
 from annotated_types import Ge, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic wants it before Python 3.12
 
 from kvbench.errors import FAILED, UserError
+from kvbench.records.figures import TaskKind
 
 FORMAT = 1
 """Of manifest and records; raised when an older kvbench would misread them. Absent means 1."""
@@ -47,6 +48,7 @@ class Record(TypedDict):
     prefill_s: Number
     compress_s: Number
     decode_s: Number
+    decode: NotRequired[Text]  # records before 0.3 have none
     prediction: Text
     answers: list[Any] | None
     prompt_tail: Text
@@ -90,6 +92,8 @@ class About(TypedDict, total=False):
     breakdown: list[str] | None
     measures: list[str] | None
     figures: list[dict[str, Any]] | None
+    kind: TaskKind | None
+    metric: Text
     unit: str
     subject: Text
 
@@ -143,13 +147,13 @@ def parsed(kind: TypeAdapter[Any], content: bytes, where: str) -> Any:
 
 def _explanation(error: ValidationError) -> str:
     """The first thing that is wrong, or all keys that are missing."""
-    found = error.errors(include_url=False)
-    first = found[0]
+    problems = error.errors(include_url=False)
+    first = problems[0]
     if first["type"] == "json_invalid":
         return f"not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
     if not first["loc"]:
         return "not a JSON object"
-    missing = [str(one["loc"][0]) for one in found if one["type"] == "missing"]
+    missing = [str(one["loc"][0]) for one in problems if one["type"] == "missing"]
     if missing:
         return f"lacks {', '.join(missing)}"
     allowed = first["msg"].replace("Input should be ", "").replace("'", "")

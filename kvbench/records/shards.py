@@ -60,10 +60,10 @@ class Shard:
         long prompts to one shard.
         """
         golden_ratio = 0x9E3779B97F4A7C15  # its fractional part, of 2**64: floats would drift
-        found = []
+        mine = []
         for number, unit in enumerate(units):
             block = number // self.count
             moved = (block * golden_ratio % 2**64) * self.count >> 64
             if (number + moved) % self.count == self.index - 1:
-                found.append(unit)
-        return found
+                mine.append(unit)
+        return mine

@@ -1,9 +1,10 @@
 """``kvbench-report``: rebuild an experiment's report, compare two experiments, or link several.
 
-With one folder, tables, figures and the page are written into it again, from its records alone. With
-two, what changed from the first to the second is printed, and written as compare.html and .csv.
-With three or more, or with --index, each report is rebuilt where there are records, and index.html
-beside them links all: kvbench-report results/*
+With one folder, tables, figures and the page are written into it again, from its records alone; into a
+folder of kvbench claims, the page of its claims. With two, what changed from the first to the second is
+printed, and written as compare.html and .csv. With three or more, or with --index, each report is
+rebuilt where there are records, and index.html beside them links all: kvbench-report results/*
+With --site a folder for a static host is written: kvbench-report --site site results/*
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="also every figure as PNG and PDF, in figures/; print every file's name",
     )
+    parser.add_argument(
+        "--site",
+        metavar="folder",
+        help="write a folder for a static host: experiments, methods, the Python interface",
+    )
     options = parser.parse_args(arguments)
     folders = [Path(folder) for folder in options.folders]
     index = options.index or len(folders) > 2
@@ -57,7 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--out is for a comparison of two folders")
 
     def work() -> None:
-        if index:
+        if options.site is not None:
+            from kvbench.report.site import build_site
+
+            print(printable(str(build_site(Path(options.site), folders))))
+        elif index:
             _link(folders)
         elif len(folders) == 1:
             _rebuild(folders[0], every=options.list)
@@ -68,8 +78,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def in_a_line(work: Callable[[], None], folders: Sequence[str], program: str) -> int:
-    """Do what reads these folders; the exit status. Records and manifests of others may hold anything:
-    whatever goes wrong is one line, and what a library warns of is none."""
+    """Do some work that reads these folders, and return the exit status.
+
+    Records and manifests of others may hold anything. Whatever goes wrong is therefore one line on
+    stderr, and warnings of libraries are not shown.
+    """
     gc.disable()  # figures are millions of objects that live until the page is written
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -77,10 +90,10 @@ def in_a_line(work: Callable[[], None], folders: Sequence[str], program: str) ->
     except Exception as error:
         if os.environ.get("KVBENCH_TRACEBACK"):
             raise
-        said = disk_line(error) if isinstance(error, OSError) else first_line(error)
+        line = disk_line(error) if isinstance(error, OSError) else first_line(error)
         if not isinstance(error, UserError | OSError | ImportError):
-            said = f"{', '.join(folders)} cannot be read: {type(error).__name__}: {said}"
-        complain(said, program)
+            line = f"{', '.join(folders)} cannot be read: {type(error).__name__}: {line}"
+        complain(line, program)
         return FAILED
     finally:
         gc.enable()
@@ -88,23 +101,34 @@ def in_a_line(work: Callable[[], None], folders: Sequence[str], program: str) ->
 
 
 def _rebuild(folder: Path, *, every: bool = False) -> None:
-    from kvbench.report.build import build_report
+    """Rebuild an experiment's report, or the page of a folder of claims, and print where it is.
 
+    Args:
+        every: also write the figures' files, and print every file's name.
+    """
+    from kvbench.report.build import build_report
+    from kvbench.report.claims_page import CLAIMS, write_claims_page
+
+    if (folder / CLAIMS).is_file():
+        print(printable(str(write_claims_page(folder))))
+        return
     paths = build_report(folder, for_print=every)
     for warning in paths.warnings:
         complain(f"warning: {warning}", NAME)
-    for path in [*paths.tables, *paths.figures] * every + [paths.page]:
+    files = [*paths.tables, *paths.figures, paths.page] if every else [paths.page]
+    for path in files:
         print(printable(str(path)))
 
 
 def _link(folders: list[Path]) -> None:
     """Rebuild the reports of which there are records, then the page that links all."""
+    from kvbench.report.claims_page import CLAIMS
     from kvbench.report.page import write_index
 
     for folder in folders:
         if not folder.exists():
             raise StoreError(f"no results in {folder}: the folder does not exist")
-        if any(folder.glob(f"*/*/*/{MANIFEST}")):
+        if any(folder.glob(f"*/*/*/{MANIFEST}")) or (folder / CLAIMS).is_file():
             _rebuild(folder)
     print(printable(str(write_index(folders))))
 

@@ -22,9 +22,11 @@ class Answer:
     """One variant's answer to one example.
 
     Attributes:
+        label, color: the variant's name, and its method's colour.
+        text: the prediction, or the error.
         verdict: "right", "wrong", "part" (a score in between), "failed", or "none" (no verdict:
             the score is not a fraction).
-        differs: the text is not the baseline's.
+        differs: whether the text is another than the baseline's.
     """
 
     label: str
@@ -38,8 +40,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Shown:
-    """One example with every variant's answer; `fields` are those that the page filters by, `evidence`
-    the part of the prompt that holds the answer, where the task knows it."""
+    """One example with every variant's answer.
+
+    Attributes:
+        fields: record fields that the page filters examples by.
+        prompt_tail: the end of the prompt.
+        evidence: the part of the prompt that holds the answer; empty where the task does not tell it.
+        expected: the reference answers.
+    """
 
     example_id: str
     seed: str
@@ -56,8 +64,11 @@ class Shown:
 
 
 def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
-    """Examples spread evenly over the order of the records, in equal shares of datasets (one of each at
-    least), and how many there are in all."""
+    """Examples spread evenly over the records, in equal shares of datasets (at least one of each).
+
+    Returns:
+        At most about `limit` examples, and how many there are in all; none where a task has no answers.
+    """
     records = group.records[group.records["prediction"].notna() | (group.records["status"] != "ok")]
     if group.records["prediction"].isna().all():
         return [], 0
@@ -86,8 +97,9 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
         if good and group.percent and score == score:
             verdict = "right" if score >= 1 else "wrong" if score <= 0 else "part"
         differs = base is not None and row["prediction"] != base["prediction"]
-        look = variant.label, style_of(variant.method).color
-        answers.append(Answer(*look, text, verdict, score, str(row["status"]), differs))
+        color = style_of(variant.method).color
+        status = str(row["status"])
+        answers.append(Answer(variant.label, color, text, verdict, score, status, differs))
     fields = {"dataset": str(first["dataset"])}
     fields |= {name: as_text(first[name]) for name in group.meta.breakdown if name in part}
     expected = first["answers"] if isinstance(first["answers"], list) else []
@@ -103,7 +115,8 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
 
 
 def clip(text: Any, *, from_end: bool = False) -> str:
-    """`text` cut to what is shown: its beginning and an ellipsis, or its end."""
+    """A text cut to `LONGEST` characters: its beginning with an ellipsis, or its end; empty for anything
+    that is no text."""
     if not isinstance(text, str):
         return ""
     if len(text) <= LONGEST:

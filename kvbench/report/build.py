@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import pandas as pd
 
 from kvbench.errors import disk_line
 from kvbench.records.durable import make_folder
-from kvbench.records.figures import Curve, Times
+from kvbench.records.figures import Curve
 from kvbench.records.read import StoreError
 from kvbench.records.store import safe_name
 from kvbench.report.experiment import Experiment, Group, load_experiment
@@ -22,16 +21,11 @@ from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
 from kvbench.report.render import csv, latex, markdown, write_text
 from kvbench.report.table import Table
-from kvbench.report.tables import (
-    overview_table,
-    paper_table,
-    score_table,
-    tables_of,
-    verdict,
-)
+from kvbench.report.tables import overview_table, paper_table, score_table, tables_of
+from kvbench.report.verdicts import verdict
 
 if TYPE_CHECKING:
-    from kvbench.report.figures import Drawn
+    from kvbench.report.drawing import Drawn
 
 Part = tuple[Group, pd.DataFrame]
 SUMMARY = "summary.json"
@@ -39,14 +33,14 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class ReportPaths:
-    """Where a report lies.
+    """The files of a report, and what they were made of.
 
     Attributes:
         tables, figures: every file written.
         drawn: the figures.
         warnings: what the report had to leave out, one line each.
         scores: the tidy frame of every model and task whose methods are ranked.
-        manifest: of the run that was started last.
+        manifest: the manifest of the run that was started last.
     """
 
     page: Path
@@ -69,88 +63,116 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     Raises:
         StoreError: no runs, a broken run, or the folder cannot be written.
     """
+    from kvbench.report.charts import chart_of
     from kvbench.report.figures import figures_of
     from kvbench.report.page import LIMIT, PAGE, Section, render_page
 
     experiment = load_experiment(Path(experiment_folder))
     parts = [(group, tidy(group)) for group in experiment.groups]
     warnings: list[str] = []
-    compared: list[Table] = []
+    published: list[Table] = []
     try:
-        compared = published_tables(beside(experiment))
+        published = published_tables(beside(experiment))
     except PaperError as error:
         warnings.append(str(error))
-    sections, hidden = [], []
+    sections: list[Section] = []
+    only_in_files: list[Table] = []
     for group, frame in parts:
         tables = tables_of(group, frame)
-        hidden += [table for table in tables if not table.columns]
-        shown = [table for table in tables if table.columns]
-        answers = max(3, LIMIT // len(parts))
+        only_in_files += [table for table in tables if not table.columns]
         figures = figures_of(group, frame)
-        for one in figures if experiment.small else ():
-            one.say_above(" ".join(experiment.small))
-        sections.append(Section(group, verdict(group, frame), shown, figures, answers))
+        if experiment.small:
+            for one in figures:
+                one.say_above(" ".join(experiment.small))
+        sections.append(
+            Section(
+                group,
+                verdict(group, frame),
+                [table for table in tables if table.columns],
+                figures,
+                chart_of(group, frame) if is_ranked(group) else None,
+                answers=max(3, LIMIT // len(parts)),
+            )
+        )
     ranked = [part for part in parts if is_ranked(part[0])]
     shared = [
-        paper_table(parts)
-        for parts in _by(ranked, "task")
-        if len(parts) > 1 or AVERAGE in set(parts[0][1]["value"])
+        paper_table(of_task)
+        for of_task in _by(ranked, "task")
+        if len(of_task) > 1 or AVERAGE in set(of_task[0][1]["value"])
     ]
     shared += _overviews(ranked)
     drawn = [one for section in sections for one in section.figures]
-    page = render_page(experiment, sections, shared, compared, warnings)
-    every = [*shared, *compared, *(t for section in sections for t in section.tables), *hidden]
+    shown = [*shared, *published, *(table for section in sections for table in section.tables)]
     try:
-        place = write_text(experiment.folder / PAGE, page)
+        place = write_text(
+            experiment.folder / PAGE,
+            render_page(experiment, sections, shared, published, warnings),
+        )
         write_text(experiment.folder / SUMMARY, summary([frame for _, frame in ranked]))
-        files = write_tables(every, experiment.folder, experiment.small)
-        drawings: list[Path] = []
-        if for_print:
-            folder = experiment.folder / "figures"
-            make_folder(folder, experiment.folder)
-            for one, kind in itertools.product(drawn, ("png", "pdf")):
-                drawings.append(folder / f"{safe_name(one.name)}.{kind}")
-                drawings[-1].write_bytes(one.encoded(kind))
+        files = write_tables([*shown, *only_in_files], experiment.folder, experiment.small)
+        drawings = _write_figures(drawn, experiment.folder) if for_print else []
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
         ) from error
-    last = max((run.manifest for run in experiment.runs), key=lambda m: str(m.get("started")))
-    scores = pd.concat([frame for _, frame in ranked] or [pd.DataFrame()], ignore_index=True)
-    written = tuple(files), tuple(drawings), tuple(drawn)
-    return ReportPaths(place, *written, tuple(warnings), scores, last)
+    return ReportPaths(
+        place,
+        tuple(files),
+        tuple(drawings),
+        tuple(drawn),
+        tuple(warnings),
+        scores=pd.concat([frame for _, frame in ranked] or [pd.DataFrame()], ignore_index=True),
+        manifest=max((run.manifest for run in experiment.runs), key=_started),
+    )
+
+
+def _started(manifest: Mapping[str, Any]) -> str:
+    return str(manifest.get("started"))
+
+
+def _write_figures(drawn: Sequence[Drawn], experiment_folder: Path) -> list[Path]:
+    """Write every figure as PNG and PDF into figures/; returns the files."""
+    folder = experiment_folder / "figures"
+    make_folder(folder, experiment_folder)
+    paths = []
+    for one in drawn:
+        for file_type in ("png", "pdf"):
+            paths.append(folder / f"{safe_name(one.name)}.{file_type}")
+            paths[-1].write_bytes(one.encoded(file_type))
+    return paths
 
 
 def summary(frames: Sequence[pd.DataFrame]) -> str:
-    """JSON of the scores: model, task, variant; score, its interval, of how many examples, ratio."""
-    found: dict[str, Any] = {}
+    """The total scores as JSON: by model, task and variant the score, its interval, the number of
+    examples, and the measured ratio."""
+    scores: dict[str, Any] = {}
     for frame in frames:
         ratios = totals(frame, "ratio")["mean"]
         for label, row in totals(frame).iterrows():
             numbers = {"score": row["mean"], "low": row["low"], "high": row["high"], "n": row["n"]}
             known = {**numbers, "ratio": ratios.get(label)}
-            of_task = found.setdefault(row["model"], {}).setdefault(row["task"], {})
+            of_task = scores.setdefault(row["model"], {}).setdefault(row["task"], {})
             of_task[label] = {
                 k: None if pd.isna(v) else round(float(v), 6) for k, v in known.items()
             }
-    return json.dumps(found, indent=1) + "\n"
+    return json.dumps(scores, indent=1) + "\n"
 
 
 def is_ranked(group: Group) -> bool:
-    """Whether methods are compared by score: no timings, no curves."""
-    return not (group.meta.figure(Times) or group.meta.figure(Curve))
+    """Whether the group's methods are compared by their scores, not by times or curves."""
+    return group.meta.kind != "throughput" and group.meta.figure(Curve) is None
 
 
 def _by(parts: Sequence[Part], key: str) -> list[list[Part]]:
-    """Parts of one model, or one task, together."""
-    found: dict[str, list[Part]] = {}
+    """Parts whose groups have one model (or one task) together; `key` is the attribute's name."""
+    together: dict[str, list[Part]] = {}
     for part in parts:
-        found.setdefault(getattr(part[0], key), []).append(part)
-    return list(found.values())
+        together.setdefault(getattr(part[0], key), []).append(part)
+    return list(together.values())
 
 
 def _overviews(ranked: Sequence[Part]) -> list[Table]:
-    """Of models with several tasks."""
+    """The leaderboard of each model that has several tasks."""
     return [overview_table(parts) for parts in _by(ranked, "model") if len(parts) > 1]
 
 

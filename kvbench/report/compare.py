@@ -8,6 +8,7 @@ prompt and expected answers are; of one with several seeds the mean score counts
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvbench.report.stats import (
     ALONE,
     ALPHA,
     Array,
+    Scores,
     differences,
     independent,
     largest_scores,
@@ -40,10 +42,12 @@ from kvbench.report.table import (
     score_format,
     unit_text,
     whole,
+    with_values,
 )
 
 SIDES = ("first", "second")
 _NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]
+SUBTITLE = "Changes are second minus first, paired where the examples are the same."
 Side = tuple[Group, Variant]
 
 
@@ -138,13 +142,33 @@ def _same_settings(side: Side, other: Side, *, one_model: bool) -> bool:
 
 
 def _changes(first: Side, second: Side, family: Array) -> pd.DataFrame:
-    """A row per dataset, and for their average: means, the paired difference and its test. The records
-    of the two are made one group, in which examples are the same where their prompts are.
+    """A row per dataset, and for their average: means, the paired difference and its test.
 
     Args:
         family: see `kvbench.report.stats.differences`; for the total, which alone is marked.
     """
-    (a, _), (b, y) = first, second
+    (_, y), both = second, _one_group(first, second)
+    strata = {one.value: [one] for one in strata_of(both)}
+    datasets = len(strata)
+    if datasets > 1:
+        strata[AVERAGE] = [one for ones in strata.values() for one in ones]
+    rows = []
+    for value, ones in strata.items():
+        of_value = both.records["dataset"].map(as_text).eq(value)
+        records = both.records if value == AVERAGE else both.records[of_value]
+        total = family if len(ones) == datasets else ALONE
+        row: dict[str, Any] = {"model": both.model, "task": both.task, "dataset": value}
+        row |= {"unit": both.meta.score_unit, **_paired(both, ones, total)}
+        for side in SIDES:
+            row |= _side_costs(side, records[records["variant"] == side])
+        rows.append(row)
+    return pd.DataFrame(rows).assign(variant=y.label, method=y.method)
+
+
+def _one_group(first: Side, second: Side) -> Group:
+    """The records of two variants as one group with the variants "first" and "second". Examples are the
+    same where their prompts are; of one with several seeds the mean score counts."""
+    (a, _), (b, _) = first, second
     parts = []
     for (group, variant), side in zip((first, second), SIDES, strict=True):
         part = group.records[group.records["variant"] == variant.label]
@@ -160,59 +184,66 @@ def _changes(first: Side, second: Side, family: Array) -> pd.DataFrame:
     records = pd.concat([part[part["dataset"].isin(shared)] for part in parts], ignore_index=True)
     records["unit"] = records[unit]
     model = a.model if a.model == b.model else f"{a.model} → {b.model}"
-    pair = tuple(map(Variant, SIDES))
-    base = dict(zip(SIDES, (None, SIDES[0]), strict=True))
-    both = Group(model, b.task, replace(b.meta, unit="unit"), pair, records, base)
+    variants = tuple(Variant(side) for side in SIDES)
+    baseline = {SIDES[0]: None, SIDES[1]: SIDES[0]}
+    return Group(model, b.task, replace(b.meta, unit="unit"), variants, records, baseline)
 
-    sign = -1.0 if b.meta.lower_is_better else 1.0
-    datasets = {str(one.name.removeprefix("dataset ")): [one] for one in strata_of(both)}
-    if len(datasets) > 1:
-        datasets[AVERAGE] = [one for ones in datasets.values() for one in ones]
-    rows = []
-    for value, ones in datasets.items():
-        changes = [one.values[:, [1]] - one.values[:, [0]] for one in ones]
-        gains = sign * np.concatenate(changes)
-        paired = [one.stratum(change) for one, change in zip(ones, changes, strict=True)]
-        total = family if len(ones) == len(shared) else ALONE
-        reach = largest_scores(ones, [(0, 1)])
-        (found,) = differences(paired, fraction=b.percent, family=total, reach=reach)
-        means = mean_intervals([one.stratum(one.values) for one in ones], fraction=b.percent)
-        row: dict[str, Any] = {"model": model, "task": b.task, "dataset": value}
-        row |= {"unit": b.meta.score_unit} | found.named("difference") | {"p": found.p}
-        for side, average in zip(SIDES, means, strict=True):
-            row |= average.named(side)
-        row |= {"common_examples": int((gains == gains).sum())}
-        row |= {"better": int((gains > 0).sum()), "worse": int((gains < 0).sum())}
-        here = records if value == AVERAGE else records[records["dataset"].map(as_text) == value]
-        for side in SIDES:
-            mine = here[here["variant"] == side]
-            good = mine[mine["status"] == "ok"]
-            seconds = good["compress_s"].fillna(0.0) + good["decode_s"]
-            row |= {f"{side}_ratio": good["ratio"].mean(), f"{side}_seconds": seconds.median()}
-            row[f"{side}_failed"] = failures_text(failures_of(mine))
-        rows.append(row)
-    return pd.DataFrame(rows).assign(variant=y.label, method=y.method)
+
+def _paired(both: Group, strata: Sequence[Scores], family: Array) -> dict[str, Any]:
+    """Means of both sides, the second minus the first with its test, and on how many examples the second
+    is better or worse."""
+    changes = [one.values[:, [1]] - one.values[:, [0]] for one in strata]
+    paired = [one.stratum(change) for one, change in zip(strata, changes, strict=True)]
+    reach = largest_scores(strata, [(0, 1)])
+    (difference,) = differences(paired, fraction=both.percent, family=family, reach=reach)
+    means = mean_intervals([one.stratum(one.values) for one in strata], fraction=both.percent)
+    row: dict[str, Any] = difference.named("difference") | {"p": difference.p}
+    for side, mean in zip(SIDES, means, strict=True):
+        row |= mean.named(side)
+    sign = -1.0 if both.meta.lower_is_better else 1.0
+    gains = sign * np.concatenate(changes)
+    row["common_examples"] = int((~np.isnan(gains)).sum())
+    row["better"], row["worse"] = int((gains > 0).sum()), int((gains < 0).sum())
+    return row
+
+
+def _side_costs(side: str, records: pd.DataFrame) -> dict[str, Any]:
+    """Mean ratio, median seconds of compressing and decoding, and failures of one side."""
+    good = records[records["status"] == "ok"]
+    seconds = good["compress_s"].fillna(0.0) + good["decode_s"]
+    return {
+        f"{side}_ratio": good["ratio"].mean(),
+        f"{side}_seconds": seconds.median(),
+        f"{side}_failed": failures_text(failures_of(records)),
+    }
 
 
 def _task_table(total: pd.DataFrame) -> Table:
-    """Every method's total."""
+    """The table of one task: every method's totals on both sides, and their difference."""
     unit, task, model = (total[key].iloc[0] for key in ("unit", "task", "model"))
     shown = (total["p"] < ALPHA).map({True: "shown", False: ""})
-    text, signed = (score_format(unit, signed=s) for s in (False, True))
-    sides = [f"{side}_{key}" for key in ("ratio", "seconds", "failed") for side in SIDES]
+    text, signed = score_format(unit), score_format(unit, signed=True)
+    columns = [
+        Column("variant", "method"),
+        Column("difference", "change", signed),
+        Column("p", text=p_text),
+        Column("first", text=text),
+        Column("second", text=text),
+        Column("common_examples", "common", whole),
+        Column("better", text=whole),
+        Column("worse", text=whole),
+        Column("first_ratio", "first ratio", number),
+        Column("second_ratio", "second ratio", number),
+        Column("first_seconds", "first seconds", number),
+        Column("second_seconds", "second seconds", number),
+        Column("first_failed", "first failed"),
+        Column("second_failed", "second failed"),
+    ]
     return Table(
         f"compare-{task}-{model}",
         f"{task} on {model}: score{unit_text(unit)}",
         total.assign(difference_mark=shown),
-        (
-            Column("variant", "method"),
-            Column("difference", "change", signed),
-            Column("p", text=p_text),
-            *(Column(side, text=text) for side in SIDES),
-            Column("common_examples", "common", whole),
-            *(Column(key, text=whole) for key in ("better", "worse")),
-            *(Column(k, k.replace("_", " "), str if "failed" in k else number) for k in sides),
-        ),
+        with_values(total, columns),
         (
             INTERVAL,
             "change: second minus first, paired over the examples that both scored; its interval and p"
@@ -228,7 +259,12 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     Raises:
         OSError: the folder cannot be written.
     """
-    page = html("tables.html.j2", title=" → ".join(comparison.names), tables=comparison.tables)
+    page = html(
+        "tables.html.j2",
+        title=" → ".join(comparison.names),
+        subtitle=SUBTITLE,
+        tables=comparison.tables,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     return [
         write_text(folder / "compare.html", page),

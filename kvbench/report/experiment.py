@@ -1,4 +1,8 @@
-"""An experiment as the report sees it: variants (what is compared), tasks, and one frame of records."""
+"""What a report reads from an experiment's folder.
+
+In: the runs on disk. Out: one `Group` for each model and task, with the variants that are compared
+(methods with the options they were run with) and one frame of all their records.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from kvbench.errors import first_line, printable
-from kvbench.records.figures import Figure, figures_in
+from kvbench.records.figures import Figure, TaskKind, figures_in, task_kind
 from kvbench.records.read import (
     COMMON_FIELDS,
     MANIFEST,
@@ -34,7 +38,21 @@ F = TypeVar("F")
 BASELINE = "exact"
 """The method that others are compared with, where it was run."""
 PROMPT = ("prompt_tokens", "prompt_tail", "answers")
-"""Fields that are the same where two records of one id are about the same example."""
+"""Two records of one example id are about the same example where they agree in these fields."""
+RATES = ("rate", "total_rate")
+"""Options of the budget that name a share of the prompt."""
+
+
+class Option(NamedTuple):
+    """An option that sets a variant apart from other runs of the same method, e.g. rate 0.25."""
+
+    name: str
+    value: str
+
+    @property
+    def text(self) -> str:
+        """How labels show it."""
+        return short_name(f"{self.name} {self.value}".strip())
 
 
 @dataclass(frozen=True)
@@ -42,30 +60,31 @@ class Variant:
     """One row of a comparison: a method with the options it was run with.
 
     Attributes:
-        options: what sets it apart from other runs of the same method, e.g. ``("rate 0.25",)``.
-        rate: the fraction that the budget names (of the middle, or of the whole prompt), None where the
-            method has no budget.
+        options: those that differ between the runs of this method.
+        rate: the share that the budget keeps (of the middle, or of the whole prompt); None where the
+            method has no budget, or one that names a number of entries.
     """
 
     method: str
-    options: tuple[str, ...] = ()
+    options: tuple[Option, ...] = ()
     rate: float | None = None
 
     @property
     def label(self) -> str:
-        """The name in tables and figures."""
-        return ", ".join((self.method, *self.options))
+        """The variant's name in tables and figures, e.g. "snapkv, rate 0.25"."""
+        return ", ".join([self.method, *(option.text for option in self.options)])
 
     @property
     def without_rate(self) -> str:
-        """The label but for the rate."""
-        options = (o for o in self.options if not o.startswith(("rate ", "total_rate ")))
-        return ", ".join((self.method, *options))
+        """The label without the rate, for places that show the rate by other means."""
+        others = [option.text for option in self.options if option.name not in RATES]
+        return ", ".join([self.method, *others])
 
     @property
     def sort_key(self) -> tuple[Any, ...]:
-        """The reference methods first, larger budgets before smaller ones; options by their number."""
-        options = [natural_order(o.rpartition(" ")[2], o.rpartition(" ")[0]) for o in self.options]
+        """Table order: the exact cache first, then methods in their fixed order, larger budgets before
+        smaller ones, options by their value."""
+        options = [natural_order(option.value, option.name) for option in self.options]
         return order_of(self.method), -(self.rate or 0.0), options
 
 
@@ -74,11 +93,15 @@ class TaskMeta:
     """What a task says about its scores (manifest key ``task_meta``).
 
     Attributes:
-        breakdown: record fields that tables split by. measures: record fields, scores all of them,
-            that a table shows side by side.
+        kind: what the task measures.
+        metric: the name of the score's metric; empty where the task names none.
+        breakdown: record fields that tables split the examples by.
+        measures: record fields that hold further scores, which a table shows side by side.
         unit: record field that names the independent unit, which intervals resample.
     """
 
+    kind: TaskKind = "scores"
+    metric: str = ""
     score_unit: str = "fraction"
     lower_is_better: bool = False
     breakdown: tuple[str, ...] = ()
@@ -93,27 +116,34 @@ class TaskMeta:
         given: dict[str, Any] = {f.name: meta[f.name] for f in fields(TaskMeta) if f.name in meta}
         for key in ("breakdown", "measures"):
             given[key] = tuple(name for name in given.get(key) or () if name != "dataset")
-        return TaskMeta(**given | {"figures": figures_in(meta)})
+        if not given.get(
+            "metric"
+        ):  # manifests did not tell it before: it is an option of some tasks
+            options = (manifest.get("config") or {}).get("task")
+            options = options if isinstance(options, Mapping) else {}
+            given["metric"] = str(options.get("primary") or options.get("metric") or "")
+        return TaskMeta(**given | {"kind": task_kind(meta), "figures": figures_in(meta)})
 
     def figure(self, kind: type[F]) -> F | None:
-        """The first figure asked for of this type."""
+        """The first figure of this type that the task asks for."""
         return next((one for one in self.figures if isinstance(one, kind)), None)
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """All records of one model on one task with one choice of its settings: what a table compares.
+    """All records of one model on one task, under one choice of the task's settings: what one table
+    compares.
 
     Attributes:
-        task: its name; of runs with other settings than those of the first ones, with these settings.
-        records: one row per (variant, seed, example), with the variant's label in the column
-            ``variant`` and entries held per layer and KV head in ``entries_mean`` and
-            ``entries_max``, and of answers that were drawn how alike they are to the variant's others of
-            the data set in ``self_bleu``.
+        task: the task's name, followed by its settings where the folder has runs with several.
+        records: one row per (variant, seed, example). Four columns are added to those on disk:
+            ``variant``, the label; ``entries_mean`` and ``entries_max``, entries held per layer and KV
+            head; and ``self_bleu``, how alike a sampled answer is to the variant's other answers on the
+            dataset (NaN where answers were not sampled).
         variants: in table order.
-        baseline: for each variant's label, the label of the exact variant it is compared with
-            (None: it is one itself, or none was run).
-        left_out: methods that were run on other prompts than these.
+        baseline: by label, the label of the exact variant that a variant is compared with; None for an
+            exact variant, and where the exact cache was not run.
+        left_out: methods that are not shown, because they were run on other prompts.
     """
 
     model: str
@@ -127,41 +157,42 @@ class Group:
 
     @cached_property
     def labels(self) -> list[str]:
-        """Of the variants."""
+        """The variants' labels, in table order."""
         return [variant.label for variant in self.variants]
 
     @property
     def names(self) -> dict[str, str]:
-        """By label what figures call the variants: the label but for the rate."""
+        """What figures call each variant, by label: the label without its rate."""
         return {variant.label: variant.without_rate for variant in self.variants}
 
     @cached_property
     def compressed(self) -> frozenset[str]:
-        """Labels of the variants that compete: those that save memory, and are no reference."""
-        kept = set(self.records["variant"][self.records["saves_memory"].eq(False)])
-        return frozenset(v.label for v in self.variants if v.method != BASELINE) - kept
+        """Labels of the variants that compete: those that save memory, except the exact cache."""
+        whole_cache = set(self.records["variant"][self.records["saves_memory"].eq(False)])
+        others = frozenset(v.label for v in self.variants if v.method != BASELINE)
+        return others - whole_cache
 
     @cached_property
     def peers(self) -> list[list[int]]:
-        """Indices of variants that compete with each other: compressed, at the same rate."""
-        found: dict[float | None, list[int]] = {}
+        """Indices of the variants that compete with each other: for each rate the compressed ones."""
+        at_rate: dict[float | None, list[int]] = {}
         for i, variant in enumerate(self.variants):
             if variant.label in self.compressed:
-                found.setdefault(variant.rate, []).append(i)
-        return list(found.values())
+                at_rate.setdefault(variant.rate, []).append(i)
+        return list(at_rate.values())
 
     @cached_property
     def datasets(self) -> list[Any]:
-        """In the task's order, which is its paper's: tasks give an example of each in turn. Those that
-        are all named by a number (20 lines, 100 lines) are in its order."""
+        """Names of the datasets, in the order of the first records, which is the task's own. Names that
+        all begin with a number (20 lines, 100 lines) are in the order of these numbers."""
         names = list(self.records["dataset"].unique())
         numbered = all(re.match(r"\d+[ _]", str(name)) for name in names)
         return sorted(names, key=natural_order) if numbered else names
 
     @property
     def baseline_name(self) -> str | None:
-        """The exact cache as the comparison column names it."""
-        return next((name.split(",")[0] for name in self.baseline.values() if name), None)
+        """The method that differences are taken to; None where it was not run."""
+        return BASELINE if any(self.baseline.values()) else None
 
     @property
     def percent(self) -> bool:
@@ -185,7 +216,7 @@ class Experiment:
 
     @property
     def small(self) -> list[str]:
-        """The sentences that say what small runs reduce; none where settings are the paper's."""
+        """Sentences that say by how much runs are smaller than the paper's; none where they are not."""
         configs = [run.manifest.get("config") or {} for run in self.runs]
         sentences = [config.get("small") for config in configs]
         return list(dict.fromkeys(str(text) for text in sentences if text))
@@ -215,7 +246,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     Where a task's numbers are not about the model (`task_meta.subject`), its subject stands for it.
 
     Raises:
-        StoreError: a score of a fraction is none.
+        StoreError: a task whose scores are fractions has a score outside 0 to 1.
     """
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     starts: dict[str, str] = {}
@@ -226,12 +257,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         for start in (run.manifest, *run.manifest.get("earlier_starts", ())):
             started = str(start.get("started"))
             starts[model] = min(started, starts.get(model, started))
-    found = [
-        _group(model, ", ".join(filter(None, (task, name))), members)
+    made = [
+        _group(model, f"{task}, {settings}" if settings else task, members)
         for (model, task), every in groups.items()
-        for name, members in sections_of(every).items()
+        for settings, members in sections_of(every).items()
     ]
-    return sorted(found, key=lambda g: (starts[g.model], g.model, not g.percent, g.task))
+    return sorted(made, key=lambda g: (starts[g.model], g.model, not g.percent, g.task))
 
 
 def _group(model: str, task: str, every: Sequence[Run]) -> Group:
@@ -254,8 +285,9 @@ def _group(model: str, task: str, every: Sequence[Run]) -> Group:
             )
         seed = run.records["seed"].fillna(run.manifest.get("seed") or 0)
         frames.append(run.records.assign(variant=variant.label, seed=seed))
-    whole = [frame.dropna(axis=1, how="all") for frame in frames if len(frame)] or frames
-    records = pd.concat(whole, ignore_index=True)
+    # pandas warns of columns without any value, and guesses their type
+    with_values = [frame.dropna(axis=1, how="all") for frame in frames if len(frame)] or frames
+    records = pd.concat(with_values, ignore_index=True)
     records = records.reindex(columns=list(dict.fromkeys([*records, *runs[0].records.columns])))
     records = records.drop_duplicates(["variant", "seed", "example_id"], ignore_index=True)
     records = records.assign(
@@ -272,33 +304,36 @@ def _group(model: str, task: str, every: Sequence[Run]) -> Group:
 
 
 def _self_bleu(records: pd.DataFrame, runs: Sequence[Run]) -> pd.Series:
-    """Of each answer (`self_bleu`), where a temperature says that answers were drawn; else NaN."""
-    found = pd.Series(np.nan, index=records.index)
+    """For each record how alike its answer is to the variant's others (`stats.self_bleu`), where a
+    temperature says that answers were sampled; else NaN."""
+    likeness = pd.Series(np.nan, index=records.index)
     options = [(run.manifest.get("config") or {}).get("sampling") or {} for run in runs]
     if any(given.get("temperature") for given in options):
         answered = records[records["prediction"].map(lambda text: isinstance(text, str))]
         for _, alike in answered.groupby(["variant", "dataset", "seed"], sort=False)["prediction"]:
-            found.loc[alike.index] = np.array(self_bleu(list(alike)))
-    return found
+            likeness.loc[alike.index] = np.array(self_bleu(list(alike)))
+    return likeness
 
 
 def _baselines(variants: Sequence[Variant]) -> dict[str, str | None]:
     """For each variant the exact variant that shares most of its options; None where none was run:
     no other method takes its place."""
     exact = [variant for variant in variants if variant.method == BASELINE]
-    found: dict[str, str | None] = dict.fromkeys(variant.label for variant in variants)
-    for one in variants if exact else ():
-        if one not in exact:
-            options = set(one.options)
+    baselines: dict[str, str | None] = dict.fromkeys(variant.label for variant in variants)
+    if not exact:
+        return baselines
+    for variant in variants:
+        if variant.method != BASELINE:
+            options = set(variant.options)
             nearest = max(exact, key=lambda other: len(set(other.options) & options))
-            found[one.label] = nearest.label
-    return found
+            baselines[variant.label] = nearest.label
+    return baselines
 
 
 def variants_of(runs: Sequence[Run]) -> list[Variant]:
     """One variant per run; runs that differ by nothing but their seed share one.
 
-    Of several runs of one method, the keys in which they differ tell them apart. Where a method
+    Of several runs of one method, the options in which they differ tell them apart. Where a method
     keeps the whole cache, its budget does not count.
     """
     by_method: dict[str, list[int]] = defaultdict(list)
@@ -306,46 +341,65 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
         by_method[short_name(str(run.manifest.get("method")))].append(index)
     variants: dict[int, Variant] = {}
     for method, indices in by_method.items():
-        saves = [runs[i].records["saves_memory"].dropna() for i in indices]
-        whole = all(len(each) and not each.astype(bool).any() for each in saves)
-        made = {}
-        for i in indices:
-            identity = dict(
-                runs[i].manifest.get("identity") or runs[i].manifest.get("config") or {}
-            )
-            if identity.get("data"):  # digests of files: one of all
-                identity["data"] = digest(json.dumps(identity["data"], sort_keys=True))
-            told = flat(identity).items()
-            made[i] = {k: v for k, v in told if not (whole and k.startswith("budget."))}
-        keys = sorted(set().union(*made.values()))
-        varied = [key for key in keys if len({one.get(key) for one in made.values()}) > 1]
-        shown = {key: shortest([one.get(key) for one in made.values()]) for key in varied}
-        for i, one in made.items():
-            options = (f"{key.split('.')[-1]} {shown[key][one.get(key)]}" for key in varied)
-            rate = None if whole else _rate_of(runs[i].manifest)
-            variants[i] = Variant(method, tuple(map(short_name, options)), rate)
-        # runs with one seed and one label but different hashes were made by different versions
-        named = {i: (variants[i].label, str(runs[i].manifest.get("seed"))) for i in indices}
-        shared = Counter(named.values())
-        for i in (i for i in indices if shared[named[i]] > 1 and not whole):
-            tag = str(runs[i].manifest.get("config_hash"))
-            variants[i] = replace(variants[i], options=(*variants[i].options, tag))
+        for i, variant in zip(indices, _variants(method, [runs[i] for i in indices]), strict=True):
+            variants[i] = variant
     return [variants[i] for i in range(len(runs))]
 
 
+def _variants(method: str, runs: Sequence[Run]) -> list[Variant]:
+    """The variants of the runs of one method, in their order."""
+    whole_cache = all(_keeps_whole_cache(run) for run in runs)
+    options = [_options_of(run, with_budget=not whole_cache) for run in runs]
+    names = sorted(set().union(*options))
+    varied = [name for name in names if len({of_run.get(name) for of_run in options}) > 1]
+    short = {name: shortest([of_run.get(name) for of_run in options]) for name in varied}
+    variants = []
+    for run, of_run in zip(runs, options, strict=True):
+        shown = (Option(name.split(".")[-1], short[name][of_run.get(name)]) for name in varied)
+        rate = None if whole_cache else _rate_of(run.manifest)
+        variants.append(Variant(method, tuple(shown), rate))
+    if whole_cache:
+        return variants
+    # Runs with one label and one seed but different hashes were made by different versions.
+    labels = [(v.label, str(r.manifest.get("seed"))) for v, r in zip(variants, runs, strict=True)]
+    counts = Counter(labels)
+    for i, run in enumerate(runs):
+        if counts[labels[i]] > 1:
+            version = Option("", str(run.manifest.get("config_hash")))
+            variants[i] = replace(variants[i], options=(*variants[i].options, version))
+    return variants
+
+
+def _keeps_whole_cache(run: Run) -> bool:
+    """Whether every record that says so says that the method saves no memory."""
+    saves_memory = run.records["saves_memory"].dropna()
+    return len(saves_memory) > 0 and not saves_memory.astype(bool).any()
+
+
+def _options_of(run: Run, *, with_budget: bool) -> dict[str, str]:
+    """What the run was asked for that changes a score, by dotted key; data files by one digest."""
+    identity = dict(run.manifest.get("identity") or run.manifest.get("config") or {})
+    if identity.get("data"):
+        identity["data"] = digest(json.dumps(identity["data"], sort_keys=True))
+    options = flat(identity)
+    if with_budget:
+        return options
+    return {key: value for key, value in options.items() if not key.startswith("budget.")}
+
+
 def _rate_of(manifest: Mapping[str, Any]) -> float | None:
-    """The share that the run's budget names, of the whole prompt or of its middle; None where it names a
-    number of entries."""
+    """The share of the whole prompt, or of its middle, that the run's budget keeps; None where the
+    budget names a number of entries."""
     budget = (manifest.get("identity") or manifest.get("config") or {}).get("budget") or {}
     share = budget.get("total_rate", None) or budget.get("rate")
     return None if share is None or budget.get("size") is not None else float(share)
 
 
 def natural_order(value: object, before: str = "") -> tuple[str, int, float, str]:
-    """Numbers in their order, before text by the number it begins with, before other text.
+    """A sort key: numbers in their order, then texts by the number they begin with, then other texts.
 
     Args:
-        before: what is sorted by first.
+        before: a text that values are sorted by before anything else.
     """
     if isinstance(value, int | float | np.number):
         return before, 0, float(value), ""
@@ -354,16 +408,20 @@ def natural_order(value: object, before: str = "") -> tuple[str, int, float, str
 
 
 def as_text(value: object) -> str:
-    """A field's value as a name: 200.0 is 200."""
+    """A record field's value as tables name it: 200.0 is "200"."""
     whole = isinstance(value, float) and value.is_integer()
     return short_name(str(int(value) if whole else value))  # type: ignore[call-overload]
 
 
 COLUMNS = (
     *(name for name in COMMON_FIELDS if name != "entries"),
-    *("entries_mean", "entries_max", "variant", "rate", "run"),
+    "entries_mean",
+    "entries_max",
+    "variant",
+    "rate",
+    "run",
 )
-"""Columns that every frame of `load` has, in this order; those of the task follow."""
+"""Columns that every frame of `load` has, in this order; the task's own columns follow."""
 
 
 def load(folder: str | Path) -> pd.DataFrame:
@@ -413,6 +471,7 @@ def _plain(value: Any, *, texts: bool) -> Any:
 
 def _entries(records: pd.DataFrame) -> dict[str, pd.Series]:
     """The records' ``entries`` as two columns of numbers."""
-    held = pd.DataFrame([e if isinstance(e, dict) else {} for e in records["entries"]])
-    held = held.reindex(index=range(len(records)), columns=["mean", "max"]).set_index(records.index)
-    return {f"entries_{key}": pd.to_numeric(held[key], errors="coerce") for key in held}
+    each = [entries if isinstance(entries, dict) else {} for entries in records["entries"]]
+    entries = pd.DataFrame(each).reindex(index=range(len(records)), columns=["mean", "max"])
+    entries = entries.set_index(records.index)
+    return {f"entries_{key}": pd.to_numeric(entries[key], errors="coerce") for key in entries}

@@ -1,13 +1,15 @@
-"""The one tidy frame between records and every output: a row per variant, measure and value.
+"""The tidy frame that all tables, figures and files are made of: a row per variant, measure and value.
 
-``measure`` is "score", "difference" (paired, to the exact cache) or what is held (`COSTS`); ``by`` the
-record field that splits the examples, "dataset" as a rule, and ``value`` one of its values, or "average"
-over datasets, each counting alike; ``mean``, ``low``, ``high`` the number with its 95 % interval, in the
-score's own unit, ``p`` that of no difference; ``n`` the examples it is of and ``expected`` those that
-any variant was given; ``mark`` words: "best" of the compressed methods at its rate, "tied" (not shown to
-differ from it), "worse" and "better" (shown to be), "few" (too few prompts to say), "incomplete";
-``failures`` a text
-such as "2 oom". A total alone has the first four.
+measure    "score", "difference" (paired, to the exact cache), or one of `COSTS`
+by, value  the record field that splits the examples ("dataset" as a rule) and one of its values;
+           "average" is the mean over datasets, each of which counts alike
+unit       what the score is measured in
+mean, low, high, p   the number, its 95 % interval, and the p-value of no difference
+n, expected, units   scored examples, examples given to any variant, independent units
+mark       words: "best" (of the compressed methods at one rate), "tied" (not shown to differ from
+           the best), "worse" and "better" (shown to be), "few" (too few prompts to say; these are
+           of totals alone), "incomplete"
+failures   a text such as "2 oom"
 """
 
 from __future__ import annotations
@@ -39,8 +41,24 @@ from kvbench.report.stats import (
 
 AVERAGE = "average"
 COLUMNS = (
-    *("model", "task", "method", "variant", "rate", "measure", "by", "value", "unit"),
-    *("mean", "low", "high", "p", "n", "expected", "units", "mark", "failures"),
+    "model",
+    "task",
+    "method",
+    "variant",
+    "rate",
+    "measure",
+    "by",
+    "value",
+    "unit",
+    "mean",
+    "low",
+    "high",
+    "p",
+    "n",
+    "expected",
+    "units",
+    "mark",
+    "failures",
 )
 COSTS: Mapping[str, tuple[str, str]] = {
     "ratio": ("ratio", "mean"),
@@ -48,13 +66,15 @@ COSTS: Mapping[str, tuple[str, str]] = {
     "entries_max": ("entries_max", "max"),
     "self_bleu": ("self_bleu", "mean"),
 }
-"""What a method's cache holds over its scored examples, and how alike the answers are that it drew: by
-measure the record field, and what is taken of it. Seconds are a throughput probe's: where methods share
-steps, those of one are not its own."""
+"""Measures beside the score, over a method's scored examples: by name the record field and how its
+values are put together. ``self_bleu`` says how alike sampled answers are. There are no seconds here:
+where methods share decoding steps, those of one method are not its own, and the throughput probe
+measures them."""
 
 
 def tidy(group: Group) -> pd.DataFrame:
-    """Scores and differences by dataset and by every field that the task breaks down by; costs."""
+    """The tidy frame of a group: scores and differences by dataset and by every field that the task
+    breaks down by, and costs."""
     parts = [scores(group)]
     parts += [scores(group, name) for name in group.meta.breakdown if name in group.records]
     measures = [name for name in group.meta.measures if name in group.records]
@@ -65,9 +85,12 @@ def tidy(group: Group) -> pd.DataFrame:
 
 @lru_cache(maxsize=16)
 def comparisons(group: Group) -> dict[Pair, Estimate]:
-    """What a table says about differences over all datasets (`compared_strata`). A family is what stands
-    at one rate: every pair of variants that compete with each other there, and every such variant with
-    its exact one; and what is at no rate."""
+    """The differences over all datasets that a table speaks of, by pair of variants.
+
+    Intervals and p-values hold together for all differences of a family. A family has the differences of
+    one rate: between every pair of variants that compete at it, and between each of them and its exact
+    variant. Differences at no rate are a family, too. The datasets are those of `compared_strata`.
+    """
     strata = compared_strata(group)
     bases = {
         i: group.labels.index(base)
@@ -85,9 +108,9 @@ def comparisons(group: Group) -> dict[Pair, Estimate]:
 
 
 def compared_strata(group: Group) -> list[Scores]:
-    """The datasets that differences are averaged over: those of `FEWEST` prompts or more, if there are
-    any; all others. An average counts each dataset alike, so that of a few prompts of one its error
-    would be most of the average's, and hide what the others show."""
+    """The datasets that differences are averaged over: those with `FEWEST` prompts or more, or all where
+    none has as many. An average counts each dataset alike; the error of one with a few prompts would be
+    most of the average's error, and hide what the others show."""
     strata = strata_of(group)
     large = [one for one in strata if len(set(one.units)) >= FEWEST]
     return large or strata
@@ -103,33 +126,36 @@ def scores(
     """Mean scores, and paired differences, of every variant for each value of the record field `by`.
 
     Args:
-        fields: record fields that are scores, in turn, in place of the values of a field; each of the
+        fields: record fields that each hold a score; given, each of them is a value of `by`, over the
             examples that have it.
-        also: by name, values whose plain average is a row, too, where all of them are there.
+        also: further rows by name: the plain average over some values, where all of these are there.
     """
     if fields:
         failed = group.records["status"].ne("ok")
-        having = {f: group.records[group.records[f].notna() | failed] for f in fields}
-        parts = [records.assign(score=records[f], measure=f) for f, records in having.items()]
-        found = [one for part in parts for one in strata_of(group, part, "measure")]
+        parts = []
+        for field in fields:
+            having = group.records[group.records[field].notna() | failed]
+            parts.append(having.assign(score=having[field], measure=field))
+        every = [one for part in parts for one in strata_of(group, part, "measure")]
     else:
-        found = strata_of(group, group.records, by)
-    strata = {one.name.removeprefix(f"{by} "): [one] for one in found}
+        every = strata_of(group, group.records, by)
+    strata = {one.value: [one] for one in every}
     single = dict(strata)
-    if by == "dataset" and len(found) > 1:
-        strata[AVERAGE] = found
+    if by == "dataset" and len(every) > 1:
+        strata[AVERAGE] = every
     for name, values in (also or {}).items():
         if set(values) <= set(single):
             strata[name] = [single[value][0] for value in values]
     rows: list[dict[str, Any]] = []
     for value, ones in strata.items():
-        total = by == "dataset" and len(ones) == len(found) and value not in (also or ())
+        total = by == "dataset" and len(ones) == len(every) and value not in (also or ())
         rows += [{**row, "by": by, "value": value} for row in _rows(group, ones, total)]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def costs(group: Group) -> pd.DataFrame:
-    """`COSTS` of every variant; "uncompressed" counts its examples that were too short to be."""
+    """The rows of `COSTS` for every variant, and "uncompressed": how many of its examples were too short
+    to be compressed."""
     rows: list[dict[str, Any]] = []
     for variant in group.variants:
         good = group.good[group.good["variant"] == variant.label]
@@ -150,8 +176,11 @@ def _named(group: Group, label: str) -> dict[str, Any]:
 
 
 def _rows(group: Group, strata: Sequence[Scores], total: bool) -> list[dict[str, Any]]:
-    """Score and difference of every variant, over one dataset or on average of several; the total alone
-    has marks, and differences that hold together with what these say."""
+    """Score and difference of every variant, over one dataset or on average of several.
+
+    Args:
+        total: whether these are the total scores, which alone have marks, and differences of families.
+    """
     labels, marks = group.labels, dict[int, str]()
     base = [labels.index(group.baseline[label] or label) for label in labels]
     own = [one.stratum(one.values) for one in strata]
@@ -179,15 +208,17 @@ def _rows(group: Group, strata: Sequence[Scores], total: bool) -> list[dict[str,
             "units": sum(int((one.counts[:, i] > 0).sum()) for one in own),
             "failures": failures_text(failures),
         }
-        mark = f"{marks.get(i, '')} {'incomplete' * (n < expected)}".strip()
+        words = [marks.get(i, ""), "incomplete" if n < expected else ""]
+        mark = " ".join(filter(None, words))
         rows.append(about | _numbers(means[i]) | {"measure": "score", "mark": mark})
         if group.baseline[label] is not None:
             rows.append(about | _numbers(changes[i]) | {"measure": "difference"})
     return rows
 
 
-def _numbers(found: Estimate) -> dict[str, float]:
-    return dict(zip(("mean", "low", "high", "p"), found, strict=True))
+def _numbers(estimate: Estimate) -> dict[str, float]:
+    """An estimate as columns of the tidy frame."""
+    return dict(zip(("mean", "low", "high", "p"), estimate, strict=True))
 
 
 def failures_text(failures: Mapping[str, int]) -> str:
@@ -196,7 +227,7 @@ def failures_text(failures: Mapping[str, int]) -> str:
 
 
 def totals(frame: pd.DataFrame, measure: str = "score") -> pd.DataFrame:
-    """Of a tidy frame the rows that sum up a task, by variant: over all datasets, or the only one."""
+    """The rows of a tidy frame that sum up a task, by variant: over all datasets, or the only one."""
     mine = frame[(frame["measure"] == measure) & frame["by"].isin(["dataset", ""])]
     last = mine[~mine.duplicated(["model", "task", "variant"], keep="last")]
     return last.set_index("variant", drop=False).rename_axis(None)
@@ -217,10 +248,10 @@ def strata_of(
     parts = list(records.reindex(columns=list(needed)).groupby(by, sort=False))
     order = {name: i for i, name in enumerate(group.datasets)} if by == "dataset" else None
     parts.sort(key=lambda part: order[part[0]] if order else natural_order(part[0]))
-    return [_scores(group, part, unit, f"{by} {as_text(value)}") for value, part in parts]
+    return [_scores(group, part, unit, by, as_text(value)) for value, part in parts]
 
 
-def _scores(group: Group, records: pd.DataFrame, unit: str, name: str) -> Scores:
+def _scores(group: Group, records: pd.DataFrame, unit: str, by: str, value: str) -> Scores:
     labels = group.labels
     pairs = records["seed"].astype(str) + "/" + records["example_id"].astype(str)
     codes, keys = pd.factorize(pairs, sort=True)
@@ -242,7 +273,7 @@ def _scores(group: Group, records: pd.DataFrame, unit: str, name: str) -> Scores
         failed.get(label, {}) | ({"missing": int(missing[i])} if missing[i] else {})
         for i, label in enumerate(labels)
     )
-    return Scores(name, values, given, pd.factorize(of_pair, sort=True)[0], statuses)
+    return Scores(by, value, values, given, pd.factorize(of_pair, sort=True)[0], statuses)
 
 
 def failures_of(records: pd.DataFrame) -> dict[str, int]:
@@ -255,12 +286,12 @@ def failures_of(records: pd.DataFrame) -> dict[str, int]:
 def _stand_in(
     values: Array, present: Flags, codes: Any, records: pd.DataFrame
 ) -> tuple[Array, Flags]:
-    """Fill in what a variant would score under seeds it was not run with, where it is known: its
-    mean over its own seeds, where the example's prompt is the same under all. (A method without
-    draws needs one seed; the runs of one with draws beside it may have three.)
+    """Fill in a variant's scores under seeds that it was not run with: its mean over its own seeds, for
+    examples whose prompt is the same under all seeds. (A method that draws nothing needs one seed, while
+    methods beside it may have been run with three.)
 
     Returns:
-        [pairs, variants] the scores, and the pairs that each variant was to score itself.
+        The scores [pairs, variants], and which pairs each variant was to score itself.
     """
     of_pair = records.iloc[np.unique(codes, return_index=True)[1]]
     seed, example = (of_pair[key].astype(str).to_numpy() for key in ("seed", "example_id"))

@@ -1,8 +1,8 @@
-"""The page of a paper's table or figure that a script of scripts/papers makes: how it differs from the
-paper, figure, means, what was published, the command.
+"""The page of a paper's table or figure that a script of scripts/papers makes.
 
-In: what each run of the script left in the item's folder (a CSV, a PNG, and a `RunNote` as JSON beside
-them). Out: report.html in that folder.
+In: what each run of the script left in the item's folder: a CSV, a PNG, and a `RunNote` as JSON. Out:
+report.html in that folder, with how the runs differ from the paper, their figures and means, the
+published numbers, and the commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvbench.report.render import write_text
 from kvbench.report.table import Column, Table, number
 
 COMMENT = "#"
-"""What the first line of a small run's CSV begins with; pandas skips it with ``comment="#"``."""
+"""The first line of a small run's CSV begins with it; pandas skips that line with ``comment="#"``."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,13 @@ class RunNote:
     """How one run of a script is drawn, and what it was made with.
 
     Attributes:
-        subject: what was measured: a model, or synthetic data. command: that makes it again.
-        y, x, by, panel: columns of the CSV: what is measured, against what, a line of the figure for
-            each `by`, a panel for each `panel`.
-        small: the sentence that says what a small run reduces; empty for the paper's own settings.
+        subject: what was measured: a model, or synthetic data.
+        command: the command that makes the run again.
+        y, x: columns of the CSV: what is measured, and against what.
+        by, panel: columns of the CSV: the figure has a line for each value of `by`, and a panel for
+            each value of `panel`.
+        small: the sentence that says by how much the run is smaller than the paper's; empty where it
+            is not.
     """
 
     subject: str
@@ -44,7 +47,7 @@ class RunNote:
     small: str = ""
 
     def write(self, place: Path) -> None:
-        """Beside the run's CSV and PNG, at the same path but for the ending."""
+        """Write the note beside the run's CSV and PNG, at the same path with another ending."""
         write_text(Path(f"{place}.json"), json.dumps(asdict(self), indent=1) + "\n")
 
 
@@ -65,8 +68,10 @@ def write_item_page(
     """Write the page of the item whose runs lie in a folder; returns its path.
 
     Args:
-        title: the item's name, which results/paper has published numbers under, if any.
-        shows: what the paper has there.
+        title: the item's name; published numbers are in the file of results/paper with this name.
+        paper: the paper's title.
+        shows: what the paper's table or figure shows.
+        differs: how the settings differ from the paper's, a line each.
     """
     notes = [
         (path, RunNote(**json.loads(path.read_text("utf-8")))) for path in folder.glob("*.json")

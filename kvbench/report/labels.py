@@ -9,19 +9,33 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 NOT_IN_LABELS = frozenset(
-    (
-        *("command", "device", "dry_run", "experiment", "hydra", "launcher", "limit", "name"),
-        *("lock_timeout", "logger", "results_dir", "seed", "shard", "shards", "verbose"),
-    )
+    {
+        "command",
+        "device",
+        "dry_run",
+        "experiment",
+        "hydra",
+        "launcher",
+        "limit",
+        "lock_timeout",
+        "logger",
+        "name",
+        "results_dir",
+        "seed",
+        "shard",
+        "shards",
+        "verbose",
+    }
 )
 """Config keys that say how a run was made rather than what was compared."""
 _LONGEST, _VALUE = 80, 40
-"""Characters of a name, and of an option's value in a label."""
+"""Most characters of a name, and of an option's value in a label."""
 
 
 def shortest(values: Sequence[str | None]) -> dict[str | None, str]:
-    """Labels of an option's values: of paths the last part, of long ones the beginning; where that would
-    make two of them one, the whole, or a digest of it."""
+    """A short text for each of an option's values, by value: of a path its last part, of a long text its
+    beginning. Where that would give two values one text, each keeps its whole text, or a digest of it.
+    """
     short: dict[str | None, str] = {}
     for value in values:
         text = "unset" if value is None else value
@@ -35,20 +49,25 @@ def shortest(values: Sequence[str | None]) -> dict[str | None, str]:
 def flat(
     config: Mapping[str, Any], prefix: str = "", without: Collection[str] = NOT_IN_LABELS
 ) -> dict[str, str]:
-    """Dotted keys to values as text.
+    """A nested config as one mapping, from dotted keys to values as text.
 
     Args:
         without: keys that are left out at any depth, by default those that belong in no label.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, value in config.items():
         if key in without:
             continue
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.", without)
+            texts |= flat(value, f"{prefix}{key}.", without)
         else:
-            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
-    return found
+            texts[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return texts
+
+
+def words(name: str) -> str:
+    """A field's name in words."""
+    return name.replace("_", " ")
 
 
 def short_name(text: str, longest: int = _LONGEST) -> str:

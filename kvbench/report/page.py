@@ -1,7 +1,7 @@
-"""The page: one HTML file with everything an experiment found, that opens from disk.
+"""The page: one HTML file with everything that an experiment found, which opens from disk.
 
-Predictions and error texts are untrusted: the template escapes every value, and the page's own
-policy forbids any script but the one it ships, and any fetch.
+Predictions and error texts are untrusted: the template escapes every value, and the page's content
+security policy allows no script but those that it holds itself (by their hash), and no request.
 """
 
 from __future__ import annotations
@@ -23,49 +23,70 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from kvbench.errors import disk_line, printable, printable_lines
 from kvbench.records.read import StoreError
 from kvbench.report.answers import LIMIT, Shown, clip, sample_of
+from kvbench.report.charts import Chart, vega_script
+from kvbench.report.drawing import Drawn
 from kvbench.report.experiment import Experiment, Group
-from kvbench.report.figures import Drawn
+from kvbench.report.labels import words
 from kvbench.report.papers import notes_on
 from kvbench.report.render import write_text
 from kvbench.report.style import style_of
-from kvbench.report.table import Table, unit_text, value_text
+from kvbench.report.table import Table, footer, value_text
 
 _HERE = Path(__file__).parent / "templates"
 PAGE = "report.html"
 _FAILURES = 100
+"""Failed examples that a page names."""
+_PROTOCOLS = {
+    "prompt": "after the whole prompt, question included",
+    "context": "after the context, before the question",
+}
+"""What the option ``compress_after`` means."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """What a page shows of one model and task: a sentence, tables (the first is open), figures (the
-    first and heatmaps are open) and so many of the answers."""
+    """What a page shows of one model and task.
+
+    Attributes:
+        verdict: the sentences that sum it up.
+        tables: the first is open, the others are folded.
+        figures: the first and heatmaps are open, the others are folded.
+        chart: the interactive figure, which stands for the first one where scripts run.
+        answers: how many examples' answers are shown, at most.
+    """
 
     group: Group
     verdict: str
     tables: Sequence[Table]
     figures: Sequence[Drawn] = ()
+    chart: Chart | None = None
     answers: int = LIMIT
 
     @property
     def leading(self) -> list[Drawn]:
-        """Figures that are not folded."""
-        return [d for i, d in enumerate(self.figures) if not i or d.name.endswith("-heatmap")]
+        """Figures that are open."""
+        return [d for i, d in enumerate(self.figures) if i == 0 or d.kind == "heatmap"]
+
+    @property
+    def folded(self) -> list[Drawn]:
+        """Figures that are folded."""
+        return [d for d in self.figures if d not in self.leading]
 
     @cached_property
     def sample(self) -> tuple[list[Shown], int]:
-        """Answers that are shown, and of how many."""
+        """The examples whose answers are shown, and how many examples there are in all."""
         return sample_of(self.group, self.answers)
 
     @property
     def filters(self) -> dict[str, list[str]]:
         """Fields to filter answers by, each with its values in order of appearance."""
         fields = pd.DataFrame([one.fields for one in self.sample[0]])
-        found = {str(name): fields[name].dropna().unique().tolist() for name in fields}
-        return {name: values for name, values in found.items() if len(values) > 1}
+        values = {str(name): fields[name].dropna().unique().tolist() for name in fields}
+        return {name: each for name, each in values.items() if len(each) > 1}
 
     @property
     def failures(self) -> pd.DataFrame:
-        """Of every failed example who failed, on what, and why."""
+        """Every failed example: the method, the example, and why it failed."""
         columns = ["variant", "dataset", "example_id", "status", "error"]
         return self.group.records.loc[self.group.records["status"] != "ok", columns]
 
@@ -80,33 +101,51 @@ def render_page(
     """The page's HTML.
 
     Args:
-        tables: about several models or tasks, before the sections. published: numbers beside ours.
+        tables: tables of several models or tasks; leaderboards among them stand before the sections.
+        published: tables of published numbers beside ours.
+        warnings: what the report had to leave out, one line each.
     """
+    charts = [section.chart.as_json() if section.chart else None for section in sections]
+    leaderboards = [table for table in tables if table.kind == "overview"]
     every = [*tables, *published, *(table for section in sections for table in section.tables)]
+    notes = dict.fromkeys(note for table in every for note in table.notes)
+    above = {note for table in leaderboards for note in table.notes}
     configs = [run.manifest.get("config") or {} for run in experiment.runs]
     return html(
         "page.html.j2",
         title=experiment.name,
         small=experiment.small,
-        notes=dict.fromkeys(note for table in every for note in table.notes),
+        notes=[note for note in notes if note not in above],
         differs=dict.fromkeys(n for config in configs for n in notes_on(config.get("differs"))),
         facts=facts_of(experiment),
+        names={label: name for s in sections for label, name in s.group.names.items()},
         sections=sections,
-        tables=tables,
+        leaderboards=leaderboards,
+        tables=[table for table in tables if table.kind != "overview"],
+        charts=charts if any(charts) else [],
         published=published,
         warnings=warnings,
         reproduce=how_to_reproduce(experiment),
+        libraries=[vega_script(), _template("charts.js")] if any(charts) else [],
     )
 
 
 def _shown(value: Any) -> Any:
-    """A value of a template: text without characters that are not to be seen (escape sequences, marks
-    that turn the direction of writing); what is markup already as it is."""
+    """A template's value as the page shows it: text without invisible characters (escape sequences,
+    marks that change the direction of writing); markup as it is."""
     return printable_lines(value) if type(value) is str else value
 
 
-def html(template: str, **values: Any) -> str:
-    """A page from one of the templates; every value is escaped, an unknown name is an error."""
+def _template(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
+    """A page made from one of the templates. Every value is escaped; an unknown name is an error.
+
+    Args:
+        libraries: sources of scripts that the page holds beside page.js.
+    """
     made = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
@@ -115,22 +154,24 @@ def html(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    scripts = [_template("page.js"), *libraries]
+    digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     return made.get_template(template).render(
-        style=(_HERE / "page.css").read_text(encoding="utf-8"),
-        script=script,
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=_template("page.css"),
+        scripts=scripts,
+        script_hashes=[base64.b64encode(one).decode() for one in digests],
+        footer=footer,
         clip=clip,
         most_failures=_FAILURES,
         color=lambda method: style_of(str(method)).color,
-        unit_text=unit_text,
         value_text=value_text,
         **values,
     )
 
 
 def facts_of(experiment: Experiment) -> dict[str, str]:
-    """An experiment in a few lines: what it ran on what, and how much of it failed."""
+    """An experiment in a few lines, by name: what was run with which settings on which device, and how
+    much of it failed."""
     manifests = [run.manifest for run in experiment.runs]
     statuses = Counter(s for g in experiment.groups for s in g.records["status"].astype(str))
     variants = [variant for group in experiment.groups for variant in group.variants]
@@ -139,30 +180,46 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     starts = [one for m in manifests for one in (*m.get("earlier_starts", ()), m)]
     dates = sorted(str(one["started"])[:10] for one in starts if one.get("started"))
     failed = [f"{n} {name}" for name, n in sorted(statuses.items()) if name != "ok"]
-    found = {
+    identities = [m.get("identity") or m.get("config") or {} for m in manifests]
+    budgets = [identity.get("budget") or {} for identity in identities]
+    facts = {
+        "model": [group.model for group in experiment.groups],
+        "dtype": [str(one.get("dtype") or "").removeprefix("torch.") for one in identities],
         "methods": [variant.method for variant in variants],
         "rate": [f"{rate:g}" for rate in rates],
+        "sink and window": [_ends(budget) for budget in budgets],
+        "compressed": [_PROTOCOLS.get(str(one.get("compress_after")), "") for one in identities],
         "device": [str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware],
         "date": dates[:1] + dates[-1:],
         "code revision": [str(one.get("code_revision") or "")[:12] for one in starts],
         "records": [f"{sum(statuses.values()):,}"],
-        "failed": [one.replace("_", " ") for one in failed],
+        "failed": [words(one) for one in failed],
     }
-    each = {name: ", ".join(dict.fromkeys(filter(None, of))) for name, of in found.items()}
-    return {name: text for name, text in each.items() if text}
+    texts = {name: ", ".join(dict.fromkeys(filter(None, each))) for name, each in facts.items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _ends(budget: Mapping[str, Any]) -> str:
+    """The first and last tokens of a prompt that a budget keeps beside its rate; empty where it is not
+    known."""
+    sink, window = budget.get("sink"), budget.get("window")
+    if sink is None or window is None:
+        return ""
+    return f"first {sink} and last {window} tokens, outside the rate"
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
-    """What the runs were made with: one line per distinct value."""
-    keys = ("command", "seed", "code_revision", "versions", "hardware")
-    found = {key: [run.manifest.get(key) for run in experiment.runs] for key in keys}
-    return [
-        (key.replace("_", " "), list(dict.fromkeys(_plain(v) for v in values if v is not None)))
-        for key, values in found.items()
-    ]
+    """What the runs were made with: by name the distinct values, a line each."""
+    lines = []
+    for key in ("command", "seed", "code_revision", "versions", "hardware"):
+        values = [run.manifest.get(key) for run in experiment.runs]
+        distinct = dict.fromkeys(_plain(value) for value in values if value is not None)
+        lines.append((words(key), list(distinct)))
+    return lines
 
 
 def _plain(value: object) -> str:
+    """A manifest's value as text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items() if item is not None)
     return " ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)
@@ -174,13 +231,13 @@ def write_index(folders: Sequence[Path]) -> Path:
     Raises:
         StoreError: none has a report, or the file cannot be written.
     """
-    found = [folder.resolve() for folder in folders if (folder / PAGE).is_file()]
-    if not found:
+    with_page = [folder.resolve() for folder in folders if (folder / PAGE).is_file()]
+    if not with_page:
         raise StoreError(
             f"no reports in {', '.join(map(str, folders)):.200}; expected {PAGE} in each"
         )
-    place = Path(os.path.commonpath([folder.parent for folder in found]))
-    names = [folder.relative_to(place).as_posix() for folder in found]
+    place = Path(os.path.commonpath([folder.parent for folder in with_page]))
+    names = [folder.relative_to(place).as_posix() for folder in with_page]
     links = [(quote(f"{name}/{PAGE}"), printable(name.rsplit("/", 1)[-1])) for name in names]
     text = html("index.html.j2", title=printable(place.name), links=links)
     try:

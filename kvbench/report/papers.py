@@ -27,7 +27,7 @@ from kvbench.errors.options import Fraction, check_options
 
 HEADING = "differs from the paper"
 _NAME = re.compile(r"[\w+=@,-][\w.+=@,-]{0,119}")
-"""No path: tables lie in one folder."""
+"""A file's name, not a path: tables lie in one folder."""
 
 
 class PaperError(UserError, ValueError):
@@ -66,12 +66,14 @@ def specs_of(paper_table: Any) -> list[PaperTable]:
             f"paper_table is {paper_table!r:.200}; allowed: a file of results/paper, a mapping, a list"
         )
     known = [field.name for field in fields(PaperTable)]
-    found = []
-    for one in ({"file": one} if isinstance(one, str) else one for one in each):
-        for key in set(one) - set(known):
+    tables = []
+    for spec in each:
+        options: dict[str, Any] = {"file": spec} if isinstance(spec, str) else dict(spec)
+        for key in set(options) - set(known):
             raise PaperError(f"paper_table.{key} is unknown; allowed: {', '.join(known)}")
-        found.append(PaperTable(**{"file": None, **one}))
-    return found
+        options.setdefault("file", None)
+        tables.append(PaperTable(**options))
+    return tables
 
 
 def notes_on(differs: Sequence[str] | None) -> list[str]:
@@ -79,5 +81,5 @@ def notes_on(differs: Sequence[str] | None) -> list[str]:
     nobody looked (`differs` is None, and not empty)."""
     if differs is None:
         return []
-    found = [" ".join(str(line).split()) for line in differs] or ["in no setting that is known."]
-    return [f"{HEADING}: {line}" for line in found]
+    lines = [" ".join(str(line).split()) for line in differs] or ["in no setting that is known."]
+    return [f"{HEADING}: {line}" for line in lines]

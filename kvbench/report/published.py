@@ -23,6 +23,7 @@ move a mean too.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -43,12 +44,12 @@ MARGIN = (
     " the print, for our own model only."
 )
 LENGTH = "prompt_tokens"
-"""In ``by`` of tables of times and throughputs."""
+"""The field of prompts' lengths, which tables of times and throughputs have in ``by``."""
 _KEYS = ("source", "task", "model", "published_model", "method", "variant")
 
 
 def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
-    """A row for each of our numbers that a published one stands beside, fractions in per cent.
+    """A row for each of our numbers that has a published number beside it, fractions in per cent.
 
     Args:
         folder: where the CSV files are; by default ``paper`` beside the experiment's folder, or the
@@ -59,10 +60,12 @@ def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
     """
     parts = []
     for group in experiment.groups:
-        given = [m.get("config") or {} for m in group.manifests]
-        each = [spec for config in given for spec in specs_of(config.get("paper_table"))]
-        limited = any(config.get("limit") for config in given)
-        for spec in [spec for i, spec in enumerate(each) if spec not in each[:i]]:
+        configs = [manifest.get("config") or {} for manifest in group.manifests]
+        limited = any(config.get("limit") for config in configs)
+        specs: list[PaperTable] = []
+        for config in configs:
+            specs += [s for s in specs_of(config.get("paper_table")) if s not in specs]
+        for spec in specs:
             f = math.nan if limited or spec.rescored is None else spec.rescored
             theirs = _read(spec, folder or experiment.folder.resolve().parent / "paper")
             try:
@@ -107,7 +110,8 @@ def _plain(text: object) -> str:
 def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float) -> list[pd.DataFrame]:
     """The published rows of our methods beside our numbers, one frame per record field and split.
 
-    Where none of the published lengths is ours, rows of a method stand side by side all the same."""
+    Where none of the published prompt lengths is ours, a method's rows stand beside each other although
+    their lengths differ; they have no difference then."""
     places = [place / "models.csv" for place in paper_folders()]
     models = pd.read_csv(next(place for place in places if place.is_file()))
     name = dict(zip(models["ours"], models["published"], strict=True)).get(group.model, group.model)
@@ -117,19 +121,19 @@ def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float) -> l
     same = theirs["model"].eq(name) | (theirs["model"].eq("") & is_model_taken)
     model = theirs["model"].where(theirs["model"] != "", spec.model or "")
     theirs = theirs.assign(model=model, same=same, published_at="")
-    found = _beside(group, spec, theirs, f, ["method", "value"])
+    frames = _beside(group, spec, theirs, f, ["method", "value"])
     lengths = theirs["by"].str.contains(LENGTH)
-    if not found and lengths.any():
+    if not frames and lengths.any():
         others = theirs[lengths].assign(same=False, published_at=theirs["value"])
-        found = _beside(group, spec, others, f, ["method"])
-    return found
+        frames = _beside(group, spec, others, f, ["method"])
+    return frames
 
 
 def _beside(
     group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float, keys: list[str]
 ) -> list[pd.DataFrame]:
     """The published rows beside those of ours that have the same `keys`."""
-    found, records = [], group.records
+    frames, records = [], group.records
     for key, part in theirs.groupby(["by", "field"], sort=False):
         by, field = map(str, key)
         if field not in records or not set(filter(None, by.split("+"))) <= set(records):
@@ -142,8 +146,8 @@ def _beside(
         both = pd.concat([both, *_best(part, ours, group.meta.lower_is_better)], ignore_index=True)
         if len(both):
             both = both.assign(source=spec.file.removesuffix(".csv"), field=field, f=f)
-            found.append(_compared(both))
-    return found
+            frames.append(_compared(both))
+    return frames
 
 
 def _ours(
@@ -154,20 +158,15 @@ def _ours(
     part: pd.DataFrame,
     statistic: str,
 ) -> pd.DataFrame:
-    """Our scores of the values that the published rows name, with the parts that a margin is made of:
-    (mean, units) of each dataset, and whether they are summed. Where the paper prints the minimum of
-    repeated runs, ours is one, too, and has no interval; the median stands beside it."""
+    """Our scores of the values that the published rows name.
+
+    ``parts`` holds what a margin is made of, (mean, units) of each dataset, and ``summed`` says whether
+    these are summed. Where the paper prints the minimum of repeated runs, ours is a minimum, too, and
+    has no interval; the median stands beside it.
+    """
     unit = group.meta.score_unit if field == "score" else part["unit"].iloc[0]
     meta = replace(group.meta, score_unit="fraction" if unit in ("%", "fraction") else unit)
-    fields = [name for name in by.split("+") if name]
-    if not fields:
-        if records["dataset"].nunique() > 1:
-            raise PaperError(f"the paper has one setting; {group.task} was run with several")
-        records = records.assign(setting="")
-    elif len(fields) > 1:
-        texts = [records[name].map(_plain) for name in fields]
-        records = records.assign(setting=reduce(lambda text, more: text + "+" + more, texts))
-    split = fields[0] if len(fields) == 1 else "setting"
+    split, records = _split(group, records, [name for name in by.split("+") if name])
     score = pd.to_numeric(records[field], errors="coerce")
     measured = replace(group, meta=meta, records=records.assign(score=score))
     sums = {v: v.split("+") for v in part["value"].unique() if split == "dataset" and "+" in v}
@@ -176,14 +175,15 @@ def _ours(
     values = [v for v in ours["value"].unique() if v != AVERAGE and v not in sums]
     if set(part["value"]) - {AVERAGE} != set(values):  # an average over others is another number
         ours = ours[ours["value"] != AVERAGE]
-    ours["of"] = ours["value"].map({AVERAGE: values, **sums}.get)
-    ours["of"] = [of or [value] for of, value in zip(ours["of"], ours["value"], strict=True)]
-    known = ours.set_index(["variant", "value"])[["mean", "units"]].apply(tuple, axis=1)
+    datasets_of = {value: [value] for value in ours["value"]} | {AVERAGE: values} | sums
+    ours["datasets"] = ours["value"].map(datasets_of)
+    by_dataset = ours.set_index(["variant", "value"])[["mean", "units"]].apply(tuple, axis=1)
     ours["parts"] = [
-        [known[v, o] for o in of] for v, of in zip(ours["variant"], ours["of"], strict=True)
+        [by_dataset[variant, dataset] for dataset in datasets]
+        for variant, datasets in zip(ours["variant"], ours["datasets"], strict=True)
     ]
     ours["summed"] = ours["value"].isin(sums)
-    count = ours["of"].map(len).where(ours["summed"], 1)
+    count = ours["datasets"].map(len).where(ours["summed"], 1)
     ours = ours.assign(**{key: ours[key] * count for key in ("mean", "low", "high")})
     ours["median"] = math.nan
     if statistic == "minimum":
@@ -196,20 +196,37 @@ def _ours(
     return ours.drop(columns=["by"]).rename(columns={"unit": "our_unit", "model": "our_model"})
 
 
+def _split(group: Group, records: pd.DataFrame, fields: Sequence[str]) -> tuple[str, pd.DataFrame]:
+    """The record field that splits examples as these fields together do, and records that have it.
+
+    Raises:
+        PaperError: no field is given, and our records have several settings.
+    """
+    if len(fields) == 1:
+        return fields[0], records
+    if not fields:
+        if records["dataset"].nunique() > 1:
+            raise PaperError(f"the paper has one setting; {group.task} was run with several")
+        return "setting", records.assign(setting="")
+    texts = [records[name].map(_plain) for name in fields]
+    setting = reduce(lambda text, more: text + "+" + more, texts)
+    return "setting", records.assign(setting=setting)
+
+
 def _best(part: pd.DataFrame, ours: pd.DataFrame, lower: bool) -> list[pd.DataFrame]:
-    """For published rows about the best of several of our variants, the best in every column; none where
-    fewer than two of them were run."""
-    found = []
+    """Published rows about the best of several methods beside the best of our variants of these, chosen
+    for each value; none where fewer than two of them were run."""
+    frames = []
     for names, rows in part[part["method"].str.contains("|", regex=False)].groupby("method"):
         mine = ours[ours["method"].isin(str(names).split("|"))].dropna(subset=["mean"])
         count = mine["variant"].nunique()
         if count > 1:
             best = mine.sort_values("mean", ascending=lower, kind="stable").drop_duplicates("value")
             best = best.assign(variant=f"best of {str(names).replace('|', ', ')}")
-            found.append(
+            frames.append(
                 rows.drop(columns="method").merge(best, on="value", suffixes=("_paper", ""))
             )
-    return found
+    return frames
 
 
 def _compared(both: pd.DataFrame) -> pd.DataFrame:
@@ -229,7 +246,7 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
             margin = 100 * margin_of(parts, f, total=bool(row["summed"]), unit=unit)
         margins.append(margin)
     numbers = {"score": "mean", "score_low": "low", "score_high": "high", "median": "median"}
-    found = both.assign(
+    compared = both.assign(
         model=both["our_model"],
         published_model=both["model"],
         unit=both["our_unit"].where(~percent, "%"),
@@ -237,25 +254,28 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
         margin=margins,
         **{key: both[of] * factor for key, of in numbers.items()},
     )
-    found["difference"] = (found["score"] - found["published"]).where(found["same"])
-    other_model = found["published_model"].where(~found["same"], "")
-    found["published_of"] = (other_model + " " + found["published_at"]).str.strip()
-    enough = found["n"] >= LEAST
-    found["beyond_margin"] = (found["difference"].abs() > found["margin"]) & enough
-    untold = found["margin"].notna() & (found["f"].isna() | ~enough) & ~found["beyond_margin"]
-    found["mark"] = found["beyond_margin"].map({True: "beyond", False: ""}).where(~untold, "untold")
+    compared["difference"] = (compared["score"] - compared["published"]).where(compared["same"])
+    other_model = compared["published_model"].where(~compared["same"], "")
+    compared["published_of"] = (other_model + " " + compared["published_at"]).str.strip()
+    enough = compared["n"] >= LEAST
+    compared["beyond_margin"] = (compared["difference"].abs() > compared["margin"]) & enough
+    untold = (
+        compared["margin"].notna() & (compared["f"].isna() | ~enough) & ~compared["beyond_margin"]
+    )
+    marks = compared["beyond_margin"].map({True: "beyond", False: ""})
+    compared["mark"] = marks.where(~untold, "untold")
     keys = [*_KEYS, "value", "field", "unit", "printed", "published", *numbers, "difference"]
-    return found[[*keys, "margin", "beyond_margin", "mark", "n", "expected", "published_of"]]
+    return compared[[*keys, "margin", "beyond_margin", "mark", "n", "expected", "published_of"]]
 
 
 def published_tables(frame: pd.DataFrame) -> list[Table]:
     """One table per published source and record field, a row for each of our numbers."""
-    found = []
+    tables = []
     for source, whole in frame.groupby("source", sort=False) if len(frame) else ():
         named = whole["value"].ne("").any()
         for field, part in whole.groupby("field", sort=False) if named else [("score", whole)]:
-            found.append(_table(str(source), str(field), part))
-    return found
+            tables.append(_table(str(source), str(field), part))
+    return tables
 
 
 def _table(source: str, field: str, part: pd.DataFrame) -> Table:
@@ -274,7 +294,7 @@ def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     repeated = frame["median"].notna().any()  # a minimum and a median of repeated runs
     columns = [
         Column("variant", "method"),
-        Column("value", " "),
+        Column("value", "measured on"),
         Column("score", "ours (minimum)" if repeated else "ours", text),
     ]
     if repeated:

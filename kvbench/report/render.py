@@ -1,5 +1,8 @@
-"""A table as CSV, Markdown, LaTeX, and in the terminal. Names, answers and errors are whatever the
-records hold: in each form they are shown, and mean nothing to the program that shows them."""
+"""A table as CSV, Markdown, LaTeX, and in the terminal.
+
+Names, answers and errors may be any text that records hold. Each form shows them as they are, and keeps
+the program that shows them from taking them for a formula, markup or an escape sequence.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,33 @@ from rich.measure import Measurement
 
 from kvbench.errors import printable, printable_lines
 from kvbench.records.durable import replace
-from kvbench.report.table import Column, Table
+from kvbench.report.table import Cell, Column, Table, footer
 
 _FORMULA = tuple("=+-@\t\n＝＋－＠")
-"""What a formula begins with, in some spreadsheet."""
-_LATEX = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-    **{"<": "$<$", ">": "$>$", "|": "$|$", "[": "{[}", "−": "$-$", "–": "--", "…": r"\dots{}"},
-    **{"Δ": r"$\Delta$", "±": r"$\pm$", "σ": r"$\sigma$", "∞": r"$\infty$", "×": r"$\times$"},
-    **{"†": r"$^\dagger$", "≈": r"$^\approx$", "‡": r"$^\ddagger$"},
+"""Characters that a formula begins with in some spreadsheet."""
+_LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": "$<$",
+    ">": "$>$",
+    "|": "$|$",
+    "[": "{[}",
+    "−": "$-$",
+    "–": "--",
+    "…": r"\dots{}",
+    "Δ": r"$\Delta$",
+    "±": r"$\pm$",
+    "σ": r"$\sigma$",
+    "∞": r"$\infty$",
+    "×": r"$\times$",
+    "†": r"$^\dagger$",
+    "≈": r"$^\approx$",
+    "‡": r"$^\ddagger$",
+    "▲": r"$^\triangle$",
+    "↓": r"$\downarrow$",
 }
+"""How LaTeX writes characters that mean something to it, or that its fonts lack."""
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -74,9 +93,9 @@ def markdown(table: Table) -> str:
             lines.append([f"*{plain(heading)}*", *[""] * (len(table.columns) - 1)])
         for row in rows:
             cells = [table.cell(row, column) for column in table.columns]
-            lines.append([f"**{plain(text)}**" if bold else plain(text) for text, bold in cells])
+            lines.append([f"**{plain(c.text)}**" if c.is_bold else plain(c.text) for c in cells])
     body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    notes = "".join(f"- {plain(note)}\n" for note in table.notes)
+    notes = "".join(f"- {plain(line)}\n" for line in footer(table.notes))
     return f"### {plain(table.title)}\n\n{body}\n\n{notes}"
 
 
@@ -90,19 +109,25 @@ def plain(text: str) -> str:
 def latex(table: Table) -> str:
     """A table environment with booktabs rules (``\\usepackage{booktabs}``), its notes in the caption."""
     rows = [(heading, row) for heading, rows in table.groups() for row in rows]
-    several = any(heading for heading, _ in rows)
-    names, texts, bold = [""] * several + [column.name for column in table.columns], [], []
+    has_groups = any(heading for heading, _ in rows)
+    names = [column.name for column in table.columns]
+    if has_groups:
+        names.insert(0, "")
+    texts, bold = [], []
     for heading, row in rows:
-        cells = [(heading, False)] * several + [table.cell(row, column) for column in table.columns]
-        texts.append([_escape(text) for text, _ in cells])
-        bold.append(["textbf:--rwrap;" if is_bold else "" for _, is_bold in cells])
+        cells = [table.cell(row, column) for column in table.columns]
+        if has_groups:
+            cells.insert(0, Cell(heading))
+        texts.append([_escape(cell.text) for cell in cells])
+        bold.append(["textbf:--rwrap;" if cell.is_bold else "" for cell in cells])
     frame = pd.DataFrame(texts, columns=range(len(names)))
     # pandas formats these: braces of a name would be fields.
     heads = [_escape(name).replace("{", "{{").replace("}", "}}") for name in names]
     style = frame.style.hide(axis="index").relabel_index(heads, axis=1)
     style = style.apply(lambda _: pd.DataFrame(bold, frame.index, frame.columns), axis=None)
     label = "tab:" + re.sub(r"[^A-Za-z0-9.:-]", "-", table.name)
-    form = "l" * (1 + several) + "r" * (len(names) - 1 - several)
+    columns_of_text = 2 if has_groups else 1
+    form = "l" * columns_of_text + "r" * (len(names) - columns_of_text)
     caption = _escape(" ".join([f"{table.title}.", *table.notes]))
     return str(style.to_latex(hrules=True, caption=caption, label=label, column_format=form))
 
@@ -112,8 +137,8 @@ def _escape(text: str) -> str:
 
 
 def terminal(tables: Iterable[Table], console: rich.console.Console | None = None) -> None:
-    """Print tables one below the other, then every note once. A table that is too wide lacks its last
-    columns, which a note names."""
+    """Print tables one below the other, then their notes, each once, in at most three lines. A table
+    that is too wide lacks its last columns, which a note names."""
     out = console or rich.console.Console()
     notes: dict[str, None] = {}
     hidden: dict[str, None] = {}
@@ -128,8 +153,8 @@ def terminal(tables: Iterable[Table], console: rich.console.Console | None = Non
         notes |= dict.fromkeys(table.notes)
     if hidden:
         notes[f"On a wider terminal also: {', '.join(hidden)}."] = None
-    for note in notes:
-        out.print(f"  {escape(note)}", style="dim", highlight=False)
+    for line in footer(notes):
+        out.print(f"  {escape(line)}", style="dim", highlight=False)
 
 
 def _rich_table(table: Table, columns: Sequence[Column]) -> rich.table.Table:
@@ -142,11 +167,14 @@ def _rich_table(table: Table, columns: Sequence[Column]) -> rich.table.Table:
             made.add_row(f"[italic]{escape(heading)}[/italic]")
         for row in rows:
             cells = [table.cell(row, column) for column in columns]
-            made.add_row(*(f"[bold]{escape(t)}[/bold]" if b else escape(t) for t, b in cells))
+            texts = (
+                f"[bold]{escape(c.text)}[/bold]" if c.is_bold else escape(c.text) for c in cells
+            )
+            made.add_row(*texts)
         made.add_section()
     return made
 
 
 def escape(text: str) -> str:
-    """Text that neither rich nor the terminal takes for anything else."""
+    """Text that neither rich nor the terminal takes for markup or an escape sequence."""
     return escape_markup(printable(text))

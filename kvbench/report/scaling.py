@@ -1,8 +1,10 @@
 """Rates of growth and decay from records: curves on logarithmic axes and their slopes.
 
-Everything here is a weighted sum of logarithms of means over repetitions. Its interval is Student's t of
-what each repetition adds to it to first order (the delta method), so that slopes and ratios, whose means
-share repetitions, are paired.
+In: a group's records. Out: curves (`curves_of`) and a row of slopes for each (`slopes`).
+
+Every number here is a weighted sum of logarithms of means over repetitions. Its interval is Student's t
+over what each repetition contributes to first order (the delta method). Slopes and ratios whose means
+share repetitions are thereby paired.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ class Curve:
     """y against x of one variant in one panel.
 
     Attributes:
+        facet: the panel's value of the field that panels are split by.
         frame: a row per level, ascending: ``x`` (mean), ``mean``, ``low`` and ``high`` of y.
-        parts: [repetitions of the panel, levels] what each adds to the logarithm of the mean.
-        units: its repetitions.
+        parts: [repetitions of the panel, levels] what each contributes to the logarithm of the mean.
+        units: the number of the curve's repetitions.
     """
 
     facet: str
@@ -57,12 +60,13 @@ class Curve:
             return NOTHING
         i, j = (int(place[0]) for place in places)
         ratio = math.log(self.frame["mean"][i] / other.frame["mean"][j])
-        found = _interval(ratio, self.parts[:, i] - other.parts[:, j], self.units)
-        return Estimate(*map(math.exp, found[:3]))
+        logarithm = _interval(ratio, self.parts[:, i] - other.parts[:, j], self.units)
+        return Estimate(*map(math.exp, logarithm[:3]))
 
 
 def _interval(value: float, parts: Array, units: int) -> Estimate:
-    """A value to which repetitions add `parts`; one repetition has no interval."""
+    """A value with its interval, given what each repetition contributes to it (`parts`); one repetition
+    has no interval."""
     if units < 2:
         return Estimate(float(value))
     error = math.sqrt(units / (units - 1) * float(np.square(parts).sum()))
@@ -99,8 +103,9 @@ def curves_of(group: Group, spec: figures.Curve) -> list[Curve]:
 
 
 def slopes(group: Group, spec: figures.Curve) -> pd.DataFrame:
-    """A row per panel and variant: slopes over all levels fitted and over their lower and upper half, a
-    verdict on the one predicted, the value at the last level and its ratio to the variant compared."""
+    """A row per panel and variant: the slope over all levels fitted and over their lower and upper half,
+    a verdict on the predicted slope, the value at the last fitted level, and its ratio to the value of
+    the method that `spec.compare` names."""
     curves = curves_of(group, spec)
     base = {c.facet: c for c in curves if c.variant.method == spec.compare}
     rows = []
@@ -131,14 +136,17 @@ def slopes(group: Group, spec: figures.Curve) -> pd.DataFrame:
 
 
 def verdict_on(slope: Estimate, expected: float) -> str | None:
-    """Two one-sided tests against expected - NEAR and expected + NEAR, each at half of what the interval
-    leaves out: equivalent is an interval within both bounds, different one beyond either. One repetition
-    has no interval, and decides nothing. None without a prediction."""
+    """How a slope compares with the predicted one; None without a prediction.
+
+    These are two one-sided tests, against expected - NEAR and expected + NEAR: "as predicted" where the
+    whole interval is within these bounds, "steeper" or "shallower" where it is beyond one of them, else
+    "not determined". One repetition has no interval, so nothing is determined.
+    """
     if math.isnan(expected):
         return None
     least, most = expected - NEAR, expected + NEAR
     if slope.low >= least and slope.high <= most:
         return "as predicted"
-    return (
-        "steeper" if slope.high < least else "shallower" if slope.low > most else "not determined"
-    )
+    if slope.high < least:
+        return "steeper"
+    return "shallower" if slope.low > most else "not determined"

@@ -17,7 +17,7 @@ from kvbench.records.read import Run
 from kvbench.report.labels import digest, flat, shortest
 
 NAME = "name"
-"""The only key of a task's config that is no setting."""
+"""The one key of a task's config that is not a setting."""
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Section:
     """Runs of one model and task with the same settings of the task.
 
     Attributes:
-        settings: dotted keys to values as text; of an option that some runs do not tell, that of
-            the others: those runs were made before there was such an option.
+        settings: by dotted key the value as text. Runs that were made before an option existed do not
+            tell it; they have the value of the others.
     """
 
     settings: dict[str, str]
@@ -47,9 +47,9 @@ def first_start(run: Run) -> tuple[str, str]:
 def sections_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs of one model and task by the name of their section.
 
-    The section whose runs were started first is named by no setting, so that what a later command adds
-    to a folder changes no table that is there. Those that one command started, a sweep over a setting
-    of the task, are all named by it.
+    The section whose runs were started first has the empty name, so that a later command that adds runs
+    with other settings to the folder does not rename its table. Where one command started several
+    sections, as a sweep over a setting of the task does, all of them are named by that setting.
     """
     sections: list[Section] = []
     for run in sorted(runs, key=first_start):
@@ -77,21 +77,21 @@ def task_settings(manifest: Mapping[str, Any]) -> dict[str, str]:
     the files that the examples come from."""
     identity = manifest.get("identity") or manifest.get("config") or {}
     task = identity.get("task")
-    found = flat(task, without=(NAME,)) if isinstance(task, Mapping) else {}
+    settings = flat(task, without=(NAME,)) if isinstance(task, Mapping) else {}
     if identity.get("task_version") is not None:
-        found["task_version"] = json.dumps(identity["task_version"])
+        settings["task_version"] = json.dumps(identity["task_version"])
     if identity.get("data"):
-        found["data"] = digest(json.dumps(identity["data"], sort_keys=True))
-    return found
+        settings["data"] = digest(json.dumps(identity["data"], sort_keys=True))
+    return settings
 
 
 def agree(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
-    """Whether no setting that both tell differs."""
+    """Whether every setting that both tell is the same."""
     return all(first[key] == second[key] for key in first.keys() & second.keys())
 
 
 def difference(settings: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> str:
-    """The settings that are not those of all others, as a name: ``num_lines 20, depth 0.5``."""
+    """The settings in which a section differs from others, as a name: ``num_lines 20, depth 0.5``."""
     parts = []
     for key, value in settings.items():
         values = {value, *(other.get(key, value) for other in others)}
@@ -102,11 +102,14 @@ def difference(settings: Mapping[str, str], others: Sequence[Mapping[str, str]])
 
 
 def on_the_same_prompts(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """The runs of a section with their records of the prompts that the command which ran last asked for
-    (of each seed), and the methods of those that lack some of these because they were asked for others.
+    """Restrict the runs of a section to the prompts that the last command asked for, seed by seed.
 
     A run that was asked for a prompt and has no record of it stays: it was interrupted, and its table
-    says so. Where the last run says nothing of what it was asked for, all records of the seed count.
+    says so. A run that was never asked for some of the prompts is left out. Where the last run does not
+    tell what it was asked for, all records of the seed count.
+
+    Returns:
+        The runs with their records of these prompts, and the methods of the runs that are left out.
     """
     wanted: dict[Any, frozenset[str] | None] = {}
     for run in sorted(runs, key=lambda run: str(run.manifest.get("started"))):

@@ -1,9 +1,12 @@
-"""Every number with an interval or a test behind it: means, paired differences, marks, medians, margins.
+"""Statistics of scores: means with intervals, paired differences with p-values, marks, medians, margins.
 
-Functions take strata (`Stratum`: independent units of one dataset) and return one `Estimate` per column:
-the mean over strata of each stratum's mean. A difference's interval and p come of one t statistic, and
-of differences that stand in one table of one level for all of them (`compared`): an interval excludes
-0 where p is below 5 % and nowhere else, and marks and sentences say what these p say.
+In: strata, each the scores of one dataset's independent units (`Stratum`, `Scores`). Out: one `Estimate`
+for each column of scores: the mean over strata of the strata's means, so that datasets count alike.
+
+The interval and the p-value of a difference come from one t statistic. All differences that stand in one
+table share one level (`compared`). So an interval excludes 0 exactly where p is below 5 %, and marks and
+sentences of the report follow these p-values.
+
 `scripts/benchmarks/bench_statistics.py` measures how often an interval holds the truth, and how often a
 mark is wrong.
 """
@@ -30,19 +33,22 @@ Pair = tuple[int, int]
 LEVEL = 0.95
 ALPHA = 1 - LEVEL
 FEWEST = 10
-"""Units (prompts); of fewer nothing is said about a difference."""
+"""With fewer independent units (prompts) than this, the report says nothing about differences."""
 MOST_LACKING = 0.1
 """Share of a dataset's examples that a variant may lack and be the best."""
 RARE = 50
-"""Units among which a loss that happens in three of a hundred is often not seen yet."""
+"""A sample of up to this many units often does not show a loss that happens in three of a hundred."""
 FARTHEST = 1.5
-"""Distance of the units added to a sample without bounds, over that of its farthest one (`_moments`)."""
+"""How far from the mean units are added to a sample without bounds, in multiples of the distance of its
+farthest unit (`_moments`)."""
 DRAWS = 10_000
+"""Draws of the largest |z| of a family of tests."""
 _Z = float(ndtri((1 + LEVEL) / 2))
 
 
 class Estimate(NamedTuple):
-    """A mean with its interval, and p of no difference; NaN where there is none."""
+    """A mean with its 95 % interval, and the p-value of the hypothesis that there is no difference; NaN
+    where one of them is not known."""
 
     value: float
     low: float = math.nan
@@ -70,23 +76,25 @@ class Stratum:
 
     @property
     def mean(self) -> Array:
-        """Of every column; NaN where there is no score."""
+        """The mean of every column; NaN where there is no score."""
         return ratio(self.sums.sum(0), self.counts.sum(0))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one dataset, as every comparison takes them.
+    """Scores of one part of the examples, as every comparison takes them.
 
     Attributes:
+        by, value: the record field that splits the examples, and the value it has in this part.
         values: [pairs, variants], NaN where missing; a pair is one (seed, example). A variant that
             was not run with a seed has its mean over its own seeds there, where the prompt is the same.
         given: [pairs, variants] whether the variant was to score the pair itself.
         units: [pairs] number of the independent unit that each pair belongs to.
-        statuses: per variant, failed examples by status.
+        statuses: for each variant, how many examples failed, by status.
     """
 
-    name: str
+    by: str
+    value: str
     values: Array
     given: Flags
     units: NDArray[np.intp]
@@ -111,8 +119,8 @@ def ratio(sums: ArrayLike, counts: ArrayLike) -> Array:
 
 
 class _Moments(NamedTuple):
-    """By column, the mean over strata, its variance and Satterthwaite's degrees of freedom (0 where no
-    stratum has two units); `smoothed`: the mean with the two units that are added."""
+    """For each column, the mean over strata, its variance and Satterthwaite's degrees of freedom (0
+    where no stratum has two units); `smoothed` is the mean including the two units that are added."""
 
     mean: Array
     variance: Array
@@ -124,16 +132,18 @@ Ends = tuple[ArrayLike, ArrayLike]
 
 
 def _moments(strata: Sequence[Stratum], ends: Sequence[Ends] | None) -> _Moments:
-    """Nothing is pooled: each stratum has the variance of its own units and of two more, as in Agresti
-    and Caffo's (2000) and Bonett and Price's (2012) intervals: of x right answers (x + 1) / (n + 2). So
-    a stratum whose few units happen to agree is not taken for one without variance, nor one that has
-    not shown its rare large losses for one that has none.
+    """Mean and variance of each column, with two units added to each stratum.
+
+    Strata are not pooled: each has the variance of its own units and of the two added ones, as in the
+    intervals of Agresti and Caffo (2000) and Bonett and Price (2012), where x right answers of n count
+    as (x + 1) / (n + 2). So a stratum whose few units happen to agree still has a variance, and one
+    that has not shown its rare large losses yet is not taken to have none.
 
     Args:
-        ends: where the two units of each stratum lie. None, of what has no bounds: on either side of the
-            stratum's mean, `FARTHEST` times as far as its farthest unit (of units that are all equal: as
-            their distance from 0). Of skewed samples a tail is then not taken to end with the farthest
-            unit seen; of normal ones this is conservative, by 20 to 40 % of the width.
+        ends: where the two added units of each stratum lie. None, for scores without bounds: on either
+            side of the stratum's mean, `FARTHEST` times as far as its farthest unit (where all units
+            are equal: as their distance from 0). The tail of a skewed sample is then not taken to end
+            with the farthest unit seen; for normal samples intervals become 20 to 40 % wider.
     """
     parts = []
     for place, stratum in enumerate(strata):
@@ -155,12 +165,12 @@ def _moments(strata: Sequence[Stratum], ends: Sequence[Ends] | None) -> _Moments
         parts.append((mean, ratio(variance, n), np.maximum(n - 1, 1), smoothed, n))
     mean, variance, freedom, smoothed, n = (np.array(part) for part in zip(*parts, strict=True))
     total = variance.sum(0)
-    found = ratio(
+    freedom_of_mean = ratio(
         np.square(total), (np.square(variance) * ratio(np.ones_like(freedom), freedom)).sum(0)
     )
-    found = np.where(total > 0, found, freedom.sum(0))
-    found = np.where((n > 1).any(0), found, 0.0)
-    return _Moments(mean.mean(0), total / len(strata) ** 2, found, smoothed.mean(0))
+    freedom_of_mean = np.where(total > 0, freedom_of_mean, freedom.sum(0))
+    freedom_of_mean = np.where((n > 1).any(0), freedom_of_mean, 0.0)
+    return _Moments(mean.mean(0), total / len(strata) ** 2, freedom_of_mean, smoothed.mean(0))
 
 
 def mean_intervals(strata: Sequence[Stratum], *, fraction: bool) -> list[Estimate]:
@@ -173,26 +183,27 @@ def mean_intervals(strata: Sequence[Stratum], *, fraction: bool) -> list[Estimat
     covers only 90 % at n = 10, p = .99. Averages of strata, and other scores, get Student's t interval
     with Satterthwaite's degrees of freedom.
     """
-    found = _moments(strata, [(0.0, 1.0)] * len(strata) if fraction else None)
-    mean = found.mean
+    moments = _moments(strata, [(0.0, 1.0)] * len(strata) if fraction else None)
+    mean = moments.mean
     if fraction and len(strata) == 1:
         sums, counts = strata[0].sums, strata[0].counts
         zero_one = ((sums == 0) | (sums == counts)).all(0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            units = found.smoothed * (1 - found.smoothed) / found.variance
-            low, high = wilson(mean, units, np.where(zero_one, _Z, _quantile(found, ALPHA)))
+            units = moments.smoothed * (1 - moments.smoothed) / moments.variance
+            low, high = wilson(mean, units, np.where(zero_one, _Z, _quantile(moments, ALPHA)))
     else:
-        half = _quantile(found, ALPHA) * np.sqrt(found.variance)
+        half = _quantile(moments, ALPHA) * np.sqrt(moments.variance)
         least, most = (0.0, 1.0) if fraction else (-math.inf, math.inf)
         low, high = np.maximum(mean - half, least), np.minimum(mean + half, most)
-    return _estimates(found, low, high, np.full(len(mean), np.nan))
+    return _estimates(moments, low, high, np.full(len(mean), np.nan))
 
 
 def wilson(p: Array, units: Array, quantile: Array | float) -> tuple[Array, Array]:
-    """Wilson's bounds of proportions, with the Poisson bound for three or fewer of a kind.
+    """Wilson's bounds of proportions, with the Poisson bound for three or fewer successes or failures.
 
     Args:
-        p: proportions. units: of how many (need not be whole).
+        p: proportions.
+        units: the number of units of each proportion (need not be whole).
     """
     square = quantile**2 / units
     centre = (p + square / 2) / (1 + square)
@@ -209,18 +220,18 @@ def _poisson_bound(p: Array, units: Array) -> Array:
     return np.asarray(np.where(small, bound, np.where(count == 0, 0.0, 1.0)))
 
 
-def _quantile(found: _Moments, level: float) -> Array:
-    return np.asarray(stdtrit(np.maximum(found.freedom, 1.0), 1 - level / 2))
+def _quantile(moments: _Moments, level: float) -> Array:
+    return np.asarray(stdtrit(np.maximum(moments.freedom, 1.0), 1 - level / 2))
 
 
-def _estimates(found: _Moments, low: Array, high: Array, p: Array) -> list[Estimate]:
-    known = found.freedom > 0
-    rows = zip(found.mean, *(np.where(known, x, np.nan) for x in (low, high, p)), strict=True)
+def _estimates(moments: _Moments, low: Array, high: Array, p: Array) -> list[Estimate]:
+    known = moments.freedom > 0
+    rows = zip(moments.mean, *(np.where(known, x, np.nan) for x in (low, high, p)), strict=True)
     return [Estimate(*map(float, row)) for row in rows]
 
 
 def independent(tests: int = 1) -> Array:
-    """Sorted, [DRAWS]: how large the largest |z| of so many tests is that know nothing of each other."""
+    """The distribution of the largest |z| of this many independent tests: [DRAWS], sorted."""
     shares = (np.arange(DRAWS) + 0.5) / DRAWS
     return np.asarray(ndtri((1 + shares ** (1 / tests)) / 2))
 
@@ -235,19 +246,21 @@ def differences(
     family: Array = ALONE,
     reach: ArrayLike = 1.0,
 ) -> list[Estimate]:
-    """The mean paired difference of each column, its interval and p; none (NaN) below two units.
+    """The mean paired difference of each column with its interval and p-value; none (NaN) below two
+    units.
 
-    Student's t with Satterthwaite's degrees of freedom and, in each stratum, two more units: see
-    `_moments`. This is conservative where scores are partial credit.
+    Student's t with Satterthwaite's degrees of freedom and two units added to each stratum (`_moments`).
+    Intervals are wider than needed where scores are partial credit.
 
     Args:
         fraction: whether scores are in [0, 1].
-        family: the largest |z| of the tests that stand in one table (`together`, `independent`): all
-            their intervals hold the truth, and no equal pair has p below 5 %, in 95 of 100 tables.
-        reach: how far apart two scores of a fraction may be, of each column (`compared`: the largest
-            score seen). An answer may fail that did not yet, and then loses all that it has: in strata
-            of up to `RARE` units the two units more lie that far up and down, in larger ones nearer,
-            but never nearer than the differences seen (their root mean square).
+        family: the distribution of the largest |z| of all tests of one table (`together`,
+            `independent`). In 95 of 100 tables all intervals then hold the truth, and no pair that does
+            not differ has a p-value below 5 %.
+        reach: for each column, how far apart two scores may be (`compared` takes the largest score
+            seen, as an answer that fails loses all that it had). In strata of up to `RARE` units the
+            added units lie that far above and below 0; in larger strata they lie nearer, but never
+            nearer than the root mean square of the differences seen.
     """
     ends = None
     if fraction:
@@ -255,21 +268,21 @@ def differences(
             _typical_distance(stratum, np.asarray(reach, dtype=float)) for stratum in strata
         ]
         ends = [(-distance, distance) for distance in distances]
-    found = _moments(strata, ends)
-    error = np.sqrt(found.variance)
+    moments = _moments(strata, ends)
+    error = np.sqrt(moments.variance)
     with np.errstate(divide="ignore", invalid="ignore"):
-        size = np.where(found.mean == 0, 0.0, np.abs(found.mean) / error)
-    p = 2 * stdtr(np.maximum(found.freedom, 1.0), -size)
+        size = np.where(moments.mean == 0, 0.0, np.abs(moments.mean) / error)
+    p = 2 * stdtr(np.maximum(moments.freedom, 1.0), -size)
     larger = 1 - np.searchsorted(family, -ndtri(p / 2), side="left") / DRAWS
-    half = _quantile(found, float(2 * ndtr(-family[-round(ALPHA * DRAWS)]))) * error
-    low, high = found.mean - half, found.mean + half
+    half = _quantile(moments, float(2 * ndtr(-family[-round(ALPHA * DRAWS)]))) * error
+    low, high = moments.mean - half, moments.mean + half
     if fraction:
         low, high = np.maximum(low, -1.0), np.minimum(high, 1.0)
-    return _estimates(found, low, high, np.where(np.isnan(size), np.nan, np.maximum(p, larger)))
+    return _estimates(moments, low, high, np.where(np.isnan(size), np.nan, np.maximum(p, larger)))
 
 
 def _typical_distance(stratum: Stratum, reach: Array) -> Array:
-    """How far up and down two units are added to the differences of a stratum: see `differences`."""
+    """How far above and below 0 two units are added to the differences of a stratum (`differences`)."""
     units = np.nan_to_num(ratio(stratum.sums, stratum.counts))
     seen = np.sqrt(np.nan_to_num(ratio(np.square(units).sum(0), (units != 0).sum(0))))
     count = np.maximum((stratum.counts > 0).sum(0), 1)
@@ -277,10 +290,12 @@ def _typical_distance(stratum: Stratum, reach: Array) -> Array:
 
 
 def together(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
-    """Sorted, [DRAWS]: how large the largest |z| of these pairs of variants is where none differs.
+    """The distribution of the largest |z| of these pairs of variants if none of them differs: [DRAWS],
+    sorted.
 
-    Normal draws with the variants' covariance over units (Hothorn, Bretz and Westfall 2008): pairs that
-    share a variant, and variants that answer alike, cost less than their number.
+    Normal draws with the variants' covariance over units (Hothorn, Bretz and Westfall 2008). Pairs that
+    share a variant, and variants that answer alike, therefore widen the intervals by less than as many
+    independent tests would.
     """
     parts = []
     for one in strata:
@@ -288,7 +303,10 @@ def together(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
         parts.append(ratio(part.sums - part.mean * part.counts, part.counts.sum(0)))
     residuals = np.nan_to_num(np.concatenate(parts))
     covariance, largest = residuals.T @ residuals, np.zeros(DRAWS)
-    seed = [x for one in strata for x in (zlib.crc32(one.name.encode()), len(one.values))]
+    seed = []
+    for one in strata:
+        name = f"{one.by} {one.value}".strip()
+        seed += [zlib.crc32(name.encode()), len(one.values)]
     drawn = np.random.default_rng(seed).multivariate_normal(
         np.zeros(len(covariance)), covariance, DRAWS, method="eigh", check_valid="ignore"
     )
@@ -304,21 +322,21 @@ def together(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
 def compared(
     strata: Sequence[Scores], pairs: Sequence[Pair], *, fraction: bool
 ) -> dict[Pair, Estimate]:
-    """The first minus the second variant of every pair, over the examples that both scored: intervals
-    and p that hold for all of them together."""
+    """The first minus the second variant of every pair, over the examples that both scored, with
+    intervals and p-values that hold for all pairs together."""
     if not pairs or not strata:
         return {}
     first, second = np.array(pairs).T
     parts = [one.stratum(one.values[:, first] - one.values[:, second]) for one in strata]
     family = together(strata, pairs)
     reach = largest_scores(strata, pairs)
-    found = differences(parts, fraction=fraction, family=family, reach=reach)
-    return dict(zip(pairs, found, strict=True))
+    changes = differences(parts, fraction=fraction, family=family, reach=reach)
+    return dict(zip(pairs, changes, strict=True))
 
 
 def largest_scores(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
-    """The largest score of either variant of each pair, which the other can lose at most; 1 where every
-    score is 0."""
+    """For each pair the largest score of its two variants, which is the most that one can lose to the
+    other; 1 where every score is 0."""
     largest = np.max([np.nan_to_num(one.values).max(0, initial=0.0) for one in strata], axis=0)
     first, second = np.array(pairs).T
     reach = np.maximum(largest[first], largest[second])
@@ -328,17 +346,22 @@ def largest_scores(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
 def standing(
     strata: Sequence[Scores], peers: Sequence[int], tests: Mapping[Pair, Estimate], *, lower: bool
 ) -> dict[int, str]:
-    """How the variants `peers`, which compete with each other, stand over these datasets, by number:
-    "best", "worse" or "better" than the best (shown to be), "tied" (neither), or "few": not enough units
-    to say.
+    """The mark of each variant of `peers`, which compete with each other over these datasets.
 
-    The best has the best mean over the examples that all scored (`_rankable`). Where every mean is 0
-    there is no best. Another variant is shown to be worse, or better, where its p against a best one is
-    below 5 %; better is possible for a variant that was left out of the ranking, or by examples that
-    others did not score.
+    "best"; "worse" or "better" where a test shows the variant to be that, compared with the best;
+    "tied" where it shows neither; "few" where there are too few units to test.
+
+    The best has the best mean over the examples that all rankable variants scored (`_rankable`). Where
+    every mean is 0 there is no best. Another variant is shown to be worse, or better, where its p-value
+    against a best one is below 5 %. "better" is possible where a variant was left out of the ranking, or
+    scored examples that others did not.
 
     Args:
-        tests: of `compared`, with every pair of `peers`. lower: whether lower scores are better.
+        tests: what `compared` returned for every pair of `peers`.
+        lower: whether lower scores are better.
+
+    Returns:
+        Marks by index of the variant; none where nothing can be ranked.
     """
     sign = -1.0 if lower else 1.0
     scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
@@ -384,22 +407,22 @@ def _against(
     tests: Mapping[Pair, Estimate],
     sign: float,
 ) -> str:
-    """How `other` stands to `winner`: see `standing`; empty where nothing is known."""
+    """The mark of `other` compared with `winner` (`standing`); empty where nothing is known."""
     turned = (winner, other) not in tests
-    found = tests.get((other, winner) if turned else (winner, other), NOTHING)
-    if math.isnan(found.value):
+    change = tests.get((other, winner) if turned else (winner, other), NOTHING)
+    if math.isnan(change.value):
         return ""
     both = [_scored_by(one, [winner, other]) for one in strata]
     if sum(len(set(one.units[rows])) for one, rows in zip(strata, both, strict=True)) < FEWEST:
         return "few"
-    if not found.p < ALPHA:
+    if not change.p < ALPHA:
         return "tied"
-    lead = -sign * found.value if turned else sign * found.value
+    lead = -sign * change.value if turned else sign * change.value
     return "worse" if lead > 0 else "better"
 
 
 def median_of(values: pd.Series) -> Estimate:
-    """The median of what is known, between two order statistics.
+    """The median of the values that are not NaN, with an interval between two order statistics.
 
     Of n values the k-th and the (n + 1 - k)-th lie on either side of the true median with a
     probability of at least `LEVEL`, whatever the distribution, where k is the largest number for
@@ -415,12 +438,13 @@ def median_of(values: pd.Series) -> Estimate:
 
 
 def margin_of(parts: Sequence[tuple[float, int]], f: float, *, total: bool, unit: float) -> float:
-    """The margin of a mean over datasets, or of their sum.
+    """How far apart two honest runs' means over datasets, or sums over datasets, may be.
 
     Args:
-        parts: by dataset, the mean score as a fraction and how many examples it is of.
-        total: whether the means are summed.
-        unit: of the last printed digit, as a fraction.
+        parts: for each dataset the mean score, as a fraction, and its number of examples.
+        f: the share of examples that a second run in effect answers anew.
+        total: whether the means are summed, in place of averaged.
+        unit: the value of the last printed digit, as a fraction.
     """
     variance = 0.0
     for mean, n in parts:
@@ -432,9 +456,10 @@ def margin_of(parts: Sequence[tuple[float, int]], f: float, *, total: bool, unit
 
 
 _LONGEST_GRAM = 4
-"""n-grams of 1 to so many words count alike, as in BLEU-4."""
+"""n-grams of 1 up to this many words count alike, as in BLEU-4."""
 _ABSENT = 0.1
-"""Matches of an n-gram length without any, so that others count: method 1 of Chen and Cherry, 2014."""
+"""The number of matches taken for an n-gram length that has none, so that the other lengths still count
+(method 1 of Chen and Cherry, 2014)."""
 
 
 def words_of(text: str) -> list[str]:
@@ -443,12 +468,14 @@ def words_of(text: str) -> list[str]:
 
 
 def self_bleu(texts: Sequence[str]) -> list[float]:
-    """Of each text the BLEU-4 with all others as its references, 0 to 1, whose mean is their Self-BLEU
-    (arXiv 1802.01886): the lower, the more diverse. NaN of a single text.
+    """For each text its BLEU-4, 0 to 1, with all other texts as references; NaN for a single text.
 
-    H2O (arXiv 2306.14048, appendix C.1) names the measure, but neither length of n-grams, smoothing
-    nor words: here BLEU-4, 0.1 for matches of a length without any, and `words_of`. The others' largest
-    count of an n-gram is that of all texts or, for the text that has it, the second: one pass.
+    The mean of these is Self-BLEU (arXiv 1802.01886): the lower, the more diverse the texts. H2O (arXiv
+    2306.14048, appendix C.1) names the measure without saying the length of n-grams, the smoothing or
+    what a word is; chosen here are BLEU-4, 0.1 matches for a length that has none, and `words_of`.
+
+    For each n-gram only the two largest counts over all texts are kept: the largest count among the
+    other texts is the first of them or, for the text that has the first, the second.
     """
     if len(texts) < 2:
         return [math.nan for _ in texts]
@@ -461,9 +488,9 @@ def self_bleu(texts: Sequence[str]) -> list[float]:
             for gram, count in grams.items():
                 counts[gram] = sorted([*counts.get(gram, (0, 0)), count])[-2:]
         for i, grams in enumerate(counted):
-            found = sum(min(c, counts[g][c < counts[g][1]]) for g, c in grams.items())
-            empty[i] |= n == 1 and not found
-            logs[i] += math.log((found or _ABSENT) / max(1, sum(grams.values()))) / _LONGEST_GRAM
+            matches = sum(min(c, counts[g][c < counts[g][1]]) for g, c in grams.items())
+            empty[i] |= n == 1 and not matches
+            logs[i] += math.log((matches or _ABSENT) / max(1, sum(grams.values()))) / _LONGEST_GRAM
     for i, words in enumerate(worded):  # the other text of the nearest length, the shorter of two
         others = [len(other) for k, other in enumerate(worded) if k != i]
         reference = min(others, key=lambda length: (abs(length - len(words)), length))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Style:
-    """How a method looks: colour-blind safe colour, and a marker for print in grey."""
+    """How a method looks: a colour that colour-blind readers can tell, a marker for print in grey."""
 
     color: str
     marker: str
@@ -49,8 +49,9 @@ _MARKERS = ("h", "p", ">", "d", "8", "H", "+", "x")
 
 
 def style_of(method: str) -> Style:
-    """The style of `method`: reserved for the methods that ship, else chosen by the name alone; a form
-    of one that ships (snapkv_released) has its colour and another marker."""
+    """The style of a method. Methods that ship with kvbench have one of their own; that of others is
+    chosen by their name alone. A form of one that ships (snapkv_released) has its colour and another
+    marker."""
     if method in _KNOWN:
         return _KNOWN[method]
     code, base = zlib.crc32(method.encode()), _base_of(method)

@@ -1,9 +1,12 @@
-"""A table: a frame with formats. `kvbench.report.render` shows it in every form."""
+"""A table: a frame with the format of each column, and the notes below it.
+
+`kvbench.report.render` writes it as text, CSV, Markdown and LaTeX, `kvbench.report.page` as HTML.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,22 +18,22 @@ MARKS = {"incomplete": "†", "tied": "≈", "better": "▲", "beyond": "‡", "
 """The sign of a mark behind a value; "best" and "shown" set it in bold, others are for files."""
 LEGEND = {
     "best": "Bold: the best mean of the compressed methods at its rate.",
-    "tied": "≈: not shown to differ from the best.",
-    "better": "▲: shown better than the bold one, over the examples that both scored.",
-    "worse": "A compressed method without a mark is shown worse than the best.",
+    "tied": "≈: not shown to differ from it.",
+    "better": "▲: shown better than it, over the examples that both scored.",
+    "worse": "No mark: shown worse.",
     "few": "Of fewer than ten prompts nothing is said about differences.",
-    "incomplete": "† some examples failed or are missing: the mean is over the others, a difference over"
-    " the examples that both scored.",
-    "beyond": "‡ the published number is further from ours than honest runs differ.",
-    "untold": "? cannot be told: fewer than 50 examples, or nobody measured how many answers an honest"
+    "incomplete": "†: some examples failed or are missing; the mean is over the others.",
+    "beyond": "‡: the published number is further from ours than honest runs differ.",
+    "untold": "?: cannot be told: fewer than 50 examples, or nobody measured how many answers an honest"
     " rerun changes (paper_table.rescored).",
 }
-INTERVAL = "[low, high] is a 95 % interval over examples as a sample of all such examples."
+"""What each mark means, one sentence each."""
+INTERVAL = "[low, high]: 95 % interval over examples."
 TOGETHER = (
-    "Differences at one rate, between compressed methods and to the exact cache, are one family: in 95"
-    " of 100 tables all their intervals hold the truth. A difference is shown where its interval"
-    " excludes 0, which is where p, adjusted for all pairs of the rate, is below 0.05."
+    "Differences at one rate are tested together: in 95 of 100 tables all their intervals hold the"
+    " truth, and an interval excludes 0 where the adjusted p is below 0.05."
 )
+DIFFERENCE = "Δ exact: paired difference to the exact cache, over the examples that both scored."
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,11 @@ class Column:
     """A column that readers see.
 
     Attributes:
-        key: of the frame; its interval is in ``<key>_low`` and ``<key>_high``, its marks (words) in
-            ``<key>_mark``, where the frame has them.
-        heading: by default the key. text: the format of a value. bounds: whether its interval is shown.
+        key: the frame's column with the values. Where the frame has them, ``<key>_low`` and
+            ``<key>_high`` hold the interval and ``<key>_mark`` the marks, words separated by blanks.
+        heading: by default the key.
+        text: how a value is written.
+        bounds: whether the interval is shown.
     """
 
     key: str
@@ -54,15 +59,51 @@ class Column:
         return self.heading or self.key
 
 
+METHOD = Column("variant", "method")
+
+
+def with_values(frame: pd.DataFrame, columns: Sequence[Column]) -> tuple[Column, ...]:
+    """The columns of which the frame has at least one value."""
+    filled = (frame.notna() & ~frame.isin([""])).any()
+    names = {str(name) for name in frame.columns[filled.to_numpy()]}
+    return tuple(column for column in columns if column.key in names)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value as readers see it.
+
+    Attributes:
+        value: the written value.
+        interval: "[low, high]"; empty where none is shown.
+        signs: the signs of its marks.
+        is_bold: whether a mark sets it in bold.
+        number: the value as a number, by which rows are sorted; None for text.
+    """
+
+    value: str
+    interval: str = ""
+    signs: str = ""
+    is_bold: bool = False
+    number: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Value, interval and signs in one line."""
+        return " ".join(filter(None, (self.value, self.interval, self.signs)))
+
+
 @dataclass(frozen=True)
 class Table:
-    """A frame with formats.
+    """A frame with the columns that readers see, their formats, and notes.
 
     Attributes:
         name: file name stem, unique within an experiment.
-        frame: a row for each row; a column ``group`` holds headings of row groups, ``method`` the method
+        frame: the rows. A column ``group`` holds the headings of row groups, ``method`` the method
             whose colour a row has.
-        data: what files hold as numbers; None: nothing.
+        notes: sentences that explain what stands in the table (`footer` puts them below it).
+        data: the numbers that the table's CSV file holds; None: there is no such file.
+        kind: "overview" of a table of one model on all tasks.
     """
 
     name: str
@@ -71,32 +112,61 @@ class Table:
     columns: tuple[Column, ...]
     notes: tuple[str, ...] = ()
     data: pd.DataFrame | None = None
+    kind: str = ""
 
-    def cell(self, row: Mapping[str, Any], column: Column) -> tuple[str, bool]:
-        """A value as readers see it, with interval and marks, and whether it is bold."""
+    def cell(self, row: Mapping[str, Any], column: Column) -> Cell:
+        """What readers see of one row in one column."""
         value = row.get(column.key)
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            return (MISSING if f"{column.key}_low" in row else ""), False
-        low, high = row.get(f"{column.key}_low", math.nan), row.get(f"{column.key}_high", math.nan)
-        text = column.text(value)
-        if column.bounds and low == low and low is not None:
-            text += f" [{column.text(low)}, {column.text(high)}]"
+        if _is_missing(value):
+            return Cell(MISSING if f"{column.key}_low" in row else "")
+        low, high = row.get(f"{column.key}_low"), row.get(f"{column.key}_high")
+        interval = ""
+        if column.bounds and not _is_missing(low):
+            interval = f"[{column.text(low)}, {column.text(high)}]"
         marks = str(row.get(f"{column.key}_mark") or "").split()
         signs = "".join(MARKS.get(mark, "") for mark in marks)
-        return f"{text} {signs}".strip(), "best" in marks or "shown" in marks
+        number_of: float | None = None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number_of = float(value)
+        return Cell(
+            column.text(value),
+            interval,
+            signs,
+            is_bold="best" in marks or "shown" in marks,
+            number=number_of,
+        )
 
     def groups(self) -> list[tuple[str, list[dict[str, Any]]]]:
         """Row groups in order of appearance, each with its heading and rows."""
-        found: dict[str, list[dict[str, Any]]] = {}
+        rows_of: dict[str, list[dict[str, Any]]] = {}
         for row in self.frame.to_dict("records"):
-            found.setdefault(str(row.get("group", "")), []).append(
-                {str(k): v for k, v in row.items()}
-            )
-        return list(found.items())
+            heading = str(row.get("group", ""))
+            rows_of.setdefault(heading, []).append({str(key): row[key] for key in row})
+        return list(rows_of.items())
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def footer(notes: Iterable[str]) -> list[str]:
+    """Notes in at most three lines: intervals and differences, then marks, then everything else."""
+    about_intervals: list[str] = []
+    about_marks: list[str] = []
+    others: list[str] = []
+    for note in dict.fromkeys(notes):
+        if note in (INTERVAL, TOGETHER, DIFFERENCE):
+            about_intervals.append(note)
+        elif note in LEGEND.values():
+            about_marks.append(note)
+        else:
+            others.append(note)
+    return [" ".join(line) for line in (about_intervals, about_marks, others) if line]
 
 
 def wide(rows: pd.DataFrame, index: Sequence[str], columns: str) -> pd.DataFrame:
-    """Of a tidy frame one row per `index`: for each value of `columns` its mean, bounds and marks."""
+    """A tidy frame with one row for each `index`: for each value of `columns` its mean, bounds and
+    marks."""
     rows = rows.set_index(rows.groupby(list(index), sort=False, dropna=False).ngroup())
     parts = [rows.loc[~rows.index.duplicated(), list(index)]]
     for name, part in rows.groupby(columns, sort=False):

@@ -1,10 +1,11 @@
 """A copy of an experiment in Weights & Biases; local files never depend on it.
 
-One W&B run per job (a model on a task with its methods), and one of the whole experiment with its page
-and charts. Their ids are made from what they are about, so that logging again replaces what was logged.
-Runs are written offline, into ``<results>/<experiment>/wandb``, and then sent by W&B's own client in a
-process of its own if that is wanted: a server that is down, slow or broken loses nothing, and
-``wandb sync <that folder>`` sends what is left at any time.
+One W&B run per method and rate, grouped by job (a model on a task), so that W&B's own grouping, charts
+and sweeps compare methods; and one of the whole experiment with its page and charts. Their ids are made
+from what they are about, so that logging again replaces what was logged. Runs are written offline, into
+``<results>/<experiment>/wandb``, and then sent by W&B's own client in a process of its own if that is
+wanted: a server that is down, slow or broken loses nothing, and ``wandb sync <that folder>`` sends what
+is left at any time.
 
 ``python -m kvbench.report.wandb <results>/<experiment>`` builds a W&B report of an experiment.
 """
@@ -12,6 +13,7 @@ process of its own if that is wanted: a server that is down, slow or broken lose
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import io
 import json
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
     import wandb_workspaces.reports.v2 as wr
 
     from kvbench.report.build import ReportPaths
-    from kvbench.report.experiment import Experiment, Group
+    from kvbench.report.experiment import Experiment, Group, Variant
+    from kvbench.report.figures import Drawn
 
 log = logging.getLogger(__name__)
 Mode = Literal["auto", "online", "offline", "disabled"]
@@ -78,7 +81,7 @@ def log_runs(
     timeout_s: float = 120.0,
     predictions: bool = False,
 ) -> int:
-    """Log runs to W&B, one W&B run for each job: those of a model, task, seed and budget.
+    """Log runs to W&B, one W&B run for each method and rate of a job: a model, task, seed and budget.
 
     All of it is written to disk before anything is sent. Whatever goes wrong is a warning of one
     line and nothing else; a server that fails is not asked again by this process.
@@ -107,7 +110,7 @@ def log_runs(
     for job in jobs.values():
 
         def write(job: Sequence[Run] = job) -> None:
-            written.append(_log_job(job, predictions, {"project": project, "entity": entity}))
+            written.extend(_log_job(job, predictions, {"project": project, "entity": entity}))
 
         _write(job[0].folder.parents[2], job[0].folder.name, write)
     if mode == "online" and written:
@@ -142,12 +145,6 @@ def run_id(*about: object) -> str:
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
-def _job_id(runs: Sequence[Mapping[str, Any]]) -> str:
-    return run_id(
-        str(runs[0].get("experiment")), *sorted(str(one.get("config_hash")) for one in runs)
-    )
-
-
 @contextmanager
 def _open(
     experiment: Path, code: str, title: str, manifest: Mapping[str, Any], **about: Any
@@ -174,9 +171,8 @@ def _open(
         name=title,
         reinit="create_new",
         notes=f"Made by: {made['command']}\nCode: {made['code_revision']}",
-        group=str(made["experiment"]),
         settings=wandb.Settings(console="off", **quiet),
-        **{**about, "config": {**made, **about["config"]}},
+        **{"group": str(made["experiment"]), **about, "config": {**made, **about["config"]}},
     )
     place = Path(run.dir).parent
     os.environ["WANDB_DATA_DIR"] = str(place)  # tables' files, and copies of artifacts
@@ -193,12 +189,12 @@ def _open(
 
 
 class Live(ExitStack):
-    """A job in W&B while it runs, where the mode is online: means of what there is so far, written to
-    an offline run, which W&B's own client sends as it grows. `log_runs` puts the whole in its place.
-    What goes wrong is one warning; the job goes on. A context manager.
+    """A job in W&B while it runs, where the mode is online: each method's means of what there is so far,
+    written to offline runs, which W&B's own client sends as they grow. `log_runs` puts the whole in
+    their place. What goes wrong is one warning; the job goes on. A context manager.
 
     Args:
-        experiment: its folder. names: of the job's runs: experiment, model, task, config_hash.
+        experiment: its folder. names: of the job's runs: experiment, model, task, method, config_hash.
         logger: as `log_runs` takes them.
     """
 
@@ -209,75 +205,178 @@ class Live(ExitStack):
         self._experiment, self._names = experiment, names
         self._where = {key: logger[key] for key in ("project", "entity")}
         self._wanted = _resolved(logger["mode"]) == "online"
-        self._run: wandb.Run | None = None
+        self._runs: dict[str, wandb.Run] = {}
 
     def log(self, means: Mapping[str, float]) -> None:
-        """Log means by ``<method>/<measure>``; the run is opened by the first."""
+        """Log means by ``<method>/<measure>``; the runs are opened by the first."""
         if not self._wanted:
             return
         self._wanted = False  # until it went well
 
         def write() -> None:
-            if self._run is None:
-                first, code = self._names[0], _job_id(self._names)
-                about = {"config": {}, "job_type": first["task"], **self._where}
-                title = f"{first['model']}/{first['task']}"
-                self._run = self.enter_context(_open(self._experiment, code, title, first, **about))
-                place = Path(self._run.dir).parent
-                process = _client("beta", "sync", "--live", str(place), place=place.parent)
-                self.callback(_end, process)
-            self._run.log(dict(means))
+            if not self._runs:
+                self._open_runs()
+            for method, run in self._runs.items():
+                own = {k.removeprefix(f"{method}/"): mean for k, mean in means.items()}
+                run.log({name: mean for name, mean in own.items() if "/" not in name})
             self._wanted = True
 
         _write(self._experiment, "a job that runs", write)
 
+    def _open_runs(self) -> None:
+        """A run of each method, and the client that sends all of them."""
+        for names in self._names:
+            code = run_id(*run_names(names))
+            job = f"{names['model']}/{names['task']}"
+            about = {"config": {"method": names["method"]}, "group": job, **self._where}
+            title = f"{job}/{names['method']}"
+            opened = _open(self._experiment, code, title, names, job_type=names["task"], **about)
+            self._runs[str(names["method"])] = self.enter_context(opened)
+        places = [Path(run.dir).parent for run in self._runs.values()]
+        words = ["beta", "sync", "--live", "-n", str(len(places)), *map(str, places)]
+        self.callback(_end, _client(*words, place=places[0].parent))
+
     def __exit__(self, *_: object) -> None:
-        if self._run is not None:
+        if self._runs:
             _write(self._experiment, "a job that ran", partial(super().__exit__, None, None, None))
 
 
-def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -> Path:
-    """A job: every method's scores, and their answers where that is wanted."""
-    import pandas as pd
-
+def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -> list[Path]:
+    """The W&B runs of a job, one of each method. Their group is the job."""
     from kvbench.report.experiment import group_runs
     from kvbench.report.frame import tidy
 
-    manifest, group = runs[0].manifest, group_runs(runs)[0]
+    group = group_runs(runs)[0]
     frame = tidy(group)
+    names_of = [run_names(run.manifest) for run in runs]
+    runs_by_name = dict(zip(names_of, runs, strict=True))
+    first = group.records.drop_duplicates("variant").to_dict("records")
+    names_by_label = {str(record["variant"]): run_names(record) for record in first}  # type: ignore[arg-type]
+    places = []
+    for variant in group.variants:
+        names = names_by_label[variant.label]
+        scores = frame[frame["variant"] == variant.label]
+        run, alone = runs_by_name[names], _alone(group, variant)
+        places.append(_log_variant(run, run_id(*names), alone, scores, predictions, where))
+    return places
 
-    measures = ["score", *(name for name in group.meta.measures if name in group.records)]
-    means = {
-        str(run.manifest.get("method")): run.records.reindex(columns=measures).expanding().mean()
-        for run in runs
-    }
-    so_far = pd.concat([part.add_prefix(f"{method}/") for method, part in means.items()], axis=1)
-    rates = dict.fromkeys(f"rate {v.rate:g}" for v in group.variants if v.rate is not None)
-    names = [group.model, group.task, *rates, f"seed{manifest.get('seed')}"]
-    hashes = sorted(str(run.manifest.get("config_hash")) for run in runs)
-    config: dict[str, Any] = {
+
+def run_names(names: Mapping[str, Any]) -> tuple[str, ...]:
+    """What tells a run of kvbench's from all others, of a manifest or a record."""
+    return tuple(
+        str(names[key]) for key in ("experiment", "model", "task", "method", "config_hash")
+    )
+
+
+def _alone(group: Group, variant: Variant) -> Group:
+    """The group with one variant."""
+    records = group.records[group.records["variant"] == variant.label]
+    baseline = {variant.label: None}
+    return dataclasses.replace(group, variants=(variant,), records=records, baseline=baseline)
+
+
+def _log_variant(
+    run: Run,
+    code: str,
+    group: Group,
+    scores: pd.DataFrame,
+    predictions: bool,
+    where: Mapping[str, Any],
+) -> Path:
+    """A method at a rate: its settings, its means by the number of examples, its scores by dataset, its
+    records, its heatmap, and its answers where that is wanted.
+
+    Args:
+        code: the W&B run's id. group: with this variant alone. scores: its rows of the tidy frame.
+    """
+    manifest, (variant,) = run.manifest, group.variants
+    by_rate = scores[(scores["by"] == "rate") & (scores["measure"] == "score")]
+    only_rate = variant.rate if by_rate.empty else None  # a probe measures at several in one run
+    rate = [] if only_rate is None else [f"rate {only_rate:g}"]
+    seed = f"seed{manifest.get('seed')}"
+    budget = (manifest.get("config") or {}).get("budget") or {}
+    job = "/".join((group.model, group.task, f"rate {budget.get('rate')}", seed))
+    config = {
         "model": group.model,
         "task": group.task,
-        "methods": list(means),
-        "config_hash": hashes,
+        "method": variant.method,
+        "variant": variant.label,
+        "rate": only_rate,
+        "config_hash": manifest.get("config_hash"),
+        "run": dict(manifest.get("identity") or {}),
+        "config": dict(manifest.get("config") or {}),
     }
-    config["run"] = dict(manifest.get("identity") or manifest.get("config") or {})
+    tags = dict.fromkeys(tag[:64] for tag in (group.model, group.task, variant.method, *rate))
     with _open(
-        runs[0].folder.parents[2],
-        _job_id([run.manifest for run in runs]),
-        "/".join(names),
+        run.folder.parents[2],
+        code,
+        "/".join((group.model, group.task, variant.method, *rate, seed)),
         manifest,
         config=config,
         job_type=group.task,
-        tags=list(dict.fromkeys(tag[:64] for tag in (group.model, group.task, *means))),
+        group=job[:128],
+        tags=list(tags),
         **where,
-    ) as run:
-        for row in so_far.to_dict("records"):  # as `Live` showed it
-            run.log({str(name): mean for name, mean in row.items() if not math.isnan(mean)})
-        answers = _answers(group) if predictions else None
-        run.log({"scores": _table(frame)} | ({} if answers is None else {"predictions": answers}))
-        run.summary.update(scalars_of(frame) | {"failed": len(group.records) - len(group.good)})
-        return Path(run.dir).parent
+    ) as logged:
+        logged.define_metric("examples")
+        logged.define_metric("*", step_metric="examples")
+        numbers = _numbers(group)
+        means = numbers.expanding().mean()
+        for count, row in enumerate(means.to_dict("records"), start=1):
+            known = {str(name): mean for name, mean in row.items() if not math.isnan(mean)}
+            logged.log({"examples": count, **known})
+        found: dict[str, Any] = {"examples": len(numbers)}
+        found |= {"scores": _table(scores), "records": _table(_plain_records(group))}
+        found |= {k: v for k, v in _extras(group, predictions).items() if v is not None}
+        logged.log(found)
+        last = {str(name): mean for name, mean in numbers.mean().items() if not math.isnan(mean)}
+        summary = {k.rpartition("/")[2]: v for k, v in scalars_of(scores).items()}
+        for value, mean in zip(by_rate["value"], by_rate["mean"], strict=True):
+            summary[f"score at rate {value}"] = mean
+        failed = len(group.records) - len(group.good)
+        logged.summary.update({**last, **summary, "examples": len(numbers), "failed": failed})
+        return Path(logged.dir).parent
+
+
+_COUNTED = ("ratio", "cache_bytes", "entries_mean", "prefill_s", "compress_s", "decode_s")
+"""Fields of records, beside scores, that are of interest as means."""
+
+
+def _numbers(group: Group) -> pd.DataFrame:
+    """Scores and costs of the examples in their order."""
+    names = ["score", *group.meta.measures, *_COUNTED]
+    present = [name for name in dict.fromkeys(names) if name in group.records]
+    return group.records[present].astype(float)
+
+
+def _plain_records(group: Group) -> pd.DataFrame:
+    """The records less what a table in W&B cannot show or nobody reads there: texts and lists."""
+    names = ["example_id", "dataset", "seed", "status", "prompt_tokens", "new_tokens"]
+    names += [name for name in group.meta.breakdown if name in group.records]
+    kept = group.records[[name for name in dict.fromkeys(names) if name in group.records]]
+    return kept.join(_numbers(group))
+
+
+def _extras(group: Group, predictions: bool) -> dict[str, Any]:
+    """The heatmap of a task that has one, and the answers where they are wanted; else None."""
+    from kvbench.records.figures import Heatmap
+    from kvbench.report.figures import heatmaps
+
+    spec = group.meta.figure(Heatmap)
+    drawn = None if spec is None or group.good.empty else heatmaps(group, spec)
+    return {
+        "heatmap": None if drawn is None else _image(drawn),
+        "predictions": _answers(group) if predictions else None,
+    }
+
+
+def _image(drawn: Drawn) -> wandb.Image:
+    """A figure as a picture with its caption."""
+    import wandb
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(drawn.encoded("png")))
+    return wandb.Image(picture, caption=f"{drawn.title}. {drawn.caption}")
 
 
 def log_overview(folder: Path, paths: ReportPaths) -> bool:
@@ -297,7 +396,6 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
         return False
     import pandas as pd
     import wandb
-    from PIL import Image
 
     from kvbench.report.frame import totals
 
@@ -315,9 +413,7 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
             found: dict[str, Any] = {"task_by_method": _table(spread.reset_index())}
             for drawn in paths.drawn:
                 if drawn.name.endswith(("-ratio", "-heatmap")):
-                    picture = Image.open(io.BytesIO(drawn.encoded("png")))
-                    caption = f"{drawn.title}. {drawn.caption}"
-                    found[drawn.name] = wandb.Image(picture, caption=caption)
+                    found[drawn.name] = _image(drawn)
             run.log(found)
             page = wandb.Artifact(f"report-{run.id}", "report")
             page.add_file(str(paths.page))

@@ -145,7 +145,7 @@ class Runner:
             group = work[done : done + size]
             done += len(group)
             failed = False
-            with finished_first():  # left when its outcomes have been taken
+            with finished_first(more=done == len(work)):  # left when its outcomes have been taken
                 for outcomes in self._run_group(group):
                     failed |= any(outcome.fields.get("error") is not None for outcome in outcomes)
                     yield outcomes

@@ -9,7 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 from kvbench.kv import KVError
-from kvbench.tasks.base import Example, PromptEncoder
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example
 
 MOST_EVIDENCE = 400
 """Characters that a record keeps of the part of a prompt which holds the answer."""

@@ -46,9 +46,6 @@ UNITS_WITH_KEPT = 2
 """The first units of a task record which entries every method kept; two, since one may be a special
 case."""
 
-MOST_EXTRA = 2.0**63
-"""Numbers of `Method.extras` are smaller: what reads records takes no others for integers."""
-
 Methods = Mapping[str, tuple[Method, Budget]]
 """Methods of a job by label, each with its budget."""
 
@@ -159,6 +156,7 @@ class TaskPlan(Plan):
             "figures": as_json(figures),
             "unit": self.task.unit,
             "measures": list(self.task.measures),
+            "metric": self.task.metric_name(),
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -359,15 +357,13 @@ def refuse_taken(whose: str, names: Iterable[str]) -> None:
 
 def with_extras_checked(label: str, result: Generation, others: Collection[str] = ()) -> Generation:
     """The generation; a failed one if `Method.extras` has names of fields that every record has or that
-    are among `others`, the task's own, or values that are no numbers."""
+    are among `others`, the task's own."""
     try:
         whose = f"the extras of method {label!r}"
         refuse_taken(whose, result.extras)
-        for name, value in result.extras.items():
-            if not isinstance(name, str) or name in others:
+        for name in result.extras:
+            if name in others:
                 raise KVError(f"{whose} have {name!r}; allowed: names that the task does not use")
-            if not isinstance(value, int | float) or not abs(value) < MOST_EXTRA:
-                raise KVError(f"{whose} have {name} of a value that is no number; allowed: numbers")
     except KVError as failure:
         return replace(result, failure=failure, extras={})
     return result

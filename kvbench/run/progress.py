@@ -171,7 +171,8 @@ class Progress:
 @contextmanager
 def progress_display(title: str) -> Iterator[Progress]:
     """Within this context a job's progress is shown on stderr after its title."""
-    console, last_shown = Console(stderr=True), -math.inf
+    console = Console(stderr=True)
+    last_shown = -math.inf
     status = console.status(title) if console.is_terminal else None
     pause = SECONDS_BETWEEN_LINES if status is None else 0.1
 

@@ -170,7 +170,9 @@ class Job:
         """A line for each thing about the job's examples that its numbers do not show."""
         lines = []
         if self.units.left_out:
-            lines.append(f"limit is {self.limit}: nothing runs of {', '.join(self.units.left_out)}")
+            lines.append(
+                f"limit is {self.limit}: no example is run of {', '.join(self.units.left_out)}"
+            )
         lengths = [encoded.n for unit in self.units.own for encoded in unit.examples]
         positions = self.session.encoder.max_positions if lengths else None
         if positions is None:
@@ -221,6 +223,8 @@ class Job:
                 "temperature": session.sampling.temperature,
                 "top_p": session.sampling.top_p,
             }
+        if session.decode != "auto":  # a run goes on with the decoding that it began with
+            settings["decode"] = session.decode
         return settings
 
     def manifest(self, label: str) -> dict[str, Any]:
@@ -243,6 +247,7 @@ class Job:
         return {
             **dict.fromkeys(COMMON_FIELDS),
             **self.runs[outcome.method].names,
+            "decode": self.session.decode,
             "dataset": self.task,
             "example_id": outcome.example_id,
             "status": "ok",

@@ -19,7 +19,8 @@ from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import Tokenizer, end_token_ids, load_tokenizer, model_encoder
 from kvbench.errors.options import check_options
 from kvbench.kv import KVError
-from kvbench.tasks.base import Example, PromptEncoder
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example
 
 
 @dataclass(frozen=True)

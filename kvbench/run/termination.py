@@ -1,4 +1,5 @@
-"""SIGTERM asks a job to end: it does, after the example in progress."""
+"""SIGTERM asks a job to end: it does, after the example in progress; after the last one, when the
+tables and the page are written."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kvbench.engine.limits import in_main_thread
 TERMINATED = 143
 """Exit status after SIGTERM, as a shell reports it."""
 
-WAIT_NOTICE = "kvbench: SIGTERM: finishing this example first; another one ends it at once\n"
+WAIT_NOTICE = "kvbench: SIGTERM: finishing what is in progress first; another one ends it at once\n"
 """What a first SIGTERM is answered with on stderr."""
 
 
@@ -26,10 +27,10 @@ class Terminated(SystemExit):
 
 
 _busy = False
-"""Whether an example is running in this process."""
+"""Whether this process has something to finish first, an example or a page."""
 
 _asked = False
-"""Whether SIGTERM came while an example was running. Signals come to a process, so that is its state."""
+"""Whether SIGTERM came while there was. Signals come to a process, so that is its state."""
 
 
 @contextmanager
@@ -69,18 +70,31 @@ def _handle(_signal: int, _frame: FrameType | None) -> None:
 
 
 @contextmanager
-def finished_first() -> Iterator[None]:
+def finished_first(*, more: bool = False) -> Iterator[None]:
     """Within this context, inside `terminable`, SIGTERM does not interrupt.
 
+    Args:
+        more: what comes after the context is to be finished, too, as the page after the last example:
+            SIGTERM goes on waiting until another such context, without more, ends.
+
     Raises:
-        Terminated: at the end of the context, if SIGTERM came.
+        Terminated: at the end of the context, if SIGTERM came and there is no more.
     """
     global _busy
     _busy = True
     try:
         yield
-    finally:
+    except BaseException:
         _busy = False
+        raise
+    if not more:
+        end_if_asked()
+
+
+def end_if_asked() -> None:
+    """From here on SIGTERM interrupts again. Raises `Terminated` if it came before."""
+    global _busy
+    _busy = False
     if _asked:
         raise Terminated
 

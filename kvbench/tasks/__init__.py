@@ -1,1 +1,1 @@
-"""Benchmarks, one file each: examples in, scores out. They know nothing of methods."""
+"""Benchmarks, one file each: a task makes examples and scores answers. Tasks import no methods."""

@@ -1,34 +1,27 @@
-"""Data of tasks: text and rows of files, of archives and of the Hub.
-
-The Hub is asked once whether it answers, before its library tries for half a minute.
-"""
+"""Reading the data of tasks: texts and rows of files, of zip archives and of the Hub."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import json
-import logging
-import socket
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from kvbench.errors import first_line
+from kvbench.hub import hub_answers, quiet_hub
 from kvbench.tasks.base import TaskError
 
 # files
 
 
 def matching(patterns: Iterable[str]) -> list[str]:
-    """The files that paths and globs name, each once, by path."""
+    """List the files that match paths and globs, each once, sorted by path."""
     files: set[str] = set()
     for pattern in patterns:
         path = Path(pattern).expanduser()
@@ -37,15 +30,18 @@ def matching(patterns: Iterable[str]) -> list[str]:
 
 
 def file_digests(patterns: Iterable[str]) -> dict[str, str]:
-    """sha256 of each file that is there, by file name."""
+    """The sha256 of each file that matches, by file name."""
     return {Path(file).name: _sha256("data", [file]) for file in matching(patterns)}
 
 
 def read_text(task: str, path: str | Path) -> str:
-    """A text file.
+    """Read a text file.
+
+    Args:
+        task: the name of the task, for messages.
 
     Raises:
-        TaskError: it cannot be read.
+        TaskError: the file cannot be read.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -54,10 +50,10 @@ def read_text(task: str, path: str | Path) -> str:
 
 
 def texts_of_files(patterns: Sequence[str]) -> list[tuple[str, str]]:
-    """Name and text of each file that matches, by path.
+    """Read all text files that match; returns the name and text of each, sorted by path.
 
     Raises:
-        TaskError: there is none, or one cannot be read.
+        TaskError: no file matches, or one cannot be read.
     """
     paths = matching(patterns)
     if not paths:
@@ -69,7 +65,8 @@ def texts_of_files(patterns: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _open(file: str) -> Any:
-    """A binary stream of a local file, or of ``zip://<name>::<archive>``."""
+    """Open a local file, or the member of an archive ``zip://<member>::<archive>``, as a binary
+    stream."""
     if not file.startswith("zip://"):
         return Path(file).open("rb")
     name, _, archive = file.removeprefix("zip://").partition("::")
@@ -77,10 +74,10 @@ def _open(file: str) -> Any:
 
 
 def _sha256(task: str, files: Iterable[str]) -> str:
-    """The SHA-256 of files, read one after the other; each as `_open` takes it.
+    """The SHA-256 of the contents of files (paths as for `_open`), one after the other.
 
     Raises:
-        TaskError: one cannot be read.
+        TaskError: a file cannot be read.
     """
     digest = hashlib.sha256()
     for file in files:
@@ -98,16 +95,16 @@ def _unreadable(task: str, file: str, problem: OSError) -> TaskError:
 
 
 def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
-    """Numbers from 1 (of JSON lines, the lines') and rows of a file, by its ending: ``.parquet``,
-    ``.json`` (one list) or JSON lines.
+    """Read the rows of a ``.parquet`` file, of a ``.json`` file with one list, or of a file of JSON
+    lines. Yields each row with its number from 1, which for JSON lines is the number of the line.
 
-    JSON lines are parsed one by one and not by `datasets`' JSON loader: that guesses types (text like
-    2009-01-02 becomes a date), names no line, and broken files have crashed its process. Its parquet
-    loader is asked by itself: `load_dataset` reports every use to a server, which a job without a
-    network waits for.
+    JSON lines are not read by the JSON loader of `datasets`, because the loader guesses types (text like
+    2009-01-02 becomes a date), does not name the line of an error, and has crashed on broken files. Its
+    parquet loader is called directly, because `load_dataset` reports every use to a server, for which a
+    job without a network would wait.
 
     Raises:
-        TaskError: one line naming the file and the line that is wrong.
+        TaskError: the message names the file and the line that is wrong.
     """
     try:
         if file.endswith(".parquet"):
@@ -136,10 +133,13 @@ def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
 
 
 def parsed_json(task: str, place: str, text: bytes) -> Any:
-    """What a JSON text says.
+    """Parse a JSON text.
+
+    Args:
+        place: the file and line, for messages.
 
     Raises:
-        TaskError: it is not complete JSON, or not UTF-8.
+        TaskError: the text is not UTF-8, or not complete JSON.
     """
     try:
         return json.loads(text.decode("utf-8"))
@@ -151,40 +151,6 @@ def parsed_json(task: str, place: str, text: bytes) -> Any:
 
 # the Hub
 
-ANSWER_S = 5.0
-"""Seconds within which the Hub must answer at all."""
-
-
-def hub_answers() -> bool:
-    """Whether the Hub accepts a connection. True too behind a proxy and where the library was told to
-    stay offline: there it decides itself, at once."""
-    from huggingface_hub import constants
-
-    if constants.is_offline_mode() or getproxies():
-        return True
-    hub = urlsplit(constants.ENDPOINT)
-    port = hub.port or {"http": 80}.get(hub.scheme, 443)
-    try:
-        socket.create_connection((hub.hostname or "", port), timeout=ANSWER_S).close()
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Without the warnings of the Hub's libraries, a paragraph for each attempt and file while they ask
-    again; errors are raised as ever."""
-    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-
 
 def hub_rows(
     task: str,
@@ -193,36 +159,48 @@ def hub_rows(
     split: str,
     revision: str | None = None,
     limit: int | None = None,
+    instead: str = "task.files=[<file>]",
 ) -> list[dict[str, Any]]:
-    """Rows of a configuration of a data repository that `datasets` reads by itself, the first `limit`.
+    """Read the rows of a data set on the Hub by `datasets`.
+
+    Args:
+        name: the data set's configuration; None for its only one.
+        limit: how many of the first rows are read; None for all.
+
+    Args:
+        instead: what takes local files in place of the repository, for the error.
 
     Raises:
-        TaskError: it cannot be read.
+        TaskError: the data set cannot be read.
     """
     from datasets import load_dataset
 
     where = " ".join(part for part in (repository, name, split) if part)
     try:
         if not hub_answers():
-            raise ConnectionError("the Hub cannot be reached; allowed: a network, or local files")
+            raise ConnectionError("the Hub cannot be reached")
         with quiet_hub():
             rows = load_dataset(
                 repository, name=name, split=split, streaming=True, revision=revision
             )
             return [dict(row) for row in islice(rows, limit)]
     except Exception as problem:
-        raise TaskError(f"{task}: cannot read {where}: {first_line(problem)}") from problem
+        raise TaskError(
+            f"{task}: cannot read {where}: {first_line(problem)}; allowed: a network, or {instead}"
+        ) from problem
 
 
 def texts_of_dataset(
     name: str, config: str | None, split: str, column: str, limit: int = 200
 ) -> list[tuple[str, str]]:
-    """Number and text of each of the first `limit` rows of a Hugging Face dataset.
+    """Read the texts in a column of the first `limit` rows of a data set on the Hub; returns a name
+    ("row 3") and the text of each.
 
     Raises:
-        TaskError: it cannot be loaded, or has no such column.
+        TaskError: the data set cannot be read, or has no such column.
     """
-    rows = hub_rows("needle", name, config, split, limit=limit)
+    local = "task.haystack_files=[<file>]"
+    rows = hub_rows("needle", name, config, split, limit=limit, instead=local)
     for row in rows:
         if column not in row:
             raise TaskError(
@@ -236,14 +214,17 @@ class Source:
     """The place of the rows of one data set.
 
     Attributes:
-        task: its name, for errors.
-        files: globs of local files.
-        data: a folder or zip with `file` in it.
-        dataset: a data repository on the Hub, read by `datasets` (config, split) or, if `file` is
-            given, by fetching that.
-        file: a path in `data` or in the repository; with `archive`, in that zip of theirs. In a folder
-            parquet files of that name do as well.
-        local: in place of `file` where `data` is given, for a data set that `datasets` reads otherwise.
+        task: the name of the task, for messages.
+        files: globs of local files; they come before all other places.
+        data: a local folder or zip that contains `file`.
+        dataset: a data repository on the Hub. If `file` is given that file is fetched, else `datasets`
+            reads `config` and `split`.
+        config, split, revision: of the repository.
+        file: the path of the data file in `data` or in the repository. In a folder parquet files of the
+            same name are read as well.
+        archive: the path of a zip in the repository that contains `file`.
+        local: takes the place of `file` within `data`, for a data set that `datasets` reads from the
+            Hub.
     """
 
     task: str
@@ -259,10 +240,10 @@ class Source:
 
     @cached_property
     def paths(self) -> list[str]:
-        """The files, as `file_rows` takes them; none where `datasets` reads the rows.
+        """The paths of the files, for `file_rows`; empty where `datasets` reads the rows.
 
         Raises:
-            TaskError: one is missing or cannot be fetched.
+            TaskError: a file is missing or cannot be fetched.
         """
         files = []
         for pattern in self.files:
@@ -280,7 +261,12 @@ class Source:
         return self._inside(path, file) if self.archive else [str(path)]
 
     def _inside(self, root: Path, file: str) -> list[str]:
-        """A file of a folder or zip, wherever in the zip if no other there has its name."""
+        """Find a file in a folder or zip. In a zip a member of the same name in another folder is taken
+        if there is only one.
+
+        Raises:
+            TaskError: `root` is neither a folder nor a zip, or does not contain the file.
+        """
         name = Path(file)
         if root.is_dir():
             parquet = [name.with_suffix(".parquet").name, f"{name.stem}/*.parquet"]
@@ -295,9 +281,11 @@ class Source:
                 raise TaskError(
                     f"{self.task}: {root} is no zip archive ({problem}); allowed: a folder or zip"
                 ) from problem
-            alike = [path for path in names if Path(path).name == name.name]
-            if file in names or len(alike) == 1:
-                return [f"zip://{file if file in names else alike[0]}::{root}"]
+            same_name = [path for path in names if Path(path).name == name.name]
+            if file in names:
+                return [f"zip://{file}::{root}"]
+            if len(same_name) == 1:
+                return [f"zip://{same_name[0]}::{root}"]
         elif not root.exists():
             raise TaskError(
                 f"{self.task}: task.data is {self.data!r}, which does not exist; allowed: a folder or "
@@ -310,7 +298,11 @@ class Source:
         )
 
     def _fetched(self, file: str) -> Path:
-        """A file of the repository, on this machine."""
+        """Fetch a file of the repository; returns its local path.
+
+        Raises:
+            TaskError: the file cannot be fetched.
+        """
         from huggingface_hub import hf_hub_download
 
         assert self.dataset is not None
@@ -332,10 +324,11 @@ class Source:
         return Path(path)
 
     def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """Place ("file row 3"), stem of the file's name, and row.
+        """Read all rows. Yields each row's place for messages ("file row 3"), the name of its file
+        without the suffix, and the row.
 
         Raises:
-            TaskError: one line naming the place that is wrong.
+            TaskError: the message names the row that is wrong.
         """
         for path in self.paths:
             stem = Path(path.removeprefix("zip://").partition("::")[0]).stem
@@ -348,12 +341,25 @@ class Source:
         if not self.paths:
             assert self.dataset is not None
             stem = self.dataset.rpartition("/")[2]
-            rows = hub_rows(self.task, self.dataset, self.config, self.split, self.revision)
+            where = (self.dataset, self.config, self.split, self.revision)
+            local = "task.files=[<file>]" if self.local is None else "task.data=<folder or zip>"
+            rows = hub_rows(self.task, *where, instead=local)
             for number, row in enumerate(rows, start=1):
                 yield f"{self.dataset} row {number}", stem, row
 
+    def check_files(self) -> None:
+        """Read the local files that are named, to tell early what is wrong with one.
+
+        Raises:
+            TaskError: one is missing, holds no row or a broken one.
+        """
+        for path in self.paths if self.files else ():
+            if not sum(1 for _ in file_rows(self.task, path)):
+                raise TaskError(f"{self.task}: {path} is empty; allowed: a row for each context")
+
     def digests(self) -> dict[str, str]:
-        """sha256 of each file by its name; of what `datasets` reads, its commit.
+        """The sha256 of each file by its name, or the repository's commit where `datasets` reads the
+        rows.
 
         Raises:
             TaskError: a file or the repository cannot be read.

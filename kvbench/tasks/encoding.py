@@ -1,54 +1,63 @@
-"""From a prompt's text to the tokens of its context and its question, and prompts of a wanted length."""
+"""Encoding of a prompt's context and question, and the search for prompts of a wanted length."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import TaskError
 
 SplitIds = tuple[tuple[int, ...], tuple[int, ...]]
-"""Token ids of a prompt's context, and of what follows."""
+"""The token ids of a prompt's context, and of the rest of the prompt."""
 
 
 def encode_split(encoder: PromptEncoder, context: str, question: str, prefix: str = "") -> SplitIds:
-    """Tokens of a whole prompt (`Example.complete`): of its context, and of what follows.
+    """Encode a whole prompt (`Example.complete`) as its context and the rest.
 
-    Context and question are tokenised in one piece; a token across the boundary belongs to the
-    question. The text that begins the answer, `prefix`, follows what the chat template puts behind the
-    user's message, or, without a template, the question, in the same piece.
+    Context and question are tokenised together; a token across the boundary belongs to the question.
+
+    Args:
+        prefix: the text that begins the answer. It follows the chat template's end of the user's
+            message; without a template it is tokenised together with the question.
     """
-    text = context + question + ("" if encoder.suffix_ids else prefix)
+    text = context + question
+    if not encoder.suffix_ids:
+        text += prefix
     if callable(encoder.tokenizer):
         ids, cut = encoder.encode_prompt(text, len(context), special=False)
     else:
         head = encoder.encode_text(context)
         ids, cut = head + encoder.encode_text(text[len(context) :]), len(head)
-    return (*encoder.prefix_ids, *ids[:cut]), (*ids[cut:], *_behind(encoder, prefix))
+    return (*encoder.prefix_ids, *ids[:cut]), (*ids[cut:], *_suffix_and(encoder, prefix))
 
 
 def encode_context(encoder: PromptEncoder, context: str) -> tuple[int, ...]:
-    """Tokens of a context by itself: those of several questions are the same, whatever they ask."""
+    """Encode a context alone, so that its tokens do not depend on the question."""
     return (*encoder.prefix_ids, *encoder.encode_text(context))
 
 
 def encode_question(encoder: PromptEncoder, question: str, prefix: str = "") -> tuple[int, ...]:
-    """Tokens of what follows a context that was tokenised by itself; see `encode_split`."""
-    text = question + ("" if encoder.suffix_ids else prefix)
-    return (*encoder.encode_text(text), *_behind(encoder, prefix))
+    """Encode a question and the answer's `prefix`, after a context of `encode_context`. See
+    `encode_split`."""
+    text = question if encoder.suffix_ids else question + prefix
+    return (*encoder.encode_text(text), *_suffix_and(encoder, prefix))
 
 
-def _behind(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
-    """What a chat template puts behind the user's message, and how the answer begins."""
+def _suffix_and(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
+    """The tokens of a chat template after the user's message, and of the answer's `prefix` behind them;
+    none without a template."""
     if not encoder.suffix_ids:
         return ()
-    return (*encoder.suffix_ids, *(encoder.encode_text(prefix) if prefix else ()))
+    if not prefix:
+        return encoder.suffix_ids
+    return (*encoder.suffix_ids, *encoder.encode_text(prefix))
 
 
-def parted(template: str, field: str) -> tuple[str, str, str]:
-    """What stands before a template's field, the white space behind it, and the rest.
+def split_template(template: str, field: str) -> tuple[str, str, str]:
+    """Split a template at a field into the text before it, the white space after it, and the rest.
 
-    White space that begins a question belongs to the context, so that the boundary is one between words.
+    White space before a question belongs to the context, so that the boundary lies between words.
     """
     before, _, after = template.partition(field)
     question = after.lstrip()
@@ -56,10 +65,11 @@ def parted(template: str, field: str) -> tuple[str, str, str]:
 
 
 def check_template(template: str, context: str, question: str) -> None:
-    """Refuse a prompt's template that does not hold two fields once each, in this order.
+    """Refuse a template that does not have the field `context` once and after it the field `question`
+    once.
 
     Raises:
-        TaskError: it does not.
+        TaskError: the template and the fields that it must have.
     """
     before, _, after = template.partition(context)
     if context in before + after or after.count(question) != 1 or question in before:
@@ -71,31 +81,38 @@ def check_template(template: str, context: str, question: str) -> None:
 def largest_fitting(
     tokens: Callable[[int], int], room: int, *, least: int, most: int, guess: int
 ) -> int | None:
-    """The largest size whose prompt fits; None where not even the least does.
+    """Find the largest size whose prompt fits; None where the prompt of size `least` does not fit.
 
-    A prompt's tokens grow about evenly with its size, but every size may be another random draw. So the
-    next size to try is where a line through the last two meets the room, and the middle where that
-    gains little: mostly three or four prompts are measured, and at most some twice log2(most).
+    The number of tokens grows about linearly with the size. The next size to try is where a line through
+    the last two sizes reaches `room`; every fourth time it is the middle of the interval, since prompts
+    of different sizes are different random draws. Mostly three or four prompts are measured, and at
+    most about 2 log2(most).
 
     Args:
-        tokens: of the prompt of a size; asked once for each size.
-        room: tokens that it may have.
-        least, most: sizes that are allowed; least <= most.
-        guess: where to begin.
+        tokens: a function that makes the prompt of a size and returns its number of tokens. It is called
+            once for each size that is tried.
+        room: the most tokens that the prompt may have.
+        least, most: the least and the largest size.
+        guess: the first size to try.
     """
-    low, high = least - 1, most + 1  # fits, does not fit
+    # The prompt of size `low` fits and that of size `high` does not, where they are in least .. most.
+    low, high = least - 1, most + 1
     known: list[tuple[int, int]] = []
     size = min(max(guess, least), most)
     while high - low > 1:
         used = tokens(size)
         known.append((size, used))
-        low, high = (size, high) if used <= room else (low, size)
+        if used <= room:
+            low = size
+        else:
+            high = size
         per_unit = _slope(known)
         if low >= least and 0 <= room - used < per_unit:
             break
         aim = size + math.floor((room - used) / per_unit)
         if low < least and len(known) > 2:
-            aim = least  # does anything fit?
+            # No size that was tried fits, so perhaps none does.
+            aim = least
         elif len(known) % 4 == 0 and high <= most:
             aim = (low + high) // 2
         size = min(max(aim, low + 1), high - 1, 4 * size)
@@ -103,9 +120,10 @@ def largest_fitting(
 
 
 def _slope(known: list[tuple[int, int]]) -> float:
-    """Tokens per unit, of the last two sizes, or of the only one as if all its tokens were units'."""
-    (last, used), *before = reversed(known)
-    for size, tokens in before:
-        if size != last and (used - tokens) / (last - size) > 0:
-            return (used - tokens) / (last - size)
-    return max(used, 1) / last
+    """The tokens per unit of size, by the last size of `known` (size, tokens) and the latest one before
+    it that gives a positive slope; without such a size all tokens over the size."""
+    (last_size, last_tokens), *earlier = reversed(known)
+    for size, tokens in earlier:
+        if size != last_size and (last_tokens - tokens) / (last_size - size) > 0:
+            return (last_tokens - tokens) / (last_size - size)
+    return max(last_tokens, 1) / last_size

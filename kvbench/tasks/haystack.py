@@ -13,7 +13,8 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 
-from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import TaskError
 
 # fmt: off
 PEOPLE = (

@@ -34,7 +34,8 @@ from annotated_types import Ge, Le
 
 from kvbench.errors import first_line, nearest
 from kvbench.errors.options import Distinct
-from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Task, TaskError
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_context, encode_question
 from kvbench.tasks.instructions_checkers import CHECKS, GREETINGS, follows

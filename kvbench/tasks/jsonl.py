@@ -20,9 +20,10 @@ from annotated_types import Ge
 
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, Distinct
-from kvbench.tasks.base import Example, NewTokens, PromptEncoder, Task, TaskError
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, NewTokens, Task, TaskError
 from kvbench.tasks.data import Source
-from kvbench.tasks.encoding import encode_context, encode_question, parted
+from kvbench.tasks.encoding import encode_context, encode_question, split_template
 from kvbench.tasks.metrics import METRICS, REGEX_SECONDS, Key, stands
 from kvbench.tasks.template import PromptTemplate
 
@@ -318,6 +319,11 @@ class Jsonl(Task):
         options = {option: getattr(self, option) for option in where}
         return Source("jsonl", tuple(self.files), **options)
 
+    def check_files(self) -> None:
+        """See `Task.check_files`."""
+        for part in self._parts.values():
+            part._source.check_files()
+
     def digests(self) -> Mapping[str, str]:
         """sha256 of each file; of what `datasets` reads from the Hub, its commit."""
         return {
@@ -325,6 +331,10 @@ class Jsonl(Task):
             for name, part in self._parts.items()
             for file, sha in part._source.digests().items()
         }
+
+    def metric_name(self) -> str:
+        """See `Task.metric_name`."""
+        return self.metric
 
     def examples(self, encoder: PromptEncoder) -> Sequence[RowExample]:
         """A context of each data set in turn, with all its questions, in the order of the files.
@@ -387,7 +397,7 @@ class Jsonl(Task):
                 f"jsonl: task.template prints the context {text.count(MARK)} times; allowed: once, as "
                 "{{ context }}"
             )
-        before, white, question = parted(text, MARK)
+        before, white, question = split_template(text, MARK)
         return before + white, question
 
     def _examples(self, group: Sequence[_Prompt], encoder: PromptEncoder) -> list[RowExample]:

@@ -27,7 +27,8 @@ from annotated_types import Ge
 
 from kvbench.errors import nearest, needs_extra
 from kvbench.errors.options import Count, Distinct, Several, Text, Whole, allowed, fits
-from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Task, TaskError
 from kvbench.tasks.data import Source
 from kvbench.tasks.metrics import METRICS, Key
 
@@ -485,6 +486,14 @@ class LongBench(Task):
     def digests(self) -> Mapping[str, str]:
         """sha256 of each dataset's file (of a mirror, its commit)."""
         return {name: " ".join(source.digests().values()) for name, source in self._sources.items()}
+
+    def metric_name(self) -> str:
+        """See `Task.metric_name`."""
+        metrics = {DATASETS[name].metric for name in self.datasets or ()}
+        if len(metrics) > 1:
+            return "LongBench's metrics"
+        (name,) = metrics
+        return "ROUGE-L" if name.startswith("rouge_l") else name
 
     def examples(self, encoder: PromptEncoder) -> Sequence[LongBenchExample]:
         """One of each dataset in turn, each dataset sorted by ``_id``.

@@ -22,7 +22,8 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 
 from kvbench.errors.options import Distinct, Whole
-from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Repeats, Task, TaskError
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Many, NewTokens, Repeats, Task, TaskError
 from kvbench.tasks.data import file_digests, file_rows
 from kvbench.tasks.words import words_of
 
@@ -108,6 +109,10 @@ class LongEvalLines(Task):
     def digests(self) -> Mapping[str, str]:
         """sha256 of each official file, by file name."""
         return file_digests(self.files)
+
+    def metric_name(self) -> str:
+        """See `Task.metric_name`."""
+        return "right number"
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Round robin over the lengths (or files), so that every prefix is balanced."""

@@ -26,11 +26,11 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Le, MinLen
 
 from kvbench.errors.options import Distinct, Text
+from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import (
     Example,
     Many,
     NewTokens,
-    PromptEncoder,
     Repeats,
     Task,
     TaskError,
@@ -144,6 +144,10 @@ class Needle(Task):
     def digests(self) -> Mapping[str, str]:
         """sha256 of each haystack file, by file name."""
         return file_digests(self.haystack_files) if self.haystack == "files" else {}
+
+    def metric_name(self) -> str:
+        """See `Task.metric_name`."""
+        return self.primary
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Every length at every depth `num_examples` times; of every prefix, the shares of each length

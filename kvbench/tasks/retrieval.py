@@ -23,13 +23,14 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Le
 
 from kvbench.errors.options import Count, Distinct, Text
-from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Task, TaskError, Tokens
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError, Tokens
 from kvbench.tasks.encoding import (
     check_template,
     encode_context,
     encode_question,
     largest_fitting,
-    parted,
+    split_template,
 )
 from kvbench.tasks.haystack import QUALITIES, THINGS
 from kvbench.tasks.metrics import METRICS, Key, containment, stands
@@ -100,7 +101,7 @@ class KeyValue(HiddenKeys):
         rng = random.Random(f"kvbench key_value {self.seed} {size} {number}")
         pairs = [(_uuid(rng), _uuid(rng)) for _ in range(size)]
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in pairs)
-        before, white, question = parted(self.template, PAIRS)
+        before, white, question = split_template(self.template, PAIRS)
         turn = rng.random()
         places = [int((query + turn) * size / self.queries) for query in range(self.queries)]
         return [
@@ -209,7 +210,7 @@ class Passkey(HiddenKeys):
         lines = [self.noise] * size
         for place, key, name in reversed(list(zip(places, keys, names, strict=True))):
             lines.insert(place, self.needle.replace(KEY, key).replace("{name}", name))
-        before, white, question = parted(self.template, CONTEXT)
+        before, white, question = split_template(self.template, CONTEXT)
         context = before + "\n".join(lines) + white
         question = question.replace(QUESTION, self.question)
         ids = encode_context(encoder, context)

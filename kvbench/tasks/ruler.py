@@ -28,17 +28,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from kvbench.errors import nearest
 from kvbench.errors.options import Distinct
-from kvbench.tasks.base import (
-    Example,
-    Many,
-    PromptEncoder,
-    Task,
-    TaskError,
-    Tokens,
-    balanced_order,
-)
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Many, Task, TaskError, Tokens, balanced_order
 from kvbench.tasks.data import file_digests
-from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting, parted
+from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting, split_template
 from kvbench.tasks.haystack import split_sentences
 from kvbench.tasks.metrics import METRICS, Key
 from kvbench.tasks.ruler_data import (
@@ -138,7 +131,7 @@ def _draft(
     prompt: Prompt, context: str, answers: Sequence[str], *, evidence: str = "", **fields: Any
 ) -> Draft:
     """A prompt whose other fields are filled, around a context."""
-    before, white, question = parted(prompt.template, "{context}")
+    before, white, question = split_template(prompt.template, "{context}")
     whole = before + context + white
     return Draft(whole, question, prompt.prefix, tuple(answers), fields, evidence)
 
@@ -515,6 +508,10 @@ class Ruler(Task):
         """Documents of the qa tasks that are asked for."""
         read = {"qa_1": squad, "qa_2": hotpotqa}
         return {t: read[t](getattr(self, QA[t])) for t in self.tasks if t in QA}
+
+    def metric_name(self) -> str:
+        """See `Task.metric_name`."""
+        return "references found"
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Every task at every length; of every prefix, the shares of each task and of each length are

@@ -1,8 +1,8 @@
 """Prompt templates from a config: Jinja expressions over the fields of a row, and little else.
 
-A template's text cannot become large: Jinja's sandbox keeps it from Python's objects,
-and what is allowed here (fields, a few filters, conditions, loops over fields) has no way to count up,
-to multiply text or to define anything. The text is counted while it is made.
+Jinja's sandbox keeps a template from Python's objects. Beyond that only fields, a few filters,
+conditions and loops over fields are allowed. They cannot count up, multiply text or define anything, so
+that a template cannot make an endless text; the length of the text is checked while it is made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from jinja2 import StrictUndefined, TemplateError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvbench.errors import first_line
-from kvbench.tasks.base import MOST_CHARACTERS, TaskError
+from kvbench.prompts import MOST_CHARACTERS
+from kvbench.tasks.base import TaskError
 
 FILTERS = frozenset(
     (
@@ -62,17 +63,18 @@ ALLOWED = (
     nodes.List,
 )
 DEEPEST = 2
-"""Loops inside each other."""
+"""How many loops may be nested."""
 
 
 class PromptTemplate:
-    """A template, checked when it is made.
+    """A prompt template, which is checked when it is made.
 
     Args:
-        name: the option it is given by, for errors.
+        name: the option that holds the template, for messages.
+        text: the template.
 
     Raises:
-        TaskError: it is no template, or holds what is not allowed.
+        TaskError: the text is no template, or contains an expression that is not allowed.
     """
 
     def __init__(self, name: str, text: str) -> None:
@@ -88,10 +90,10 @@ class PromptTemplate:
             raise TaskError(f"{name} is no template: {first_line(problem)}") from problem
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """The text for a row's fields.
+        """Render the template with the fields of a row.
 
         Raises:
-            TaskError: a field that is not there, a text that is too long, whatever an expression raises.
+            TaskError: a field is missing, the text is too long, or an expression raises an error.
         """
         parts: list[str] = []
         length = 0
@@ -104,17 +106,29 @@ class PromptTemplate:
                     raise TaskError(f"{reason}; allowed: fewer")
         except TaskError:
             raise
-        except Exception as problem:  # whatever a filter or a comparison raises
+        except Exception as problem:
+            # A filter or a comparison may raise anything.
             raise TaskError(
                 f"{self.name}: {first_line(problem)}; fields there are: {', '.join(sorted(fields))}"
             ) from problem
         return "".join(parts)
 
     def _refuse(self, node: nodes.Node, depth: int) -> None:
-        depth += isinstance(node, nodes.For)
-        wrong = type(node).__name__ if not isinstance(node, ALLOWED) or depth > DEEPEST else None
+        """Refuse a node of the template, or one below it, that is not allowed.
+
+        Args:
+            depth: the number of loops around the node.
+
+        Raises:
+            TaskError: the line and the kind of the node.
+        """
+        if isinstance(node, nodes.For):
+            depth += 1
+        wrong = None
+        if not isinstance(node, ALLOWED) or depth > DEEPEST:
+            wrong = type(node).__name__
         if isinstance(node, nodes.Filter):
-            # text joined by text is as long as both multiplied
+            # Arguments must be constant: a text joined by another is as long as the product of both.
             constant = all(isinstance(given, nodes.Const) for given in node.args)
             if node.name not in FILTERS or not constant or node.kwargs:
                 wrong = f"filter {node.name}"

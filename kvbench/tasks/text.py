@@ -1,4 +1,4 @@
-"""Running text: prompts are pieces of it, and the answer is how it goes on."""
+"""Running text: a prompt is a piece of a text, and the answer is the continuation of the text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from itertools import islice
 from typing import ClassVar
 
 from kvbench.errors.options import check_options
-from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Task, TaskError, Tokens
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError, Tokens
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
 from kvbench.tasks.haystack import generated_haystack
 from kvbench.tasks.metrics import METRICS, Key
@@ -16,12 +17,13 @@ from kvbench.tasks.metrics import METRICS, Key
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """Texts of files, of a data set, or generated.
+    """The source of texts: files, a data set, or generated sentences if neither is given.
 
     Attributes:
-        files: globs of text files. dataset_name, dataset_config, dataset_split, dataset_column: a
-            Hugging Face data set. Neither: generated sentences.
-        tokens: of a text that is generated, at least.
+        files: globs of text files.
+        dataset_name, dataset_config, dataset_split, dataset_column: a Hugging Face data set and its
+            column.
+        tokens: the least number of tokens of a generated text.
     """
 
     files: Sequence[str] = ()
@@ -37,32 +39,45 @@ class TextSource:
             raise TaskError("task.files and task.dataset_name: one of them at most may be given")
 
     def texts(self, kind: str, rows: int, count: int) -> Sequence[tuple[str, str]]:
-        """Name and text of each file, of the first `rows` rows, or of `count` documents of this kind."""
+        """The name and text of each document.
+
+        Args:
+            kind: a word that enters the seed of generated documents.
+            rows: how many of a data set's first rows are read.
+            count: how many documents are generated.
+        """
         if self.files:
             return texts_of_files(self.files)
         if self.dataset_name:
-            where = (self.dataset_name, self.dataset_config, self.dataset_split)
-            return texts_of_dataset(*where, self.dataset_column, rows)
-        made = (generated_haystack(f"{kind} {i}") for i in range(count))
-        few = (
-            islice(sentences, self.tokens) for sentences in made
-        )  # sentences, of more than one token each
-        return [(f"generated {i}", " ".join(sentences)) for i, sentences in enumerate(few)]
+            return texts_of_dataset(
+                self.dataset_name,
+                self.dataset_config,
+                self.dataset_split,
+                self.dataset_column,
+                rows,
+            )
+        documents = []
+        for number in range(count):
+            # As many sentences as tokens are enough, since every sentence has several tokens.
+            sentences = islice(generated_haystack(f"{kind} {number}"), self.tokens)
+            documents.append((f"generated {number}", " ".join(sentences)))
+        return documents
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningText(TextSource, Task):
-    """Pieces of `tokens` tokens of texts; the first `rows` rows of a data set are one text.
+    """Prompts that are pieces of texts, for probes that observe a model while it reads.
 
-    For probes, which look at a model that reads; as a task, the score is the word F1 of an answer
-    against the text that follows the piece. Nothing but the tokenizer's own first tokens (BOS) is put
-    before a piece. Pieces that follow each other in a text do not overlap; every text gives its first
-    before any gives its second.
+    As a task, its score is the word F1 of an answer against the continuation of the text. Only the
+    special tokens of the tokenizer (BOS) stand before a piece. The pieces of a text do not overlap.
+    Examples begin with the first piece of every text, then come the second pieces, and so on.
 
     Attributes:
-        label: what tables call it: the data set of its examples.
-        tokens: of a prompt, exactly. num_examples: pieces, at most.
-        max_new_tokens: of the text that follows.
+        rows: how many of a data set's first rows are joined to one text.
+        label: the name of the data set in tables.
+        tokens: the exact number of tokens of a prompt.
+        num_examples: the most pieces.
+        max_new_tokens: the number of tokens of the continuation.
     """
 
     name: ClassVar[str] = "text"
@@ -81,7 +96,7 @@ class RunningText(TextSource, Task):
         """See `Task.examples`.
 
         Raises:
-            TaskError: texts that cannot be had, or of which none is long enough.
+            TaskError: texts cannot be read, or none is long enough.
         """
         begin = encoder.begin_ids
         room = self.tokens - len(begin)
@@ -93,10 +108,11 @@ class RunningText(TextSource, Task):
         examples = []
         for start in range(0, max(0, longest - room + 1), max(1, room)):
             for name, ids in texts.items():
-                piece, after = ids[start : start + room], ids[start + room :]
+                end = start + room
+                piece = ids[start:end]
                 if len(piece) < room:
                     continue
-                follows = encoder.decode(after[: self.max_new_tokens])
+                continuation = encoder.decode(ids[end : end + self.max_new_tokens])
                 examples.append(
                     Example(
                         id=f"{name}/{start}",
@@ -105,7 +121,7 @@ class RunningText(TextSource, Task):
                         context_ids=(*begin, *piece),
                         question_ids=(),
                         complete=True,
-                        answers=(follows,),
+                        answers=(continuation,),
                         max_new_tokens=self.max_new_tokens,
                         dataset=self.label,
                         fields={"text": name},

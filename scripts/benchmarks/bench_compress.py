@@ -8,11 +8,13 @@
 Compression is all that `compress` does, packing included for methods that store entries packed. The
 yardstick of balancekv is the products of the kernel matrices alone, full b x b blocks of keys and of
 values in both halvings (b = 256), of the others the products that they cannot go without; all into
-memory allocated beforehand. H2O and SpAtten know the logarithm of every query's sum of exponentials, as
-after a prefill, and cannot go without one more q.k^T over the causal half, its exponentials and the
-sums of their columns, in tiles of 256 queries by 1,024 keys. `--key-scale 4`: keys whose exponentials
-overflow float32. Both are timed in turn in seconds of processor time, which other programs of the
-machine disturb less than the clock; the medians are compared.
+memory allocated beforehand. Similarities of keys (rkv) and kernel matrices (balancekv_streaming) are
+symmetric: half of them. SubGen compares every key with every centre. H2O and SpAtten know the logarithm
+of every query's sum of exponentials, as after a prefill, and cannot go without one more q.k^T over the
+causal half, its exponentials and the sums of their columns, in tiles of 256 queries by 1,024 keys.
+`--key-scale 4`: keys whose exponentials overflow float32. Both are timed in turn in seconds of
+processor time, which other programs of the machine disturb less than the clock; the medians are
+compared.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch import Tensor
 from kvbench.engine.attention import LayerCall
 from kvbench.kv import NORMALISERS, Budget, LayerKV
 from kvbench.methods import build_method
+from kvbench.methods.balancekv_streaming import largest_batch
 
 NAMES = "balancekv,wildcat,qjl,turboquant,expected_attention,snapkv,adakv,pages"
 MASS = ("h2o", "spatten")
@@ -79,13 +82,55 @@ def masses(queries: Tensor, keys: Tensor, normalisers: Tensor) -> Callable[[], N
     return run
 
 
+def symmetric_products(x: Tensor, tile: int) -> Callable[[], None]:
+    """Products of x [batch, n, dim] with itself, which are symmetric: tiles of `tile` by `tile` on and
+    above the diagonal, one element of the batch after the other."""
+    n = x.shape[1]
+    scratch = x.new_empty(tile * tile)
+
+    def run() -> None:
+        for part in x:
+            for start in range(0, n, tile):
+                rows = part[start : start + tile]
+                for first in range(start, n, tile):
+                    columns = part[first : first + tile]
+                    out = scratch[: len(rows) * len(columns)].view(len(rows), -1)
+                    torch.mm(rows, columns.T, out=out)
+
+    return run
+
+
+def stream_products(keys: Tensor, values: Tensor, room: int) -> Callable[[], object]:
+    """The products of `balancekv_streaming` over keys and values [heads, n, dim], all values of norms
+    between the same two powers of two: in every batch of its two structures half of the float64 kernel
+    matrix of the keys, in the numerator's also that of the values."""
+    heads, n, _ = keys.shape
+    t = largest_batch(values, room)
+    batches, full = 0, n // t
+    while full:  # batches of level 0, of level 1, ...
+        batches, full = batches + full, full // 2
+    run = symmetric_products(keys[:1, :t].double(), 256)
+    return lambda: [run() for _ in range(3 * heads * batches)]
+
+
+def centre_products(x: Tensor, count: int) -> Callable[[], object]:
+    """Every point of x [heads, n, dim] with each of `count` centres, some points at a time."""
+    heads, n, _ = x.shape
+    centres, out = x[:, :count], x.new_empty(heads, 512, count)
+    parts = [x[:, i : i + 512] for i in range(0, n, 512)]
+    return lambda: [torch.bmm(part, centres.mT, out=out[:, : part.shape[1]]) for part in parts]
+
+
 def products(
-    name: str, x: Tensor, kept: int, queries: Tensor, normalisers: Tensor | None
+    name: str, layer: LayerKV, budget: Budget, normalisers: Tensor | None
 ) -> Callable[[], object]:
-    """What a method cannot go without on keys x [heads, n, dim]; normalisers [heads, n] of queries."""
+    """What a method cannot go without on a layer of one prompt; normalisers [heads, n] of its queries,
+    for methods that need them."""
+    x, kept = layer.keys[0], budget.capacity(layer.n)
     heads, n, dim = x.shape
     if normalisers is not None:
-        return masses(queries, x, normalisers)
+        assert layer.queries is not None
+        return masses(layer.queries[0], x, normalisers)
     if name == "balancekv":
         return block_products(n, heads, dim, 256, 2)
     if name == "wildcat":
@@ -106,8 +151,12 @@ def products(
         out = x.new_empty(x.shape)
         return lambda: (torch.bmm(x.mT, x, out=wide), torch.bmm(x, spread, out=out))
     if name == "rkv":
-        out = x.new_empty(heads, 512, n)
-        return lambda: [torch.bmm(x[:, i : i + 512], x.mT, out=out) for i in range(0, n, 512)]
+        return symmetric_products(x, 512)
+    if name == "subgen":
+        return centre_products(x, kept - budget.window)
+    if name == "balancekv_streaming":
+        middle = slice(budget.sink, n - budget.window)
+        return stream_products(x[:, middle], layer.values[0, :, middle], budget.middle_kept(n))
     if name == "subgen_streaming":  # keys with representatives, once; and the draws
         s = (kept - 32) // 2
         centres, out = x[:, : s // 4], x.new_empty(heads, n, s // 4)
@@ -185,7 +234,7 @@ def bench(name: str, n: int, args: argparse.Namespace) -> float:
             scheme.codecs(held.keys[0], held.values[0], layer=0, seed=0)
 
     told = None if normalisers is None else normalisers[0]
-    needed = products(name, layer.keys[0], budget.capacity(n), queries[0], told)
+    needed = products(name, layer, budget, told)
     needed()
     compress()
     pairs = [(seconds(needed), seconds(compress)) for _ in range(args.repeats)]

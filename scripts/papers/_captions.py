@@ -84,9 +84,12 @@ class CiderD:
 def rouge_l(prediction: str, references: Sequence[str]) -> float:
     """F of the longest common subsequence; best precision and best recall over the references."""
     scorer = RougeScorer(["rougeL"], tokenizer=Words())
-    found = [scorer.score(reference, prediction)["rougeL"] for reference in references]
-    p, r = max(one.precision for one in found), max(one.recall for one in found)
-    return float((1 + BETA**2) * p * r / (r + BETA**2 * p)) if p and r else 0.0
+    scores = [scorer.score(reference, prediction)["rougeL"] for reference in references]
+    precision = max(score.precision for score in scores)
+    recall = max(score.recall for score in scores)
+    if not precision or not recall:
+        return 0.0
+    return float((1 + BETA**2) * precision * recall / (recall + BETA**2 * precision))
 
 
 def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
@@ -96,5 +99,5 @@ def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> lis
     truth = [[Words.tokenize(reference) for reference in each] for each in references]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of orders without a match
-        found = corpus_bleu(truth, said, weights=[(1 / n,) * n for n in range(1, MOST + 1)])
-    return [float(value) if value > LEAST else 0.0 for value in found]
+        values = corpus_bleu(truth, said, weights=[(1 / n,) * n for n in range(1, MOST + 1)])
+    return [float(value) if value > LEAST else 0.0 for value in values]

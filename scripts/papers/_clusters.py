@@ -35,12 +35,13 @@ def draw(points: Tensor, centres: Tensor, seed: int, file: str) -> None:
     figure.savefig(file, dpi=150)
 
 
-def drawn(said: Any, count: int, seed: int) -> Any:
-    """`said`, or for "random" a number from 1 to `count`."""
-    return random.Random(seed).randint(1, count) if said == "random" else said
+def number_of(asked: Any, count: int, seed: int) -> Any:
+    """The number that was asked for; where that is "random", one from 1 to `count`, drawn with the
+    seed."""
+    return random.Random(seed).randint(1, count) if asked == "random" else asked
 
 
-def plain(run: Run) -> Any:
+def library_model(run: Run) -> Any:
     """The run's model as transformers has it, of any architecture, and its tokens for `run.prompts`."""
     spec, session = run.session.spec, run.session
     session.__dict__["encoder"] = prompt_encoder(session.tokenizer, spec)
@@ -55,12 +56,22 @@ def plain(run: Run) -> Any:
 
 
 @torch.inference_mode()
-def prefilled(model: Any, ids: Sequence[int], layers: Any, seed: int) -> Iterator[tuple[int, Any]]:
-    """Keys and values of a prompt's layers, as the model caches them: a list of numbers from 1, so many
-    evenly, or "random": one."""
+def cached_layers(
+    model: Any, ids: Sequence[int], layers: Any, seed: int
+) -> Iterator[tuple[int, Any]]:
+    """Keys and values of a prompt's layers, as the model caches them, each with its number from 1.
+
+    Args:
+        layers: a list of numbers from 1; how many, evenly spread; or "random": one.
+    """
     inputs = torch.tensor([ids], device=model.device)
-    held = model(input_ids=inputs, use_cache=True).past_key_values.layers
-    one = [drawn(layers, len(held), seed)] if layers == "random" else None
-    some = layers if isinstance(layers, list) else one
-    for layer in some or spread(range(1, len(held) + 1), layers):
-        yield layer, SimpleNamespace(keys=held[layer - 1].keys, values=held[layer - 1].values)
+    cached = model(input_ids=inputs, use_cache=True).past_key_values.layers
+    if layers == "random":
+        numbers = [number_of(layers, len(cached), seed)]
+    elif isinstance(layers, list):
+        numbers = layers
+    else:
+        numbers = spread(range(1, len(cached) + 1), layers)
+    for number in numbers:
+        of_layer = cached[number - 1]
+        yield number, SimpleNamespace(keys=of_layer.keys, values=of_layer.values)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from _clusters import draw, drawn, plain, prefilled
+from _clusters import cached_layers, draw, library_model, number_of
 from _common import Run, started
 from subgen_clusters import key_distance
 from torch import Tensor
@@ -57,16 +57,19 @@ def main(given: Sequence[str]) -> None:
     own = {"generate": 1024, "counts": counts, "centres": 16, "head": "random", "layers": 5}
     run = Run(__file__, given, "model=llama2_7b", "task=_mt_bench", **own, by_head=False)
     rows = []
-    model = run.session.model if run.generate else plain(run)
+    model = run.session.model if run.generate else library_model(run)
     for number, (prompt, ids) in enumerate(run.prompts()):
         first = 0
         if run.generate:
             exact = {"exact": (Exact(), Budget())}
             read_once = read(model, ids, exact, seed=run.seed, example_id=prompt, room=run.generate)
-            stopping, first = Stopping(run.generate), len(ids)
+            first = len(ids)
+            stopping = Stopping(run.generate)
             ids = (*ids, *greedy_continuation(model, read_once, read_once.forks[0], stopping))
-        found = run.captured(ids, run.layers) if run.generate else None
-        for layer, kv in found or prefilled(model, ids, run.layers, run.seed):
+            layers = run.captured(ids, run.layers)
+        else:
+            layers = cached_layers(model, ids, run.layers, run.seed)
+        for layer, kv in layers:
             for kind in ("keys", "values", "keys_gaussian", "values_gaussian"):
                 of, _, gaussian = kind.partition("_")
                 generator = layer_generator(SEED_STRIDE * run.seed, prompt, layer)
@@ -75,12 +78,13 @@ def main(given: Sequence[str]) -> None:
                 radii = torch.stack([r for _, r in centres]) / key_distance(heads)[:, None]
                 for k in run.counts:
                     where = {"prompt": prompt, "layer": layer, "kind": kind, "k": k}
-                    each = [
-                        {"head": i + 1, "radius": float(r)} for i, r in enumerate(radii[:, k - 1])
-                    ]
-                    mean = [{"radius": float(radii[:, k - 1].mean())}]
-                    rows += [where | of for of in (each if run.by_head else mean)]
-                head = drawn(run.head, len(heads), run.seed + layer)
+                    radii_of_k = radii[:, k - 1]
+                    if run.by_head:
+                        by_head = enumerate(radii_of_k.tolist(), start=1)
+                        rows += [where | {"head": i, "radius": radius} for i, radius in by_head]
+                    else:
+                        rows.append(where | {"radius": float(radii_of_k.mean())})
+                head = number_of(run.head, len(heads), run.seed + layer)
                 if number == 0 and head and not gaussian:
                     marked = centres[head - 1][0][: run.centres]
                     draw(heads[head - 1], marked, run.seed, f"{run.place}-{kind}-{layer}.png")

@@ -3,7 +3,8 @@
 BalanceKV (arXiv 2502.07861), Table 3; ClusterGen, appendix C.1. Theorem 3.1 holds for queries and keys
 of norm r at most, with memory in proportion to exp(2 r^2 / sqrt(d)): log10_factor is that power of ten
 at r = norm_max of the rows `bound`. Keys are shifted by the mean of their head over the prompt; over
-what the paper takes the average, and whether before or after position encoding, is not known here.
+what the paper takes that mean, and whether before or after position encoding, is not known here. Its
+norms are means over all layers and heads.
 """
 
 from __future__ import annotations

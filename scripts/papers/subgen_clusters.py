@@ -37,12 +37,14 @@ def clusters(keys: Tensor, delta: float, steps: Sequence[int]) -> dict[int, floa
     """Representatives after each n of `steps`, of keys [heads, n, d] read in order, mean over heads."""
     apart = (delta * key_distance(keys)).float()
     online = OnlineClusters(keys.shape[0], keys.shape[2], apart)
-    found, start = {}, 0
+    counts: dict[int, float] = {}
+    start = 0
     for stop in sorted(steps):
         for block in keys[:, start:stop].float().split(256, dim=1):
             online.count(block)
-        found[stop], start = float(online.clusters.double().mean()), stop
-    return found
+        counts[stop] = float(online.clusters.double().mean())
+        start = stop
+    return counts
 
 
 def layers(run: Run, n: int) -> Iterator[tuple[str, str, Tensor]]:

@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from kvbench.tasks.base import PromptEncoder, Task
+from kvbench.prompts import PromptEncoder
+from kvbench.tasks.base import Task
 from kvbench.tasks.longeval_lines import LongEvalLines
 from kvbench.tasks.needle import Needle
 

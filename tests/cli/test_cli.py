@@ -26,7 +26,9 @@ from kvbench.run.plan import TaskPlan
 from kvbench.run.progress import Progress
 
 
-def test_help_list_and_show_need_no_torch() -> None:
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """What --help, list and show print, none of which needs torch."""
     script = (
         "import sys\nfrom kvbench.cli.main import main\n"
         "for words in (['--help'], ['list', 'methods'], ['show', 'method=snapkv', 'seed=7']):\n"
@@ -36,13 +38,20 @@ def test_help_list_and_show_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_and_list_name_what_there_is_in_short_lines(printed: str) -> None:
     for word in ("Choose one", "snapkv", "longeval_lines", "dry_run=true"):
-        assert word in done.stdout
-    helped = done.stdout.partition("exact ")[0]
+        assert word in printed
+    helped = printed.partition("exact ")[0]
     assert not re.search(r"\b_\w+", helped), "what other YAML files are made of"
     assert "reproduce <name>|all" in helped
-    assert max(map(len, done.stdout.partition("adakv  ")[0].splitlines())) <= 80
-    shown = done.stdout.partition("model:\n")[2]
+    assert max(map(len, printed.partition("adakv  ")[0].splitlines())) <= 80
+
+
+def test_show_prints_a_config_with_everything_filled_in(printed: str) -> None:
+    shown = printed.partition("model:\n")[2]
     assert "kernel_size: 5" in shown
     assert shown.count("seed: 7") == 2
     assert "${" not in shown
@@ -288,3 +297,36 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     done = subprocess.run(line, shell=True, capture_output=True, text=True, env=dict(os.environ))
     assert done.stderr == ""
     assert done.stdout.startswith("adakv")
+
+
+def test_hydra_s_own_options_work_as_in_any_of_its_programs(
+    capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = main(capsys, "--cfg", "job", "--package", "budget", "budget.rate=0.5")
+    assert (status, err) == (0, "")
+    assert out.startswith("# @package budget\n")
+    assert "rate: 0.5" in out
+    status, out, err = main(capsys, "--info", "defaults", "task=needle")
+    assert (status, err) == (0, "")
+    assert "task/needle" in out
+    status, out, _ = main(capsys, "-sc", "install=bash")
+    assert status == 0
+    assert "hydra_bash_completion" in out
+    monkeypatch.setenv("COMP_LINE", "kvbench task=longeval_l")
+    monkeypatch.setenv("COMP_POINT", str(len("kvbench task=longeval_l")))
+    status, out, _ = main(capsys, "-sc", "query=bash")
+    assert (status, out.split()) == (0, ["task=longeval_lines", "task=longeval_lines_context"])
+    assert composed("+experiment=demo") == composed("experiment=demo")
+    assert "Hydra" in main(capsys, "--hydra-help")[1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_not_continued_with_another_decode(
+    capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for decode in ("auto", "eager"):
+        assert main(capsys, *SHORT, "method=[exact]", "limit=1", f"decode={decode}")[0] == 0
+    files = (tmp_path / "runs").rglob("records.jsonl")
+    assert sorted(json.loads(file.read_text())["decode"] for file in files) == ["auto", "eager"]

@@ -3,10 +3,30 @@ before it is found to be of the kind that is asked for."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from pydoc import locate
+from typing import Any
 
 import pytest
 from support.cli_cases import BASE, ended, with_base
+
+import kvbench
+from kvbench.cli.catalogue import catalogue, config_dir
+from kvbench.cli.declared import declared_options
+from kvbench.errors.options import allowed, hints_of
+
+TARGET = re.compile(r"^_target_: (\S+)", re.MULTILINE)
+
+
+def text_of(kind: str, name: str) -> str:
+    """A YAML file of conf."""
+    return (config_dir() / kind.removesuffix("s") / f"{name}.yaml").read_text(encoding="utf-8")
+
 
 ALONE: list[tuple[str, str]] = [
     ("method=snapkvv", "unknown method 'snapkvv' (did you mean 'snapkv'?); allowed:"),
@@ -51,6 +71,53 @@ ALONE: list[tuple[str, str]] = [
     ("--config-dir=/nosuch", "--config-dir is '/nosuch'; allowed: a folder"),
     ("experiment_name=a/b", "experiment_name is 'a/b'; allowed: a folder's name"),
     ("reproduce nosuch", "unknown experiment 'nosuch'"),
+    ("budget.rate=1.5", "budget.rate is 1.5; allowed: a number in (0, 1]"),
+    (
+        "budget.rate=0.5 budget.size=100",
+        "budget.rate is 0.5 and budget.size is 100; allowed: one of",
+    ),
+    (
+        "methods.snapkv.kernel_size=8",
+        "methods.snapkv.kernel_size is 8; allowed: an odd integer >= 1",
+    ),
+    ("methods.snapkv.pooling=mean", "methods.snapkv.pooling is 'mean'; allowed: avgpool"),
+    (
+        "show methods.snapkv.kernel_size=8",
+        "methods.snapkv.kernel_size is 8; allowed: an odd integer",
+    ),
+    ("task=needle task.metric=bleu", "unknown key of task 'metric'"),
+    ("task=needle task.max_new_tokens=0", "task.max_new_tokens is 0; allowed: an integer from 1"),
+    ("task=jsonl", "no data; allowed: task.files=[my.jsonl]"),
+    (
+        "task=jsonl task.files=[no.jsonl]",
+        "no file matches files='no.jsonl'; allowed: a path or a glob",
+    ),
+    (
+        "task=jsonl task.files=[empty.jsonl] task.metric=bleu",
+        "task.metric is 'bleu'; allowed: contains",
+    ),
+    (
+        "task=jsonl task.files=[empty.jsonl]",
+        "empty.jsonl is empty; allowed: a row for each context",
+    ),
+    ("task=jsonl task.files=[broken.jsonl]", "broken.jsonl line 2 is not complete JSON"),
+    ("results_dir=empty.jsonl", "empty.jsonl: Not a directory; allowed: a folder that can be made"),
+    ("model=./nowhere", "model path './nowhere' does not exist; allowed: a folder with a model"),
+    ("reproduce all foo", "cannot read 'foo'"),
+    ("reproduce nothing", "unknown experiment 'nothing'"),
+    ("claims", "claims has no model, and decides all of results/claims.yaml: about 40 minutes"),
+    (
+        "hydra/sweeper=optuna",
+        "hydra/sweeper is 'optuna'; allowed: kvbench's own, which check every job",
+    ),
+    (
+        "hydra/launcher=joblib",
+        "hydra/launcher is 'joblib'; allowed: kvbench's own, which check every job",
+    ),
+    ("-m hydra/launcher=joblib seed=1,2", "launcher=local, gpus or slurm"),
+    ("press=snapkv", "unknown key 'press' (did you mean 'method'?)"),
+    ("--cfg", "argument -c/--cfg: expected one argument"),
+    ("--cfg nothing", "argument -c/--cfg: invalid choice: 'nothing'"),
 ]
 """Command lines that are refused before torch is imported, each with a part of what is said of it."""
 MADE: list[tuple[str, str]] = [
@@ -66,7 +133,6 @@ MADE: list[tuple[str, str]] = [
         "+methods.x._target_=kvbench.Nosuch",
         "'kvbench.Nosuch', which cannot be found; allowed: a Method",
     ),
-    ("methods.snapkv.pooling=mean", "methods.snapkv.pooling is 'mean'; allowed: avgpool"),
     ("methods.h2o=3", "methods.h2o is 3; allowed: a mapping with a _target_: Method"),
     (
         "methods.snapkv._target_=kvbench.kv.Budget",
@@ -86,7 +152,8 @@ MADE: list[tuple[str, str]] = [
     ),
     ("methods.snapkv.quantize=abc", "allowed: an instance of Scheme, a mapping"),
     ("model.path=123", "model.path is 123; allowed: text"),
-    ("model=hf model.path=/nowhere", "model path '/nowhere' has no config.json"),
+    ("model=hf model.path=/nowhere", "model path '/nowhere' does not exist"),
+    ("model=hf model.path=.", "model path '.' has no config.json"),
     ("~model.architecture.model_type", "cannot be loaded"),
     ("device=cuda:97", "device is 'cuda:97'"),
     ("experiment_name=../../x", "experiment_name is '../../x'; allowed: a folder's name"),
@@ -103,6 +170,7 @@ MADE: list[tuple[str, str]] = [
 """The same of jobs that are made first."""
 
 
+AT_ONCE = [[words.split(" "), said] for words, said in ALONE]
 REFUSED: list[tuple[list[str], str]] = [
     *((with_base([], words.split(" ")), said) for words, said in ALONE),
     *((with_base([*BASE, "method=[snapkv,h2o]"], words.split(" ")), said) for words, said in MADE),
@@ -117,15 +185,66 @@ REFUSED += [
 ]
 
 
+def make_files(folder: Path) -> None:
+    """What the commands name: files of rows without any, and with a broken one."""
+    (folder / "empty.jsonl").touch()
+    whole = json.dumps({"context": "a", "question": "b", "answers": "c"})
+    (folder / "broken.jsonl").write_text(f"{whole}\nno\n")
+
+
 @pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: str(value)[-40:])
 def test_what_cannot_be_followed_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:
+    make_files(tmp_path)
     found = ended(words, folder=tmp_path)
     assert found.problem() is None, found
     assert found.status == 2
+    assert [words, said] not in AT_ONCE or not found.out, "no banner"
     assert len(found.err.splitlines()) == 1
     assert found.err.startswith("kvbench: ")
     assert said in found.err
-    assert not list(tmp_path.rglob("*.jsonl"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "empty.jsonl"]
+
+
+def test_they_are_refused_without_torch(tmp_path: Path) -> None:
+    """It takes seconds to import; here it cannot be."""
+    make_files(tmp_path)
+    script = "import json, sys\nsys.modules['torch'] = None\nfrom kvbench.cli.main import main\n"
+    script += "for words in json.loads(sys.argv[1]):\n"
+    script += "    try: main(words)\n"
+    script += "    except SystemExit as stop: assert stop.code == 2, words\n"
+    commands = [
+        words
+        for words, _ in ((words.split(" "), said) for words, said in ALONE)
+        if words[:2] != ["reproduce", "all"]
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(commands)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(kvbench.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch" not in done.stderr.replace("no torch", "")
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("kind", ["methods", "tasks"])
+def test_options_are_declared_in_the_source_as_their_classes_have_them(kind: str) -> None:
+    targets = {target for name in catalogue(kind) for target in TARGET.findall(text_of(kind, name))}
+    assert len(targets) > 10
+    unknown = set()
+    for target in targets:
+        declared, hints = declared_options(target), hints_of(locate(target))
+        assert declared is not None, target
+        assert set(declared) == set(hints), target
+        for option, hint in declared.items():
+            if hint is Any:
+                unknown.add(option)
+            else:
+                assert allowed(hint) == allowed(hints[option]), (target, option)
+    assert unknown <= {"quantize", "scoring", "queries", "data", "prompts", "synthetic"}
 
 
 @pytest.mark.parametrize("dry", ["dry_run=true", "dry_run=false", "-m"])

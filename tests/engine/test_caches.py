@@ -16,10 +16,15 @@ from torch import Tensor
 
 from kvbench.engine.attention import exact_attention
 from kvbench.engine.cache import GrowingCache, cache_of, store_of
+from kvbench.engine.entries import table_of
 from kvbench.engine.fork import Fork
 from kvbench.engine.kept import entries_of
 from kvbench.engine.ragged_cache import RaggedCache
-from kvbench.kernels.decode_attention import entry_table, weighted_decode_attention
+from kvbench.kernels.decode_attention import (
+    append_entries,
+    entry_table,
+    weighted_decode_attention,
+)
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, pack, unpack
 from kvbench.kernels.turboquant import TurboQuant
@@ -134,6 +139,39 @@ def test_topk_attends_to_the_largest_logits_and_holds_everything(heavy):
         weights = logits.masked_fill(~seen, -math.inf).softmax(-1)
         want = weights @ torch.cat([values[0, kv], v[kv]]).double()
         torch.testing.assert_close(got[head, 0].double(), want, atol=1e-6, rtol=1e-6)
+
+
+BY_KERNEL = [
+    (None, 64, True),
+    (Quantization(4, 64), 64, True),
+    (Quantization(2, 8), 64, True),
+    (Quantization(4, 64), 5, True),
+    (Quantization(4, 12), 64, False),  # groups that are no power of two
+    (Quantization(4, 8, "entry"), 64, False),  # new tokens are packed, too
+    (TurboQuant(bits=4), 64, False),
+    (QJL(buffer=32), 64, False),
+]
+
+
+@pytest.mark.parametrize(("scheme", "n", "by_kernel"), BY_KERNEL, ids=str)
+def test_which_packed_rows_take_their_steps_with_others(scheme, n, by_kernel):
+    """And that these attend as `LayerCache.step` does."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, n, 16)
+    weights = torch.randn(1, 2, n)
+    held = CompressedKV(keys, values, weights, torch.arange(n).expand(1, 2, n))
+    cache = cache_of(held, 3, EXACT, capacity=n, scheme=scheme)
+    assert cache.steps_by_kernel == by_kernel
+    if not by_kernel:
+        return
+    table = table_of([cache.store, cache.clone().store])
+    q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16)
+    append_entries(table, [n, n], k[:, :, 0], v[:, :, 0])
+    out, _ = weighted_decode_attention(q[:, :, 0], table, [n + 1, n + 1], scaling=0.25)
+    for row in range(2):
+        alone = cache_of(held, 3, EXACT, capacity=n, scheme=scheme)
+        wanted = step(alone, q[row], k[row], v[row], torch.tensor([n]), 0.25)[:, 0]
+        torch.testing.assert_close(out[row], wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.cuda, needs_cuda]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
 METHODS["adakv"] = ("adakv", {})  # heads of unequal length
+METHODS["adakv_4bit"] = ("adakv", {"quantize": {"bits": 4, "group_size": 16}})
 
 
 def model_on(device: str | torch.device, layers: int = 2, kind: str = "llama") -> Any:
@@ -123,7 +124,9 @@ def cost(way: Callable[..., None], name: str, layers: int, batch: int, new: int)
 @needs_pretend
 def test_a_captured_step_serves_later_prompts(monkeypatch):
     monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
-    steps, names = graphs.StepGraphs(), ("exact", "h2o", "balancekv", "streaming_llm", "adakv")
+    steps = graphs.StepGraphs()
+    names = ["exact", "h2o", "balancekv", "streaming_llm"]
+    names += ["adakv", "exact_4bit", "snapkv_2bit", "adakv_4bit"]
     monkeypatch.setattr(steps, "capture", capture := Mock(side_effect=steps.capture))
     on_gpu, on_cpu = model_on(CUDA), model_on(CPU)
     for n in (72, 69):

@@ -236,7 +236,7 @@ def test_what_left_while_decoding_counts_as_compressed_and_in_the_ratio(tmp_path
 
 # --- steps that are replayed ----------------------------------------------------------------------
 
-ALONE = ("topk", "exact_4bit", "snapkv_2bit", "subgen_streaming", "balancekv_streaming")
+ALONE = ("topk", "subgen_streaming", "balancekv_streaming")
 """Methods whose rows decode one by one."""
 
 

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from kvbench import compress
-from kvbench.engine.guard import LayerDamaged, SharedStateChanged
+from kvbench.engine.guard import LayerDamaged, SharedStateChanged, settings_unchanged
 from kvbench.engine.guard import compress as guarded
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
@@ -119,6 +120,22 @@ CHANGES: dict[str, Callable[[], Any]] = {
         os.open(os.devnull, os.O_WRONLY), 2
     ),
 }
+
+
+def test_a_normal_number_that_numpy_has_left_counts_as_state() -> None:
+    """They are drawn two at a time; the second is taken without a draw."""
+    np.random.seed(0)
+    first, second = np.random.randn(), np.random.randn()
+    np.random.seed(0)
+    assert np.random.randn() == first
+    method = build_method("snapkv")
+    for _ in range(2):
+        with pytest.raises(SharedStateChanged, match="numpy's global generator in another state"):  # noqa: SIM117
+            with settings_unchanged("m", method):
+                assert np.random.randn() == second
+    with settings_unchanged("m", method):
+        np.random.get_state()
+    assert np.random.randn() == second
 
 
 def _calls(change: Callable[[], Any]) -> Callable[..., Any]:
@@ -250,20 +267,27 @@ def test_a_property_that_raises_is_refused_before_the_job(tmp_path: Path) -> Non
         assert str(refused.value).startswith(f"method 'boom': its {name} raises KeyError")
 
 
+def settings() -> dict[str, Any]:
+    """What of the process a method might change."""
+    return {
+        "torch's draws": torch.get_rng_state().tolist(),
+        "numpy's draws": np.random.get_state()[1].tolist(),
+        "Python's draws": random.getstate(),
+        "folder": Path.cwd(),
+        "environment": dict(os.environ),
+    }
+
+
 def test_a_setting_that_is_left_changed_fails_its_method(tmp_path: Path, without: Any) -> None:
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    place, environment = Path.cwd(), dict(os.environ)
+    before = settings()
     found = records(tmp_path, *(Bad(fault=_calls(change)) for change in CHANGES.values()))
     for i, (error, change) in enumerate(zip(errors_in(found), CHANGES, strict=True)):
         assert error.startswith(f"SharedStateChanged: method '{BAD}_{i}' left {change}")
         assert "; allowed: " in error
     assert found == without
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
+    assert settings() == before
     assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float32, "cpu")
-    assert (Path.cwd(), dict(os.environ)) == (place, environment)
-    assert torch.is_grad_enabled()
-    assert torch.backends.cuda.math_sdp_enabled()
+    assert (torch.is_grad_enabled(), torch.backends.cuda.math_sdp_enabled()) == (True, True)
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
@@ -295,6 +319,29 @@ def test_a_method_that_asks_the_program_to_end_fails_alone(tmp_path: Path, witho
         assert error.startswith("MethodExit: ")
         assert says in error
     assert found == without
+
+
+def test_the_process_can_end_again_after_methods_ran_in_several_threads() -> None:
+    """Whichever of two ends first."""
+    real = os._exit, os.close, os.closerange
+    begun, over = threading.Barrier(2), threading.Event()
+
+    def first(*_: Any) -> None:
+        begun.wait(20)
+        over.wait(20)
+
+    def second(*_: Any) -> None:
+        begun.wait(20)
+
+    def compress_by(fault: Callable[..., None]) -> None:
+        guarded("bad", Bad(fault=fault), make_layer(40), Budget(), torch.Generator(), {})
+
+    thread = threading.Thread(target=compress_by, args=(first,))
+    thread.start()
+    compress_by(second)
+    over.set()
+    thread.join()
+    assert (os._exit, os.close, os.closerange) == real
 
 
 def test_a_ctrl_c_ends_the_job(tmp_path: Path) -> None:
@@ -386,9 +433,9 @@ EXTRAS: list[tuple[Callable[..., Any], str]] = [
     (lambda *_: {"pages": object()}, "have pages of a value that is no number; allowed: numbers"),
     (lambda *_: {"pages": float("nan")}, "have pages of a value that is no number"),
     (lambda *_: {"pages": 10**5000}, "have pages of a value that is no number"),
-    (lambda *_: {1: 2}, "have 1; allowed: names that the task does not use"),
+    (lambda *_: {1: 2}, "have the name 1; allowed: text"),
     (lambda *_: {"length": 9}, "have 'length'; allowed: names that the task does not use"),
-    (lambda *_: {"status": "ok"}, "have 'status', which every record has; allowed: other names"),
+    (lambda *_: {"status": 1}, "have 'status', which every record has; allowed: other names"),
     (lambda *_: os._exit(0), "a method called os._exit(0)"),
     (lambda *_: os.chdir("/") or {}, "left the working directory at /"),
     (raises(KeyboardInterrupt), "raised KeyboardInterrupt"),
@@ -405,6 +452,10 @@ def test_extras_are_new_numbers(tmp_path: Path, without: Any) -> None:
 
 HELD: list[tuple[Callable[[CompressedKV], Any], str]] = [
     (lambda held: None, "compress returned a NoneType; allowed: a CompressedKV"),
+    (
+        lambda held: type("Small", (CompressedKV,), {"nbytes": 0})(**vars(held)),
+        "compress returned a Small; allowed: a CompressedKV",
+    ),
     (lambda held: replace(held, keys=[1]), "keys are a list; allowed: a tensor"),
     (lambda held: replace(held, keys=held.keys.half()), "keys are .*torch.float16"),
     (lambda held: replace(held, keys=held.keys[None]), "keys are .*; allowed: "),

@@ -16,7 +16,7 @@ from support.attacks import PACKAGE, model_folder
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelError, ModelSpec
 from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
-from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.prompts import PromptEncoder, PromptError
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -153,7 +153,7 @@ def test_a_folder_that_does_harm_or_is_broken_is_one_line(
         raise AssertionError("a pickle was opened")
 
     monkeypatch.setattr(torch, "load", opened)
-    with pytest.raises((ModelError, TaskError), match=r"^[^\n]*$") as error:
+    with pytest.raises((ModelError, PromptError), match=r"^[^\n]*$") as error:
         loaded(folder)
     assert str(folder) in str(error.value)
     assert says in str(error.value)
@@ -183,5 +183,5 @@ def test_a_text_of_twenty_megabytes_is_not_tokenised() -> None:
 
         decode = encode
 
-    with pytest.raises(TaskError, match=r"a prompt of 20400000 characters, 'words .* most"):
+    with pytest.raises(PromptError, match=r"a prompt of 20400000 characters, 'words .* most"):
         PromptEncoder(Never()).encode_text("words " * 3_400_000)

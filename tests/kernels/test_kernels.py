@@ -26,6 +26,7 @@ from kvbench.kernels.decode_attention import (
 )
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kernels.online_clusters import OnlineClusters
+from kvbench.kernels.quantize import Quantization, pack, unpack
 
 # gpu_sanitize.sh sets the variable: under a sanitizer full shapes take hours.
 FULL_SIZE = DEVICE == "cuda" and not os.environ.get("KVBENCH_SMALL_SHAPES")
@@ -44,6 +45,12 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def put(*tensors):
     return [None if x is None else x.to(DEVICE) for x in tensors]
+
+
+def put_all(drawn):
+    """What `draw` returns, on the device."""
+    query, *entries = drawn
+    return query.to(DEVICE), *(put(*part) for part in entries)
 
 
 # --- the walk -----------------------------------------------------------------------------------
@@ -291,6 +298,50 @@ def test_decode(shape, dtype, softcap, weighted, how):
     assert torch.equal(alone, out)
 
 
+PACKED = [
+    # bits, group_size, heads, kv_heads, dim, value_dim, packed entries, entries of every row
+    (4, 64, 4, 2, 16, 16, [130, 37, 256], [150, 38, 256]),
+    (2, 16, 6, 1, 40, 24, [129, 257, 1], [129, 400, 2]),
+    (4, 8, 2, 2, 80, 80, [300, 17], [301, 80]),
+    (2, 128, 20, 1, 64, 33, [5], [9]),
+]
+FULL_PACKED = [(4, 64, 32, 8, 128, 128, [16384, 4161, 1], [16400, 4161, 2])]
+
+
+@both
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "weighted"), [(FLOAT, None, True), (BRAIN, 3.0, False), (HALF, None, True)]
+)
+@pytest.mark.parametrize("shape", PACKED + (FULL_PACKED if FULL_SIZE else []), ids=str)
+def test_decode_of_packed_entries_followed_by_others(shape, dtype, softcap, weighted, how):
+    """As over the numbers that the codes stand for; what lies behind a row's entries is not read."""
+    bits, group_size, heads, kv_heads, dim, value_dim, counts, lengths = shape
+    restored = draw(heads, kv_heads, dim, value_dim, lengths, lengths, dtype, weighted)
+    query, keys, values, weights = put_all(restored)
+    quantization, packed, buffers = Quantization(bits, group_size), [], []
+    for row, count in enumerate(counts):
+        sides = []
+        for part, by_channel in ((keys[row], True), (values[row], False)):
+            side = pack(part[:, :count], quantization, by_channel=by_channel)
+            part[:, :count] = unpack(side)
+            sides.append(side)
+        packed.append(tuple(sides))
+        room = torch.full((kv_heads, 3, 1), torch.nan, device=DEVICE, dtype=dtype)
+        buffers.append(
+            [
+                torch.cat([part[row][:, count:], room.expand(-1, -1, part[row].shape[2])], 1)
+                for part in (keys, values)
+            ]
+        )
+    more = [None if x is None else torch.cat([x, x[:, :1].expand(-1, 3)], 1) for x in weights]
+    table = entry_table(*zip(*buffers, strict=True), more, packed=packed, longest_packed=500)
+    options = {"scaling": dim**-0.5, "softcap": softcap}
+    out, _ = weighted_decode_attention(query, table, lengths, **options, implementation=how)
+    expected, _ = by_definition(query, keys, values, weights, lengths, *options.values())
+    assert out.dtype == dtype
+    assert relative(out, expected) < {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 1e-2}[dtype]
+
+
 @both
 def test_decode_of_hidden_heads_and_of_views_of_one_pool(how):
     weights = torch.zeros(2, 300, device=DEVICE)
@@ -365,12 +416,35 @@ def test_append(how):
     assert weights[1].tolist() == [[0.0] + 8 * [7.0]] * 2
     before = keys[0].clone()
     if how == "torch":
-        with pytest.raises(ValueError, match="row 0 has length 3; its buffers hold 3"):
+        with pytest.raises(
+            ValueError, match="row 0 has length 3 before a new entry; allowed: 0 to 2"
+        ):
             append_entries(table, [3, 1], new_key, new_value, implementation=how)
     else:
         append_entries(table, [3, 1], new_key + 1, new_value, implementation=how)
         assert torch.equal(keys[1][:, 1], new_key[1] + 1)
     assert torch.equal(keys[0], before)  # a full row stays as it is
+
+
+@both
+def test_append_behind_packed_entries(how):
+    """Places count packed entries, the buffers do not."""
+    prompt, new = torch.randn(2, 5, 4, device=DEVICE), torch.randn(1, 2, 4, device=DEVICE)
+    sides = [
+        pack(prompt, Quantization(4, 4), by_channel=by_channel) for by_channel in (True, False)
+    ]
+    keys, values = torch.zeros(2, 2, 3, 4, device=DEVICE)
+    weights = torch.ones(2, 8, device=DEVICE)
+    table = entry_table([keys], [values], [weights], packed=[tuple(sides)])
+    append_entries(table, [6], new, new + 1, implementation=how)
+    for buffer, token in ((keys, new), (values, new + 1)):
+        assert torch.equal(buffer[:, 1], token[0])
+        assert not buffer[:, ::2].any()
+    assert weights.tolist() == [[1, 1, 1, 1, 1, 1, 0, 1]] * 2
+    if how == "torch":
+        for place in (4, 8):
+            with pytest.raises(ValueError, match=f"row 0 has length {place} before a new entry"):
+                append_entries(table, [place], new, new, implementation=how)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):
@@ -384,6 +458,30 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     ]:
         with pytest.raises(ValueError, match=message):
             entry_table(*arguments)
+    of_keys, of_values = (pack(key, Quantization(4, 4), by_channel=side) for side in (True, False))
+    odd = tuple(pack(key, Quantization(4, 3), by_channel=side) for side in (True, False))
+    for packed, message in [
+        ([(of_keys, of_values)] * 2, "2 rows have packed entries; allowed: none, or 1"),
+        (
+            [(of_values, of_keys)],
+            "row 0 is packed by .*; allowed: keys by channel, values by entry",
+        ),
+        ([odd], "group_size=3.*; allowed: .*groups of a power of two"),
+        (
+            [(pack(key[:1], Quantization(4, 4), by_channel=True), of_values)],
+            "row 0 has packed keys",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            entry_table([key], [key], packed=packed)
+    with pytest.raises(ValueError, match="return_mass is True and entries are packed"):
+        weighted_decode_attention(
+            query,
+            entry_table([key], [key], packed=[(of_keys, of_values)]),
+            [6],
+            scaling=1.0,
+            return_mass=True,
+        )
     for q, lengths, how, message in [
         (query[:, :3], [5], "auto", "over 1 rows of 2 KV heads of dim 4"),
         (query, [6], "auto", "row 0 has length 6"),

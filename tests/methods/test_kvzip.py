@@ -28,7 +28,7 @@ from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method, Repetition, Rescoring
 from kvbench.methods.kvzip import FIRST, FOLLOWING, largest_attention, threshold
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 
 WORDS = PromptEncoder(Letters(), suffix_ids=(7, 8))
 BUDGET = Budget(rate=0.3, sink=5, window=4)

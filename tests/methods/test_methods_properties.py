@@ -95,8 +95,14 @@ def test_promises_are_of_methods_that_there_are() -> None:
 
 
 TWO_TOKENS = {
-    **{"n": 2, "batch": 1, "kv_heads": 1, "group": 1, "dim": 2},
-    **{"dtype": torch.float32, "seed": 0, "layer_index": 0},
+    "n": 2,
+    "batch": 1,
+    "kv_heads": 1,
+    "group": 1,
+    "dim": 2,
+    "dtype": torch.float32,
+    "seed": 0,
+    "layer_index": 0,
 }
 
 

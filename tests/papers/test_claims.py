@@ -57,9 +57,9 @@ def test_a_verdict_is_that_of_the_rule(
     gains: dict[str, float], more: dict[str, Any], verdict: str
 ) -> None:
     asked = SIDES | more
-    found = SCRIPT["compared"](SCRIPT["table"](rows(gains), asked), asked)["b"]
+    found = SCRIPT["differences_to_each"](SCRIPT["values_of_units"](rows(gains), asked), asked)["b"]
     assert found.shape == (12, len(gains))
-    judged = SCRIPT["judged"](found.to_numpy(), asked)
+    judged = SCRIPT["verdict_on"](found.to_numpy(), asked)
     assert judged.verdict == verdict
     assert (judged.more is not None) == (verdict == "cannot be told")
 
@@ -68,7 +68,7 @@ def test_answers_that_are_all_alike_bear_out_nothing() -> None:
     alike = np.zeros((12, 1))
     for side in ("below", "above"):
         for more in ({}, {"fraction": True}):
-            assert SCRIPT["judged"](alike, {"side": side} | more).verdict != "holds"
+            assert SCRIPT["verdict_on"](alike, {"side": side} | more).verdict != "holds"
 
 
 def test_slopes_targets_and_factors() -> None:
@@ -78,11 +78,13 @@ def test_slopes_targets_and_factors() -> None:
         for held in (10, 20, 40)
     )
     asked = {"value": "error", "slope": "held", "first": "a", "target": -0.5}
-    (found,) = SCRIPT["compared"](SCRIPT["table"](frame, asked), asked).values()
+    (found,) = SCRIPT["differences_to_each"](
+        SCRIPT["values_of_units"](frame, asked), asked
+    ).values()
     assert found.abs().max().max() < 1e-12
     values = pd.DataFrame({"a": [4.0, 5.0], "b": [2.0, 2.0], "c": [3.0, 3.0]})
     asked = {"first": "a", "against": ["b", "c"], "factor": 1.25}
-    assert SCRIPT["compared"](values, asked)["1.25 b"].iloc[:, 0].tolist() == [1.5, 2.5]
+    assert SCRIPT["differences_to_each"](values, asked)["1.25 b"].iloc[:, 0].tolist() == [1.5, 2.5]
 
 
 RUNS = {"here": rows({"1": 1, "2": 1}), "later": rows({"1": -1, "2": -1})}
@@ -92,7 +94,7 @@ ONCE = SIDES | {"run": "here"}
 def decided(*comparisons: dict[str, Any], runs: dict[str, Any] = RUNS) -> list[dict[str, Any]]:
     """What a claim's comparisons say of the runs."""
     about = {"id": "X", "place": "p", "stated": "s", "measure": "as stated", "claim": "c"}
-    return SCRIPT["decided"](about | {"comparisons": list(comparisons)}, runs)
+    return SCRIPT["rows_of_claim"](about | {"comparisons": list(comparisons)}, runs)
 
 
 def test_the_worst_comparison_decides() -> None:

@@ -18,7 +18,14 @@ import pytest
 from support.stores import fill, make_record
 
 from kvbench.records import durable
-from kvbench.records.read import COMMON_FIELDS, StoreError, load_run, load_runs, read_manifest
+from kvbench.records.read import (
+    COMMON_FIELDS,
+    StoreError,
+    load_run,
+    load_runs,
+    read_manifest,
+    refuse_structures,
+)
 from kvbench.records.schema import NUMBER_FIELDS
 from kvbench.records.store import RecordStore, config_hash, run_folder, safe_name, write_manifest
 
@@ -219,3 +226,25 @@ def test_a_second_writer_waits_or_is_told_who_holds_the_folder(tmp_path: Path) -
         records.append(make_record("z"))
     patient.communicate("go\n")
     assert patient.returncode == 0
+
+
+def test_what_a_killed_process_left_beside_a_file_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    (tmp_path / ".manifest.json.new").write_bytes(b"half of")
+    durable.replace(path, b"all of it")
+    assert path.read_bytes() == b"all of it"
+    assert [one.name for one in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize(("value", "kind"), [([1], "a list"), ({"a": 1}, "an object")])
+@pytest.mark.parametrize("name", ["sample", "context_id", "length", "prompt"])
+def test_fields_that_examples_are_grouped_by_hold_no_structures(
+    value: object, kind: str, name: str
+) -> None:
+    meta = {"breakdown": ["length"], "unit": "prompt"}
+    rows = [{"example_id": "a", "other": value}, {"example_id": "b", name: value}]
+    said = rf"^f, record 2 \('b'\): {name} is {kind}; allowed: text, a number or null$"
+    with pytest.raises(StoreError, match=said):
+        refuse_structures(Path("f"), rows, meta)
+    refuse_structures(Path("f"), rows[:1], meta)
+    refuse_structures(Path("f"), rows[:1], {"breakdown": "length"})

@@ -29,7 +29,7 @@ from support.tiny import on_kvbench, prompt_ids, tiny_model
 from kvbench.engine.generate import run_forks
 from kvbench.engine.model_spec import local_path
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import Method, build_method
 from kvbench.methods._select import group_mean
 from kvbench.methods.kvpress import REFUSED, available_presses, make_press, ratio_for
@@ -95,13 +95,11 @@ def test_running_presses_keep_the_prompts_own_entries_within_the_budget(
     for index in range(num_layers):
         layer = random_layer(shape, index, layer_index=index, num_layers=num_layers)
         copies = [x.clone() for x in (layer.keys, layer.values, queries_of(layer))]
-        if press == "MergingPress":  # values that were merged are not the prompt's own
-            held = method.compress(layer, budget, torch.Generator().manual_seed(0))
-            at = held.positions.unsqueeze(-1).expand_as(held.keys)
-            assert torch.equal(held.keys, layer.keys.gather(2, at))
-            assert not torch.equal(held.values, layer.values.gather(2, at))
-        else:
-            held = kept(method, layer, budget)
+        held = (
+            merged(method, layer, budget)
+            if press == "MergingPress"
+            else kept(method, layer, budget)
+        )
         for before, after in zip(
             copies, (layer.keys, layer.values, queries_of(layer)), strict=True
         ):
@@ -119,6 +117,15 @@ def test_running_presses_keep_the_prompts_own_entries_within_the_budget(
         again = method.compress(layer, budget, torch.Generator().manual_seed(0))
         assert torch.equal(again.positions, held.positions), "one seed, one result"
     assert total <= method.total_capacity(budget, shape[3], num_layers) + num_layers
+
+
+def merged(method: Any, layer: LayerKV, budget: Any) -> CompressedKV:
+    """What a press keeps that merges values, which are then not the prompt's own."""
+    held: CompressedKV = method.compress(layer, budget, torch.Generator().manual_seed(0))
+    at = held.positions.unsqueeze(-1).expand_as(held.keys)
+    assert torch.equal(held.keys, layer.keys.gather(2, at))
+    assert not torch.equal(held.values, layer.values.gather(2, at))
+    return held
 
 
 @pytest.mark.parametrize("press", sorted(RUNS))

@@ -28,8 +28,13 @@ def write(
     for method, values in methods.items():
         records = [
             {
-                **{"example_id": f"e{i}", "score": x, "status": "oom" if x is None else "ok"},
-                **{"prediction": HOSTILE, "ratio": 0.25, "compress_s": 0.5, "decode_s": 1.0},
+                "example_id": f"e{i}",
+                "score": x,
+                "status": "oom" if x is None else "ok",
+                "prediction": HOSTILE,
+                "ratio": 0.25,
+                "compress_s": 0.5,
+                "decode_s": 1.0,
                 **(fields or {}),
             }
             for i, x in enumerate(values)

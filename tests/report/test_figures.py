@@ -22,18 +22,14 @@ from support.report_runs import (
 from support.tables import data, group_of, shown
 
 from kvbench.records.figures import Curve, Heatmap, as_json
+from kvbench.report.drawing import Drawn
 from kvbench.report.experiment import Group
-from kvbench.report.figures import (
-    Drawn,
-    figures_of,
-    grid_of,
-    heatmaps,
-    memory_rows,
-    pareto,
-)
+from kvbench.report.figures import figures_of, memory_rows, pareto
 from kvbench.report.frame import tidy
+from kvbench.report.panels import grid_of, heatmaps
+from kvbench.report.probe_tables import slope_table
 from kvbench.report.scaling import curves_of, slopes
-from kvbench.report.tables import slope_table, verdict
+from kvbench.report.verdicts import verdict
 
 
 def drawn(group: Group) -> dict[str, Drawn]:
@@ -124,6 +120,27 @@ def test_heatmaps_share_one_scale_and_leave_gaps_where_nothing_was_scored(tmp_pa
     assert {ax.collections[0].get_clim() for ax in panels} == {(0.0, 100.0)}
 
 
+def test_panels_show_the_best_methods_of_the_lowest_rate_and_name_the_rest(tmp_path: Path) -> None:
+    means = {"exact": 1.0} | {f"m{i:02d}": i / 20 for i in range(18)}
+    for method, mean in means.items():
+        for rate in (0.5, 0.25):
+            records = [
+                {"example_id": f"{x}-{y}", "length": x, "depth": y, "score": mean}
+                for x in (256, 512)
+                for y in (0, 50)
+            ]
+            options = {"budget.rate": rate}
+            about: Any = {"method": method, "task_meta": NEEDLE_META, "options": options}
+            write_run(tmp_path, records=records, **about)
+    one = drawn(group_of(tmp_path / "demo"))["heatmap"]
+    titles = [ax.get_title() for ax in one.figure.axes if ax.get_title()]
+    assert titles[:3] == ["exact", "m17, rate 0.25", "m16, rate 0.25"]
+    assert len(titles) == 16
+    rest = one.caption.partition("The best at the lowest rate, 0.25, first. Left out: ")[2]
+    assert rest.startswith("m02, rate 0.25; m01, rate 0.25; m00, rate 0.25; m17, rate 0.5")
+    assert rest.endswith(" and 9 more.")
+
+
 def test_a_column_without_one_scored_example_still_draws(tmp_path: Path) -> None:
     for method in ("exact", "snapkv"):
         records = [dict(r) | {"score": None, "status": "oom"} for r in lines_records(method)[:10]]
@@ -150,12 +167,14 @@ def write_curves(folder: Path, laws: dict[str, float], noise: float, units: int 
         rng = np.random.default_rng([3, int(100 * abs(slope))])
         records: list[dict[str, Any]] = [
             {
-                **{"example_id": f"{name}/{m}/{draw}", "dataset": name, "kept": m, "held": 1.1 * m},
-                **{
-                    "replicate": f"{draw}",
-                    "scaled": (e := m**slope * math.exp(noise * rng.normal())),
-                },
-                **{"score": e, "ratio": m / 4096},
+                "example_id": f"{name}/{m}/{draw}",
+                "dataset": name,
+                "kept": m,
+                "held": 1.1 * m,
+                "replicate": f"{draw}",
+                "scaled": (e := m**slope * math.exp(noise * rng.normal())),
+                "score": e,
+                "ratio": m / 4096,
             }
             for name in ("a", "b")
             for m in (64, 128, 256, 512, 1024, 2048)
@@ -187,9 +206,13 @@ def test_fits_recover_the_slopes_they_were_made_with(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("law", "noise", "units", "word"),
-    [(-0.7, 0.01, 6, "shallower"), (-1.3, 0.01, 6, "steeper"), (-1.0, 0.3, 3, "not determined"),
-     (-1.0, 0.0, 1, "not determined")],
-)  # fmt: skip
+    [
+        (-0.7, 0.01, 6, "shallower"),
+        (-1.3, 0.01, 6, "steeper"),
+        (-1.0, 0.3, 3, "not determined"),
+        (-1.0, 0.0, 1, "not determined"),
+    ],
+)
 def test_a_verdict_is_of_the_interval_and_not_of_the_middle(
     tmp_path: Path, law: float, noise: float, units: int, word: str
 ) -> None:

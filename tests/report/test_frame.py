@@ -20,7 +20,8 @@ from kvbench.report.experiment import COLUMNS, Group, group_runs, load_experimen
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
 from kvbench.report.page import facts_of
 from kvbench.report.table import INTERVAL, LEGEND, TOGETHER
-from kvbench.report.tables import pairs_table, score_table, verdict
+from kvbench.report.tables import pairs_table, score_table
+from kvbench.report.verdicts import verdict
 
 
 def group_from(folder: Path, **values: list[float | None]) -> Group:
@@ -46,8 +47,11 @@ def test_failures_are_counted_and_never_dropped(tmp_path: Path) -> None:
     )
     total = totals_of(group)
     assert dict(total["failures"]) == {
-        "exact": "", "snapkv": "2 oom", "h2o": "4 oom", "uniform": "1 missing"
-    }  # fmt: skip
+        "exact": "",
+        "snapkv": "2 oom",
+        "h2o": "4 oom",
+        "uniform": "1 missing",
+    }
     assert tuple(total.loc["snapkv", ["mean", "n", "expected"]]) == (0.5, 2, 4)
     assert np.isnan(total["mean"]["h2o"])
     assert ["incomplete" in m.split() for m in total["mark"]] == [False, True, True, True]
@@ -118,7 +122,7 @@ def test_a_note_stands_only_where_what_it_explains_is_in_the_table(
     notes = score_table(group, tidy(group)).notes
     known = LEGEND | {"interval": INTERVAL, "family": TOGETHER}
     named = {text: name for name, text in known.items()}
-    begins = {"Δ is the paired": "delta", "The exact cache was not run": "no exact"}
+    begins = {"Δ exact: paired": "delta", "The exact cache was not run": "no exact"}
     for begin, name in begins.items():
         named |= dict.fromkeys((note for note in notes if note.startswith(begin)), name)
     assert {named[note] for note in notes} == expected
@@ -213,8 +217,9 @@ def test_a_score_outside_its_range_is_refused_in_a_line(tmp_path: Path) -> None:
     write_run(tmp_path, records=[{"example_id": "a", "score": -5.0}])
     with pytest.raises(StoreError, match=r"example 'a' has score -5; allowed: 0 to 1"):
         group_of(tmp_path / "demo")
-    write_run(tmp_path, records=[{"example_id": "a", "score": -5.0}], experiment="x",
-              task_meta=ERROR_META)  # fmt: skip
+    write_run(
+        tmp_path, records=[{"example_id": "a", "score": -5.0}], experiment="x", task_meta=ERROR_META
+    )
     assert group_of(tmp_path / "x").records["score"].tolist() == [-5.0]
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
+import shutil
 import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
+from support.paths import ROOT
 from support.report_runs import (
     HOSTILE,
     NEEDLE_META,
@@ -17,12 +22,15 @@ from support.report_runs import (
     needle_records,
     write_demo,
     write_run,
+    write_sweep,
 )
 from support.tables import group_of
 
 from kvbench.report.__main__ import main
 from kvbench.report.answers import sample_of
 from kvbench.report.build import ReportPaths, build_report
+from kvbench.report.charts import ALL, FIELDS, chart_of
+from kvbench.report.frame import tidy, totals
 from kvbench.report.page import write_index
 from kvbench.report.wandb import main as wandb_main
 
@@ -32,14 +40,27 @@ class Parsed(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.scripts, self.handlers, self.fetched = 0, [], []  # type: ignore[var-annotated]
+        self.scripts: list[str] = []
+        self.data: list[str] = []
+        self.handlers: list[str] = []
+        self.fetched: list[str] = []
+        self._target: list[str] | None = None
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.scripts += tag == "script"
+        if tag == "script":
+            is_data = ("type", "application/json") in attributes
+            self._target = self.data if is_data else self.scripts
         self.handlers += [name for name, _ in attributes if name.startswith("on")]
         loads = {"src", "srcset", "action", "data"} | ({"href"} if tag == "link" else set())
         self.fetched += [str(value)[:30] for name, value in attributes if name in loads]
+
+    def handle_data(self, data: str) -> None:
+        if self._target is not None:
+            self._target.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._target = None
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +72,23 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
 def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
     text = demo.page.read_text()
     parsed = Parsed(text)
-    assert parsed.scripts == 1
+    allowed = re.findall(r"'sha256-([^']*)'", text.partition("script-src")[2].partition('"')[0])
+    digests = [hashlib.sha256(script.encode()).digest() for script in parsed.scripts]
+    assert [base64.b64encode(one).decode() for one in digests] == allowed, "by hash, no other"
+    assert "unsafe-eval" not in text.partition("<style>")[0]
     assert parsed.handlers == []
     assert HOSTILE not in text
     assert "owned" in text, "model output stays text"
     assert all(address.startswith("data:image/svg+xml") for address in parsed.fetched)
-    assert len(text.encode()) < 2_000_000
-    assert text.count("[low, high] is a 95 % interval") == 1, "footnotes stand once"
+    assert len(text.encode()) < 3_000_000, "the libraries are 0.8 of these"
+    assert text.count("[low, high]: 95 % interval over examples") == 1, "footnotes stand once"
     told = json.loads((demo.page.parent / "summary.json").read_text())["recall_mini"]
     assert told["longeval_lines"]["snapkv"]["score"] == pytest.approx(0.72)
     assert set(told["longeval_lines"]["snapkv"]) == {"score", "low", "high", "n", "ratio"}
+    leaderboard, first = text.index('<h2 id="leaderboard-1">'), text.index('<h2 id="section-1">')
+    assert leaderboard < first, "a page of several tasks leads with all of them"
+    for fact in ("<dt>model</dt><dd>recall_mini", "first 32 and last 32 tokens, outside the rate"):
+        assert fact in text
     needle = text.partition('<h2 id="section-2">')[2]
     folded = needle.index("<details")
     for open_ in ("needle: score against memory", "needle: score by length and depth", "<table"):
@@ -82,6 +110,38 @@ def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
     stem = "longeval_lines-recall_mini"
     assert {f"{stem}.csv", f"{stem}.md", f"{stem}.tex", "overview-recall_mini.md"} <= names
     assert f"{stem}-ratio.pdf" in {path.name for path in demo.figures}
+
+
+def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
+    """At every rate, over all examples and over each part; a pointer shows interval, n and bytes."""
+    group = group_of(write_sweep(tmp_path))
+    frame = tidy(group)
+    chart = chart_of(group, frame)
+    assert chart is not None
+    told = chart.as_json()
+    assert json.loads(json.dumps(told, allow_nan=False))["baseline"] == "exact"
+    rows = pd.DataFrame(told["rows"], columns=list(told["fields"]))
+    assert [one["name"] for one in told["methods"]] == ["exact", "uniform", "snapkv", "balancekv"]
+    assert set(rows["measure"]) == {"score", "difference to exact"}
+    assert set(rows["part"]) == {ALL, *(f"num lines {n}" for n in (10, 20, 30, 40, 50))}
+    mine = rows[rows["part"].eq(ALL) & rows["measure"].eq("score")].set_index(["name", "rate"])
+    total = totals(frame)
+    for label, rate in (("snapkv, rate 0.25", 0.25), ("uniform, rate 0.5", 0.5)):
+        row = mine.loc[(label.partition(",")[0], rate)]
+        wanted = [100 * total[key][label] for key in ("mean", "low", "high")]
+        assert list(row[["mean", "low", "high"]]) == pytest.approx(wanted, rel=1e-4)
+        assert (row["n"], row["bytes"]) == (50, pytest.approx(2048 * 720 * row["ratio"], rel=0.1))
+    whole = group_of(write_demo(tmp_path, ("exact",), ("needle",)))
+    assert chart_of(whole, tidy(whole)) is None, "nothing saves memory"
+
+
+def test_a_chart_of_one_run_with_several_rates_has_each(tmp_path: Path) -> None:
+    group = group_of(write_demo(tmp_path, ("uniform", "balancekv"), ("layer_error",)))
+    chart = chart_of(group, tidy(group))
+    assert chart is not None
+    rows = pd.DataFrame(chart.rows, columns=list(FIELDS))
+    assert sorted(rows[rows["name"] == "uniform"]["rate"]) == [0.0625, 0.125, 0.25, 0.5]
+    assert list(rows["rate"]) == pytest.approx(list(rows["ratio"]))
 
 
 def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
@@ -129,6 +189,23 @@ def test_the_command_rebuilds_links_and_says_errors_in_a_line(
     for words in ([str(tmp_path / "nowhere")], [folders[0], str(tmp_path)], [*folders, "nowhere"]):
         assert main(words) == 1
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_claims_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "claims"
+    folder.mkdir()
+    shutil.copy(ROOT / "results" / "claims" / "claims.csv", folder)
+    rows = pd.read_csv(folder / "claims.csv")
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    text = (folder / "report.html").read_text()
+    assert text.count('<tbody data-group="">') == 1, "one table of verdicts"
+    assert text.count('<tr class="part">') == rows["id"].nunique()
+    for claim in rows["id"].unique():
+        assert f"<td>{claim}</td>" in text
+    rows.drop(columns="verdict").to_csv(folder / "claims.csv")
+    assert main([str(folder)]) == 1
+    assert "claims.csv has no column verdict" in capsys.readouterr().err
 
 
 FORGED: list[tuple[str, Any]] = [

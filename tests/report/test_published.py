@@ -60,7 +60,7 @@ def test_ours_are_joined_by_method_and_value_and_compared_in_per_cent(tmp_path: 
     assert list(frame["score"]) == pytest.approx([50.0] * 2)
     assert frame["difference"].isna().all(), "the published number is another model's"
     (table,) = published_tables(frame)
-    assert heads(table) == ["method", " ", "ours", "published", "published of"]
+    assert heads(table) == ["method", "measured on", "ours", "published", "published of"]
     of_another = ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87", "Llama-3.1-8B-Instruct"]
     assert shown(table)[0] == of_another
     assert not any("±" in note for note in table.notes)
@@ -68,8 +68,21 @@ def test_ours_are_joined_by_method_and_value_and_compared_in_per_cent(tmp_path: 
     frame = joined(tmp_path / "own")
     assert list(frame["difference"]) == pytest.approx([7.13, -2.05])
     (table,) = published_tables(frame)
-    assert heads(table) == ["method", " ", "ours", "published", "difference", "±"]
+    assert heads(table) == ["method", "measured on", "ours", "published", "difference", "±"]
     assert shown(table)[0][:5] == ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87 ?", "+7.1"]
+
+
+def test_a_fraction_stands_as_it_is_printed_and_is_compared_in_per_cent(tmp_path: Path) -> None:
+    write_qa(tmp_path, "mine")
+    frame = joined(tmp_path, f"{HEAD}exact,dataset,qasper,score,fraction,0.83\n")
+    assert list(frame["printed"]) == ["0.83"]
+    assert list(frame["difference"]) == pytest.approx([50.0 - 83.0])
+    printed = {
+        file: pd.read_csv(PAPER / f"{file}.csv", dtype=str).set_index("method")["printed"]
+        for file in ("balancekv_figure4", "h2o_diversity")
+    }
+    assert printed["balancekv_figure4"]["balancekv_needle"] == "0.99"
+    assert printed["h2o_diversity"]["exact"] == "0.0057"
 
 
 def test_of_repeated_runs_the_minimum_is_compared_and_other_lengths_are_not(tmp_path: Path) -> None:
@@ -141,8 +154,14 @@ def test_fields_and_settings_stand_beside_what_records_have(tmp_path: Path) -> N
     where = {"prompt_tokens": 2048, "asked_new_tokens": 2048, "asked_batch": "64", "score": 900.0}
     for method in ("exact", "h2o"):
         records = [{**where, "example_id": f"{i}", "latency_s": 50.0 + i} for i in range(3)]
-        write_run(tmp_path, method=method, model="opt_6_7b", records=records,
-                  task_meta=THROUGHPUT_META, options={"paper_table": "h2o_table5"})  # fmt: skip
+        write_run(
+            tmp_path,
+            method=method,
+            model="opt_6_7b",
+            records=records,
+            task_meta=THROUGHPUT_META,
+            options={"paper_table": "h2o_table5"},
+        )
     frame = joined(tmp_path)
     found = {(m, f): (p, s) for m, f, p, s in frame[["method", "field", "printed", "score"]].values}
     assert found == {("exact", "score"): ("OOM", 900.0), ("h2o", "score"): ("1161.0", 900.0)}
@@ -170,8 +189,10 @@ def test_of_few_examples_or_reruns_nobody_made_it_cannot_be_told(tmp_path: Path)
     """Our exact cache has .5; far from 99, near 52, and 20 examples say nothing."""
     rows = HEAD + "exact,dataset,qasper,score,%,52\nexact,dataset,hotpotqa,score,%,99\n"
     for n, rescored, marks in (
-        (60, 0.05, ["", "beyond"]), (60, None, ["untold", "beyond"]), (21, 0.05, ["untold"] * 2)
-    ):  # fmt: skip
+        (60, 0.05, ["", "beyond"]),
+        (60, None, ["untold", "beyond"]),
+        (21, 0.05, ["untold"] * 2),
+    ):
         folder = tmp_path / f"{n}{rescored}"
         write_qa(folder, {"file": "mine", "rescored": rescored}, n=n)
         frame = joined(folder, rows)

@@ -142,7 +142,7 @@ def test_one_unit_has_none_and_missing_ones_are_left_out() -> None:
 
 def scores(values: np.ndarray) -> Scores:
     none: tuple[dict[str, int], ...] = ({},) * values.shape[1]
-    return Scores("d", values, np.ones(values.shape, dtype=bool), np.arange(len(values)), none)
+    return Scores("", "d", values, np.ones(values.shape, dtype=bool), np.arange(len(values)), none)
 
 
 def test_a_family_of_one_is_the_test_alone_and_of_many_is_sidaks() -> None:

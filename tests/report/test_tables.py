@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import rich.console
 from support.report_runs import (
+    ERROR_META,
     LINES_META,
     THROUGHPUT_META,
+    error_records,
+    lines_records,
     throughput_records,
     write_demo,
     write_longbench,
@@ -19,12 +23,24 @@ from support.report_runs import (
 )
 from support.tables import data, group_of, heads, shown
 
-from kvbench.report.build import tables_to_print
+from kvbench.report.build import build_report, tables_to_print
 from kvbench.report.experiment import Group, load_experiment
-from kvbench.report.frame import scores, tidy
+from kvbench.report.frame import scores, tidy, totals
+from kvbench.report.probe_tables import fidelity_table, timing_table
 from kvbench.report.render import csv, latex, markdown, terminal
-from kvbench.report.table import Column, Table, value_text
-from kvbench.report.tables import fidelity_table, tables_of, timing_table, verdict
+from kvbench.report.table import (
+    DIFFERENCE,
+    INTERVAL,
+    LEGEND,
+    MISSING,
+    TOGETHER,
+    Column,
+    Table,
+    footer,
+    value_text,
+)
+from kvbench.report.tables import overview_table, tables_of
+from kvbench.report.verdicts import verdict
 
 TABLE = Table(
     "a_name",
@@ -53,6 +69,15 @@ TABLE = Table(
 
 def test_csv_is_numbers_and_no_formula() -> None:
     assert csv(data(TABLE)) == "variant,score\n'=cmd|x,0.123457\n-1.5,2\n"
+
+
+def test_records_of_no_dataset_leave_the_report_whole(tmp_path: Path) -> None:
+    """A task may name no dataset, and a run may have no record at all."""
+    of_none = [{"example_id": f"e{i}", "dataset": None, "score": 1.0} for i in range(12)]
+    for folder, records in (("unnamed", of_none), ("empty", [])):
+        for method in ("exact", "snapkv"):
+            write_run(tmp_path / folder, method=method, records=records)
+        assert build_report(tmp_path / folder / "demo").page.is_file()
 
 
 def test_markdown() -> None:
@@ -97,7 +122,8 @@ def printed(*tables: Table, width: int = 80) -> list[str]:
 
 def test_terminal() -> None:
     assert printed(TABLE, TABLE) == [
-        *2 * [
+        *2
+        * [
             "Scores & more: 50 %",
             " method                        score, %   count",
             " one_model",
@@ -107,10 +133,20 @@ def test_terminal() -> None:
             " =cmd|x                               –       0",
         ],
         "  A note_1.",
-    ]  # fmt: skip
+    ]
     narrow = printed(TABLE, width=42)
-    assert narrow[-1].strip() == "On a wider terminal also: count."
+    assert " ".join(narrow).split()[-6:] == ["On", "a", "wider", "terminal", "also:", "count."]
     assert max(map(len, narrow)) <= 42
+
+
+def test_a_footer_has_three_lines_at_most() -> None:
+    notes = ["one.", INTERVAL, LEGEND["best"], "two.", TOGETHER, LEGEND["tied"], DIFFERENCE, "one."]
+    assert footer(notes) == [
+        f"{INTERVAL} {TOGETHER} {DIFFERENCE}",
+        f"{LEGEND['best']} {LEGEND['tied']}",
+        "one. two.",
+    ]
+    assert footer([LEGEND["best"]]) == [LEGEND["best"]]
 
 
 def tables(group: Group) -> dict[str, Table]:
@@ -125,7 +161,13 @@ def test_a_task_has_its_scores_costs_and_pairs(tmp_path: Path) -> None:
     expected = ["", "-pairs", "-by-num_lines"]
     assert [name for name in found if name in expected] == expected
     assert heads(found[""]) == [
-        *("method", "longeval_lines", "Δ exact", "ratio", "entries", "failed", "scored")
+        "method",
+        "longeval_lines",
+        "Δ exact",
+        "ratio",
+        "entries",
+        "failed",
+        "scored",
     ]
     rows = shown(found[""])
     assert [row[0] for row in rows[:3]] == ["exact", "snapkv", "pyramidkv"], "ranked"
@@ -150,8 +192,9 @@ def test_the_verdict_is_one_sentence_a_rate_from_the_marks(tmp_path: Path) -> No
         "At rate 0.25: snapkv has 72.0 % (50 prompts), −20.0 [−36.7, −3.3] to exact; not shown to"
         " differ: balancekv; shown worse: uniform."
     )
-    groups = [(heading, [row["variant"] for row in rows])
-              for heading, rows in tables(group)[""].groups()]  # fmt: skip
+    groups = [
+        (heading, [row["variant"] for row in rows]) for heading, rows in tables(group)[""].groups()
+    ]
     assert [heading for heading, _ in groups] == ["", "rate 0.5", "rate 0.25", "rate 0.125"]
     assert groups[0][1] == ["exact"]
     assert groups[2][1] == ["snapkv", "balancekv", "uniform"], "by score"
@@ -174,8 +217,55 @@ def test_several_datasets_and_tasks_are_set_side_by_side(tmp_path: Path) -> None
     assert mine["mean_of_parts"].iloc[0] == pytest.approx(mine["score"].mean())
     two = load_experiment(write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines", "needle")))
     *_, overview = tables_to_print(two)
+    assert overview.kind == "overview"
     assert heads(overview) == ["method", "longeval_lines, %", "needle, %"]
     assert [row[0] for row in shown(overview)] == ["exact", "snapkv"]
+
+
+def test_no_column_is_empty_or_without_a_head(tmp_path: Path) -> None:
+    groups = load_experiment(write_demo(tmp_path, ("exact", "h2o", "uniform"))).groups
+    parts = [(group, tidy(group)) for group in groups]
+    shown_tables = [table for part in parts for table in tables_of(*part)]
+    shown_tables.append(overview_table(parts[:2]))
+    assert len(shown_tables) > 8
+    for table in shown_tables:
+        assert all(name.strip() for name in heads(table)), table.name
+        for name, cells in zip(heads(table), zip(*shown(table), strict=True), strict=True):
+            assert set(cells) - {"", MISSING}, (table.name, name)
+
+
+def test_a_leaderboard_has_every_method_on_every_task_at_each_rate(tmp_path: Path) -> None:
+    """Of a task that is run once a rate, and of one that measures several rates in one run."""
+    for method in ("exact", "uniform", "balancekv"):
+        for rate in (0.5, 0.25):
+            about: Any = {"method": method, "options": {"budget.rate": rate}}
+            records = lines_records(method, rate if method != "exact" else 1.0)
+            write_run(tmp_path, task="longeval_lines", records=records, **about)
+        meta = ERROR_META | {"metric": "per_query"}
+        write_run(
+            tmp_path,
+            task="layer_error",
+            method=method,
+            records=error_records(method),
+            task_meta=meta,
+        )
+    parts = [(group, tidy(group)) for group in load_experiment(tmp_path / "demo").groups]
+    table = overview_table(parts)
+    assert heads(table) == [
+        "method",
+        "longeval_lines, %",
+        "layer_error: per query, relative error, lower is better",
+    ]
+    groups = {heading: [row["variant"] for row in rows] for heading, rows in table.groups()}
+    rates = ["rate 0.5", "rate 0.25", "rate 0.125", "rate 0.0625"]
+    assert list(groups) == ["", *rates]
+    assert groups[""] == ["exact"]
+    assert sorted(groups["rate 0.25"]) == ["balancekv", "uniform"]
+    frame = table.frame.set_index(["group", "variant"])
+    for heading, label in (("rate 0.5", "rate 0.5"), ("rate 0.25", "rate 0.25")):
+        of_lines = totals(parts[0][1])["mean"][f"uniform, {label}"]
+        assert frame["longeval_lines"][heading, "uniform"] == of_lines
+    assert frame["longeval_lines"].isna()["rate 0.125", "uniform"]
 
 
 def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:
@@ -193,14 +283,29 @@ def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:
     assert (row["runs"], row["failed"]) == ("7", "2 oom")
 
 
-def test_distances_from_the_exact_model_are_averaged_over_prompts(tmp_path: Path) -> None:
+OLD_KIND = {"figures": [{"kind": "fidelity"}]}
+"""How manifests named the kind of a task before it had a key of its own."""
+
+
+@pytest.mark.parametrize("kind", [{"kind": "fidelity"}, OLD_KIND], ids=["kind", "old"])
+def test_distances_from_the_exact_model_are_averaged_over_prompts(
+    tmp_path: Path, kind: dict[str, Any]
+) -> None:
     meta = LINES_META | {"score_unit": "KL in nats", "lower_is_better": True, "unit": "prompt"}
-    meta |= {"breakdown": ["rate"], "figures": [{"kind": "fidelity"}]}
+    meta |= {"breakdown": ["rate"], **kind}
     records = [
         {
-            **{"example_id": f"p{p}/{rate}", "prompt": f"p{p}", "rate": rate, "score": kl},
-            **{"kl": kl, "max_kl": 2 * kl, "agreement": 0.5, "difference": kl / 2},
-            **{"perplexity_ratio": math.exp(kl / 2), "kl_floor": 1e-7, "ratio": rate},
+            "example_id": f"p{p}/{rate}",
+            "prompt": f"p{p}",
+            "rate": rate,
+            "score": kl,
+            "kl": kl,
+            "max_kl": 2 * kl,
+            "agreement": 0.5,
+            "difference": kl / 2,
+            "perplexity_ratio": math.exp(kl / 2),
+            "kl_floor": 1e-7,
+            "ratio": rate,
             "compressed": p > 0 or rate < 0.5,
         }
         for p in range(4)
@@ -209,6 +314,7 @@ def test_distances_from_the_exact_model_are_averaged_over_prompts(tmp_path: Path
     ]
     write_run(tmp_path, method="snapkv", records=records, task_meta=meta)
     group = group_of(tmp_path / "demo")
+    assert "-fidelity" in tables(group)
     frame, same = data(fidelity_table(group)), scores(group, "rate").iloc[::-1]
     assert list(frame["group"]) == ["rate 0.5", "rate 0.25"]
     assert list(frame["kl"]) == pytest.approx([0.5, 1.0])

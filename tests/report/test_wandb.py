@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_runs import NEEDLE_META, lines_records, needle_records, write_run
+from support.report_runs import LINES_META, NEEDLE_META, lines_records, needle_records, write_run
 from support.wandb_files import history, isolated, offline_run, start_of, table_of, updates
 from support.wandb_server import Fault, StandIn
 
@@ -18,7 +18,7 @@ from kvbench.errors import UserError
 from kvbench.records.read import load_run, load_runs
 from kvbench.report import wandb as ours
 from kvbench.report.build import build_report
-from kvbench.report.wandb import check_logger, log_overview, log_runs, run_id
+from kvbench.report.wandb import check_logger, log_overview, log_runs, run_id, run_names
 
 LOGGER = {"name": "wandb", "mode": "offline", "project": "p", "entity": None, "timeout_s": 30}
 
@@ -45,36 +45,60 @@ def write(folder: Path, methods: tuple[str, ...] = ("exact", "snapkv")) -> Path:
     return folder / "demo"
 
 
-def job_id(folder: Path) -> str:
-    """Of the only job in an experiment's folder."""
-    return run_id("demo", *sorted(str(run.manifest["config_hash"]) for run in load_runs(folder)))
+def ids(folder: Path) -> dict[str, str]:
+    """By method the ids of an experiment's W&B runs."""
+    manifests = [run.manifest for run in load_runs(folder)]
+    return {str(m["method"]): run_id(*run_names(m)) for m in manifests}
 
 
-def test_a_job_is_one_run_with_its_scores_and_answers_on_demand(tmp_path: Path) -> None:
+def test_a_method_at_a_rate_is_one_run_with_all_that_is_known_of_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "results")
     runs = load_runs(folder)
-    assert log_runs(runs, predictions=True) == 1
-    assert table_of(offline_run(folder, job_id(folder))[0], "predictions")["snapkv: score"]
-    assert log_runs(runs) == 1, "the copy is replaced"
-    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
-    place, messages = offline_run(folder, job_id(folder))
+    snapkv = next(run for run in runs if run.manifest["method"] == "snapkv")
+    assert log_runs(runs, predictions=True) == 2
+    assert table_of(offline_run(folder, ids(folder)["snapkv"])[0], "predictions")["snapkv: score"]
+    assert log_runs(runs) == 2, "the copies are replaced"
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 2
+    place, messages = offline_run(folder, ids(folder)["snapkv"])
     start = start_of(messages)
-    assert start.display_name == "recall_mini/needle/rate 0.25/seed0"
-    assert list(start.tags) == ["recall_mini", "needle", "exact", "snapkv"]
+    assert start.display_name == "recall_mini/needle/snapkv/rate 0.25/seed0"
+    assert start.run_group == "recall_mini/needle/rate 0.25/seed0"
+    assert start_of(offline_run(folder, ids(folder)["exact"])[1]).run_group == start.run_group
+    assert start.job_type == "needle"
+    assert list(start.tags) == ["recall_mini", "needle", "snapkv", "rate 0.25"]
     config = updates(messages, "config")
-    assert config["run"]["budget"] == {"rate": 0.25, "sink": 32, "window": 32}
+    assert (config["method"], config["rate"], config["task"]) == ("snapkv", 0.25, "needle")
+    assert config["config"] == snapkv.manifest["config"], "the whole config"
+    scores = list(snapkv.records["score"])
     summary = updates(messages, "summary")
-    snapkv = runs[1].records
-    assert summary["snapkv/score"] == pytest.approx(snapkv["score"].mean())
-    assert summary["snapkv/ratio"] == pytest.approx(snapkv["ratio"].mean())
-    assert "snapkv/difference" in summary
+    assert summary["score"] == pytest.approx(snapkv.records["score"].mean())
+    assert summary["ratio"] == pytest.approx(snapkv.records["ratio"].mean())
+    assert (summary["examples"], summary["failed"]) == (len(scores), 0)
+    assert "difference" in summary
     *means, last = history(messages)
-    assert {key.split("/")[0] for key in last if not key.startswith("_")} == {"scores"}
-    scores = list(snapkv["score"])
-    assert [row["snapkv/score"] for row in means] == pytest.approx(
+    assert [row["examples"] for row in means] == list(range(1, len(scores) + 1))
+    assert [row["score"] for row in means] == pytest.approx(
         [sum(scores[: n + 1]) / (n + 1) for n in range(len(scores))]
     )
-    assert set(table_of(place, "scores")["variant"]) == {"exact", "snapkv"}
+    assert {"scores", "records", "heatmap"} <= {key.split("/")[0] for key in last}
+    assert set(table_of(place, "scores")["variant"]) == {"snapkv"}
+    assert table_of(place, "records")["score"] == scores
+    assert list((place / "files/media/images").glob("heatmap_*.png"))
+
+
+def test_a_probe_has_its_score_at_every_rate_in_the_summary(tmp_path: Path) -> None:
+    records = [
+        record | {"rate": rate, "example_id": f"{record['example_id']}-{rate}"}
+        for record in lines_records("snapkv")
+        for rate in (0.5, 0.25)
+    ]
+    about = {"task_meta": LINES_META | {"breakdown": ["rate"]}, "options": {"logger": LOGGER}}
+    write_run(tmp_path, task="lines", method="snapkv", records=records, **about)
+    assert log_runs(load_runs(tmp_path / "demo")) == 1
+    _, messages = offline_run(tmp_path / "demo", ids(tmp_path / "demo")["snapkv"])
+    assert updates(messages, "config")["rate"] is None
+    summary = updates(messages, "summary")
+    assert {"score at rate 0.25", "score at rate 0.5"} <= set(summary)
 
 
 @pytest.mark.slow
@@ -135,28 +159,33 @@ def test_the_real_client_sends_what_was_written(
         (run,) = load_runs(folder)
         assert log_runs([run], project="p", timeout_s=60) == 1
         assert server.unknown == []
-        name = job_id(folder)
-        assert server.runs[name]["displayName"].startswith("recall_mini/needle/rate")
-        assert server.summary[name]["snapkv/score"] == pytest.approx(run.records["score"].mean())
+        name = ids(folder)["snapkv"]
+        assert server.runs[name]["displayName"].startswith("recall_mini/needle/snapkv/rate")
+        assert server.summary[name]["score"] == pytest.approx(run.records["score"].mean())
         assert any("scores" in path for path in server.uploads)
         assert not ours.not_taken(list((folder / "wandb").glob("offline-run-*")))
 
 
 @pytest.mark.slow
 def test_a_job_shows_its_means_while_it_runs(tmp_path: Path, monkeypatch: Any) -> None:
-    names = {"experiment": "demo", "model": "m", "task": "t", "config_hash": "0123abcd"}
+    job = {"experiment": "demo", "model": "m", "task": "t"}
+    names = [
+        job | {"method": "exact", "config_hash": "0123abcd"},
+        job | {"method": "snapkv", "config_hash": "4567abcd"},
+    ]
     logger = {"project": "p", "entity": None, "mode": "auto"}
-    with StandIn() as server, ours.Live(tmp_path / "demo", [names], logger) as offline:
+    with StandIn() as server, ours.Live(tmp_path / "demo", names, logger) as offline:
         offline.log({"exact/score": 1.0})
         assert not (tmp_path / "demo").exists(), "nobody looks at it"
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-        with ours.Live(tmp_path / "demo", [names], logger) as live:
+        with ours.Live(tmp_path / "demo", names, logger) as live:
             end = time.monotonic() + 60
-            while not server.summary and time.monotonic() < end:
-                live.log({"exact/score": 0.5})
+            while len(server.summary) < 2 and time.monotonic() < end:
+                live.log({"exact/score": 0.5, "snapkv/score": 0.25})
                 time.sleep(0.1)
-        assert server.summary[run_id("demo", "0123abcd")]["exact/score"] == 0.5
+        exact, snapkv = (server.summary[run_id(*run_names(one))] for one in names)
+        assert (exact["score"], snapkv["score"]) == (0.5, 0.25)
         assert server.unknown == []
 
 

@@ -14,12 +14,13 @@ from support.prompts import methods
 
 from kvbench.engine import memory
 from kvbench.engine import rows as engine_rows
+from kvbench.prompts import PromptEncoder
 from kvbench.records.read import load_run
 from kvbench.run import batching
 from kvbench.run.batching import LARGEST_AUTO_GROUP, Runner
 from kvbench.run.plan import Outcome, Plan, Unit
 from kvbench.run.runner import run_job
-from kvbench.tasks.base import Example, PromptEncoder
+from kvbench.tasks.base import Example
 
 # Through the runner: records, batch sizes, memory.
 

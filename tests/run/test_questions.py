@@ -17,10 +17,11 @@ from kvbench.engine.sampling import Sampling
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
+from kvbench.prompts import PromptEncoder
 from kvbench.records.shards import Shard
 from kvbench.run.encoding import encode_examples
 from kvbench.run.runner import run_job
-from kvbench.tasks.base import Example, PromptEncoder, Task
+from kvbench.tasks.base import Example, Task
 
 ASKED = ("what next? ", "and who is it then? ", "why so? ")
 NOT_ANSWERS = ("batch", "kept", "config_hash", "sample")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass, replace
+import statistics
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,8 +15,11 @@ from support.command import main
 from support.jobs import SMALL, Echo, Letters, make_job, records_of, with_session
 from support.tiny import Broken, Greedy
 
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.kv import KVError
 from kvbench.methods import build_method
+from kvbench.probes.throughput import Throughput
+from kvbench.prompts import PromptEncoder
 from kvbench.records.read import COMMON_FIELDS, load_run, load_runs
 from kvbench.records.store import config_hash
 from kvbench.run import identity
@@ -24,7 +28,6 @@ from kvbench.run.plan import TaskPlan
 from kvbench.run.preview import print_dry_run
 from kvbench.run.progress import Progress
 from kvbench.run.runner import run_job
-from kvbench.tasks.base import PromptEncoder
 from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines
 
 EXACT = {"exact": build_method("exact")}
@@ -63,7 +66,10 @@ def test_progress_is_told_the_score_and_the_tasks_other_measures(tmp_path: Path)
     told: list[Any] = []
     progress = Progress()
     progress.add = lambda method, values: told.append(values)  # type: ignore[method-assign]
-    result = run_job(make_job(tmp_path, EXACT, echo=Two()), progress)
+    job = make_job(tmp_path, EXACT, echo=Two())
+    result = run_job(job, progress)
+    modules = list(job.session.model.modules())
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in modules), "as it was"
     assert told == [
         {k: row[k] for k in ("score", "letters")} for row in records_of(result)["exact"]
     ]
@@ -85,7 +91,7 @@ def test_a_limit_below_the_number_of_datasets_says_which_are_missing(
     lines = LongEvalLines(num_lines=[2, 3, 4], num_examples=2, max_new_tokens=2)
     result = run_job(make_job(tmp_path, EXACT, echo=lines, limit=2))
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning == "tiny x echo: limit is 2: nothing runs of 4 lines"
+    assert warning == "tiny x echo: limit is 2: no example is run of 4 lines"
     assert load_run(result.folders["exact"]).manifest["datasets_left_out"] == ["4 lines"]
     caplog.clear()
     result = run_job(make_job(tmp_path, EXACT, echo=lines, limit=3))
@@ -151,6 +157,7 @@ class Before:
 @dataclass(frozen=True)
 class After(Before):
     shapes: tuple[int, ...] = (1, 2)
+    names: list[str] = field(default_factory=lambda: ["a"])
 
 
 def test_an_option_that_is_added_with_its_default_changes_no_name(
@@ -164,6 +171,8 @@ def test_an_option_that_is_added_with_its_default_changes_no_name(
     before = lean(Before, size=3, rate=0.5)
     assert lean(Before, size=3) == before
     assert lean(After, size=3, rate=0.5, shapes=[1, 2]) == before
+    assert lean(After, size=3, names=["a"]) == before
+    assert lean(After, size=3, names=[]) != before
     assert lean(After, size=3, shapes=[2, 1]) != before
     assert lean(Before, size=4) != before
     assert lean(Before, size=3, rate=0.25) != before
@@ -234,3 +243,42 @@ def test_prompts_beyond_the_models_positions_are_told_and_recorded(
     text = capsys.readouterr().out
     assert re.search(r"warning.*4 of 4 prompts .* up to \d+ tokens, and tiny has 50;", text)
     assert not (tmp_path / "dry").exists()
+
+
+def test_another_rank_than_the_first_runs_what_is_left_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = run_job(make_job(tmp_path, EXACT, limit=1)).folders
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
+    monkeypatch.setattr(ModelSpec, "place", (1, 2))
+    scored: list[str] = []
+
+    class Told(Echo):
+        def score(self, prediction: str, example: Any) -> Any:
+            scored.append(example.id)
+            return super().score(prediction, example)
+
+    assert run_job(make_job(tmp_path, EXACT, echo=Told(), limit=3)).folders == folders
+    assert scored == ["e1", "e2"], "the first rank has run e0"
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json*")} == before
+
+
+def test_a_dry_run_tells_the_capacity_of_each_method_at_the_median_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [row["prompt_tokens"] for row in records_of(run_job(make_job(tmp_path)))["exact"]]
+    median = int(statistics.median(prompts))
+    print_dry_run(make_job(tmp_path / "dry"))
+    out = capsys.readouterr().out
+    capacities = dict(re.findall(r"^ *(exact|snapkv|uniform) +(\d+)", out, re.M))
+    wanted = {"exact": median, "snapkv": SMALL.capacity(median), "uniform": SMALL.capacity(median)}
+    assert capacities == {label: str(capacity) for label, capacity in wanted.items()}
+    assert "as the task says" not in out
+
+
+def test_a_dry_run_of_a_task_without_prompts_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Throughput(settings=[(60, 4, 1, 0.5)], runs=1)
+    print_dry_run(make_job(tmp_path, EXACT, plan=plan))
+    assert "tokens as the task says" in capsys.readouterr().out

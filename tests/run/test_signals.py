@@ -90,22 +90,33 @@ def stopped(server: ForkServer, folder: Path, number: int, *, after: int, status
 
 
 @pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_terminated_inside_an_example_and_outside(
+def test_terminated_inside_an_example_and_inside_the_report(
     server: ForkServer, tmp_path: Path, undisturbed: Records, inside: bool
 ) -> None:
-    outside = ("kvbench.report.build.build_report", 1)
-    child = server.kvbench(tmp_path, *FEW, stall=ENDLESS if inside else outside)
+    report = ("kvbench.report.build.build_report", 1)
+    child = server.kvbench(tmp_path, *FEW, stall=ENDLESS if inside else report)
     wait_until_stalled(child)
     child.signal(signal.SIGTERM)
-    if inside:
-        time.sleep(0.2)
-        assert child.running(), "the first waits for the example"
-        assert child.err.read_text().endswith(WAIT_NOTICE)
-        child.signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert child.running(), "the first waits for the example, or for the page"
+    assert child.err.read_text().endswith(WAIT_NOTICE)
+    child.signal(signal.SIGTERM)
     assert child.wait() == 143
     assert one_line(child) == f"terminated; {GOES_ON}"
     assert server.kvbench(tmp_path, *FEW).wait() == 0
     assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
+
+
+def test_terminated_after_the_last_example_the_page_is_written(
+    server: ForkServer, tmp_path: Path, undisturbed: Records
+) -> None:
+    child = server.kvbench(tmp_path, *FEW)
+    wait_for_records(tmp_path, child, 2 * 3)
+    child.signal(signal.SIGTERM)
+    assert child.wait() == 143
+    assert one_line(child) == f"terminated; {GOES_ON}"
+    assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
+    assert (tmp_path / PAGE).exists()
 
 
 @pytest.mark.slow

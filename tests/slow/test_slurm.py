@@ -80,7 +80,7 @@ def slurm(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_cancelled_killed_and_preempted_jobs_go_on_where_they_were(tmp_path):
+def test_cancelled_killed_and_preempted_jobs_go_on_where_they_were(tmp_path: Path) -> None:
     whole, spread = tmp_path / "whole", tmp_path / "spread"
     first = start(*SWEEP, *SLURM, f"results_dir={spread}")
     jobs = array(first)
@@ -92,13 +92,7 @@ def test_cancelled_killed_and_preempted_jobs_go_on_where_they_were(tmp_path):
     slurm("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     wait_for(lambda: stop_for_good(stopped.values()), first)  # Slurm wakes them and waits first
     alone = start(*SWEEP, f"results_dir={whole}")  # meanwhile
-    out, err = first.communicate()
-    assert first.returncode == FAILED, err
-    assert "Traceback" not in err
-    assert err.count("ended without a result") == 2, err
-    assert f"job {jobs}_0 ended without a result (CANCELLED)" in err
-    assert f"job {jobs}_3 ended without a result (FAILED)" in err
-    assert "4 jobs, 2 of them failed" in out
+    check_two_ended(first, jobs)
     assert lines(spread, "longeval_lines", "1of2") < 12
     assert lines(spread, "longeval_redundant", "2of2") < 12
     for preempted in (1, 2):
@@ -109,20 +103,33 @@ def test_cancelled_killed_and_preempted_jobs_go_on_where_they_were(tmp_path):
     jobs = array(second)
     wait_for(at_work(spread, "longeval_lines", "1of2", known), second)
     slurm("scancel", "--signal=USR2", f"{jobs}_0")  # what Slurm sends before a time limit
-    out, err = second.communicate()
-    assert second.returncode == 0, err
-    assert "4 jobs, all well" in out
+    check_ended_well(second, "4 jobs, all well")
     assert "Restarts=1" in slurm("scontrol", "show", "job", f"{jobs}_0")
-
-    out, err = alone.communicate()
-    assert alone.returncode == 0, err
+    check_ended_well(alone)
     expected = records(whole)
-    assert len(expected) == 4
-    assert {len(rows) for rows in expected.values()} == {24}
+    assert [len(rows) for rows in expected.values()] == [24] * 4
     assert records(spread) == expected
 
 
-def test_what_slurm_refuses_is_one_line(capsys, tmp_path):
+def check_two_ended(command: subprocess.Popen[str], jobs: str) -> None:
+    """The command says of the first and the last job of the array how each ended."""
+    out, err = command.communicate()
+    assert command.returncode == FAILED, err
+    assert "Traceback" not in err
+    assert err.count("ended without a result") == 2, err
+    assert f"job {jobs}_0 ended without a result (CANCELLED)" in err
+    assert f"job {jobs}_3 ended without a result (FAILED)" in err
+    assert "4 jobs, 2 of them failed" in out
+
+
+def check_ended_well(command: subprocess.Popen[str], said: str = "") -> None:
+    """The command ends with status 0."""
+    out, err = command.communicate()
+    assert command.returncode == 0, err
+    assert said in out
+
+
+def test_what_slurm_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     refused = "launcher.partition=nope"
     status, _, err = main(capsys, *TINY, *SLURM, refused, f"results_dir={tmp_path}")
     assert status == USAGE

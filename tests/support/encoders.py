@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from kvbench.tasks.base import PromptEncoder
+from kvbench.prompts import PromptEncoder
 from support.paths import ROOT
 
 

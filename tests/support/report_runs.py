@@ -40,8 +40,11 @@ def write_run(
 ) -> Path:
     """One run folder; `records` need only the fields that differ from the defaults."""
     config: dict[str, Any] = {
-        **{"model": {"name": model}, "task": {"name": task}, "method": {"name": method}},
-        **{"budget": {"rate": 0.25, "sink": 32, "window": 32}, "seed": seed},
+        "model": {"name": model},
+        "task": {"name": task},
+        "method": {"name": method},
+        "budget": {"rate": 0.25, "sink": 32, "window": 32},
+        "seed": seed,
     }
     for key, value in (options or {}).items():
         *path, last = key.split(".")
@@ -53,11 +56,18 @@ def write_run(
     folder = run_folder(results, experiment, model, task, method, code)
     about = {"experiment": experiment, "model": model, "task": task, "method": method}
     about |= {"config_hash": code, "seed": seed}
-    common = dict.fromkeys(COMMON_FIELDS) | about | {
-        **{"dataset": task, "status": "ok", "answers": ["41077"]},
-        **{"saves_memory": method != "exact", "compressed": method != "exact"},
-        "prompt_tail": "What is the REGISTER_CONTENT in line brave-otter? ",
-    }  # fmt: skip
+    common = (
+        dict.fromkeys(COMMON_FIELDS)
+        | about
+        | {
+            "dataset": task,
+            "status": "ok",
+            "answers": ["41077"],
+            "saves_memory": method != "exact",
+            "compressed": method != "exact",
+            "prompt_tail": "What is the REGISTER_CONTENT in line brave-otter? ",
+        }
+    )
     with RecordStore(folder) as store:
         for record in records:
             store.append({**common, **record})
@@ -79,9 +89,14 @@ def costs(rng: np.random.Generator, method: str, rate: float, tokens: int) -> di
     """Memory and time of one example."""
     held = int(tokens * (1.0 if method == "exact" else min(1.0, rate + 64 / tokens)))
     return {
-        **{"prompt_tokens": tokens, "new_tokens": 8, "capacity": held, "ratio": held / tokens},
-        **{"entries": {"mean": held, "max": held}, "prefill_s": float(rng.normal(0.8, 0.02))},
-        **{"cache_bytes": held * 2048, "exact_bytes": tokens * 2048},
+        "prompt_tokens": tokens,
+        "new_tokens": 8,
+        "capacity": held,
+        "ratio": held / tokens,
+        "entries": {"mean": held, "max": held},
+        "prefill_s": float(rng.normal(0.8, 0.02)),
+        "cache_bytes": held * 2048,
+        "exact_bytes": tokens * 2048,
         "compress_s": 0.0 if method == "exact" else float(rng.normal(0.05, 0.004)),
         "decode_s": float(rng.normal(0.1, 0.005)),
     }
@@ -159,12 +174,14 @@ NEEDLE_META = LINES_META | {
 }
 _BARS = {"kind": "bars", "x": "rate", "facet": "layer"}
 ERROR_META = {
-    **{"version": 1, "score_unit": "relative_error", "lower_is_better": True, "unit": "prompt"},
-    **{"breakdown": ["rate"], "figures": [_BARS | {"ylabel": "relative error"}]},
+    "version": 1,
+    "score_unit": "relative_error",
+    "lower_is_better": True,
+    "unit": "prompt",
+    "breakdown": ["rate"],
+    "figures": [_BARS | {"ylabel": "relative error"}],
 }
-THROUGHPUT_META = LINES_META | {
-    **{"score_unit": "tokens/s", "breakdown": [], "figures": [{"kind": "throughput"}]}
-}
+THROUGHPUT_META = LINES_META | {"score_unit": "tokens/s", "breakdown": [], "kind": "throughput"}
 TASKS = {
     "longeval_lines": (lines_records, LINES_META),
     "needle": (needle_records, NEEDLE_META),
@@ -196,8 +213,12 @@ def write_sweep(results: Path) -> Path:
 
 
 DATASETS = {  # how well an exact cache does, and the width of scores: right or wrong, or in between
-    **{"qasper": (0.43, 0.35), "hotpotqa": (0.52, 0.48), "gov_report": (0.31, 0.05)},
-    **{"trec": (0.72, 0.0), "triviaqa": (0.91, 0.2), "passage_count": (0.20, 0.0)},
+    "qasper": (0.43, 0.35),
+    "hotpotqa": (0.52, 0.48),
+    "gov_report": (0.31, 0.05),
+    "trec": (0.72, 0.0),
+    "triviaqa": (0.91, 0.2),
+    "passage_count": (0.20, 0.0),
 }
 
 

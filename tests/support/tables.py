@@ -27,7 +27,9 @@ def totals_of(group: Group, measure: str = "score") -> pd.DataFrame:
 def shown(table: Table) -> list[list[str]]:
     """The cells of every row, as readers see them."""
     return [
-        [table.cell(row, c)[0] for c in table.columns] for _, rows in table.groups() for row in rows
+        [table.cell(row, c).text for c in table.columns]
+        for _, rows in table.groups()
+        for row in rows
     ]
 
 

@@ -18,8 +18,9 @@ from support.paths import ROOT
 from transformers import AutoTokenizer
 
 from kvbench.cli.build import build_job
+from kvbench.prompts import PromptEncoder
 from kvbench.run.runner import run_job
-from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.tasks.base import TaskError
 from kvbench.tasks.instructions import ASK, KINDS, PREAMBLE, SECRET, Instructions
 from kvbench.tasks.instructions_checkers import CHECKS, follows
 

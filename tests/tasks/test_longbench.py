@@ -20,8 +20,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvbench.engine.model_spec import ModelError, ModelSpec, local_path
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import prompt_encoder
+from kvbench.prompts import PromptEncoder
 from kvbench.tasks import longbench
-from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.tasks.base import TaskError
 from kvbench.tasks.longbench import (
     DATASETS,
     E_DATASETS,
@@ -192,6 +193,9 @@ def test_the_benchmark_has_a_chat_for_all_but_few_shot_and_code(llama: PromptEnc
     for e in examples(llama, protocol="longbench"):
         text, plain = e.context + e.question, e.dataset in OFFICIAL_PLAIN
         assert whole(e) == (llama.tokenizer.encode(text) if plain else in_chat(llama, text))
+        inside = e.context[len(e.context) // 2 :][:30]
+        assert inside in llama.decode(list(e.context_ids)), "a context is cut from its question"
+        assert inside not in llama.decode(list(e.question_ids))
 
 
 def test_a_chat_model_that_the_protocol_does_not_know_is_refused(qwen: PromptEncoder) -> None:

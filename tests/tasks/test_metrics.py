@@ -90,6 +90,7 @@ def test_scores_of_a_needle() -> None:
     assert word_recall("", "eat") == word_recall("eat", "") == 0.0
     assert rouge1("eat a sandwich", "eat a sandwich") == 1.0
     assert rouge1("eat a", "eat a fine sandwich") == pytest.approx(2 / 3)
+    assert rouge1("eats", "eat") == 0.0, "words are not stemmed"
     released = answer + "."  # 11 different words, which keep their punctuation
     for response, share in (
         ("EAT A SANDWICH and sit in dolores park\ton a sunny\n\nday.", 11),

@@ -14,8 +14,9 @@ from support.command import composed
 from support.encoders import Letters, chat, ids_of, shipped
 from wonderwords import RandomWord
 
+from kvbench.prompts import PromptEncoder
 from kvbench.run.encoding import encode_examples
-from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.tasks.base import TaskError
 from kvbench.tasks.longeval_lines import INTRODUCTION, LINE, QUESTION, LongEvalLines
 
 WORDS = RandomWord()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 import re
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 from support.encoders import Letters, Words, chat, ids_of, shipped
 
+from kvbench.prompts import PromptEncoder
 from kvbench.tasks import ruler
-from kvbench.tasks.base import Example, PromptEncoder, TaskError
+from kvbench.tasks.base import Example, TaskError
 from kvbench.tasks.encoding import encode_split
 from kvbench.tasks.ruler import DEPTHS, GENERATED, PROMPTS, TASKS, Ruler
 
@@ -211,6 +213,14 @@ def test_common_words_of_a_short_list_are_made_of_two(monkeypatch) -> None:
     counts = Counter(SPLIT.split(example.context.rstrip().rsplit("\n", 1)[1])[1:])
     assert len(counts) == 60 + example.fields["paired_words"] > 60
     assert {counts[word] for word in example.answers} == {6}
+
+
+def test_frequent_words_lie_between_the_others() -> None:
+    (example,) = made(tasks=["fwe"], num_examples=1, lengths=[1536])
+    words = example.context.split()
+    assert words.count("...") > 40
+    runs = sum(word != before for before, word in itertools.pairwise(words))
+    assert runs > len(words) / 4, "they are shuffled"
 
 
 def test_no_document_stands_twice_and_questions_without_an_answer_are_left_out(

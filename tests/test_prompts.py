@@ -1,11 +1,12 @@
-"""What all tasks share: a tokenizer's own failures, and which of them go on."""
+"""Prompts: a tokenizer's own failures are one line, and which exceptions go on."""
 
 from __future__ import annotations
 
 import pytest
 from support.encoders import Letters
 
-from kvbench.tasks.base import TaskError, tokenizing
+from kvbench.prompts import PromptError, tokenizing
+from kvbench.tasks.base import TaskError
 
 
 class PanicException(BaseException):
@@ -18,7 +19,7 @@ def test_a_tokenizers_failure_is_one_line_and_a_wish_to_stop_goes_on() -> None:
         (PanicException("called `unwrap()`\non a None"), "PanicException: called `unwrap()`"),
         (ValueError(""), "ValueError: no message"),
     ):
-        with pytest.raises(TaskError) as caught, tokenizing(Letters()):
+        with pytest.raises(PromptError) as caught, tokenizing(Letters()):
             raise failure
         assert str(caught.value) == said.format(line)
     for wish in (KeyboardInterrupt(), SystemExit(3), MemoryError(), TimeoutError(), TaskError("x")):

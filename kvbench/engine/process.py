@@ -1,22 +1,26 @@
-"""Settings of the process that code could leave changed: how each is read, and how it is set back.
+"""The process that a method's code runs in: what would end it, and settings that could be left changed.
 
-`kvbench.engine.guard` compares them before and after every call of a method. What is not here can be
-changed unnoticed: functions of libraries that are replaced, limits that the system does not let a
-process raise again, what runs when the process ends.
+`kvbench.engine.guard` compares the settings before and after every call of a method, and sets them
+back. What is not here can be changed unnoticed: functions of libraries that are replaced, limits that
+the system does not let a process raise again, what runs when the process ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -36,6 +40,104 @@ STREAMS = {"stdout": 1, "stderr": 2}
 """The standard streams that are written to, and their numbers in the process."""
 
 
+class MethodExit(RuntimeError):
+    """A method asked the program to end (by SystemExit, GeneratorExit or a KeyboardInterrupt of its
+    own); only the method fails."""
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Within this context a Ctrl-C raises KeyboardInterrupt, as ever.
+
+    Yields:
+        a function that tells whether there was one: code may raise KeyboardInterrupt itself. Where the
+        process answers Ctrl-C in a way of its own, that is not known, and every one counts.
+    """
+    if not in_main_thread():
+        yield lambda: False  # signals come to the main thread
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: True
+        return
+    came: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_end_process, _close, _close_range = os._exit, os.close, os.closerange
+
+
+class _Inside(threading.local):
+    """Of each thread: the process in which it runs a method's code now, 0 where it runs none."""
+
+    process = 0
+
+
+_inside = _Inside()
+_lock = threading.Lock()
+_protected_calls = 0
+"""How many threads are within `process_protected` now."""
+
+
+def _exit_refused(status: int) -> NoReturn:
+    if _inside.process == os.getpid():
+        raise MethodExit(f"a method called os._exit({status}); allowed: to raise an exception")
+    _end_process(status)
+
+
+def _close_unless_standard(fd: int) -> None:
+    if fd in (0, 1, 2) and _inside.process == os.getpid():
+        raise MethodExit(
+            f"a method called os.close({fd}), of a standard stream; allowed: to leave it open"
+        )
+    _close(fd)
+
+
+def _close_range_refused(first: int, end: int) -> None:
+    if _inside.process == os.getpid():
+        raise MethodExit(
+            f"a method called os.closerange({first}, {end}), of files that others opened; allowed: "
+            "to close its own"
+        )
+    _close_range(first, end)
+
+
+@contextmanager
+def process_protected() -> Iterator[None]:
+    """Within this context the process can neither be ended without a word nor lose its standard streams:
+    the next file that is opened would get a closed stream's number, and what is printed would go into
+    it. A process that the code forks can do both, and where it comes back from the code, it ends:
+    it would write the job's records, too."""
+    global _protected_calls
+    process, outer = os.getpid(), _inside.process
+    with _lock:
+        _protected_calls += 1
+        os._exit, os.close, os.closerange = (
+            _exit_refused,
+            _close_unless_standard,
+            _close_range_refused,
+        )
+    _inside.process = process
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            _end_process(1)
+        _inside.process = outer
+        with _lock:
+            _protected_calls -= 1
+            if not _protected_calls:
+                os._exit, os.close, os.closerange = _end_process, _close, _close_range
+
+
 @dataclass(frozen=True)
 class Setting:
     """A setting of the whole process.
@@ -45,8 +147,8 @@ class Setting:
         shown: whether a message can show its values.
         allowed: what a method may do instead of changing it.
         imports_change_it: whether importing a package may change it.
-        note: called with the value before the code runs, where `write` needs more than the value.
-        is_there: whether there is anything to be read; None: there always is.
+        note: called with the value before the code runs, where `write` will need more than that value.
+        is_there: tells whether there is anything to be read; None: there always is.
     """
 
     read: Callable[[], Any]
@@ -184,6 +286,54 @@ def _reopen(number: int, before: tuple[int, int] | None) -> None:
         os.dup2(_copies[number][1], number)
 
 
+@dataclass(frozen=True)
+class NumpyGenerator:
+    """The state of numpy's global generator at one moment.
+
+    Attributes:
+        numbers: the generator's memory, which takes a microsecond to copy; None where it is of a kind
+            whose memory is not known here.
+        state: as `np.random.get_state` tells it, which takes 30 microseconds.
+    """
+
+    numbers: bytes | None
+    state: dict[str, Any]
+
+    @classmethod
+    def read(cls, known: NumpyGenerator | None) -> NumpyGenerator:
+        """The state now. `known` is a state that was read earlier: if the generator has drawn nothing
+        since, it is returned again."""
+        source = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in its stubs
+        numbers = None
+        if isinstance(source, np.random.MT19937):  # 624 numbers of 32 bits and a place among them
+            numbers = ctypes.string_at(source.ctypes.state_address, 625 * 4)
+        # Normal numbers are drawn two at a time: where one is left, it goes without a draw.
+        if known is None or known.state["has_gauss"] or numbers is None or numbers != known.numbers:
+            return cls(numbers, np.random.get_state(legacy=False))
+        return known
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NumpyGenerator):
+            return NotImplemented
+        return self is other or same(self.state, other.state)
+
+
+_numpy_generator_read: list[NumpyGenerator] = []
+"""The state of numpy's global generator that was read or set last, if any was."""
+
+
+def _numpy_generator() -> NumpyGenerator:
+    """The state of numpy's global generator now."""
+    known = _numpy_generator_read[0] if _numpy_generator_read else None
+    _numpy_generator_read[:] = [NumpyGenerator.read(known)]
+    return _numpy_generator_read[0]
+
+
+def _set_numpy_generator(before: NumpyGenerator) -> None:
+    np.random.set_state(before.state)
+    _numpy_generator_read[:] = [before]
+
+
 SETTINGS: dict[str, Setting] = {
     # In the order in which they are set back: with a low limit or within a mode of torch others cannot
     # even be read.
@@ -261,8 +411,8 @@ SETTINGS: dict[str, Setting] = {
         is_there=torch.cuda.is_initialized,
     ),
     "numpy's global generator": Setting(
-        partial(np.random.get_state, legacy=False),
-        np.random.set_state,
+        _numpy_generator,
+        _set_numpy_generator,
         shown=False,
         allowed=OWN_GENERATOR,
     ),

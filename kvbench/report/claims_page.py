@@ -1,0 +1,99 @@
+"""The page of the claims that ``kvbench claims`` decided: each with its verdict, then every comparison.
+
+In: claims.csv of a folder, a row for each comparison. Out: report.html in that folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from kvbench.errors import disk_line, first_line
+from kvbench.records.read import StoreError
+from kvbench.report.page import PAGE, html
+from kvbench.report.render import write_text
+from kvbench.report.table import Column, Table, score_format, whole, with_values
+
+CLAIMS = "claims.csv"
+COLUMNS = [
+    "id",
+    "place",
+    "measure",
+    "claim",
+    "verdict",
+    "decides",
+    "comparison",
+    "claimed",
+    "difference",
+]
+"""Columns without which a file is no table of claims."""
+SUBTITLE = (
+    "A claim holds where the interval of every cell lies on the claimed side, holds on average where"
+    " that of the mean over cells does, fails where it lies on the other side; otherwise it cannot be"
+    " told."
+)
+
+
+def write_claims_page(folder: Path) -> Path:
+    """Write the page of the claims in a folder; returns its path.
+
+    Raises:
+        StoreError: claims.csv is none, or the page cannot be written.
+    """
+    path = folder / CLAIMS
+    try:
+        rows = pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read: {first_line(error)}") from error
+    missing = [name for name in COLUMNS if name not in rows]
+    if missing:
+        raise StoreError(
+            f"{path} has no column {', '.join(missing)}; it has {', '.join(map(str, rows))}"
+        )
+    models = ", ".join(rows["model"].dropna().unique()) if "model" in rows else ""
+    page = html(
+        "tables.html.j2",
+        title=f"Claims of the papers on {models}" if models else "Claims of the papers",
+        subtitle=SUBTITLE,
+        tables=[verdict_table(rows), comparison_table(rows)],
+    )
+    try:
+        return write_text(folder / PAGE, page)
+    except OSError as error:
+        raise StoreError(f"cannot write {folder / PAGE}: {disk_line(error)}") from error
+
+
+def verdict_table(rows: pd.DataFrame) -> Table:
+    """Each claim once, with its verdict and the comparison that decided it."""
+    deciding = rows[rows["decides"].astype(bool)]
+    claim = deciding["claim"] + " (" + deciding["place"] + ")"
+    columns = (
+        Column("id"),
+        Column("verdict"),
+        Column("claim"),
+        Column("comparison", "decided by"),
+        Column("difference", text=score_format("")),
+        Column("claimed"),
+        Column("units", text=whole),
+        Column("more", "prompts that would tell", whole),
+        Column("measure", "as stated, or ours"),
+    )
+    frame = deciding.assign(claim=claim)
+    return Table("claims", "Verdicts", frame, with_values(frame, columns))
+
+
+def comparison_table(rows: pd.DataFrame) -> Table:
+    """Every comparison, a group of rows for each claim."""
+    columns = (
+        Column("comparison"),
+        Column("result"),
+        Column("difference", text=score_format("")),
+        Column("claimed"),
+        Column("units", text=whole),
+        Column("held", "cells that hold", whole),
+        Column("cells", text=whole),
+        Column("protocol"),
+    )
+    frame = rows.assign(group=rows["id"] + ": " + rows["claim"])
+    return Table("comparisons", "Every comparison", frame, with_values(frame, columns))

@@ -1,0 +1,188 @@
+"""Two figures with a panel for each method: heatmaps of scores, and which tokens each cache kept.
+
+Of more methods than there are panels, both show the best ones at the lowest rate, and say which are left
+out (`best_first`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from kvbench.errors import printable
+from kvbench.records.figures import Heatmap
+from kvbench.report.drawing import (
+    AXIS_LABELS,
+    SMALL,
+    TEXT,
+    Drawn,
+    label_axes,
+    new_panels,
+    score_axis,
+    shown_name,
+    stem,
+    styled,
+)
+from kvbench.report.experiment import BASELINE, Group, Variant, as_text
+from kvbench.report.labels import words
+from kvbench.report.style import style_of
+
+MOST_PANELS = 16
+MOST_LAYERS = 4
+"""Layers that the figure of kept tokens shows of each method."""
+MOST_NAMES = 12
+"""Methods that a caption names as left out."""
+FEW_CELLS = 64
+"""A heatmap of up to this many cells has their numbers in it."""
+
+
+def best_first(group: Group, labels: Collection[str]) -> list[Variant]:
+    """The variants with these labels, in the order in which panels show them: the exact cache, then the
+    compressed ones, lower rates before higher ones and better mean scores before worse ones."""
+    means = group.good.groupby("variant")["score"].mean()
+    sign = 1.0 if group.meta.lower_is_better else -1.0
+
+    def place(variant: Variant) -> tuple[bool, float, float]:
+        mean = sign * float(means.get(variant.label, math.nan))
+        rate = math.inf if variant.rate is None else variant.rate
+        return variant.method != BASELINE, rate, math.inf if math.isnan(mean) else mean
+
+    return sorted((v for v in group.variants if v.label in labels), key=place)
+
+
+def left_out_text(ordered: list[Variant]) -> str:
+    """A sentence that says by what order panels were chosen and which methods have none; empty where all
+    have one."""
+    if len(ordered) <= MOST_PANELS:
+        return ""
+    rates = [variant.rate for variant in ordered if variant.rate is not None]
+    at_lowest = f" at the lowest rate, {min(rates):g}," if rates else ""
+    rest = [variant.label for variant in ordered[MOST_PANELS:]]
+    named = "; ".join(rest[:MOST_NAMES])
+    if len(rest) > MOST_NAMES:
+        named += f" and {len(rest) - MOST_NAMES} more"
+    return f" The best{at_lowest} first. Left out: {named}."
+
+
+def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
+    """Mean scores of one variant, [values of y, values of x], over the cells that any variant has; NaN
+    where nothing was scored."""
+    records = group.records.dropna(subset=[spec.x, spec.y])
+    mine = group.good[group.good["variant"] == label]
+    grid = mine.pivot_table(index=spec.y, columns=spec.x, values="score", aggfunc="mean")
+    return grid.reindex(
+        index=sorted(records[spec.y].unique()), columns=sorted(records[spec.x].unique())
+    )
+
+
+@styled
+def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
+    """Mean scores by two record fields, a panel for each variant, on one colour scale that all share;
+    None where the records lack one of the fields."""
+    if not {spec.x, spec.y} <= set(group.records):
+        return None
+    scale = 100.0 if group.percent else 1.0
+    grids = {label: grid_of(group, label, spec) * scale for label in group.labels}
+    grids = {label: grid for label, grid in grids.items() if grid.notna().any(axis=None)}
+    ordered = best_first(group, grids)
+    shown = ordered[:MOST_PANELS]
+    values = np.concatenate([grid.to_numpy(float).ravel() for grid in grids.values()])
+    low, high = (0.0, 100.0) if group.percent else (np.nanmin(values), np.nanmax(values))
+    figure, axes = new_panels(len(shown), 4, (2.3, 2.05), (0.9, 0.6), sharex=True, sharey=True)
+    for ax, variant in zip(axes, shown, strict=True):
+        image = _heat(ax, grids[variant.label], float(low), float(high))
+        ax.set_title(shown_name(variant.label))
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
+    bar.ax.set_ylabel(score_axis(group), fontsize=TEXT)
+    assert bar.solids is not None
+    bar.solids.set_rasterized(True)  # hundreds of shades, one picture
+    label_axes(figure, axes, *(AXIS_LABELS.get(name, words(name)) for name in (spec.x, spec.y)))
+    title = f"{group.task}: score by {words(spec.x)} and {words(spec.y)}"
+    text = "Means on one colour scale; grey cells have no scored example." + left_out_text(ordered)
+    return Drawn(f"{stem(group)}-heatmap", title, text, figure, kind="heatmap")
+
+
+def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
+    """Draw one variant's cells, with the numbers in them where there are few."""
+    values = np.ma.masked_invalid(grid.to_numpy(float))
+    ax.set_facecolor("#EEEEEE")
+    image = ax.pcolormesh(
+        values, edgecolors="white", linewidth=1, cmap="viridis", vmin=low, vmax=high
+    )
+    ax.set_ylim(len(grid), 0)
+    for set_ticks, names in ((ax.set_xticks, grid.columns), (ax.set_yticks, grid.index)):
+        step = math.ceil(len(names) / 8)  # at most about eight labels
+        places = np.arange(0, len(names), step) + 0.5
+        set_ticks(places, [shown_name(as_text(name)) for name in names[::step]])
+    if max(len(as_text(name)) for name in grid.columns) > 4:
+        ax.tick_params(axis="x", rotation=45)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    if values.size > FEW_CELLS:
+        return image
+    for (row, column), value in np.ndenumerate(grid.to_numpy(float)):
+        if not math.isnan(value):
+            color = "#FDFDFD" if value < (low + high) / 2 else "#111111"
+            text = f"{value:.0f}" if high == 100 else f"{value:.2g}"
+            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
+            ax.text(column + 0.5, row + 0.5, text, in_layout=False, color=color, **look)
+    return image
+
+
+@styled
+def kept_figure(group: Group) -> Drawn | None:
+    """Which tokens of one example's prompt each method kept, a panel of strips for each variant, some
+    layers from top to bottom; None where no record says it (`kvbench.engine.kept.strips_of`).
+
+    The example is the last of those that most variants have such a record of.
+    """
+    if "kept" not in group.records:
+        return None
+    told = group.records.dropna(subset=["kept"])
+    told = told[told["method"].ne(BASELINE)].drop_duplicates(["seed", "example_id", "variant"])
+    if told.empty:
+        return None
+    counts = told.groupby(["seed", "example_id"], sort=False)["variant"].transform("size")
+    example = told[counts == counts.max()].iloc[-1]
+    same = told["seed"].eq(example["seed"]) & told["example_id"].eq(example["example_id"])
+    kept = told[same].set_index("variant")["kept"]
+    ordered = best_first(group, set(kept.index))
+    shown = ordered[:MOST_PANELS]
+    most = max(min(MOST_LAYERS, len(kept[variant.label]["layers"])) for variant in shown)
+    figure, axes = new_panels(len(shown), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
+    for ax, variant in zip(axes, shown, strict=True):
+        _strips(ax, variant, kept[variant.label])
+    axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
+    caption = (
+        f"Example {printable(str(example['example_id']))}. From left to right the prompt's tokens;"
+        " height: the weight that a layer's cache holds of each piece, per token and mean over KV heads"
+        " (full height is the number beside the name; the exact cache holds 1 everywhere). Marked: where"
+        " the answer stands. Entries that are no single token's are not shown."
+    )
+    title = f"What each method kept: {group.task} on {group.model}"
+    caption += left_out_text(ordered)
+    return Drawn(f"kept-{stem(group)}", title, caption, figure, kind="kept")
+
+
+def _strips(ax: Axes, variant: Variant, kept: dict[str, Any]) -> None:
+    """Draw what a variant's layers hold of each piece of the prompt, one strip below the other."""
+    held = pd.DataFrame({int(k): np.array(layer) / 100 for k, layer in kept["layers"].items()})
+    held = held.sort_index(axis=1).iloc[:, :: math.ceil(held.shape[1] / MOST_LAYERS)]
+    highest = max(1.0, float(held.to_numpy().max()))
+    edges = [*held.index * kept["width"], kept["tokens"]]
+    color = style_of(variant.method).color
+    for row, layer in enumerate(held):
+        heights = held[layer].to_numpy() / highest * 0.86 - row
+        ax.stairs(heights, edges, baseline=-row, fill=True, color=color, linewidth=0)
+    if kept.get("answer"):
+        ax.axvspan(*kept["answer"], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
+    ax.set_xlim(0, kept["tokens"])
+    ax.set_ylim(1 - held.shape[1], 1)
+    ax.set_yticks([0.43 - row for row in range(held.shape[1])], [f"layer {i}" for i in held])
+    ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
+    ax.set_title(f"{shown_name(variant.label)}   ×{highest:.1f}", loc="left", pad=2)

@@ -1,0 +1,199 @@
+"""The tables of probes: times of a throughput probe, distances of a fidelity probe, slopes of errors.
+
+In: a group's records. Out: `Table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from kvbench.records.figures import Curve
+from kvbench.report.experiment import Group, as_text
+from kvbench.report.frame import failures_of, failures_text, scores
+from kvbench.report.scaling import slopes
+from kvbench.report.stats import median_of
+from kvbench.report.table import (
+    METHOD,
+    Column,
+    Table,
+    number,
+    score_format,
+    size,
+    whole,
+    wide,
+    with_values,
+)
+
+_MEDIANS = {
+    "prefill_compress_s_over_exact": "prefill_ratio",
+    "tokens_per_s": "tokens_per_s",
+    "tokens_per_s_over_exact": "speedup",
+    "decode_tokens_per_s": "decode_tokens_per_s",
+    "decode_tokens_per_s_over_exact": "decode_speedup",
+    "decode_tokens_per_s_over_transformers": "decode_over_transformers",
+}
+"""Columns of a throughput probe's table that are medians over runs, each with its record field."""
+_MEANS = ("peak_bytes", "cache_bytes", "ratio")
+"""Columns that are means over runs."""
+WITNESSED = (
+    "x transformers: times the decoding rate of transformers' own static cache (torch.compile on a GPU)"
+    " in the same run; of exact, how fast the yardstick of this table is."
+)
+_DISTANCES = ("kl", "max_kl", "agreement", "difference", "perplexity_ratio", "ratio")
+"""Record fields of a fidelity probe; agreement is a fraction."""
+
+
+def timings(group: Group) -> pd.DataFrame:
+    """What a throughput probe measured, a row per setting and variant: minimum and median seconds,
+    medians of tokens per second, means of bytes. A setting is a number of prompt and new tokens, and a
+    batch and rate where the probe was asked for several."""
+    records = group.records
+    asked = [c for c in ("asked_new_tokens", "asked_batch", "asked_rate") if c in records]
+    rows = []
+    for key, at in records.groupby(["prompt_tokens", *asked], sort=True, dropna=False):
+        for variant in group.variants:
+            part = at[at["variant"] == variant.label]
+            if part.empty:
+                continue
+            good = part[part["status"] == "ok"]
+            fields = [*_MEDIANS.values(), *_MEANS, "batch", "new_tokens", "decode_s", "score"]
+            measured = good.reindex(columns=fields).apply(pd.to_numeric)
+            rate = measured["new_tokens"] / measured["decode_s"]
+            measured["tokens_per_s"] = measured["tokens_per_s"].fillna(measured["score"])
+            measured["decode_tokens_per_s"] = measured["decode_tokens_per_s"].fillna(rate)
+            measured["prefill_compress_s"] = good["prefill_s"] + good["compress_s"].fillna(0.0)
+            named = dict(zip(["prompt_tokens", *asked], key, strict=True))
+            row: dict[str, Any] = {"method": variant.method, "variant": variant.label}
+            row |= {
+                "prompt_and_new_tokens": _setting(named, good),
+                "batch": measured["batch"].mean(),
+            }
+            for name in ("prefill_compress_s", "decode_s"):
+                row |= {f"{name}_min": measured[name].min(), name: measured[name].median()}
+            for name, field in _MEDIANS.items():
+                row |= median_of(measured[field]).named(name)
+            row |= dict(measured[list(_MEANS)].mean())
+            rows.append(row | {"runs": len(good), "failures": failures_text(failures_of(part))})
+    return pd.DataFrame(rows)
+
+
+def _setting(asked: Mapping[str, Any], records: pd.DataFrame) -> str:
+    new = asked.get("asked_new_tokens", records["new_tokens"].max())
+    text = f"{as_text(asked['prompt_tokens'])} + {as_text(new) if new == new else '?'}"
+    batch, rate = asked.get("asked_batch", "1"), asked.get("asked_rate")
+    text += f", batch {batch}" if batch != "1" else ""
+    return text if rate is None or rate != rate else f"{text}, rate {rate}"
+
+
+def timing_table(group: Group) -> Table:
+    """Seconds, memory and rate of generation by setting, with intervals of the medians."""
+    frame = timings(group)
+    columns = (
+        METHOD,
+        Column("prompt_and_new_tokens", "prompt + new"),
+        Column("batch", text=number),
+        Column("prefill_compress_s", "prefill s", number),
+        Column("prefill_compress_s_over_exact", "prefill x", number),
+        Column("decode_s", "decode s", number),
+        Column("tokens_per_s", "tokens/s", number),
+        Column("tokens_per_s_over_exact", "tokens/s x", number),
+        Column("decode_tokens_per_s", "decode tokens/s", number),
+        Column("decode_tokens_per_s_over_exact", "decode x", number),
+        Column("decode_tokens_per_s_over_transformers", "decode x transformers", number),
+        Column("peak_bytes", "peak", size),
+        Column("cache_bytes", "cache", size),
+        Column("ratio", text=number),
+        Column("runs", text=whole),
+        Column("failures", "failed"),
+    )
+    return Table(
+        f"{group.task}-{group.model}-timing",
+        f"{group.task} on {group.model}: medians over runs",
+        frame,
+        with_values(frame, columns),
+        (
+            "No prefill is shared; its seconds include compression. tokens/s: new tokens of the whole"
+            " batch over the time of prefill and decoding, and over decoding alone. x: times the exact"
+            " cache's in the same run. [low, high]: 95 % intervals of medians between two order"
+            " statistics; below six runs there are none. peak: allocated on the GPU; on a CPU the whole"
+            " process.",
+            *([WITNESSED] if frame["decode_tokens_per_s_over_transformers"].notna().any() else []),
+        ),
+        frame,
+    )
+
+
+def fidelity_table(group: Group) -> Table:
+    """Every distance from the exact model, averaged over prompts, by rate; with the same intervals as in
+    every other table."""
+    records, by = group.records, "rate" if "rate" in group.records else "dataset"
+    parts: list[Any] = []
+    for name in _DISTANCES:
+        meta = replace(group.meta, score_unit="fraction" if name == "agreement" else "")
+        rows = scores(replace(group, meta=meta, records=records.assign(score=records[name])), by)
+        rows = rows[rows["measure"].eq("score")].set_index(["value", "method", "variant"])
+        ends = rows[["mean", "low", "high"]].set_axis([name, f"{name}_low", f"{name}_high"], axis=1)
+        parts.append(ends)
+    whole_prompts = records.assign(value=records[by].map(as_text), all=1)
+    kept = whole_prompts.groupby(["value", "method", "variant"])[["compressed", "all"]].sum()
+    parts.append(
+        (kept["compressed"].map(int).map(str) + "/" + kept["all"].map(str)).rename("compressed")
+    )
+    frame = pd.concat(parts, axis=1).drop(columns=["ratio_low", "ratio_high"]).reset_index()
+    frame = frame.sort_values(
+        "value", key=lambda of: pd.to_numeric(of, errors="coerce"), ascending=False, kind="stable"
+    )
+    frame["group"] = [f"rate {value}" if by == "rate" else "" for value in frame.pop("value")]
+    shares = {str(k): 100 * frame[k] for k in frame if str(k).startswith("agreement")}
+    return Table(
+        f"{group.task}-{group.model}-fidelity",
+        f"{group.task} on {group.model}: distance from the exact model, per token",
+        frame,
+        (
+            METHOD,
+            Column("kl", "KL, nats", number),
+            Column("max_kl", "max KL, nats", number, bounds=False),
+            Column("agreement", "same top token, %", score_format("fraction")),
+            Column("difference", "Δ NLL, nats", score_format("", signed=True)),
+            Column("perplexity_ratio", "perplexity ratio", number),
+            Column("ratio", text=number),
+            Column("compressed"),
+        ),
+        (
+            "Every method reads the same continuation, token by token. KL is of the exact model's"
+            " next-token distribution from the method's.",
+        ),
+        frame.assign(model=group.model, task=group.task, **shares),
+    )
+
+
+def slope_table(group: Group, curve: Curve) -> Table:
+    """Log-log slopes of error against entries: variants by data sets; in files one row for each."""
+    data = slopes(group, curve)
+    named = {"slope": "mean", "slope_low": "low", "slope_high": "high"}
+    frame = wide(
+        data.rename(columns=named).assign(mark=""), ["method", "variant", "expected"], curve.facet
+    )
+    columns = [Column(name, text=score_format("")) for name in data[curve.facet].unique()]
+    predicted = (
+        [Column("expected", "predicted", score_format(""))]
+        if data["expected"].notna().any()
+        else []
+    )
+    least, most = data["fitted_from"].min(), data["fitted_to"].max()
+    return Table(
+        f"{group.task}-{group.model}-slopes",
+        f"{group.task} on {group.model}: log-log slopes",
+        frame,
+        (METHOD, *predicted, *columns),
+        (
+            f"Least-squares slopes of log {curve.y} against log {curve.x}, from"
+            f" {least:.0f} to {most:.0f}, with 95 % t intervals over {curve.unit}s"
+            f" ({data['repetitions'].min():.0f} or more); one has no interval.",
+        ),
+        data.assign(model=group.model, task=group.task),
+    )

@@ -1,0 +1,59 @@
+"""When a generation is over, and what of its first token is left out."""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.engine.stopping import Stopping
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def test_a_generation_is_over_at_its_length_an_end_token_or_a_stop_string() -> None:
+    stopping = Stopping(5, frozenset({7}), ("ab",), text_of)
+    for tokens, over in (
+        ([], False),
+        ([99] * 4, False),
+        ([99] * 5, True),
+        ([99, 7], True),
+        ([7, 99], False),
+        ([99, 97, 98], True),
+        ([97, 98, 99], True),
+        ([98, 97], False),
+    ):
+        assert stopping.reached(tokens) == over, tokens
+
+
+def test_a_stop_string_is_looked_for_in_the_last_tokens() -> None:
+    seen: list[int] = []
+
+    def decode(tokens: list[int]) -> str:
+        seen.append(len(tokens))
+        return text_of(tokens)
+
+    stopping = Stopping(10**6, strings=("a", "xyz"), decode=decode)
+    assert not stopping.reached([99] * 1000)
+    assert seen == [3 + 8], "the longest string's characters, and a margin"
+
+
+def test_what_is_settled_is_asked_at_every_token_and_later_at_every_128th_part() -> None:
+    asked: list[int] = []
+
+    def settled(text: str) -> bool:
+        asked.append(len(text))
+        return len(text) == 600
+
+    stopping = Stopping(10**6, decode=text_of, settled=settled)
+    ended = [n for n in range(1, 620) if stopping.reached([99] * n)]
+    assert ended == [600]
+    due = [*range(1, 257), *range(258, 384, 2), *range(384, 512, 3), *range(512, 620, 4)]
+    assert asked == due
+
+
+def test_an_answer_that_may_not_be_empty_does_not_begin_with_an_end() -> None:
+    logits = torch.zeros(2, 5)
+    stopping = Stopping(5, frozenset({3, 9, -1}), may_be_empty=False)
+    assert stopping.first(logits).isinf().nonzero().tolist() == [[0, 3], [1, 3]]
+    assert torch.equal(Stopping(5, frozenset({3})).first(logits), logits)

@@ -1,0 +1,167 @@
+"""The page in a real browser: it asks no network for anything, its own policy refuses nothing, axe-core
+finds nothing, and clicks do what they say.
+
+Chromium (Debian: ``apt-get install chromium``) opens copies of the page that have one more script, which
+clicks and writes what it found into the page; its hash joins the page's policy. axe-core is a file of
+npm (``npm install --no-save axe-core``), or the one that KVBENCH_AXE names.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+from support.report_runs import lines_records, write_demo, write_run
+
+from kvbench.report.build import build_report
+from kvbench.report.claims_page import write_claims_page
+from kvbench.report.page import write_index
+
+AXE = Path(os.environ.get("KVBENCH_AXE", ROOT / "node_modules" / "axe-core" / "axe.min.js"))
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+QUIET = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=20000",
+)
+DARK = "--blink-settings=preferredColorScheme=0"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium (Debian: apt-get install chromium)"),
+]
+
+
+def run_in(page: Path, scripts: Sequence[str], *options: str) -> tuple[Any, list[str]]:
+    """Open a copy of a page with more scripts.
+
+    Returns:
+        What they left as JSON in ``document.body.dataset.found``, and what the browser logged.
+    """
+    text = page.read_text()
+    place = page.with_name(f"tried-{page.name}")
+    for script in scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        text = text.replace("; script-src", f"; script-src 'sha256-{digest}'", 1)
+    begin, end, rest = text.rpartition("</body>")
+    added = "".join(f"<script>{script}</script>" for script in scripts)
+    place.write_text(begin + added + end + rest)
+    profile = page.parent / "profile"
+    assert BROWSER is not None
+    done = subprocess.run(
+        [BROWSER, *QUIET, *options, f"--user-data-dir={profile}", "--dump-dom", f"file://{place}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    logged = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    found = re.search(r'data-found="([^"]*)"', done.stdout)
+    return json.loads(html.unescape(found[1])) if found else None, logged
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of several tasks and rates, one of claims, and the page that links them."""
+    results = tmp_path_factory.mktemp("results")
+    folder = write_demo(results, ("exact", "snapkv", "h2o", "balancekv", "uniform"))
+    for rate in (0.5, 0.125):
+        for method in ("exact", "snapkv", "h2o", "balancekv"):
+            records, options = lines_records(method, rate), {"budget.rate": rate}
+            write_run(
+                results, task="longeval_lines", method=method, records=records, options=options
+            )
+    claims = results / "claims"
+    claims.mkdir()
+    shutil.copy(ROOT / "results" / "claims" / "claims.csv", claims)
+    report, of_claims = build_report(folder).page, write_claims_page(claims)
+    return {"report": report, "claims": of_claims, "index": write_index([folder, claims])}
+
+
+RUN_AXE = """
+axe.run(document, {resultTypes: ["violations"]}).then((told) => {
+  document.body.dataset.found = JSON.stringify(told.violations.map((one) =>
+    [one.id, one.help, one.nodes.slice(0, 3).map((node) => node.html.slice(0, 200))]));
+});
+"""
+OPEN_ALL = 'for (const one of document.querySelectorAll("details")) one.open = true;'
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="no axe-core (npm install --no-save axe-core)")
+@pytest.mark.parametrize("look", [(), (DARK,), ("--window-size=390,844",)], ids=["", "dark", "390"])
+@pytest.mark.parametrize("name", ["report", "claims", "index"])
+def test_axe_finds_nothing(pages: dict[str, Path], name: str, look: tuple[str, ...]) -> None:
+    scripts = [OPEN_ALL, AXE.read_text(), RUN_AXE]
+    found, _ = run_in(pages[name], scripts, *look)
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["report", "claims", "index"])
+def test_a_page_asks_nobody_and_logs_nothing(pages: dict[str, Path], name: str) -> None:
+    script = """document.body.dataset.found = JSON.stringify(
+      performance.getEntriesByType("resource").map((one) => one.name)
+        .filter((one) => !one.startsWith("data:")));"""
+    found, logged = run_in(pages[name], [script])
+    assert (found, logged) == ([], [])
+
+
+CLICKS = (ROOT / "tests" / "data" / "page_clicks.js").read_text()
+
+
+def test_what_clicks_do(pages: dict[str, Path]) -> None:
+    found, _ = run_in(pages["report"], [CLICKS])
+    assert found["boardAtOneRate"] == ["rate 0.25"], "the middle one at first"
+    assert found["names"][0] == "exact"
+    assert found["names"][1:] == sorted(found["names"][1:]), "A to Z first"
+    assert found["backwards"][1:] == found["names"][:0:-1]
+    assert found["order"] == "descending"
+    assert found["together"] == sorted(found["together"], reverse=True), "across rates"
+    assert len(found["together"]) > 9
+    assert found["groups"] == len({0.5, 0.25, 0.125, 0.0625})
+    assert found["pictures"] == "none", "the drawn figure stands for the picture"
+    assert found["pointsBefore"] == 3 + 3 + 3 + 1
+    assert found["pointsAfter"] == found["pointsBefore"] - 3
+    assert set(found["pressed"]) == {"false"}, "in every legend"
+    assert found["rowsLeft"] == 0, "and in every table"
+    assert found["pointsAtOneRate"] == 3
+
+
+def test_a_phone_shows_the_difference_and_the_page_does_not_scroll_sideways(
+    pages: dict[str, Path],
+) -> None:
+    """Chromium's windows are 500 pixels wide at least: the page's body is made narrower."""
+    script = """
+      document.body.style.width = "390px";
+      document.body.style.margin = 0;
+      dispatchEvent(new Event("resize"));
+      const heads = [...document.querySelectorAll("th")]
+        .filter((one) => one.textContent.startsWith("Δ exact") && one.checkVisibility());
+      setTimeout(() => {
+        document.body.dataset.found = JSON.stringify({
+          width: document.body.scrollWidth,
+          right: heads.map((one) => one.getBoundingClientRect().right),
+          heatmap: document.querySelector(".heatmap img").getBoundingClientRect().width,
+        });
+      }, 1000);"""
+    found, _ = run_in(pages["report"], [script], "--window-size=390,844")
+    assert found["width"] <= 390
+    assert found["right"]
+    assert max(found["right"]) <= 390
+    assert found["heatmap"] > 390, "its numbers keep their size; it scrolls"
