@@ -130,20 +130,17 @@ SCORES: dict[str, Sequence[Column]] = {
         ),
     ),
     "instructions": (
+        Column("ratio", f"instructions/instructions-{MODEL}", {}, "ratio", 3),
         Column("followed", f"instructions/instructions-{MODEL}", {"by": "dataset"}),
         *(
-            Column(
-                f"place {place}",
-                f"instructions/instructions-{MODEL}-by-measure",
-                {"value": f"place_{place}"},
+            Column(name, f"instructions/instructions-{MODEL}-by-measure", {"value": value})
+            for name, value in (
+                ("the first", "place_1"),
+                ("the second", "place_2"),
+                ("the third", "place_3"),
             )
-            for place in range(1, 6)
         ),
-        Column(
-            "told",
-            f"instructions/instructions, ask system_prompt-{MODEL}-by-measure",
-            {"value": "leakage"},
-        ),
+        Column("told", f"instructions/instructions_told-{MODEL}-by-measure", {"value": "leakage"}),
     ),
     "figure4": (
         Column("words found (the paper's measure)", f"figure4/needle-{MODEL}", {"by": "dataset"}),

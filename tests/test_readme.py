@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from support.command import refusal_of
 
-from kvbench.cli.catalogue import catalogue, experiment_called
+from kvbench.catalogue import catalogue
+from kvbench.cli.catalogue import experiment_called
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = "conf/README.md"

@@ -1,43 +1,18 @@
-"""What there is to choose from, in one line each (``kvbench list``), and the numbered tables and
-figures of the papers with what makes them (results/paper/experiments.yaml).
+"""The numbered tables and figures of the papers with what makes them (results/paper/experiments.yaml),
+and what ``kvbench list experiments`` says of them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from kvbench.catalogue import catalogue
 from kvbench.report.papers import paper_folders
-
-KINDS = ("methods", "models", "tasks", "experiments", "loggers", "launchers")
-
-
-def config_dir() -> Path:
-    """The folder of the YAML files: the repository's conf/, which ships inside the package."""
-    return Path(str(files("kvbench"))) / "conf"
-
-
-def catalogue(kind: str) -> dict[str, str]:
-    """Name and description of everything of a kind (one of `KINDS`), sorted by name."""
-    folder = config_dir() / kind.removesuffix("s")
-    return {path.stem: describe(path) for path in sorted(folder.glob("[!_]*.yaml"))}
-
-
-def describe(path: Path) -> str:
-    """The first sentence of the comment that a YAML begins with."""
-    comments = re.findall(r"\A(?:#.*\n)*", path.read_text(encoding="utf-8"))[0]
-    lines = [line.lstrip("# ") for line in comments.splitlines()]
-    text = " ".join(x for x in lines if not x.startswith(("@package", "python -m", "kvbench ")))
-    # up to a full stop that is not the one of "3.1" or "G. Kamradt"
-    sentence = re.match(r".*?(?<!\b[A-Z])\.(?=\s|$)", text)
-    return (sentence[0] if sentence else text).strip().rstrip(".:")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import __version__
 from kvbench.budget import Budget
-from kvbench.cli.catalogue import catalogue, config_dir, experiment_called
+from kvbench.catalogue import catalogue, config_dir
+from kvbench.cli.catalogue import experiment_called
 from kvbench.cli.construct import check_declared, constructed
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import (

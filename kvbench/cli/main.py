@@ -24,14 +24,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from kvbench import __version__, wait_asleep
-from kvbench.cli.catalogue import (
-    KINDS,
-    about_item,
-    catalogue,
-    config_dir,
-    experiment_lines,
-    item_called,
-)
+from kvbench.catalogue import KINDS, catalogue, config_dir
+from kvbench.cli.catalogue import about_item, experiment_lines, item_called
 from kvbench.cli.config import GROUPS, Settings, composed, expanded, explaining, hydra_of_conf
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script

@@ -20,7 +20,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from kvbench.cli.catalogue import PaperItem, catalogue, config_dir, item_called, paper_items
+from kvbench.catalogue import catalogue, config_dir
+from kvbench.cli.catalogue import PaperItem, item_called, paper_items
 from kvbench.cli.config import composed, explaining, hydra_of_conf
 from kvbench.cli.jobs import report_error
 from kvbench.errors import UserError, nearest, needs_extra

@@ -23,22 +23,35 @@ from kvbench.cli.jobs import Launcher, work
 from kvbench.errors import UserError, complain, first_line, needs_extra
 from kvbench.run.termination import Terminated
 
-ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED "
-ENDED += "TIMEOUT gone"
-"""States of Slurm's after which a job writes no result any more; gone: Slurm has forgotten it. One
+ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+        "gone",
+    }
+)
+"""Slurm's states in which a job has ended, and ``gone`` for a job that squeue no longer lists. A job
 that was preempted and goes back into the queue is PENDING."""
 LATE = 60.0
 """Seconds by which a network file system may show a result late."""
 
 
 class Work:
-    """`kvbench.cli.jobs.work` in the process that Slurm started; submitit puts it back into the queue
-    as it is."""
+    """Runs `kvbench.cli.jobs.work` in the process that Slurm started; submitit pickles this object to
+    put the job back into the queue."""
 
     def __call__(self, outcome: str, order: str) -> None:
         """Run the job. When Slurm announces the end of its time, submitit puts it back into the queue
-        and exits, or raises an error if it cannot: neither may pass for a failure of the example that
-        runs."""
+        and exits, or raises an error if it cannot. Both are raised as `Terminated`, so that they are not
+        recorded as a failure of the example that runs."""
         from submitit import JobEnvironment
 
         number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
@@ -70,22 +83,28 @@ class SlurmLauncher(Launcher):
         arrays = sorted({job.job_id.partition("_")[0] for job in jobs.values()})
         where = f"{' '.join(arrays)}; logs: {self.folder}"
         complain(f"{len(jobs)} jobs in Slurm: {where}; they go on without this command")
-        ended: dict[int, float] = {}
+        ended_at: dict[int, float] = {}  # when a job without a result was first seen to have ended
         while jobs:
             time.sleep(float(self.config.launcher.poll_s))
             list(self.folder.iterdir())  # refreshes a network file system's view
             states = states_of(arrays)
             for number, job in list(jobs.items()):
                 state = (states or {}).get(job.job_id, "gone")
-                if Path(orders[number][0]).exists():
-                    ended[number] = -LATE
-                elif states is None or state not in ENDED:
-                    ended.pop(number, None)
-                if time.monotonic() - ended.setdefault(number, time.monotonic()) >= LATE:
+                has_result = Path(orders[number][0]).exists()
+                if not has_result and (states is None or state not in ENDED):
+                    ended_at.pop(number, None)
+                    continue
+                since = ended_at.setdefault(number, time.monotonic())
+                if has_result or time.monotonic() - since >= LATE:
                     how = f"{job.job_id} ended without a result ({state})"
                     self.ended(number, how, jobs.pop(number).paths.stderr)
 
     def _submitted(self, orders: Sequence[tuple[str, str]]) -> list[Any]:
+        """Submit the orders as one job array.
+
+        Raises:
+            UserError: submitit is not installed, there is no Slurm, or Slurm refuses the jobs.
+        """
         try:
             import submitit
             from submitit.core.utils import FailedJobError
@@ -107,35 +126,35 @@ class SlurmLauncher(Launcher):
         options = {
             k if k in everywhere else f"slurm_{k}": v for k, v in options.items() if v is not None
         }
-        said = io.StringIO()
-        # within a job, sbatch would take the variables that describe that job for wishes
+        warnings_of_submitit = io.StringIO()
+        # Within a job, sbatch would read the variables that describe that job as options.
         kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k[:7] == "SBATCH_"}
         try:
             executor = submitit.AutoExecutor(self.folder, "slurm", slurm_max_num_timeout=timeouts)
             executor.update_parameters(**options)
-            with redirect_stderr(said), submitit.helpers.clean_env():
+            with redirect_stderr(warnings_of_submitit), submitit.helpers.clean_env():
                 os.environ.update(kept)
                 jobs = executor.map_array(Work(), *zip(*orders, strict=True))
         except FailedJobError as error:  # what sbatch said is in it
-            why = re.findall(r"^sbatch: error: (.*)", str(error), re.MULTILINE)
-            line = why[0] if why else first_line(error)
+            errors = re.findall(r"^sbatch: error: (.*)", str(error), re.MULTILINE)
+            line = errors[0] if errors else first_line(error)
             raise UserError(f"Slurm refused the jobs: {line}") from error
         except RuntimeError as error:
             raise UserError(
                 f"launcher=slurm: {first_line(error)}; allowed: a machine with sbatch and srun"
             ) from error
-        print(said.getvalue(), end="", file=sys.stderr)
+        print(warnings_of_submitit.getvalue(), end="", file=sys.stderr)
         return jobs
 
 
 def states_of(arrays: Sequence[str]) -> dict[str, str] | None:
-    """State, in Slurm's words, by job id of what is in job arrays; None if Slurm does not answer.
-    squeue, unlike sacct, needs no accounting."""
+    """The state of every job of these arrays, in Slurm's words, by job id; None if Slurm does not
+    answer. It asks squeue, which unlike sacct needs no accounting."""
     command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T"]
-    found: dict[str, str] = {}
+    states: dict[str, str] = {}
     for array in arrays:
-        said = subprocess.run([*command, f"--jobs={array}"], capture_output=True, text=True)
-        if said.returncode and "Invalid job id" not in said.stderr:
+        output = subprocess.run([*command, f"--jobs={array}"], capture_output=True, text=True)
+        if output.returncode and "Invalid job id" not in output.stderr:
             return None
-        found |= dict(line.split() for line in said.stdout.splitlines())
-    return found
+        states |= dict(line.split() for line in output.stdout.splitlines())
+    return states

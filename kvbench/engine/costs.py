@@ -16,7 +16,8 @@ class ExactBytes:
     Attributes:
         layers: of each layer that holds keys, the bytes of a token and the layer's sliding window in
             tokens (None: all tokens are held).
-        states: bytes of the layers that hold a state in place of keys, whatever was read.
+        states: bytes of the layers that hold a state in place of keys, the same after any number of
+            tokens.
     """
 
     layers: list[tuple[int, int | None]] = field(default_factory=list)
@@ -35,7 +36,7 @@ class Cost:
     """What a method's cache of one prompt costs. Every record has these fields.
 
     Attributes:
-        prompt_tokens: that were compressed.
+        prompt_tokens: the number of tokens that were compressed.
         capacity: entries per layer and KV head that the budget allows the method.
         entries: held per layer and KV head after compression, mean and maximum; None, like the bytes,
             where a failure left none.
@@ -44,7 +45,7 @@ class Cost:
         cache_bytes_peak, cache_bytes_mean: the most, and the mean, of what is held at the end of the
             prompt and after each step of the generation. exact_bytes_mean: of the exact cache.
         compressed: False where the prompt is held as it is: it is within its capacity, or the method
-            keeps and stores everything so. True once entries have left while decoding.
+            keeps all entries in the model's dtype. True once entries have left while decoding.
         compress_s: seconds of compression.
         budget_preset: the preset that holds more than the budget, if any.
         extras: further fields (`Method.extras`).
@@ -70,7 +71,7 @@ class Cost:
         return None if self.cache_bytes is None else self.cache_bytes / self.exact_bytes
 
     def record(self, *, long_answer: bool = False) -> dict[str, Any]:
-        """The fields of a record, but for `prompt_tokens`; `budget_preset` only where there is one.
+        """All fields of a record except `prompt_tokens`; `budget_preset` only where there is one.
 
         Args:
             long_answer: the ratio is that of the means over the generation.

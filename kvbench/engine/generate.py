@@ -1,6 +1,6 @@
 """Generation of many forks at once, of one prompt or of several, with one question each or many.
 
-Every prompt is prefilled exactly, in a pass of its own, and compressed once, whatever is asked of it;
+Every prompt is prefilled exactly, in a pass of its own, and compressed once for all its questions;
 then the forks of all prompts decode together, one batch row each against its own cache. What a prompt
 is answered does not depend on which others are in the batch.
 """
@@ -53,7 +53,7 @@ class Prompt:
         methods: by label, each with its budget; one fork each.
         stopping: when its generations end.
         example_id: seeds the methods' draws, together with seed and layer.
-        room: new tokens to reserve memory for; None: `stopping.max_new_tokens`.
+        room: the number of new tokens to reserve memory for; None for `stopping.max_new_tokens`.
         conversations: asked once context and question have been read and compressed: each conversation
             continues a copy of that cache, and each of its questions follows the answer to the one
             before. Empty: one question, see `run_batch`.
@@ -109,7 +109,7 @@ def run_batch(
         compress_after: "prompt" (the papers' protocol: the question is in the prefill, so the first
             new token comes from exact attention) or "context" (the context is prefilled and
             compressed; the question's tokens then run through every fork).
-        graphs: how steps run, None: captured where possible; changes no token.
+        graphs: the captured decode steps; None makes new ones. Tokens are the same either way.
 
     Returns:
         For each prompt, one `Generation` per label; see `run_conversations`.
@@ -134,8 +134,8 @@ def run_conversations(
     graphs: StepGraphs | None = None,
 ) -> list[dict[str, list[Generation]]]:
     """Several prompts, each prefilled and compressed once, and all of its conversations, each from
-    a copy of that one cache: as many decode together as half of the free memory has room for copies.
-    No answer depends on it.
+    a copy of that one cache. Conversations decode in groups whose copies fill at most half of the free
+    memory; no answer depends on the grouping.
 
     Args:
         sampling: how tokens are chosen.
@@ -290,7 +290,7 @@ def _ask(
             fed.append(row)
             questions.append(ids)
         elif row.fork.failure is None:
-            ((token,), (finite,)) = picked([row], talk.reading.start.logits[None]).tolist()
-            row.take(token, bool(finite))
+            tokens, finite = picked([row], talk.reading.start.logits[None]).tolist()
+            row.take(tokens[0], bool(finite[0]))
     if fed:
         feed_questions(model, fed, questions)

@@ -14,15 +14,15 @@ from kvbench.kv import BudgetExceeded
 
 
 class RankFailure(RuntimeError):
-    """What stopped a fork on one of the ranks, as all of them have agreed: one line."""
+    """The failure of a fork on any rank, as the one line that all ranks raise."""
 
 
 class _Reason(NamedTuple):
     """Why a fork failed on one rank.
 
     Attributes:
-        line: in one line.
-        follows: the failure follows from another rank's, whose output is NaN (`ForkBatch.attend_rows`).
+        line: the failure in one line.
+        follows: True where NaN from another rank caused this failure (`ForkBatch.attend_rows`).
     """
 
     line: str
@@ -60,8 +60,8 @@ class Ranks:
         """The failure of a fork on any rank, the same on all of them, since ranks take every step
         together; None where it failed on none. Waits for the others, which must all call this.
 
-        Of several reasons the first that does not follow from another rank's is told. A `BudgetExceeded`
-        stays what it is, since the record's status depends on it.
+        Of several failures the first that no other rank caused is returned. A `BudgetExceeded` is
+        returned as it is, since the record's status depends on it.
         """
         if self.count == 1:
             return failure

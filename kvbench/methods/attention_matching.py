@@ -248,7 +248,8 @@ class Matching:
         gram = gram_of(columns) if gram is None else gram
         weights = least_squares(columns, total[:, None], gram=gram)[:, 0].clamp(least, most)
         if self.steps:
-            step, product = 1 / largest_eigenvalue(gram), total @ columns
+            step = 1 / largest_eigenvalue(gram)
+            product = columns.mT @ total
             for _ in range(self.steps):
                 weights = (weights - step * (gram @ weights - product)).clamp(least, most)
         return weights

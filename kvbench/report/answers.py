@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ExampleAnswers:
     """One example with every variant's answer.
 
     Attributes:
@@ -63,8 +64,8 @@ class Shown:
         return len({answer.verdict for answer in self.answers}) > 1
 
 
-def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
-    """Examples spread evenly over the records, in equal shares of datasets (at least one of each).
+def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[ExampleAnswers], int]:
+    """Examples spread evenly over the records: the same number from each dataset, and at least one.
 
     Returns:
         At most about `limit` examples, and how many there are in all; none where a task has no answers.
@@ -82,28 +83,49 @@ def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
     keys = first.loc[sorted(chosen), ["seed", "example_id"]]
     some = records.merge(keys, on=["seed", "example_id"])
     parts = some.groupby(["seed", "example_id"], sort=False, dropna=False)
-    return [_shown(group, part) for _, part in parts], len(first)
+    return [_answers_to(group, part) for _, part in parts], len(first)
 
 
-def _shown(group: Group, part: pd.DataFrame) -> Shown:
+def verdict_of(score: float) -> str:
+    """Whether a score between 0 and 1 is of a right, a wrong or a partly right answer; "none" where
+    there is no score."""
+    if math.isnan(score):
+        return "none"
+    if score >= 1:
+        return "right"
+    return "wrong" if score <= 0 else "part"
+
+
+def _answers_to(group: Group, part: pd.DataFrame) -> ExampleAnswers:
+    """One example with every variant's answer, of the records `part` of that example."""
     first = part.iloc[0]
     by_variant = {str(row["variant"]): row for _, row in part.iterrows()}
     answers = []
-    for variant in (v for v in group.variants if v.label in by_variant):
-        row, base = by_variant[variant.label], by_variant.get(group.baseline[variant.label] or "")
-        score, good = float(row["score"]), row["status"] == "ok"
-        text = clip(row["prediction"] if good else row["error"])
+    for variant in group.variants:
+        if variant.label not in by_variant:
+            continue
+        row = by_variant[variant.label]
+        baseline = by_variant.get(group.baseline[variant.label] or "")
+        good = row["status"] == "ok"
+        score = float(row["score"])
         verdict = "none" if good else "failed"
-        if good and group.percent and score == score:
-            verdict = "right" if score >= 1 else "wrong" if score <= 0 else "part"
-        differs = base is not None and row["prediction"] != base["prediction"]
-        color = style_of(variant.method).color
-        status = str(row["status"])
-        answers.append(Answer(variant.label, color, text, verdict, score, status, differs))
+        if good and group.percent:
+            verdict = verdict_of(score)
+        answers.append(
+            Answer(
+                label=variant.label,
+                color=style_of(variant.method).color,
+                text=clip(row["prediction"] if good else row["error"]),
+                verdict=verdict,
+                score=score,
+                status=str(row["status"]),
+                differs=baseline is not None and row["prediction"] != baseline["prediction"],
+            )
+        )
     fields = {"dataset": str(first["dataset"])}
     fields |= {name: as_text(first[name]) for name in group.meta.breakdown if name in part}
     expected = first["answers"] if isinstance(first["answers"], list) else []
-    return Shown(
+    return ExampleAnswers(
         example_id=str(first["example_id"]),
         seed=as_text(first["seed"]),
         fields=fields,

@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.errors import disk_line, printable, printable_lines
 from kvbench.records.read import StoreError
-from kvbench.report.answers import LIMIT, Shown, clip, sample_of
+from kvbench.report.answers import LIMIT, ExampleAnswers, clip, sample_of
 from kvbench.report.charts import Chart, vega_script
 from kvbench.report.drawing import Drawn
 from kvbench.report.experiment import Experiment, Group
@@ -73,7 +73,7 @@ class Section:
         return [d for d in self.figures if d not in self.leading]
 
     @cached_property
-    def sample(self) -> tuple[list[Shown], int]:
+    def sample(self) -> tuple[list[ExampleAnswers], int]:
         """The examples whose answers are shown, and how many examples there are in all."""
         return sample_of(self.group, self.answers)
 

@@ -2,9 +2,9 @@
 
 In: a group's records. Out: curves (`curves_of`) and a row of slopes for each (`slopes`).
 
-Every number here is a weighted sum of logarithms of means over repetitions. Its interval is Student's t
-over what each repetition contributes to first order (the delta method). Slopes and ratios whose means
-share repetitions are thereby paired.
+Every number here is a weighted sum of logarithms of means over repetitions. Its interval is a t interval
+over the repetitions' first-order contributions (the delta method), so that slopes and ratios whose means
+share repetitions are paired.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvbench.report.experiment import Group, Variant
 from kvbench.report.stats import ALPHA, NOTHING, Array, Estimate
 
 NEAR = 0.1
-"""A slope is as predicted where its whole interval is this close to the prediction."""
+"""The largest distance between the prediction and any point of a slope's interval at which the slope
+counts as predicted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,8 @@ class Curve:
     Attributes:
         facet: the panel's value of the field that panels are split by.
         frame: a row per level, ascending: ``x`` (mean), ``mean``, ``low`` and ``high`` of y.
-        parts: [repetitions of the panel, levels] what each contributes to the logarithm of the mean.
+        parts: [repetitions of the panel, levels] each repetition's contribution to the logarithm of the
+            mean.
         units: the number of the curve's repetitions.
     """
 
@@ -118,20 +120,32 @@ def slopes(group: Group, spec: figures.Curve) -> pd.DataFrame:
         last = curve.frame[level == most].iloc[0]
         slope, share = curve.slope(least, most)
         method, label = curve.variant.method, curve.variant.label
-        named = [name for name in spec.expected if method.startswith(name)]
-        expected = float(spec.expected[max(named, key=len)]) if named else math.nan
+        predicted = [name for name in spec.expected if method.startswith(name)]
+        expected = math.nan
+        if predicted:  # by the longest name that the method's begins with
+            expected = float(spec.expected[max(predicted, key=len)])
         mine = group.good[group.good["variant"].eq(label)]
         mine = mine[mine[spec.facet].eq(curve.facet) & mine[spec.level].eq(most)]
         over = curve.over(base[curve.facet], most) if curve.facet in base else NOTHING
-        row: dict[str, Any] = {"method": method, "variant": label, spec.facet: curve.facet}
-        row |= {"fitted_from": least, "fitted_to": most, "expected": expected}
-        row |= {"verdict": verdict_on(slope, expected), **slope.named("slope")}
-        row |= curve.slope(least, split)[0].named("slope_lower")
-        row |= curve.slope(split, most)[0].named("slope_upper") | {"r_squared": share}
-        row |= Estimate(last["mean"], last["low"], last["high"]).named("last")
-        row |= over.named("last_ratio") | {"held_last": last["x"]}
-        row |= {"bytes_ratio_last": float(pd.to_numeric(mine["ratio"]).mean())}
-        rows.append(row | {"repetitions": curve.units})
+        row: dict[str, Any] = {
+            "method": method,
+            "variant": label,
+            spec.facet: curve.facet,
+            "fitted_from": least,
+            "fitted_to": most,
+            "expected": expected,
+            "verdict": verdict_on(slope, expected),
+            **slope.named("slope"),
+            **curve.slope(least, split)[0].named("slope_lower"),
+            **curve.slope(split, most)[0].named("slope_upper"),
+            "r_squared": share,
+            **Estimate(last["mean"], last["low"], last["high"]).named("last"),
+            **over.named("last_ratio"),
+            "held_last": last["x"],
+            "bytes_ratio_last": float(pd.to_numeric(mine["ratio"]).mean()),
+            "repetitions": curve.units,
+        }
+        rows.append(row)
     return pd.DataFrame(rows)
 
 

@@ -110,7 +110,7 @@ def _copy_report(folder: Path, target: Path) -> None:
 
 def method_pages(folders: Sequence[Path]) -> list[MethodPage]:
     """A page of every method of conf/method, sorted by name."""
-    from kvbench.cli.catalogue import catalogue, config_dir
+    from kvbench.catalogue import catalogue, config_dir
 
     results = results_of(folders)
     pages = []

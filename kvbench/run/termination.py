@@ -1,5 +1,5 @@
-"""SIGTERM asks a job to end: it does, after the example in progress; after the last one, when the
-tables and the page are written."""
+"""On SIGTERM a job finishes the current example and then ends; after the last example it first writes
+the tables and the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_NOTICE = "kvbench: SIGTERM: finishing what is in progress first; another on
 
 
 class Terminated(SystemExit):
-    """SIGTERM came: what is done is on disk."""
+    """Raised after a SIGTERM; all finished records are on disk."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)
@@ -30,7 +30,7 @@ _busy = False
 """Whether this process has something to finish first, an example or a page."""
 
 _asked = False
-"""Whether SIGTERM came while there was. Signals come to a process, so that is its state."""
+"""Whether SIGTERM came while there was. The state is the process's, since signals come to a process."""
 
 
 @contextmanager
@@ -64,8 +64,9 @@ def _handle(_signal: int, _frame: FrameType | None) -> None:
     if _asked or not _busy:
         raise Terminated
     _asked = True
-    if sys.__stderr__ is not None:  # else 2 may be any file
-        with suppress(OSError):  # past Python's own buffer, which this may have interrupted
+    if sys.__stderr__ is not None:  # without it, descriptor 2 may belong to another file
+        # Not by Python's buffer, whose own writing the signal may have interrupted.
+        with suppress(OSError):
             os.write(2, WAIT_NOTICE.encode())
 
 

@@ -18,7 +18,7 @@ from support.attacks import RUN, SECRETS, TYPED, leaks
 from support.cli_cases import ended
 from support.command import SHORT, composed, main, refusal_of
 
-from kvbench.cli.catalogue import KINDS, catalogue
+from kvbench.catalogue import KINDS, catalogue
 from kvbench.engine.prefill import PrefillState
 from kvbench.errors import HIDDEN
 from kvbench.run import session

@@ -16,7 +16,7 @@ import pytest
 from support.cli_cases import BASE, ended, with_base
 
 import kvbench
-from kvbench.cli.catalogue import catalogue, config_dir
+from kvbench.catalogue import catalogue, config_dir
 from kvbench.cli.declared import declared_options
 from kvbench.errors.options import allowed, hints_of
 

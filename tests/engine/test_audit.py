@@ -67,7 +67,7 @@ class Overwrites(Everything):
     """Whose record would say that it holds one entry, of an example that was never asked."""
 
     def extras(self, n: int, held: Any) -> dict[str, Any]:
-        return {"entries": 1, "example_id": "e9"}
+        return {"entries": 1, "example_id": 9}
 
 
 def test_a_cache_of_nothing_and_fields_of_others_fail_their_method(tmp_path: Path) -> None:

@@ -312,3 +312,13 @@ def test_a_model_that_cannot_be_run_is_refused_before_its_tokenizer_is_fetched(
     with pytest.raises(ModelError, match="no such model"):
         _ = session.Session(RECALL, CPU, torch.float32).encoder
     assert not fetched
+
+
+def test_a_folder_of_the_home_is_found_by_its_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert local_path("~/mine") == str(tmp_path / "mine")
+    assert local_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"

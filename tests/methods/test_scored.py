@@ -323,3 +323,10 @@ def test_records_count_pages_sketches_and_rotations(name, options, wanted):
     found = fork.cost().record()
     assert {key: found[key] for key in wanted} == wanted
     assert {"page_bytes", "blocks_freed", "scheme_bytes"} & found.keys() == wanted.keys()
+
+
+def test_expected_attention_keeps_its_own_sink_where_the_budget_has_none() -> None:
+    layer = replace(make_layer(60), rotary=rotary(8))
+    method, budget = build_method("expected_attention", sink=5), Budget(rate=0.3, sink=0, window=4)
+    for head in run(method, layer, budget).positions[0].tolist():
+        assert set(range(5)) <= set(head)

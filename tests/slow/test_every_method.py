@@ -10,8 +10,8 @@ from support.command import composed
 from support.paths import ROOT
 from support.tables import heads, shown
 
+from kvbench.catalogue import config_dir
 from kvbench.cli.build import build_job
-from kvbench.cli.catalogue import config_dir
 from kvbench.report.build import tables_to_print
 from kvbench.report.experiment import load_experiment
 from kvbench.run.runner import run_job

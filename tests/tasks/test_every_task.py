@@ -9,7 +9,7 @@ import pytest
 from hydra.utils import instantiate
 from support.command import composed
 
-from kvbench.cli.catalogue import config_dir
+from kvbench.catalogue import config_dir
 from kvbench.engine.loading import load_config
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.tasks.base import Task, TaskError
