@@ -14,7 +14,7 @@ pip -c "$constraints" "$wheel"
 cd "$folder"
 kvbench() { "$folder/venv/bin/kvbench" "$@"; }
 kvbench list methods | grep balancekv > /dev/null
-kvbench task=needle 'task.lengths=[512]' 'method=[exact,snapkv]' limit=1 logger=none > /dev/null
+kvbench task=needle model=recall_mini 'task.lengths=[512]' 'method=[exact,snapkv]' limit=1 logger=none > /dev/null
 kvbench experiment=demo limit=1 logger=none | grep "jobs, all well" > /dev/null
 test -s runs/demo/report.html
 "$folder/venv/bin/python" -c "import kvbench; print(kvbench.load('runs/demo').groupby('task').score.mean())" > /dev/null

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from support.attacks import RUN, SECRETS, TYPED, leaks
 from support.cli_cases import ended
 from support.command import SHORT, composed, main, refusal_of
 
-from kvbench.catalogue import KINDS, catalogue
+from kvbench.catalogue import KINDS, catalogue, config_dir
 from kvbench.engine.prefill import PrefillState
 from kvbench.errors import HIDDEN
 from kvbench.run import session
@@ -113,6 +114,13 @@ def test_a_task_says_which_model_it_runs_on(task: str) -> None:
     default = "recall_mini" if lines else "smollm2_135m"
     assert composed(f"task={task}").model.name == default
     assert composed(f"task={task}", "model=tiny_random").model.name == "tiny_random"
+
+
+def test_the_shipped_models_demo_needs_no_other_model() -> None:
+    """Its tasks are those that it names, some of which run on SmolLM2 elsewhere."""
+    experiment = yaml.safe_load((config_dir() / "experiment/demo_recall_mini.yaml").read_text())
+    for task in experiment["hydra"]["sweeper"]["params"]["task"].split(","):
+        assert composed("experiment=demo_recall_mini", f"task={task}").model.name == "recall_mini"
 
 
 def test_the_model_of_an_experiment_or_of_prompts_is_its_own() -> None:
