@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,19 @@ TIMES = ("prefill_s", "compress_s", "decode_s")
 
 def rows_below(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Records by the name of their run's folder, those of all its shards, whole lines only, without what
-    a clock measured."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.rglob("records*.jsonl")):
+    a clock measured.
+
+    A job may be writing there meanwhile: `glob` passes over hidden folders, which are temporary ones,
+    and over folders that go while they are listed, where `Path.rglob` raises.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name in sorted(glob("**/records*.jsonl", root_dir=folder, recursive=True)):
+        path = folder / name
         content = path.read_bytes()
         for line in content[: content.rfind(b"\n") + 1].splitlines():
             row = {key: value for key, value in json.loads(line).items() if key not in TIMES}
-            found.setdefault(path.parent.name, []).append(row)
-    return found
+            rows.setdefault(path.parent.name, []).append(row)
+    return rows
 
 
 def make_record(example_id: str, **changes: object) -> dict:
