@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import warnings
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from support.paths import ROOT
 from support.report_runs import (
     HOSTILE,
+    LINES_META,
     NEEDLE_META,
     lines_records,
     needle_records,
@@ -30,8 +32,9 @@ from kvbench.report.__main__ import main
 from kvbench.report.answers import sample_of
 from kvbench.report.build import ReportPaths, build_report
 from kvbench.report.charts import ALL, FIELDS, chart_of
+from kvbench.report.experiment import load_experiment
 from kvbench.report.frame import tidy, totals
-from kvbench.report.page import write_index
+from kvbench.report.page import facts_of, write_index
 from kvbench.report.wandb import main as wandb_main
 
 
@@ -164,6 +167,20 @@ def test_a_card_says_which_answers_are_not_the_baselines(tmp_path: Path) -> None
     assert (other.verdict, other.differs) == ("right", True)
 
 
+def test_answers_shown_are_of_every_dataset_and_all_of_a_small_one(tmp_path: Path) -> None:
+    sizes = {"few": 3, "many": 40}
+    records = [
+        {"example_id": f"{dataset}-{i}", "dataset": dataset, "prediction": "?", "score": 0.0}
+        for dataset, size in sizes.items()
+        for i in range(size)
+    ]
+    write_run(tmp_path, records=records, task_meta=LINES_META)
+    examples, total = sample_of(group_of(tmp_path / "demo"), limit=10)
+    datasets = Counter(example.example_id.split("-")[0] for example in examples)
+    assert total == 43
+    assert datasets == {"few": 3, "many": 7}
+
+
 def test_the_command_rebuilds_links_and_says_errors_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +206,23 @@ def test_the_command_rebuilds_links_and_says_errors_in_a_line(
     for words in ([str(tmp_path / "nowhere")], [folders[0], str(tmp_path)], [*folders, "nowhere"]):
         assert main(words) == 1
         assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("hardware", "device"),
+    [
+        ({"gpu": "H100", "processor": "Xeon", "cpu": "2 cores"}, "H100"),
+        ({"gpu": None, "processor": "Xeon", "cpu": "2 cores"}, "Xeon"),
+        ({"cpu": "2 cores"}, "2 cores"),
+    ],
+)
+def test_the_device_of_the_page_is_what_ran_the_model(
+    tmp_path: Path, hardware: dict[str, Any], device: str
+) -> None:
+    run = write_run(tmp_path, records=lines_records("exact"), task_meta=LINES_META)
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"hardware": hardware}))
+    assert facts_of(load_experiment(tmp_path / "demo"))["device"] == device
 
 
 def test_claims_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,15 @@ def test_ours_are_joined_by_method_and_value_and_compared_in_per_cent(tmp_path: 
     assert shown(table)[0][:5] == ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87 ?", "+7.1"]
 
 
+def test_a_score_that_lacks_prompts_is_marked(tmp_path: Path) -> None:
+    write_qa(tmp_path, {"file": "balancekv_table1"})
+    frame = joined(tmp_path)
+    frame.loc[frame["value"] == "qasper", "n"] -= 1
+    (table,) = published_tables(frame)
+    marks = table.frame.groupby("value")["score_mark"].agg(set)
+    assert marks.to_dict() == {"qasper": {"incomplete"}, "hotpotqa": {""}}
+
+
 def test_a_fraction_stands_as_it_is_printed_and_is_compared_in_per_cent(tmp_path: Path) -> None:
     write_qa(tmp_path, "mine")
     frame = joined(tmp_path, f"{HEAD}exact,dataset,qasper,score,fraction,0.83\n")

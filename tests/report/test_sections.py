@@ -75,6 +75,15 @@ def test_a_sweep_over_a_setting_names_every_section(tmp_path: Path) -> None:
     assert list(groups_of(tmp_path)) == ["t, size 1", "t, size 2"]
 
 
+def test_the_section_that_was_started_first_keeps_the_tasks_name(tmp_path: Path) -> None:
+    for size, started in ((1, "12"), (2, "10"), (3, "11")):
+        command = f"kvbench {size}"
+        run_of(
+            tmp_path, "exact", "ab", started=started, command=command, options={"task.size": size}
+        )
+    assert set(groups_of(tmp_path)) == {"t", "t, size 1", "t, size 3"}
+
+
 def test_a_setting_that_older_runs_lack_sets_nothing_apart(tmp_path: Path) -> None:
     run_of(tmp_path, "exact", "ab", options={"task.size": 1})
     run_of(tmp_path, "h2o", "ab", started="11", options={"task.size": 1, "task.new": 0})

@@ -37,6 +37,7 @@ from kvbench.report.table import (
     Column,
     Table,
     footer,
+    number,
     value_text,
 )
 from kvbench.report.tables import overview_table, tables_of
@@ -280,6 +281,9 @@ def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:
     table = timing_table(group_of(tmp_path / "demo"))
     row = dict(zip(heads(table), shown(table)[0], strict=True))
     assert row["tokens/s x"] == "1.20 [0.900, 9.00]"
+    good = pd.DataFrame(records[: len(speedups)])
+    assert row["decode s"] == number(good["decode_s"].median())
+    assert row["prefill s"] == number((good["prefill_s"] + good["compress_s"]).median())
     assert (row["runs"], row["failed"]) == ("7", "2 oom")
 
 
@@ -319,6 +323,10 @@ def test_distances_from_the_exact_model_are_averaged_over_prompts(
     assert list(frame["group"]) == ["rate 0.5", "rate 0.25"]
     assert list(frame["kl"]) == pytest.approx([0.5, 1.0])
     assert list(frame["agreement"]) == [50.0, 50.0], "as per cent"
+    table = fidelity_table(group)
+    assert table is not None
+    largest = heads(table).index("max KL, nats")
+    assert [row[largest] for row in shown(table)] == ["1.00", "2.00"], "means without an interval"
     assert list(frame["compressed"]) == ["3/4", "4/4"], "prompts that were not kept whole"
     for key, column in (("low", "kl_low"), ("high", "kl_high")):
         assert list(frame[column]) == pytest.approx(list(same[key])), "one interval in all tables"
