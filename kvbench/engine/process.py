@@ -281,7 +281,7 @@ def _keep_copy(number: int, file: tuple[int, int] | None) -> None:
 def _reopen(number: int, before: tuple[int, int] | None) -> None:
     """Let the standard stream go where it went, from its copy; close it where it was closed."""
     if before is None:
-        os.close(number)
+        _close(number)  # `os.close` refuses it while a method runs
     else:
         os.dup2(_copies[number][1], number)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from kvbench.engine.fork import Fork
 from kvbench.engine.guard import check_finite, refuse_non_finite
 from kvbench.engine.prefill import capture_layers, layer_kv
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import NORMALISERS, KVError, LayerKV
+from kvbench.kv import NORMALISERS, CompressedKV, KVError, LayerKV
 from kvbench.methods import build_method
 
 
@@ -192,6 +194,22 @@ def test_shared_work_is_charged_to_every_method_that_uses_it():
     assert second() == [layer.shared[": slow"].clock]
     assert layer.shared[": slow"].clock.seconds > 0.0
     assert layer.charge_shared_work()() == []
+
+
+def test_seconds_of_compression_are_not_the_prefills(monkeypatch):
+    """By a clock that only compression moves on: a second a layer."""
+    now = [0.0]
+
+    class Slow(Everything):
+        def compress(self, layer: LayerKV, *rest: Any) -> CompressedKV:
+            now[0] += 1.0
+            return super().compress(layer, *rest)
+
+    model = tiny_model("llama")
+    on_kvbench(model)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    result = generate(model, prompt_ids(40), {"slow": (Slow(), SMALL)}, new_tokens=1)["slow"]
+    assert (result.prefill_s, result.compress_s) == (0.0, model.config.num_hidden_layers)
 
 
 def call(

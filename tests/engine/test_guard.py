@@ -258,6 +258,19 @@ def test_a_closed_stream_is_opened_again_and_fails_its_method(
     assert not getattr(sys, name).closed
 
 
+def test_a_stream_that_was_closed_is_closed_again() -> None:
+    kept = os.dup(2)
+    os.close(2)
+    try:
+        with pytest.raises(SharedStateChanged), settings_unchanged("m", build_method("snapkv")):
+            os.dup2(kept, 2)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(2)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def test_a_property_that_raises_is_refused_before_the_job(tmp_path: Path) -> None:
     for name in (*SELF_DESCRIPTION, "quantization"):
         boom = property(lambda self, name=name: {}[f"no {name}"])

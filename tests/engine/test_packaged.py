@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec, local_path
@@ -42,7 +43,9 @@ def test_a_shipped_file_is_unpacked_once(package: Path, capfd: Any, caplog: Any)
 
     spec = ModelSpec(name="m", path="package:shipped_weights/tiny.Q8.gguf", otherwise="a/b")
     assert (spec.label, spec.otherwise) == ("m-Q8", None)
+    verbosity = logging.get_verbosity()
     folder = Path(local_path(spec.path))
+    assert logging.get_verbosity() == verbosity, "transformers' messages are shown as before"
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     assert [record.message.partition(" ")[0] for record in caplog.records] == ["unpacking"]
     assert capfd.readouterr().err == ""

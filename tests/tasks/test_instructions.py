@@ -126,6 +126,14 @@ def test_each_kind_stands_at_each_place_as_often() -> None:
     assert len({e.context for e in found}) == 24
 
 
+def test_kinds_come_in_another_order_in_every_round() -> None:
+    kinds = list(KINDS)[:8]
+    first = [e.instructions[0].kind for e in instructed(kinds=kinds, num_examples=24)]
+    rounds = [tuple(first[i : i + 8]) for i in (0, 8, 16)]
+    assert len({tuple(kinds), *rounds}) == 4
+    assert {frozenset(order) for order in rounds} == {frozenset(kinds)}
+
+
 def test_prompts_depend_on_the_seed_alone() -> None:
     found = instructed(num_examples=9, seed=3)
     assert instructed(num_examples=4, seed=3) == found[:4]
@@ -245,6 +253,11 @@ def test_prompts_of_ifeval(tmp_path: Path) -> None:
         assert task.score("A FOX", last)["place_1"] == 1.0
         assert list(task.digests()) == [file.name]
     assert len(Instructions(prompts="ifeval", data=str(file), num_examples=1).examples(chat())) == 1
+
+
+def test_without_a_file_ifevals_prompts_are_the_hubs() -> None:
+    source = Instructions(prompts="ifeval").source
+    assert (source.dataset, source.files) == ("google/IFEval", ())
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from kvbench.tasks import ruler
 from kvbench.tasks.base import Example, TaskError
 from kvbench.tasks.encoding import encode_split
 from kvbench.tasks.ruler import DEPTHS, GENERATED, PROMPTS, TASKS, Ruler
+from kvbench.tasks.ruler_data import Collection, Question
 
 SPLIT = re.compile(r"(?:^| )\d+\. ")
 
@@ -231,6 +232,15 @@ def test_no_document_stands_twice_and_questions_without_an_answer_are_left_out(
         assert len(set(bodies)) == len(bodies)
     asked = {e.question for e in made(files, tasks=["qa_1"], num_examples=20)}
     assert all("In which {year}" in question for question in asked), "not: who paid for it"
+
+
+def test_documents_beside_the_gold_are_drawn_at_random() -> None:
+    """First those of the same article, then others; each subset of the rest comes up."""
+    question = Question("?", ("a",), gold=(0,), more=(1, 2))
+    collection = Collection("abcdefgh", [question])
+    drawn = [frozenset(collection.drawn(question, 5, random.Random(i))) for i in range(200)]
+    assert all(documents >= set("abc") for documents in drawn)
+    assert len(set(drawn)) == 10, "pairs of the five others"
 
 
 def test_generation_may_end_once_everything_was_said() -> None:
