@@ -53,6 +53,15 @@ def test_every_question_meets_the_same_cache(name: str) -> None:
         assert context.ratio < 1
 
 
+def test_a_context_is_drawn_with_the_sessions_seed() -> None:
+    model = tiny_model("llama")
+    answers = []
+    for seed in (1, 1, 2):
+        with compress(model, "uniform", rate=0.25, seed=seed, **SMALL) as session:
+            answers.append(session.read(CONTEXT).ask_all(QUESTIONS, max_new_tokens=6))
+    assert answers[0] == answers[1] != answers[2]
+
+
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "balancekv"])
 def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> None:
     model, options = tiny_model("llama"), {"max_new_tokens": 6, "do_sample": False}

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode
 from kvbench import compress
 from kvbench.engine.guard import LayerDamaged, SharedStateChanged, settings_unchanged
 from kvbench.engine.guard import compress as guarded
+from kvbench.engine.process import interrupts_noted
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import SELF_DESCRIPTION, Held, Method, Repetition
@@ -256,6 +258,17 @@ def test_a_closed_stream_is_opened_again_and_fails_its_method(
     assert error.startswith(f"SharedStateChanged: method '{BAD}_0' left the standard {what}")
     assert found == without
     assert not getattr(sys, name).closed
+
+
+def test_a_thread_takes_no_keyboard_interrupt_for_ctrl_c() -> None:
+    """Signals come to the main thread: elsewhere it is the method's own error."""
+
+    def interrupted() -> bool:
+        with interrupts_noted() as ctrl_c:
+            return ctrl_c()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(interrupted).result() is False
 
 
 def test_a_stream_that_was_closed_is_closed_again() -> None:

@@ -16,6 +16,7 @@ from support.tiny import Broken, prompt_ids, tiny_model
 from torch import Tensor
 
 from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.scoring import read, score
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
@@ -136,6 +137,17 @@ def test_several_continuations_share_a_prefill_and_one_failure_stops_no_other():
             alone = teacher_forced(model, ids, tokens, {label: methods[label]})[label]
             assert scored.logprobs == pytest.approx([-x for x in alone.nll], abs=1e-5)
             assert scored.greedy == [t == y for t, y in zip(alone.top, tokens, strict=True)]
+
+
+def test_a_continuation_whose_logits_are_no_numbers_fails():
+    model, ids = tiny_model("llama"), prompt_ids(20)
+    model.lm_head.weight.data[3] = math.nan
+    methods = {"snapkv": (build_method("snapkv"), Budget(size=12, sink=2, window=2))}
+    with kvbench_attention_on(model):
+        reading = read(model, ids, methods, seed=0, example_id="x", room=2)
+        (scored,) = score(model, reading, [[5, 6]])["snapkv"]
+    assert isinstance(scored.failure, NonFiniteLogits)
+    assert scored.logprobs == []
 
 
 def test_records_hold_the_definition(tmp_path):

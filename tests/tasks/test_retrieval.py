@@ -139,6 +139,7 @@ def test_several_uuids_are_asked_of_one_object() -> None:
     for first in range(0, len(found), 3):
         group = found[first : first + 3]
         assert len({e.context for e in group}) == len({e.context_id for e in group}) == 1
+        assert group[0].context_id is not None
         assert len({e.context_ids for e in encode_examples(group, shipped())}) == 1
         assert len({e.answers for e in group}) == 3
         depths = [e.fields["depth"] for e in group]
