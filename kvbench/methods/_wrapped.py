@@ -20,7 +20,8 @@ class Wrapper(Method):
     """A method that uses another method, the inner method.
 
     Args:
-        of: the name of the inner method.
+        of: the name of the inner method, as in ``adakv`` *of* ``snapkv``. The option's name is part of
+            every config hash, so it stays.
         options: the options of the inner method.
 
     Raises:
