@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 from kvbench.errors.options import Text
 from kvbench.kv import Budget, KVError
-from kvbench.methods.base import Method
+from kvbench.methods.base import Method, TokenScoringMethod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +20,13 @@ class Wrapper(Method):
     """A method that uses another method, the inner method.
 
     Args:
-        of: the name of the inner method.
+        of: the name of the inner method, as in ``adakv`` *of* ``snapkv``. The option's name is part of
+            every config hash, so it stays.
         options: the options of the inner method.
 
     Raises:
-        KVError: an unknown inner method or option, or an inner method that does not override the
-            attribute that the wrapper `needs`.
+        KVError: an unknown inner method or option, or an inner method that cannot be wrapped.
     """
-
-    needs: ClassVar[str]
-    """The attribute of `Method` that the inner method must override, such as a hook or a flag."""
 
     of: Text = "snapkv"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -36,6 +34,11 @@ class Wrapper(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_inner(self.inner)
+
+    @classmethod
+    @abstractmethod
+    def can_wrap(cls, inner: type[Method]) -> bool:
+        """Whether a method of the class `inner` can be the inner method."""
 
     @cached_property
     def inner(self) -> Method:
@@ -48,22 +51,37 @@ class Wrapper(Method):
         return self.inner.layer_capacities(budget, n, num_layers)
 
     def _check_inner(self, inner: Method) -> None:
-        """Refuse an inner method that does not override the attribute `needs`.
+        """Refuse an inner method that cannot be wrapped.
 
         Raises:
             KVError: the option, its value and the methods that can be wrapped.
         """
-        if self._overrides_need(type(inner)):
+        if self.can_wrap(type(inner)):
             return
         allowed = [
             name
             for name in _registry().available_methods()
-            if self._overrides_need(_registry().method_class(name))
+            if self.can_wrap(_registry().method_class(name))
         ]
         raise KVError(f"{self.method_name()}.of is {self.of!r}; allowed: {', '.join(allowed)}")
 
-    def _overrides_need(self, method: type[Method]) -> bool:
-        return getattr(method, self.needs) is not getattr(Method, self.needs)
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreWrapper(Wrapper):
+    """A wrapper that chooses other entries than the inner method, by the inner method's token scores."""
+
+    by_head: ClassVar[bool] = False
+
+    @classmethod
+    def can_wrap(cls, inner: type[Method]) -> bool:
+        """Whether the inner method has token scores."""
+        return issubclass(inner, TokenScoringMethod)
+
+    @property
+    def scorer(self) -> TokenScoringMethod:
+        """The inner method."""
+        assert isinstance(self.inner, TokenScoringMethod)
+        return self.inner
 
 
 def _registry() -> ModuleType:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.errors.options import Fraction
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods._select import keep_marked
-from kvbench.methods._wrapped import Wrapper
+from kvbench.methods._wrapped import ScoreWrapper
 
 
 def best_of_all_heads(scores: Tensor, kept: int, safe: int) -> Tensor:
@@ -33,7 +33,7 @@ def best_of_all_heads(scores: Tensor, kept: int, safe: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaKV(Wrapper):
+class AdaKV(ScoreWrapper):
     """Keeps kv_heads * capacity entries of every layer, and more of them in heads with higher scores.
 
     The capacity is that of the inner method at the layer. Sink, window and the best int(safeguard *
@@ -52,8 +52,6 @@ class AdaKV(Wrapper):
     """
 
     paper: ClassVar[str] = "arXiv 2407.11550; kvpress AdaKVPress"
-    needs: ClassVar[str] = "token_scores"
-    by_head: ClassVar[bool] = False
 
     safeguard: Fraction = 0.2
 
@@ -61,8 +59,8 @@ class AdaKV(Wrapper):
         """Keep the entries of each head by position; padding follows them."""
         n = layer.n
         capacity = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
-        scores = self.inner.token_scores(layer, budget).clone()
+        scores = self.scorer.token_scores(layer, budget).clone()
         scores[:, :, : budget.sink] = torch.finfo(scores.dtype).max
         scores[:, :, n - budget.window :] = math.inf
         stay = best_of_all_heads(scores, capacity, int(self.safeguard * capacity))
-        return self.inner.settle(layer, keep_marked(layer, stay), budget)
+        return self.scorer.settle(layer, keep_marked(layer, stay), budget)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge
@@ -18,25 +18,34 @@ from kvbench.methods._select import side_by_side
 from kvbench.methods.base import SEED_STRIDE, Method
 
 RESTARTS = 100
-"""Fresh attempts at a batch whose walk failed, with on_fail=restart, before giving up."""
+"""How often a failed walk is tried with new draws under ``on_fail=restart``."""
 
 
 class BalanceFailure(RuntimeError):
-    """A walk strayed farther than its bound (Algorithm 2's FAIL)."""
+    """An inner product of a walk exceeded its bound (FAIL in Algorithm 2)."""
 
 
 class MergeAndReduce:
-    """Algorithm 4: a stream kept as levels, an entry of level l standing for 2^l tokens.
+    """Algorithm 4: a stream of tokens, reduced to levels of entries. An entry of level l stands for 2^l
+    tokens.
 
-    Tokens collect in level 0. Every t of them, level 0 goes through SoftmaxBalance into level 1, and
-    while the number of batches so far, halved each time, is even, the next level goes on likewise.
+    New tokens join level 0. When it holds t of them, a batch is complete: SoftmaxBalance moves half of
+    level 0 to level 1. After an even number of batches it then moves half of level 1 to level 2, after
+    a multiple of four half of level 2 to level 3, and so on.
+
+    Args:
+        keys: [m, d], the keys of the stream.
+        values: [m, e]; None where every value is the number 1, as for the denominator.
+        t: how many entries fill a level.
+        radii: the largest norm of a key and of a value.
+        options: the method, whose `on_fail` and `halve` are read.
+        bound: the bound on the inner products of a walk (`walk_bound`).
+        seed: of the walks' draws.
 
     Attributes:
-        keys, values: [m, d], [m, e] of the prompt; without values they count 1 (the denominator).
-        t: entries that fill a level.
-        radii: what no key's and no value's norm exceeds.
-        levels: places [c] of each level's entries, at most t of them.
-        seen: tokens so far. batches: times that level 0 was full.
+        levels: for each level the places [c] in the stream of its entries, c <= t.
+        seen: the number of tokens read so far.
+        batches: how many times level 0 was full.
     """
 
     def __init__(
@@ -49,35 +58,45 @@ class MergeAndReduce:
         bound: float,
         seed: int,
     ) -> None:
-        self.keys, self.values, self.t, self.radii = keys, values, t, radii
+        self.keys = keys
+        self.values = values
+        self.t = t
+        self.radii = radii
         self.levels: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
-        self.seen, self.batches = 0, 0
-        self._options, self._bound = options, bound
+        self.seen = 0
+        self.batches = 0
+        self._options = options
+        self._bound = bound
         self._generator = torch.Generator().manual_seed(seed)
 
     def read(self, places: Tensor) -> MergeAndReduce:
-        """Read the tokens at these places [m], in order; as m times one. Returns itself.
+        """Read the tokens at `places` [m] of the stream, with the result of reading one after the other.
+        Returns this structure.
 
         Raises:
-            BalanceFailure: a walk failed (on_fail=raise, or again and again).
+            BalanceFailure: a walk failed, and with ``on_fail=restart`` so did all its repetitions.
         """
         self.seen += len(places)
         while len(places):
             room = self.t - len(self.levels[0])
-            self.levels[0], places = torch.cat([self.levels[0], places[:room]]), places[room:]
+            self.levels[0] = torch.cat([self.levels[0], places[:room]])
+            places = places[room:]
             if len(self.levels[0]) < self.t:
                 break
             self.batches += 1
-            level, batches = 0, self.batches
-            self._reduce(level)
-            while batches % 2 == 0:
-                level, batches = level + 1, batches // 2
+            self._reduce(0)
+            # Level l is due when the number of batches is a multiple of 2^l.
+            level = 1
+            while self.batches % 2**level == 0:
                 self._reduce(level)
+                level += 1
         return self
 
     def _reduce(self, level: int) -> None:
-        """Move what SoftmaxBalance keeps of a level into the next one."""
-        places, options = self.levels[level], self._options
+        """Move the entries that SoftmaxBalance keeps of a level to the next level; the others are
+        dropped."""
+        places = self.levels[level]
+        options = self._options
         for _ in range(1 if options.on_fail == "raise" else RESTARTS):
             kept = softmax_balance(
                 self.keys[places],
@@ -100,64 +119,99 @@ class MergeAndReduce:
         self.levels[level : level + 2] = [places[:0], joined]
 
     def sample(self) -> tuple[Tensor, Tensor]:
-        """Places of all levels' entries, and log-weights level * log 2."""
-        weights = [torch.full((len(at),), i * math.log(2)) for i, at in enumerate(self.levels)]
-        return torch.cat(self.levels), torch.cat(weights)
+        """The places of the entries of all levels, and their log-weights, level * log 2."""
+        log_weights = [
+            torch.full((len(places),), level * math.log(2))
+            for level, places in enumerate(self.levels)
+        ]
+        return torch.cat(self.levels), torch.cat(log_weights)
+
+
+class Structures(NamedTuple):
+    """What Algorithm 1 holds of one head.
+
+    Attributes:
+        buckets: for the numerator: bucket i holds the tokens with 2^i <= ||v|| < 2^(i+1).
+        denominator: holds every token, with the value 1.
+    """
+
+    buckets: dict[int, MergeAndReduce]
+    denominator: MergeAndReduce
 
 
 def structures(
     keys: Tensor, values: Tensor, options: BalanceKVStreaming, t: int, radius: float, seed: int
-) -> tuple[dict[int, MergeAndReduce], MergeAndReduce]:
-    """Algorithm 1 after all tokens of a head, keys [m, d] of norms up to `radius`, values [m, e]: its
-    buckets, and its structure for the denominator.
+) -> Structures:
+    """Run Algorithm 1 over all tokens of a head.
 
-    Bucket i holds the tokens with 2^i <= ||v|| < 2^(i+1) and serves the numerator; one more structure
-    holds every token with v = 1 for the denominator. A bucket is erased once its upper end, 2^(i+1), is
-    at most eps / (2 n) * exp(-r^2 / sqrt(d)) * v_max: then all that it holds, and tokens as small that
-    come later, weigh too little to matter. By the lower end it would be erased with values of up to
-    twice that norm in it. The threshold only grows, so that those left at the end are read.
+    A bucket is erased once its upper end, 2^(i+1), is at most eps / (2 n) * exp(-r^2 / sqrt(d)) * v_max:
+    all tokens that belong to it then weigh too little to matter. (The paper compares the lower end; the
+    bucket could then still hold values of twice that norm.) The threshold grows with v_max and never
+    falls, so a bucket that is erased at any time is erased at the end. Only the other buckets are
+    computed.
+
+    Args:
+        keys: [m, d], of norms up to `radius`.
+        values: [m, e].
+        options: the method.
+        t: how many entries fill a level.
+        seed: of the head's draws.
 
     Raises:
         BalanceFailure: a walk failed.
     """
-    n, norms = len(keys), values.double().norm(dim=-1)
+    n = len(keys)
+    norms = values.double().norm(dim=-1)
     bound = walk_bound(n, options.delta, options.constant)
     least = options.eps / (2 * n) * float(norms.max())
     least *= math.exp(-(radius**2) / keys.shape[1] ** 0.5)
 
-    def structure(of: Tensor | None, value_radius: float, salt: int) -> MergeAndReduce:
-        drawn = (SEED_STRIDE * seed + salt) % 2**62
-        return MergeAndReduce(keys, of, t, (radius, value_radius), options, bound, drawn)
+    def empty_structure(
+        own_values: Tensor | None, value_radius: float, number: int
+    ) -> MergeAndReduce:
+        """A structure that has read nothing; `number` gives each structure of the head its own draws."""
+        own_seed = (SEED_STRIDE * seed + number) % 2**62
+        radii = (radius, value_radius)
+        return MergeAndReduce(keys, own_values, t, radii, options, bound, own_seed)
 
-    index, buckets = buckets_of(norms), {}
-    for i in index[norms > 0].unique().tolist():
-        if (end := 2.0 ** (i + 1)) > least:
-            mine = ((index == i) & (norms > 0)).nonzero().squeeze(-1)
-            buckets[i] = structure(values, end, 2 * (i + 5000) + 1).read(mine)
-    return buckets, structure(None, 1.0, 0).read(torch.arange(n))
+    bucket_of_token = buckets_of(norms)
+    buckets: dict[int, MergeAndReduce] = {}
+    for bucket in bucket_of_token[norms > 0].unique().tolist():
+        upper_end = 2.0 ** (bucket + 1)
+        if upper_end > least:
+            tokens = ((bucket_of_token == bucket) & (norms > 0)).nonzero().squeeze(-1)
+            # Buckets have odd numbers and the denominator 0. Buckets may be negative.
+            number = 2 * (bucket + 5000) + 1
+            buckets[bucket] = empty_structure(values, upper_end, number).read(tokens)
+    denominator = empty_structure(None, 1.0, 0).read(torch.arange(n))
+    return Structures(buckets, denominator)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceKVStreaming(Method):
     """Runs Algorithm 1 over the middle of the prompt; sink and window are kept exactly.
 
-    Numerator and denominator keep different entries, each weighing 2^level.
+    Numerator and denominator keep different entries; an entry of level l has the weight 2^l.
 
-    Departures: the denominator mixes in 2^-10 of the numerator's own estimate (see
-    `_estimator.combine`), which lets one attention call evaluate both; a bucket's bound on the norm
-    of values is its upper end; `halve=even`.
+    Departures:
+
+    - The denominator mixes in 2^-10 of the numerator's own estimate, so that one attention call
+      evaluates both (see `_estimator.combine`).
+    - The bound on the norms of a bucket's values is its upper end.
+    - A halving leaves exactly half (`halve`).
 
     Args:
-        t: entries that fill a level; null: the largest for which all structures
-            together surely fit the capacity.
-        eps: accuracy, which only decides what buckets are too small to matter.
-        delta: probability of failure.
-        constant: c = constant * log(n / delta).
-        on_fail: raise | restart (the batch, with fresh draws).
-        halve: even (the smaller sign class, completed to exactly half by the latest entries of the
-            larger, so that the weights of a structure sum to the tokens it has read) | smaller (the
-            smaller class alone, as Algorithm 2 states: the weights fall short, by some per cent per
-            level, and not alike in numerator and denominator).
+        t: how many entries fill a level; null for the largest number with which the structures of every
+            head fit the capacity.
+        eps: the accuracy; it only decides which buckets are too small to matter.
+        delta: the probability of failure.
+        constant: the factor in the bound of a walk, constant * log(n / delta).
+        on_fail: what a walk does that exceeds its bound: ``raise`` fails the method, ``restart`` repeats
+            the walk with new draws.
+        halve: ``even`` keeps the smaller sign class and as many of the latest entries of the larger one
+            as complete it to half, so that the weights of a structure sum to the tokens it has read.
+            ``smaller`` keeps the smaller class alone, as Algorithm 2 states; the weights then fall short
+            by some per cent at every level, and differently for numerator and denominator.
     """
 
     paper: ClassVar[str] = "arXiv 2502.07861, Algorithms 1, 2 and 4"
@@ -171,17 +225,19 @@ class BalanceKVStreaming(Method):
     halve: Literal["even", "smaller"] = "even"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Entries of the denominator (keys only), of the numerator, then sink and window.
+        """Keep the entries of the denominator, which have no values, then those of the numerator, then
+        sink and window.
 
         Raises:
             KVError: no t fits the capacity.
             BalanceFailure: a walk failed.
         """
         batch, heads, n = layer.keys.shape[:3]
-        start, stop, room = budget.sink, n - budget.window, budget.middle_kept(n)
-        keys, values = (
-            x[:, :, start:stop].flatten(0, 1).float().cpu() for x in (layer.keys, layer.values)
-        )
+        start, stop = budget.sink, n - budget.window
+        room = budget.middle_kept(n)
+        # The walk, which goes token by token, is computed by numpy.
+        keys = layer.keys[:, :, start:stop].flatten(0, 1).float().cpu()
+        values = layer.values[:, :, start:stop].flatten(0, 1).float().cpu()
         t = self.t or largest_batch(values, room)
         if not t:
             raise KVError(
@@ -190,44 +246,48 @@ class BalanceKVStreaming(Method):
             )
         # The rows of a batch have the same draws.
         seeds = torch.randint(2**40, (heads,), generator=generator).tolist() * batch
-        radius, above, below = float(keys.double().norm(dim=-1).max()), [], []
-        none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)  # where every bucket is erased
-        for key, value, seed in zip(keys, values, seeds, strict=True):
-            buckets, denominator = structures(key, value, self, t, radius, seed)
-            samples = [none, *(bucket.sample() for bucket in buckets.values())]
-            positions, weights = zip(*samples, strict=True)
-            above.append((torch.cat(positions), torch.cat(weights)))
-            below.append(denominator.sample())
+        radius = float(keys.double().norm(dim=-1).max())
+        numerators, denominators = [], []
+        # The sample of a head whose buckets are all erased.
+        empty_sample = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+        for head_keys, head_values, seed in zip(keys, values, seeds, strict=True):
+            buckets, denominator = structures(head_keys, head_values, self, t, radius, seed)
+            samples = [empty_sample, *(bucket.sample() for bucket in buckets.values())]
+            places, log_weights = zip(*samples, strict=True)
+            numerators.append((torch.cat(places), torch.cat(log_weights)))
+            denominators.append(denominator.sample())
         exact = torch.cat([torch.arange(start), torch.arange(stop, n)])
-        sampled, counted = side_by_side(above, -math.inf), side_by_side(below, -math.inf)
-        return combine(layer, sampled, counted, start, exact)
+        numerator = side_by_side(numerators, -math.inf)
+        return combine(layer, numerator, side_by_side(denominators, -math.inf), start, exact)
 
 
 def buckets_of(norms: Tensor) -> Tensor:
-    """i of 2^i <= norm < 2^(i+1), int64."""
-    # frexp: norm = mantissa * 2^exponent with the mantissa in [1/2, 1).
+    """The bucket of each norm, the integer i with 2^i <= norm < 2^(i+1): int64, of the shape of
+    `norms`."""
+    # frexp gives norm = mantissa * 2^exponent with the mantissa in [1/2, 1).
     return torch.frexp(norms).exponent.long() - 1
 
 
 def largest_batch(values: Tensor, room: int) -> int:
-    """The largest even t with which the structures of every head's values [heads, m, e] surely hold at
-    most `room` entries; 0: there is none.
+    """The largest even t with which the structures of every head hold at most `room` entries, whatever
+    is drawn; 0 if there is none.
 
-    After m tokens a structure holds m mod t entries at level 0 and at most t / 2 at each level whose
-    bit is set in the number of batches, floor(m / t).
+    Args:
+        values: [heads, m, e].
     """
-    counts = [
-        buckets_of(norms[norms > 0]).unique(return_counts=True)[1]
-        for norms in values.double().norm(dim=-1)
-    ]
-    sizes = [[values.shape[1], *tokens.tolist()] for tokens in counts]
+    # For each head the tokens that each of its structures reads: the denominator's, then the buckets'.
+    tokens_by_head: list[list[int]] = []
+    for norms in values.double().norm(dim=-1):
+        bucket_sizes = buckets_of(norms[norms > 0]).unique(return_counts=True)[1]
+        tokens_by_head.append([values.shape[1], *bucket_sizes.tolist()])
 
-    def held(t: int, m: int) -> int:
-        return m % t + t // 2 * (m // t).bit_count()
+    def most_entries(t: int, tokens: int) -> int:
+        """The entries that a structure may hold after so many tokens: the incomplete batch in level 0,
+        and t / 2 in each level whose bit is set in the number of batches."""
+        return tokens % t + t // 2 * (tokens // t).bit_count()
 
-    fitting = (
-        t
-        for t in range(2 * (room // 2), 1, -2)
-        if max(sum(held(t, m) for m in head) for head in sizes) <= room
-    )
-    return next(fitting, 0)
+    for t in range(2 * (room // 2), 1, -2):
+        entries = [sum(most_entries(t, m) for m in tokens) for tokens in tokens_by_head]
+        if max(entries) <= room:
+            return t
+    return 0

@@ -1,11 +1,16 @@
-"""The contract of a compression method: the base class `Method` and the data that its hooks receive."""
+"""The contract of a compression method: the base class `Method`, and what a job asks of a method.
+
+The data that the hooks receive and return is in `kvbench.methods._hooks`; its classes are imported from
+here.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +22,38 @@ from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+from kvbench.methods._hooks import (
+    Band,
+    Held,
+    HeldShape,
+    Recompression,
+    Repetition,
+    Rescoring,
+    WholePass,
+)
+
+__all__ = [
+    "SCHEMES",
+    "SEED_STRIDE",
+    "SELF_DESCRIPTION",
+    "AllowedEntries",
+    "Band",
+    "Eviction",
+    "Held",
+    "HeldShape",
+    "Method",
+    "Recompression",
+    "Repetition",
+    "Rescoring",
+    "TokenScoringMethod",
+    "WholePass",
+    "allowed_entries",
+    "asking",
+    "build_scheme",
+    "check_known",
+    "describe_itself",
+    "rule_of",
+]
 
 SCHEMES: Mapping[str, type[Quantization] | type[QJL] | type[TurboQuant]] = {
     "affine": Quantization,
@@ -41,189 +78,6 @@ def check_known(what: str, name: str, known: Sequence[str]) -> None:
     """
     if name not in known:
         raise KVError(f"{what}{nearest(name, known)}; allowed: {', '.join(known) or 'none'}")
-
-
-# --- what a method may do while decoding ----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Held:
-    """The entries that a fork's cache holds at one layer while decoding, the newest entry last.
-
-    Attributes:
-        scores: [kv_heads, c] float32, `CompressedKV.scores` as the last `Method.evict` returned them; a
-            new entry starts at 0. None where `compress` returned no scores.
-        positions: [kv_heads, c] int64, the prompt or generation position of each entry.
-        capacity: the entries per head that the budget grants this layer: `Method.layer_capacity`, or
-            `Budget.capacity` for a method that holds the whole cache.
-        sink: how many of the prompt's first tokens are always kept.
-    """
-
-    scores: Tensor | None
-    positions: Tensor
-    capacity: int
-    sink: int
-
-
-class HeldShape(NamedTuple):
-    """The size of one layer's compressed cache.
-
-    Attributes:
-        heads: the number of KV heads.
-        entries: the number of entries of each head.
-        dim: the numbers in a key.
-        value_dim: the numbers in a value.
-        itemsize: the bytes of a number.
-    """
-
-    heads: int
-    entries: int
-    dim: int
-    value_dim: int
-    itemsize: int
-
-    @classmethod
-    def of(cls, cache: CompressedKV) -> HeldShape:
-        """The size of the cache of one layer."""
-        _, heads, entries, dim = cache.keys.shape
-        return cls(heads, entries, dim, cache.values.shape[3], cache.keys.element_size())
-
-
-@dataclass(frozen=True)
-class Recompression:
-    """The times at which a compressed cache is compressed again while decoding, and to how many entries.
-
-    Attributes:
-        every: the number of tokens between two compressions.
-        to: the entries per KV head that a compression leaves. A number below 1 is a share of the tokens
-            of prompt and generation so far; None stands for what the budget grants.
-        queries: the number of last tokens whose queries `compress` is shown.
-        phase: ``steps`` compresses after every `every` decoding steps, ``tokens`` whenever the number of
-            tokens before the step is a multiple of `every`.
-        inside: True where the cache never exceeds the budget between two compressions. A full cache is
-            then compressed to leave room for `every` tokens, at most an eighth of the budget; `phase` is
-            not read, and `to` must be None.
-    """
-
-    every: int
-    to: float | None
-    queries: int
-    phase: str = "steps"
-    inside: bool = False
-
-    def entries_to_keep(
-        self, budget: Budget, prompt_tokens: int, fed_tokens: int, entries: int
-    ) -> int | None:
-        """Decide to how many entries per head a cache is compressed at this step.
-
-        Args:
-            prompt_tokens: the tokens of the prompt.
-            fed_tokens: the tokens fed since the prompt.
-            entries: the entries that each head holds now.
-
-        Returns:
-            the number of entries, or None where the cache is not compressed at this step.
-        """
-        full = self._entries_when_full(budget, prompt_tokens, fed_tokens)
-        if full is None or entries <= full:
-            return None
-        if self.inside:
-            room = max(1, min(self.every, full // 8))
-            return max(_least_entries(budget), full - room)
-        count = prompt_tokens + fed_tokens - 1 if self.phase == "tokens" else fed_tokens
-        return None if count % self.every else full
-
-    def _entries_when_full(self, budget: Budget, prompt_tokens: int, fed_tokens: int) -> int | None:
-        """The entries per head above which a cache is compressed; None where the budget grants all."""
-        if self.to is None:
-            limit = budget.limit(prompt_tokens)
-            return None if limit is None else max(limit, _least_entries(budget))
-        if self.to >= 1:
-            return int(self.to)
-        return max(round(self.to * (prompt_tokens + fed_tokens)), _least_entries(budget))
-
-
-def _least_entries(budget: Budget) -> int:
-    """The least number of entries to which a cache is compressed: sink, window and one more."""
-    return budget.sink + budget.window + 1
-
-
-# --- a second look at the prompt ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rescoring:
-    """A second pass over the prompt before compression, in which the model is asked to repeat the
-    prompt.
-
-    The prompt is repeated chunk by chunk. Every chunk attends to the exact cache of the whole prompt,
-    and the keys and values of the repetition are dropped.
-
-    Attributes:
-        chunk: how many prompt tokens after the sink one chunk repeats; the last chunk may be shorter.
-        first: the instruction before the first chunk, plain text; empty for none.
-        following: the instruction before each later chunk; the last `overlap` tokens of the previous
-            chunk follow the instruction.
-        overlap: see `following`.
-    """
-
-    chunk: int
-    first: str = ""
-    following: str = ""
-    overlap: int = 0
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """One layer's queries, keys and values while the model repeats the prompt tokens start .. stop - 1.
-
-    The model reads a sequence of t tokens, the instruction and then the repeated tokens, at the
-    positions that follow the prompt.
-
-    Attributes:
-        queries: [batch, heads, t, head_dim], after position encoding.
-        keys, values: [batch, kv_heads, t, head_dim], keys after position encoding.
-    """
-
-    start: int
-    stop: int
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-
-
-class WholePass(Protocol):
-    """A method that masks attention in a single pass over prompt and continuation. It can score the
-    continuation's likelihood, but it holds no cache and cannot generate."""
-
-    def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """The keys that each query sees, [heads, n, n] bool, False above the diagonal. `layer` has the
-        queries and keys of all n tokens of prompt and continuation."""
-        ...
-
-    def masked_entries(self, budget: Budget, n: int) -> int:
-        """The largest number of keys that a query of an n-token pass sees. Records report it as the
-        entries of the cache, although the pass holds all n keys."""
-        ...
-
-
-# --- how a method reads a stream of tokens --------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Band:
-    """The earlier tokens that a token of a stream sees.
-
-    Attributes:
-        first: how many of the stream's first tokens it sees.
-        last: how many of the most recent tokens it sees; None for all.
-        recomputed: True where no cache is held, and every token is computed by a fresh pass over the
-            tokens that it sees.
-    """
-
-    first: int
-    last: int | None
-    recomputed: bool = False
 
 
 def build_scheme(name: str, options: Mapping[str, Any]) -> Scheme:
@@ -253,11 +107,17 @@ def build_scheme(name: str, options: Mapping[str, Any]) -> Scheme:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(ABC):
     """A KV-cache compression method: a frozen dataclass whose fields are the method's options.
 
     A subclass must implement `compress`; every other hook has a default. One method is one file in
     kvbench/methods (the file's name is the method's) and one YAML of the same name in conf/method.
+
+    `restrict` and `rescore` are the two hooks whose default raises. They are not in base classes of
+    their own, as `TokenScoringMethod.token_scores` is, since an option of a method may decide whether
+    it needs them (`attention_matching.queries` decides about `rescore`), and a class cannot depend on
+    an option. They cannot be reached by mistake: a method restricts because it overrides `restrict`,
+    and `describe_itself` refuses a method whose `rescoring` is set without a `rescore`.
     """
 
     paper: ClassVar[str] = ""
@@ -303,6 +163,7 @@ class Method:
         """The name of the file that defines the method, as messages and build_method call it."""
         return cls.__module__.rpartition(".")[2]
 
+    @abstractmethod
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Choose or compute the entries that replace the layer's keys and values.
 
@@ -312,21 +173,6 @@ class Method:
         (``float()`` does not copy a float32 tensor; ``clone()`` does.) A method from outside kvbench is
         given copies.
         """
-        raise NotImplementedError(f"{type(self).__name__}.compress")
-
-    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """Score every prompt token by how much it is worth keeping: [batch, kv_heads, n] float32 >= 0.
-
-        Scores of different heads must be comparable. Tokens that `compress` keeps in any case may score
-        0. Only methods that choose entries by such scores implement this hook; `adakv` and `pages` can
-        then use their scores.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.token_scores")
-
-    def settle(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
-        """Fit the weights or values of the entries `kept`, which a wrapper (`adakv`, `pages`) chose by
-        this method's `token_scores`. The default returns the entries unchanged."""
-        return kept
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         """The entries per KV head that the method may hold at this layer after prefill of n tokens.
@@ -406,8 +252,8 @@ class Method:
     def evict(self, held: Held, attention: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Update the scores after one decoded token and choose the entry to evict.
 
-        The default follows the rule of `eviction`. A method overrides it only for a rule that `Eviction`
-        cannot express. Called only when `evicts`.
+        The default follows the rule of `eviction`, so a method overrides either that rule or, where
+        `Eviction` cannot express it, this hook. Called only when `evicts`.
 
         Args:
             held: the layer's entries, the new token's last.
@@ -421,7 +267,10 @@ class Method:
         """
         rule = self.eviction(held.capacity, held.sink)
         if rule is None:
-            raise NotImplementedError(f"{type(self).__name__}.evict")
+            raise KVError(
+                f"{type(self).__name__} evicts while decoding and has no rule; allowed: an `eviction` "
+                "that gives one, or an `evict` of its own"
+            )
         scores = held.scores
         if rule.leaves != "oldest":
             if scores is None:
@@ -492,6 +341,25 @@ class Method:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenScoringMethod(Method):
+    """A method that chooses entries by a score of every token, so that `adakv` and `pages` can choose
+    other entries by the same scores."""
+
+    @abstractmethod
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """Score every prompt token by how much it is worth keeping: [batch, kv_heads, n] float32 >= 0.
+
+        Scores of different heads must be comparable. Tokens that `compress` keeps in any case may score
+        0.
+        """
+
+    def settle(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
+        """Fit the weights or values of the entries `kept`, which `adakv` or `pages` chose by this
+        method's `token_scores`. The default returns the entries unchanged."""
+        return kept
+
+
 SELF_DESCRIPTION: Mapping[str, tuple[type, ...]] = {
     "version": (int,),
     "saves_memory": (bool,),
@@ -534,7 +402,8 @@ def describe_itself(label: str, method: Method) -> dict[str, Any]:
     so that a property that raises later does not end it.
 
     Raises:
-        KVError: a value of another type; see `asking` and `Method.quantization`.
+        KVError: a value of another type, or a `rescoring` without a `rescore`; see also `asking` and
+            `Method.quantization`.
     """
     description: dict[str, Any] = {}
     for name, types in SELF_DESCRIPTION.items():
@@ -545,34 +414,46 @@ def describe_itself(label: str, method: Method) -> dict[str, Any]:
                 f"method {label!r}: its {name} is a {type(description[name]).__name__}; allowed: "
                 f"{' or '.join(kind.__name__ for kind in types)}"
             )
+    if description["rescoring"] is not None and type(method).rescore is Method.rescore:
+        raise KVError(
+            f"method {label!r}: it has a rescoring and does not implement rescore; allowed: both, "
+            "or neither"
+        )
     with asking(label, "quantization"):
         description["quantization"] = method.quantization()
     return description
 
 
-def allowed_entries(
-    method: Method, budget: Budget, n: int, num_layers: int
-) -> tuple[int, str | None]:
-    """Decide how many entries per KV head, summed over the layers, the audit allows a method.
+class AllowedEntries(NamedTuple):
+    """How many entries the audit allows a method.
+
+    Attributes:
+        entries: entries per KV head, summed over the layers.
+        preset: the name of the preset that exceeds the budget, or None.
+    """
+
+    entries: int
+    preset: str | None
+
+
+def allowed_entries(method: Method, budget: Budget, n: int, num_layers: int) -> AllowedEntries:
+    """Decide how many entries the audit allows a method after a prompt of n tokens.
 
     A method cannot grant itself more than the budget. Only a class of kvbench whose options include all
     those of one of its presets may exceed it.
-
-    Returns:
-        the number of entries, and the name of the preset that exceeds the budget, or None.
     """
     granted = num_layers * (budget.capacity(n) if method.saves_memory else n)
     requested = method.total_capacity(replace(budget), n, num_layers)
     if requested <= granted:
-        return requested, None
+        return AllowedEntries(requested, None)
     # A class from outside kvbench could declare a preset for anything.
     if not type(method).__module__.startswith("kvbench."):
-        return granted, None
+        return AllowedEntries(granted, None)
     for name, options in type(method).presets.items():
         preset = type(method)(**options)
         if options and all(getattr(method, key) == getattr(preset, key) for key in options):
-            return requested, name
-    return granted, None
+            return AllowedEntries(requested, name)
+    return AllowedEntries(granted, None)
 
 
 def rule_of(method: Method, capacity: int, sink: int) -> Eviction | None:

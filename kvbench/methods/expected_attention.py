@@ -11,11 +11,11 @@ from torch import Tensor
 from kvbench.errors.options import Count, NonNegative, Whole
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import group_mean, top_positions
-from kvbench.methods.base import Method
+from kvbench.methods.base import TokenScoringMethod
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttention(Method):
+class ExpectedAttention(TokenScoringMethod):
     """Keeps the sink and the entries with the largest expected attention.
 
     Queries before position encoding are modelled as Gaussian with the mean and covariance of the
@@ -58,7 +58,8 @@ class ExpectedAttention(Method):
         return gather_entries(layer, top_positions(self.token_scores(layer, budget), capacity))
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `Method.token_scores`. Tokens of the sink score 1 more than the best of the others."""
+        """See `TokenScoringMethod.token_scores`. Tokens of the sink score 1 more than the best of the
+        others."""
         sink = budget.sink if self.sink is None else self.sink
         batch, kv_heads, n, dim = layer.keys.shape
         if sink > budget.capacity(n):

@@ -13,11 +13,11 @@ from kvbench.kernels.eviction import Eviction
 from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent, group_mean
-from kvbench.methods.base import Method
+from kvbench.methods.base import TokenScoringMethod
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2O(Method):
+class H2O(TokenScoringMethod):
     """Keeps the keys that have received most attention, and the most recent keys (Algorithm 1).
 
     A key's score is the softmax attention it received from all prompt queries, averaged over the query
@@ -62,7 +62,7 @@ class H2O(Method):
             )
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `Method.token_scores`: the accumulated attention, averaged over the group."""
+        """See `TokenScoringMethod.token_scores`: the accumulated attention, averaged over the group."""
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
         if self.keeps == "heaviest":
             return mass

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,6 +169,20 @@ def ratio_for(n: int, kept: int) -> float:
     raise AssertionError(f"no ratio keeps {kept} of {n}")
 
 
+class PressResult(NamedTuple):
+    """What a press made of the keys and values of one prompt.
+
+    Attributes:
+        keys, values: [1, kv_heads, c, head_dim], those that the press returned.
+        stays: [kv_heads, n] bool, for a press that masks entries instead of dropping them the entries
+            that it did not mask; None for other presses.
+    """
+
+    keys: Tensor
+    values: Tensor
+    stays: Tensor | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVPress(Method):
     """A press of the installed kvpress package, run on one layer after the prompt.
@@ -229,44 +243,39 @@ class KVPress(Method):
             )
         allowed = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
         seed = int(torch.randint(2**62, (), generator=generator))
-        wanted = capacity
+        requested = capacity
         # A press that keeps whole chunks may keep more than it is asked for, and is then asked for less.
         for _ in range(4):
             rows = range(layer.keys.shape[0])
-            results = [self._compress_row(layer, row, budget, wanted, seed) for row in rows]
-            marked = [result for result in results if isinstance(result, Tensor)]
-            if marked:
-                return keep_marked(layer, torch.stack(marked))
-            kept = [result for result in results if isinstance(result, tuple)]
-            most = max(keys.shape[2] for keys, _ in kept)
-            wanted -= max(0, most - allowed)
-            if most <= allowed or wanted < 1:
+            results = [self._compress_row(layer, row, budget, requested, seed) for row in rows]
+            stays = [result.stays for result in results if result.stays is not None]
+            if stays:
+                return keep_marked(layer, torch.stack(stays))
+            most = max(result.keys.shape[2] for result in results)
+            requested -= max(0, most - allowed)
+            if most <= allowed or requested < 1:
                 break
-        if len({keys.shape[2] for keys, _ in kept}) > 1:
+        if len({result.keys.shape[2] for result in results}) > 1:
             raise KVError(
                 f"press {self.press} keeps a different number of entries of each prompt; "
                 "allowed: one prompt at a time"
             )
-        all_keys = torch.cat([keys for keys, _ in kept])
-        all_values = torch.cat([values for _, values in kept])
+        all_keys = torch.cat([result.keys for result in results])
+        all_values = torch.cat([result.values for result in results])
         return locate_entries(all_keys, all_values, layer)
 
     def _compress_row(
-        self, layer: LayerKV, row: int, budget: Budget, wanted: int, seed: int
-    ) -> tuple[Tensor, Tensor] | Tensor:
+        self, layer: LayerKV, row: int, budget: Budget, requested: int, seed: int
+    ) -> PressResult:
         """Run the press on one prompt.
 
         Args:
             row: the prompt's row in the batch.
-            wanted: the number of entries that the press is asked to keep.
+            requested: the number of entries that the press is asked to keep.
             seed: the seed of the press's random draws.
-
-        Returns:
-            keys and values [1, kv_heads, c, head_dim]; or for a press that masks the entries that stay,
-            [kv_heads, n] bool.
         """
         press = make_press(self.press, self.options, budget)
-        press.compression_ratio = ratio_for(layer.n, wanted)
+        press.compression_ratio = ratio_for(layer.n, requested)
         attention = AttentionModule(layer, self.press, row)
         weights = None
         if isinstance(_innermost(press), _package().ObservedAttentionPress):
@@ -278,7 +287,7 @@ class KVPress(Method):
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             try:
-                kept: tuple[Tensor, Tensor] = press.compress(
+                kept_keys, kept_values = press.compress(
                     attention,
                     attention.hidden_states,
                     keys,
@@ -290,7 +299,7 @@ class KVPress(Method):
                 refusal = f"press {self.press} refuses layer {layer.layer_index}"
                 raise KVError(f"{refusal}: {first_line(error)}") from error
         masked = attention.masked()
-        return kept if masked is None else ~masked
+        return PressResult(kept_keys, kept_values, None if masked is None else ~masked)
 
 
 def _innermost(press: Any) -> Any:

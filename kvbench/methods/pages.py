@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvbench.errors.options import Count
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._wrapped import Wrapper
+from kvbench.methods._wrapped import ScoreWrapper
 from kvbench.methods.base import HeldShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pages(Wrapper):
+class Pages(ScoreWrapper):
     """Keeps whole pages of consecutive tokens, the same for every head, by another method's token
     scores.
 
@@ -40,8 +40,6 @@ class Pages(Wrapper):
     """
 
     paper: ClassVar[str] = "pages of a paged cache (arXiv 2309.06180), all heads alike"
-    needs: ClassVar[str] = "token_scores"
-    by_head: ClassVar[bool] = False
 
     size: Count = 16
     tokens: Literal["max", "mean"] = "max"
@@ -53,7 +51,7 @@ class Pages(Wrapper):
         Raises:
             KVError: the pages of sink and window alone exceed the capacity.
         """
-        scores = self.inner.token_scores(layer, budget)
+        scores = self.scorer.token_scores(layer, budget)
         n, heads = layer.n, layer.keys.shape[1]
         capacity = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
         pages = self.choose(scores, budget, capacity)
@@ -63,7 +61,7 @@ class Pages(Wrapper):
         # off.
         positions = positions[:, : positions.shape[1] - (-n % self.size)]
         kept = gather_entries(layer, positions[:, None].expand(-1, heads, -1))
-        return self.inner.settle(layer, kept, budget)
+        return self.scorer.settle(layer, kept, budget)
 
     def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
         """Add two fields to those of `Method.extras`, summed over all layers: ``page_bytes``, the bytes

@@ -1,4 +1,4 @@
-"""QJL: every key as the signs of a random projection."""
+"""QJL: every key is stored as the signs of a random projection."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ DEFAULTS: Mapping[str, Any] = {"scheme": "qjl", **asdict(QJL())}
 
 @dataclass(frozen=True, kw_only=True)
 class QJLCache(Exact):
-    """Keeps every entry, stored by `kvbench.kernels.qjl.QJL`; no budget applies.
+    """Keeps every entry, packed by `kvbench.kernels.qjl.QJL`; no budget applies.
 
-    The scheme's options go into `quantize`, and with ``{scheme: qjl, ...}`` there any other method's
-    entries are stored so. The preset is what the authors' code runs.
+    The options of the packing are given as `quantize`. Any other method's entries are packed in the same
+    way by its option ``quantize={scheme: qjl, ...}``. The preset `released` has the options of the
+    authors' code.
     """
 
     paper: ClassVar[str] = "arXiv 2406.03482; github.com/amirzandieh/QJL"

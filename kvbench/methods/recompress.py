@@ -11,7 +11,7 @@ import torch
 from kvbench.errors.options import Count, Share
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods._wrapped import Wrapper
-from kvbench.methods.base import Recompression
+from kvbench.methods.base import Method, Recompression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,6 @@ class Recompress(Wrapper):
     """
 
     paper: ClassVar[str] = "kvpress DecodingPress; arXiv 2505.24133"
-    needs: ClassVar[str] = "recompresses"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "kvpress_decoding": {"every": 512, "to": 2048, "phase": "steps"}
     }
@@ -46,6 +45,11 @@ class Recompress(Wrapper):
     to: Count | Share | None = 512
     queries: Count = 32
     phase: Literal["steps", "tokens"] = "steps"
+
+    @classmethod
+    def can_wrap(cls, inner: type[Method]) -> bool:
+        """Whether `compress` of the inner method may be called on a compressed cache."""
+        return inner.recompresses
 
     @property
     def recompression(self) -> Recompression:

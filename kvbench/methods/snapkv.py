@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from kvbench.errors.options import Odd
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent, group_mean
-from kvbench.methods.base import Method
+from kvbench.methods.base import TokenScoringMethod
 
 
 def window_scores(layer: LayerKV, window: int, kernel_size: int, pooling: str) -> Tensor:
@@ -56,7 +56,7 @@ def keep_best(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(Method):
+class SnapKV(TokenScoringMethod):
     """Keeps the window and those earlier entries to which the window's queries attend most.
 
     There is no separate sink; the window and scores use up the capacity. With `granularity=query_head`
@@ -78,7 +78,8 @@ class SnapKV(Method):
     granularity: Literal["kv_head", "query_head"] = "kv_head"
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `Method.token_scores`: the attention of the window's queries, averaged over the group."""
+        """See `TokenScoringMethod.token_scores`: the attention of the window's queries, averaged over
+        the group."""
         scores = window_scores(layer, budget.window, self.kernel_size, self.pooling)
         return F.pad(group_mean(scores, layer.keys.shape[1]), (0, budget.window))
 

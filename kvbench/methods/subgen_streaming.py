@@ -19,29 +19,39 @@ from kvbench.methods._estimator import Sample, combine
 from kvbench.methods.base import Method
 
 BISECTIONS = 6
-"""Halvings of the interval in which `delta: null` looks for a radius."""
+"""How many times the interval of possible radii is halved when ``delta: null`` searches for one."""
 
 
 class SubGenStream:
-    """The state of Algorithm 1 for many heads that read their streams in step.
+    """The state of Algorithm 1 for many heads, each of which reads a stream of its own; all streams are
+    read at the same pace.
 
-    Attributes (h heads, m clusters that there is room for):
-        found: the clusters and their representatives, each the first key of its cluster.
-        counts: [h, m] keys that joined, the first included.
+    All tensors are on the device of `delta`. Below, h is the number of heads and m the number of
+    clusters per head that there is room for.
+
+    Args:
+        delta: [h] float32, the radius of a cluster.
+        most: the largest number of clusters per head, None for any (`OnlineClusters`).
+
+    Attributes:
+        clustering: the clusters and their representatives, each the first key of its cluster.
+        counts: [h, m] float32, how many keys have joined each cluster, the first included.
         slots: [h, m, t] int64, for each cluster t uniform samples of its keys, as stream positions.
-        mu: [h] float64, sum of ||v||^2 so far.
-        sampled: [h, s] int64, positions of s samples in proportion to ||v||^2 (-1: none yet).
-        sampled_weights: [h, s] float64, their ||v||^2.
-        seen: tokens so far.
+        mu: [h] float64, the sum of ||v||^2 so far.
+        sampled: [h, s] int64, the stream positions of s samples drawn in proportion to ||v||^2; -1
+            before the first.
+        sampled_weights: [h, s] float64, the ||v||^2 of these samples.
+        seen: the number of tokens read so far.
     """
 
     def __init__(
         self, heads: int, dim: int, delta: Tensor, t: int, s: int, most: int | None = None
     ) -> None:
-        """`delta` and `most`: see `OnlineClusters`. Everything is on the device of `delta`."""
         device = delta.device
-        self.t, self.s, self.seen = t, s, 0
-        self.found = OnlineClusters(heads, dim, delta, most)
+        self.t = t
+        self.s = s
+        self.seen = 0
+        self.clustering = OnlineClusters(heads, dim, delta, most)
         self.counts = torch.zeros(heads, 0, device=device)
         self.slots = torch.zeros(heads, 0, t, dtype=torch.int64, device=device)
         self.mu = torch.zeros(heads, dtype=torch.float64, device=device)
@@ -49,9 +59,15 @@ class SubGenStream:
         self.sampled_weights = torch.zeros(heads, s, dtype=torch.float64, device=device)
 
     def read(self, keys: Tensor, values: Tensor, draws: Tensor) -> None:
-        """Read at most `BLOCK` tokens, with the result of one after the other: keys [h, b, dim], values
-        [h, b, value_dim], draws [b, h, t + s] uniform in [0, 1)."""
+        """Read b tokens, at most `BLOCK`, with the result of reading one after the other.
+
+        Args:
+            keys: [h, b, dim].
+            values: [h, b, value_dim].
+            draws: [b, h, t + s], uniform in [0, 1).
+        """
         keys, values = keys.float(), values.float()
+        # The tokens' numbers in the block begin at 1, so that 0 can stand for no token.
         order = torch.arange(1, keys.shape[1] + 1, dtype=torch.int16, device=keys.device)
         slot_draws, value_draws = draws.split([self.t, self.s], dim=-1)
         self._sample_clusters(keys, slot_draws.transpose(0, 1), order)
@@ -59,41 +75,60 @@ class SubGenStream:
         self.seen += keys.shape[1]
 
     def _sample_clusters(self, keys: Tensor, draws: Tensor, order: Tensor) -> None:
-        where = self.found.read(keys)
-        more = self.found.room - self.counts.shape[1]
+        """Let the keys of a block join clusters, and replace samples of these clusters. A key replaces a
+        sample with the probability 1 / (size of its cluster when it has joined).
+
+        Args:
+            draws: [h, b, t].
+            order: [b], 1 .. b.
+        """
+        cluster = self.clustering.read(keys)
+        more = self.clustering.room - self.counts.shape[1]
         if more > 0:
             self.counts = F.pad(self.counts, (0, more))
             self.slots = F.pad(self.slots, (0, 0, 0, more), value=-1)
-        # The size of its cluster when a key has joined: keys of earlier blocks and of this one.
-        same = where.unsqueeze(1) == where.unsqueeze(2)
-        size = self.counts.gather(1, where) + same.tril_().sum(-1)
-        self.counts.scatter_add_(1, where, torch.ones_like(size))
-        # The first key of a cluster has chance 1: it goes into every slot.
-        replaced = draws < (1.0 / size).unsqueeze(-1)
-        position = torch.where(replaced, (self.seen - 1 + order.long()).view(1, -1, 1), -1)
-        index = where.unsqueeze(-1).expand_as(position)
+        same_cluster = cluster.unsqueeze(1) == cluster.unsqueeze(2)
+        # The size when the key has joined: the keys of earlier blocks, and those of this one up to it.
+        size = self.counts.gather(1, cluster) + same_cluster.tril_().sum(-1)
+        self.counts.scatter_add_(1, cluster, torch.ones_like(size))
+        # The first key of a cluster has probability 1, so it goes into every slot.
+        replaces = draws < (1.0 / size).unsqueeze(-1)
+        position = torch.where(replaces, (self.seen - 1 + order.long()).view(1, -1, 1), -1)
+        index = cluster.unsqueeze(-1).expand_as(position)
+        # The latest key that replaces a sample stays: it has the largest position.
         self.slots.scatter_reduce_(1, index, position, "amax")
 
     def _sample_values(self, values: Tensor, draws: Tensor, order: Tensor) -> None:
-        weight = values.double().square().sum(-1)
-        mu = torch.cat([self.mu.unsqueeze(1), weight], 1).cumsum(1)[:, 1:]
-        self.mu, chance = mu[:, -1].clone(), torch.where(mu > 0, weight / mu, 0.0)
-        # Rounded up to float32, which no comparison with a float32 draw can tell from the float64.
-        above = chance.float()
-        above = torch.where(above < chance, above.nextafter(torch.ones_like(above)), above)
-        replaced = draws < above.T.unsqueeze(-1)
-        last = (replaced * order.view(-1, 1, 1)).amax(0).long() - 1
-        taken = weight.gather(1, last.clamp(min=0))
-        self.sampled_weights = torch.where(last >= 0, taken, self.sampled_weights)
+        """Replace samples of the numerator by tokens of a block. A token replaces a sample with the
+        probability ||v||^2 / (sum of ||v||^2 up to it).
+
+        Args:
+            draws: [b, h, s].
+            order: [b], 1 .. b.
+        """
+        squared_norms = values.double().square().sum(-1)
+        mu = torch.cat([self.mu.unsqueeze(1), squared_norms], 1).cumsum(1)[:, 1:]
+        self.mu = mu[:, -1].clone()
+        probability = torch.where(mu > 0, squared_norms / mu, 0.0)
+        # The draws are float32. A float32 number is below a float64 number exactly if it is below that
+        # number rounded up to float32.
+        rounded_up = probability.float()
+        next_up = rounded_up.nextafter(torch.ones_like(rounded_up))
+        rounded_up = torch.where(rounded_up < probability, next_up, rounded_up)
+        replaces = draws < rounded_up.T.unsqueeze(-1)
+        # The block's last token that replaces a sample, -1 where none does.
+        last = (replaces * order.view(-1, 1, 1)).amax(0).long() - 1
+        new_weights = squared_norms.gather(1, last.clamp(min=0))
+        self.sampled_weights = torch.where(last >= 0, new_weights, self.sampled_weights)
         self.sampled = torch.where(last >= 0, self.seen + last, self.sampled)
 
     def numerator(self) -> Sample:
-        """The sample that estimates the sum of exp(q.k) v: entries with weights mu / (s ||v||^2)."""
+        """The sample by which the sum of exp(q.k) v is estimated; weights mu / (s ||v||^2)."""
         weights = torch.log(self.mu.unsqueeze(-1) / (self.s * self.sampled_weights))
         return self.sampled, weights.masked_fill(self.sampled < 0, -math.inf).float()
 
     def denominator(self) -> Sample:
-        """The sample that estimates the sum of exp(q.k): entries with weights count / t."""
+        """The sample by which the sum of exp(q.k) is estimated; weights (keys of the cluster) / t."""
         weights = torch.log(self.counts / self.t).unsqueeze(-1).expand_as(self.slots)
         empty = (self.counts == 0).unsqueeze(-1)
         return self.slots.masked_fill(empty, -1).flatten(1), weights.flatten(1)
@@ -103,21 +138,25 @@ class SubGenStream:
 class SubGenStreaming(Method):
     """Runs Algorithm 1 over the prompt's older tokens; keeps the last `recent` ones exactly.
 
-    The online clustering of keys stands for the denominator (softmax's normaliser), the samples in
-    proportion to ||v||^2 for the numerator; recent tokens join both with weight 1. Entries:
-    m t + s + recent for m clusters.
+    An online clustering of the keys estimates the denominator (the softmax's normaliser), and tokens
+    sampled in proportion to ||v||^2 estimate the numerator. Recent tokens join both with weight 1. With
+    m clusters a head holds m t + s + recent entries.
 
-    Departures: the denominator mixes in 2^-10 of the numerator's own estimate (see
-    `_estimator.combine`), which lets one attention call evaluate both; with `delta` null the radius
-    is chosen per head from the whole prompt, so that a streaming run would have to be told it.
+    Departures:
+
+    - The denominator mixes in 2^-10 of the numerator's own estimate, so that one attention call
+      evaluates both (see `_estimator.combine`).
+    - With `delta` null the radius of a head is chosen from the whole prompt, which a run that sees one
+      token at a time could not do.
 
     Args:
-        delta: radius (l2) of a cluster; null: about the smallest at which the older keys form no
-            more clusters than the capacity has room for. A given `delta` may lead to more, which
-            fails the audit.
-        t: uniform samples kept of each cluster.
-        s: samples for the numerator; null: half of what the capacity leaves beside `recent`.
-        recent: most recent tokens kept exactly; null: budget.window.
+        delta: the radius (l2) of a cluster; null for about the smallest at which the older keys form no
+            more clusters than the capacity has room for. A number may lead to more clusters, and the
+            audit then fails the method.
+        t: how many uniform samples are kept of each cluster.
+        s: how many samples are kept for the numerator; null for half of what the capacity leaves beside
+            `recent`.
+        recent: how many of the most recent tokens are kept exactly; null for budget.window.
     """
 
     paper: ClassVar[str] = "arXiv 2402.06082, Algorithm 1"
@@ -129,9 +168,8 @@ class SubGenStreaming(Method):
     recent: Whole | None = None
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Samples of the clusters (keys only), then of the numerator, then the recent tokens.
-
-        Positions may repeat: the samples are drawn with replacement.
+        """Keep the samples of the clusters, which have no values, then those of the numerator, then the
+        recent tokens. Positions may repeat, since the samples are drawn with replacement.
 
         Raises:
             KVError: the capacity leaves no room for one cluster and one sample.
@@ -141,7 +179,12 @@ class SubGenStreaming(Method):
         return combine(layer, stream.numerator(), stream.denominator(), 0, recent)
 
     def stream(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> SubGenStream:
-        """Algorithm 1 after the older tokens of `layer`, its batch and KV heads flattened."""
+        """The state of Algorithm 1 after the older tokens of `layer`; its heads are the KV heads of all
+        prompts of the batch.
+
+        Raises:
+            KVError: the capacity leaves no room for one cluster and one sample.
+        """
         batch, heads, n, dim = layer.keys.shape
         recent = budget.window if self.recent is None else self.recent
         room = budget.capacity(n) - recent
@@ -166,21 +209,25 @@ class SubGenStreaming(Method):
 
 
 def _radius(keys: Tensor, clusters: int) -> Tensor:
-    """A radius per head at which at most `clusters` clusters arise: [h].
+    """Find a small radius for each head at which its keys [h, n, dim] form at most `clusters` clusters:
+    [h].
 
-    Bisection for a small one, with a few clusters to spare for rounding, below the radius that
-    guarantees it: twice that which `clusters` greedy centres cover the keys with, the distance of the
-    centre that would be next (more keys cannot be farther apart, since two would share a centre).
+    Let r be the distance of the next greedy centre from the `clusters` greedy centres before it. Every
+    key is within r of one of these centres, so of any `clusters` + 1 keys two share a centre and are
+    within 2 r of each other. The radius 2 r is therefore large enough. (The factor is 2.001 because
+    distances are rounded.) Bisection then searches for a smaller radius, at which a few clusters are
+    left over, also because of rounding.
     """
     first = torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device)
     chosen = greedy_k_centre(keys, min(clusters + 1, keys.shape[1]), first)
     centres = rows_at(keys[None], chosen[None])[0]
-    enough = 2.001 * (centres[:, -1:] - centres[:, :clusters]).square().sum(-1).sqrt().amin(-1)
-    too_small = torch.zeros_like(enough)
+    distances = (centres[:, -1:] - centres[:, :clusters]).square().sum(-1).sqrt()
+    large_enough = 2.001 * distances.amin(-1)
+    too_small = torch.zeros_like(large_enough)
     target = clusters - 1 - clusters // 32
     for _ in range(BISECTIONS):
-        middle = (enough + too_small) / 2
+        middle = (large_enough + too_small) / 2
         fits = count_clusters(keys, middle, target + 1) <= target
-        enough = torch.where(fits, middle, enough)
+        large_enough = torch.where(fits, middle, large_enough)
         too_small = torch.where(fits, too_small, middle)
-    return enough
+    return large_enough

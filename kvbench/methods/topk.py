@@ -1,4 +1,4 @@
-"""Exact cache, sparse attention: each decoding query sees only its heaviest keys."""
+"""Sparse attention over the exact cache: a decoding query sees only the keys of its largest logits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from kvbench.methods.base import Held, Method
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Method):
-    """Holds everything; each decoding query attends to its `capacity` largest logits only.
+    """Holds all entries; a decoding query attends only to the `capacity` entries of its largest logits.
 
-    The bytes are those of the exact cache: this tells what an oracle that knew each query could keep.
-    Query heads of a group choose on their own. Generated tokens are candidates like all others.
+    No memory is saved: the method shows what could be left out if every query were known in advance.
+    Each query head chooses for itself. Generated tokens can be chosen like those of the prompt.
 
     Args:
-        heavy_hitters: half of the capacity goes to the keys with the most accumulated attention over
-            the prompt (chosen once, per KV head), the other half to the query's own largest.
+        heavy_hitters: whether half of the capacity goes to heavy hitters, the keys that received most
+            attention from the prompt's queries; each KV head chooses them once, after the prompt. The
+            other half then goes to the query's largest logits.
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048 (H2O), Table 8"
@@ -31,7 +32,7 @@ class TopK(Method):
     heavy_hitters: bool = False
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """All entries; `scores` 1 for heavy hitters when they are asked for."""
+        """Keep all entries, without a copy; with `heavy_hitters` their scores are 1 and all others 0."""
         compressed = keep_all(layer)
         if not self.heavy_hitters:
             return compressed
@@ -39,7 +40,8 @@ class TopK(Method):
         return replace(compressed, scores=highest(mass, budget.capacity(layer.n) // 2).float())
 
     def restrict(self, held: Held, logits: Tensor) -> Tensor:
-        """True for entries that are neither heavy hitters nor among the query's largest logits."""
+        """See `Method.restrict`: hide the entries that are neither heavy hitters nor among the query's
+        largest logits."""
         entries = logits.shape[-1]
         if held.scores is None:
             return ~highest(logits, min(held.capacity, entries))

@@ -1,4 +1,4 @@
-"""TurboQuant: every vector rotated, each coordinate by one codebook."""
+"""TurboQuant: keys and values are rotated, and every coordinate is stored by one codebook."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ DEFAULTS: Mapping[str, Any] = {"scheme": "turboquant", **asdict(TurboQuant())}
 
 
 def _widths(bits: int, outlier_bits: int, outlier_share: float) -> Mapping[str, Any]:
+    """The options of a preset with these widths."""
     widths = {"bits": bits, "outlier_bits": outlier_bits, "outlier_share": outlier_share}
     return {"quantize": {**DEFAULTS, **widths}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurboQuantCache(Exact):
-    """Keeps every entry, stored by `kvbench.kernels.turboquant.TurboQuant`; no budget applies.
+    """Keeps every entry, packed by `kvbench.kernels.turboquant.TurboQuant`; no budget applies.
 
-    The scheme's options go into `quantize`, and with ``{scheme: turboquant, ...}`` there any other
-    method's entries are stored so. Of the paper's two widths the first gives 32 of 128 channels 3 bits
-    and the others 2; how it splits for 3.5 bits is not said: here half of the channels have 4, half 3.
+    The options of the packing are given as `quantize`. Any other method's entries are packed in the same
+    way by its option ``quantize={scheme: turboquant, ...}``. The presets have the two widths of the
+    paper, 2.5 and 3.5 bits. For 2.5 bits the paper gives 32 of 128 channels 3 bits and the others 2. For
+    3.5 bits it does not say how channels are divided; here half of them have 4 bits and half 3.
     """
 
     paper: ClassVar[str] = "arXiv 2504.19874"

@@ -32,7 +32,7 @@ from kvbench.engine.guard import compress as guarded
 from kvbench.engine.process import interrupts_noted
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
-from kvbench.methods.base import SELF_DESCRIPTION, Held, Method, Repetition
+from kvbench.methods.base import SELF_DESCRIPTION, Held, Method, Repetition, Rescoring
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kvzip import KVzip
 from kvbench.methods.topk import TopK
@@ -443,6 +443,7 @@ ANSWERS: list[tuple[dict[str, Any], str]] = [
     ({"saves_memory": 3.5}, "its saves_memory is a float; allowed: bool"),
     ({"recompression": "often"}, "its recompression is a str; allowed: Recompression or NoneType"),
     ({"eviction": raises(SystemExit)}, "its evicts raises SystemExit: stop"),
+    ({"rescoring": Rescoring(8)}, "it has a rescoring and does not implement rescore"),
 ]
 
 

@@ -19,7 +19,8 @@ from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.kv import Budget, CompressedKV, KVError, keep_all
 from kvbench.methods import build_method
-from kvbench.methods.attention_matching import Block, least_squares, match
+from kvbench.methods._least_squares import least_squares
+from kvbench.methods._matching import Block, match
 
 
 def options_of(case: dict[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from support.variants import OTHERS, VARIANTS
 
 from kvbench.methods import available_methods, build_method, method_class
+from kvbench.methods.base import Method, TokenScoringMethod
+from kvbench.methods.snapkv import SnapKV
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 LISTED = {name for name, _ in (*VARIANTS, *OTHERS)}
@@ -48,3 +51,16 @@ def test_every_method_names_its_paper_and_has_a_yaml_as_has_every_preset():
     for name in available_methods():
         assert method_class(name).paper or name not in LISTED, name
         assert {name, *(f"{name}_{preset}" for preset in method_class(name).presets)} <= set(LABELS)
+
+
+@pytest.mark.parametrize(
+    ("base", "present", "missing"),
+    [
+        (Method, {}, "compress"),
+        (TokenScoringMethod, {"compress": SnapKV.compress}, "token_scores"),
+    ],
+)
+def test_a_method_without_what_it_must_implement_cannot_be_made(base, present, missing):
+    incomplete = type("Incomplete", (base,), present)
+    with pytest.raises(TypeError, match=f"abstract.* '?{missing}"):
+        incomplete()

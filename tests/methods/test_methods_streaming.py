@@ -92,7 +92,7 @@ def test_subgen_stream_is_the_algorithm(heads, n, dim, delta, t, s, seed, blocks
     slot_draws, value_draws = draws.split([t, s], dim=-1)
     for head in range(heads):
         clusters: list[dict] = []
-        mu, sampled, reach = 0.0, [-1] * s, float(stream.found.delta[head])
+        mu, sampled, reach = 0.0, [-1] * s, float(stream.clustering.delta[head])
         for token in range(n):
             key, value = keys[head, token], values[head, token]
             distances = [float((c["key"] - key).square().sum().sqrt()) for c in clusters]
@@ -111,13 +111,13 @@ def test_subgen_stream_is_the_algorithm(heads, n, dim, delta, t, s, seed, blocks
                 if float(value_draws[token, head, slot]) < weight / mu:
                     sampled[slot] = token
         m = len(clusters)
-        assert int(stream.found.clusters[head]) == m
+        assert int(stream.clustering.clusters[head]) == m
         assert stream.counts[head, :m].tolist() == [c["count"] for c in clusters]
         assert stream.counts[head].sum() == n
         assert stream.slots[head, :m].tolist() == [c["slots"] for c in clusters]
         assert stream.sampled[head].tolist() == sampled
         assert float(stream.mu[head]) == pytest.approx(mu)
-        representatives = stream.found.points[head, :m]
+        representatives = stream.clustering.points[head, :m]
         assert torch.equal(representatives, torch.stack([c["key"] for c in clusters]))
         check_cover(stream, head, keys[head], delta, most)
 
@@ -127,8 +127,8 @@ def check_cover(
 ) -> None:
     """Representatives lie more than delta apart, and within delta of every key if there may be as many
     as that takes."""
-    m = int(stream.found.clusters[head])
-    representatives = stream.found.points[head, :m].double()
+    m = int(stream.clustering.clusters[head])
+    representatives = stream.clustering.points[head, :m].double()
     apart = torch.cdist(representatives, representatives)
     apart.fill_diagonal_(math.inf)
     assert apart.min() > delta * (1 - 1e-6)
@@ -146,7 +146,7 @@ def test_subgen_stream_is_unbiased():
     seeds, n, dim = 2000, 50, 3
     keys, values = (part.expand(seeds, -1, -1) for part in data(1, n, dim, seed=4))
     stream, _ = read(keys, values, 1.2, 2, 6, seed=5)
-    assert 1 < int(stream.found.clusters[0]) < n / 2
+    assert 1 < int(stream.clustering.clusters[0]) < n / 2
     exponentials = (keys[0] @ torch.tensor([0.7, -1.0, 0.4])).exp().double()
 
     def sums(sample: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
@@ -251,14 +251,17 @@ def structure(
     )
 
 
-@given(
+streams = given(
     half=st.integers(1, 8),
     n=st.integers(1, 150),
     halve=st.sampled_from(["even", "smaller"]),
     seed=st.integers(0, 999),
 )
+
+
+@streams
 @settings(max_examples=30, deadline=None)
-def test_merge_and_reduce_invariants(half, n, halve, seed):
+def test_levels_of_merge_and_reduce(half, n, halve, seed):
     t = 2 * half
     tree = structure(t, n, seed, halve=halve)
     for token in range(n):
@@ -271,12 +274,22 @@ def test_merge_and_reduce_invariants(half, n, halve, seed):
         assert sum(sizes) <= tree.seen % t + half * (tree.seen // t).bit_count()
         filled = [level for level, size in enumerate(sizes[1:]) if size]
         assert all(tree.batches >> level & 1 for level in filled)
+        if halve == "even":
+            assert all(size in (0, half) for size in sizes[1:])
+
+
+@streams
+@settings(max_examples=30, deadline=None)
+def test_weights_of_merge_and_reduce(half, n, halve, seed):
+    t = 2 * half
+    tree = structure(t, n, seed, halve=halve)
+    for token in range(n):
+        tree.read(torch.tensor([token]))
         places, weights = tree.sample()
         assert len(set(places.tolist())) == len(places)
         total = float(weights.exp().sum())
         if halve == "even":
             assert total == pytest.approx(tree.seen, rel=1e-4)
-            assert all(size in (0, half) for size in sizes[1:])
         else:
             assert total <= tree.seen * 1.0001
     whole = structure(t, n, seed, halve=halve).read(torch.arange(n))

@@ -1,0 +1,194 @@
+"""The data that the hooks of a `Method` receive and return, for those methods that do more than
+`compress`: that evict, restrict or compress again while decoding, see the prompt repeated, mask a whole
+pass, or read a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from kvbench.kv import Budget, CompressedKV, LayerKV
+
+# --- what a method may do while decoding ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """The entries that a fork's cache holds at one layer while decoding, the newest entry last.
+
+    Attributes:
+        scores: [kv_heads, c] float32, `CompressedKV.scores` as the last `Method.evict` returned them; a
+            new entry starts at 0. None where `compress` returned no scores.
+        positions: [kv_heads, c] int64, the prompt or generation position of each entry.
+        capacity: the entries per head that the budget grants this layer: `Method.layer_capacity`, or
+            `Budget.capacity` for a method that holds the whole cache.
+        sink: how many of the prompt's first tokens are always kept.
+    """
+
+    scores: Tensor | None
+    positions: Tensor
+    capacity: int
+    sink: int
+
+
+class HeldShape(NamedTuple):
+    """The size of one layer's compressed cache.
+
+    Attributes:
+        heads: the number of KV heads.
+        entries: the number of entries of each head.
+        dim: the numbers in a key.
+        value_dim: the numbers in a value.
+        itemsize: the bytes of a number.
+    """
+
+    heads: int
+    entries: int
+    dim: int
+    value_dim: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, cache: CompressedKV) -> HeldShape:
+        """The size of the cache of one layer."""
+        _, heads, entries, dim = cache.keys.shape
+        return cls(heads, entries, dim, cache.values.shape[3], cache.keys.element_size())
+
+
+@dataclass(frozen=True)
+class Recompression:
+    """The times at which a compressed cache is compressed again while decoding, and to how many entries.
+
+    Attributes:
+        every: the number of tokens between two compressions.
+        to: the entries per KV head that a compression leaves. A number below 1 is a share of the tokens
+            of prompt and generation so far; None stands for what the budget grants.
+        queries: the number of last tokens whose queries `compress` is shown.
+        phase: ``steps`` compresses after every `every` decoding steps, ``tokens`` whenever the number of
+            tokens before the step is a multiple of `every`.
+        inside: True where the cache never exceeds the budget between two compressions. A full cache is
+            then compressed to leave room for `every` tokens, at most an eighth of the budget; `phase` is
+            not read, and `to` must be None.
+    """
+
+    every: int
+    to: float | None
+    queries: int
+    phase: str = "steps"
+    inside: bool = False
+
+    def entries_to_keep(
+        self, budget: Budget, prompt_tokens: int, fed_tokens: int, entries: int
+    ) -> int | None:
+        """Decide to how many entries per head a cache is compressed at this step.
+
+        Args:
+            prompt_tokens: the tokens of the prompt.
+            fed_tokens: the tokens fed since the prompt.
+            entries: the entries that each head holds now.
+
+        Returns:
+            the number of entries, or None where the cache is not compressed at this step.
+        """
+        full = self._entries_when_full(budget, prompt_tokens, fed_tokens)
+        if full is None or entries <= full:
+            return None
+        if self.inside:
+            room = max(1, min(self.every, full // 8))
+            return max(_least_entries(budget), full - room)
+        count = prompt_tokens + fed_tokens - 1 if self.phase == "tokens" else fed_tokens
+        return None if count % self.every else full
+
+    def _entries_when_full(self, budget: Budget, prompt_tokens: int, fed_tokens: int) -> int | None:
+        """The entries per head above which a cache is compressed; None where the budget grants all."""
+        if self.to is None:
+            limit = budget.limit(prompt_tokens)
+            return None if limit is None else max(limit, _least_entries(budget))
+        if self.to >= 1:
+            return int(self.to)
+        return max(round(self.to * (prompt_tokens + fed_tokens)), _least_entries(budget))
+
+
+def _least_entries(budget: Budget) -> int:
+    """The least number of entries to which a cache is compressed: sink, window and one more."""
+    return budget.sink + budget.window + 1
+
+
+# --- a second look at the prompt ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rescoring:
+    """A second pass over the prompt before compression, in which the model is asked to repeat the
+    prompt.
+
+    The prompt is repeated chunk by chunk. Every chunk attends to the exact cache of the whole prompt,
+    and the keys and values of the repetition are dropped.
+
+    Attributes:
+        chunk: how many prompt tokens after the sink one chunk repeats; the last chunk may be shorter.
+        first: the instruction before the first chunk, plain text; empty for none.
+        following: the instruction before each later chunk; the last `overlap` tokens of the previous
+            chunk follow the instruction.
+        overlap: see `following`.
+    """
+
+    chunk: int
+    first: str = ""
+    following: str = ""
+    overlap: int = 0
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """One layer's queries, keys and values while the model repeats the prompt tokens start .. stop - 1.
+
+    The model reads a sequence of t tokens, the instruction and then the repeated tokens, at the
+    positions that follow the prompt.
+
+    Attributes:
+        queries: [batch, heads, t, head_dim], after position encoding.
+        keys, values: [batch, kv_heads, t, head_dim], keys after position encoding.
+    """
+
+    start: int
+    stop: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class WholePass(Protocol):
+    """A method that masks attention in a single pass over prompt and continuation. It can score the
+    continuation's likelihood, but it holds no cache and cannot generate."""
+
+    def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """The keys that each query sees, [heads, n, n] bool, False above the diagonal. `layer` has the
+        queries and keys of all n tokens of prompt and continuation."""
+        ...
+
+    def masked_entries(self, budget: Budget, n: int) -> int:
+        """The largest number of keys that a query of an n-token pass sees. Records report it as the
+        entries of the cache, although the pass holds all n keys."""
+        ...
+
+
+# --- how a method reads a stream of tokens --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Band:
+    """The earlier tokens that a token of a stream sees.
+
+    Attributes:
+        first: how many of the stream's first tokens it sees.
+        last: how many of the most recent tokens it sees; None for all.
+        recomputed: True where no cache is held, and every token is computed by a fresh pass over the
+            tokens that it sees.
+    """
+
+    first: int
+    last: int | None
+    recomputed: bool = False

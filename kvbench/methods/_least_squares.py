@@ -1,0 +1,102 @@
+"""Least squares in float32 by the normal equations: for many rows, few columns and many targets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.kv import KVError
+
+BLOCK = 64
+"""How many columns of a Gram matrix are computed at a time."""
+JITTERS = (0.0, 1e-5, 1e-4, 1e-3)
+"""What is added to the unit diagonal of a matrix, one after the other, until it can be factored."""
+
+
+def least_squares(
+    columns: Tensor, target: Tensor, ridge: float = 0.0, gram: Tensor | None = None
+) -> Tensor:
+    """The x of least ||columns x - target||^2 + ridge * ||columns||_2^2 * ||x||^2.
+
+    It solves the t x t normal equations. Where there are fewer rows than columns, it solves the m x m
+    equations of the x of least norm instead. The matrix is scaled to a unit diagonal before it is
+    factored, and the diagonal is raised where the matrix is singular (`JITTERS`). Its products are
+    rounded to float32, so one step of iterative refinement by the residual follows.
+
+    Args:
+        columns: [m, t] float32.
+        target: [m, k] float32.
+        ridge: the penalty, as a share of the squared spectral norm of `columns`.
+        gram: `gram_of` the columns, if the caller has computed it.
+
+    Returns:
+        x, [t, k] float32.
+
+    Raises:
+        KVError: numbers that are not finite.
+    """
+    rows, count = columns.shape
+    wide = rows < count
+    normal = gram_of(columns.mT if wide else columns) if gram is None or wide else gram.clone()
+    penalty = ridge * largest_eigenvalue(normal) if ridge else normal.new_zeros(())
+    normal.diagonal().add_(penalty)
+    norms = normal.diagonal().sqrt().clamp(min=1e-30)[:, None]
+    normal.div_(norms).div_(norms.mT)
+    factor = cholesky(normal)
+
+    def solve(right: Tensor) -> Tensor:
+        return torch.cholesky_solve(right / norms, factor) / norms
+
+    if wide:
+        multipliers = solve(target)
+        residual = target - columns @ (columns.mT @ multipliers) - penalty * multipliers
+        return columns.mT @ (multipliers + solve(residual))
+    solution = solve(columns.mT @ target)
+    residual = columns.mT @ (target - columns @ solution) - penalty * solution
+    return solution + solve(residual)
+
+
+def gram_of(columns: Tensor) -> Tensor:
+    """The Gram matrix columns^T columns, [t, t], of columns [m, t].
+
+    Only the lower triangle is computed, a block of columns at a time, and copied to the upper one.
+    """
+    gram = columns.new_zeros(columns.shape[1], columns.shape[1])
+    for start in range(0, len(gram), BLOCK):
+        stop = start + BLOCK
+        torch.mm(columns[:, start:].mT, columns[:, start:stop], out=gram[start:, start:stop])
+    return gram.tril_().add_(gram.tril(-1).mT)
+
+
+def extend_gram(gram: Tensor, columns: Tensor) -> Tensor:
+    """The Gram matrix of columns [m, t], of which the first have the Gram matrix `gram`."""
+    known = len(gram)
+    new_columns = columns.mT @ columns[:, known:]
+    return torch.cat([torch.cat([gram, new_columns[:known].mT]), new_columns], dim=1)
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """The lower Cholesky factor of a matrix [t, t] of unit diagonal, which is raised where the matrix
+    is singular (`JITTERS`). Writes to the diagonal of `matrix`.
+
+    Raises:
+        KVError: numbers that are not finite.
+    """
+    for jitter in JITTERS:
+        matrix.diagonal().fill_(1.0 + jitter)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if not failed:
+            return factor
+    raise KVError(
+        "attention matching met keys, values or queries that are not finite; allowed: numbers"
+    )
+
+
+def largest_eigenvalue(gram: Tensor) -> Tensor:
+    """The largest eigenvalue of a symmetric matrix [t, t] without a negative element, by eight steps of
+    power iteration from a vector of ones."""
+    vector = torch.ones_like(gram[0])
+    for _ in range(8):
+        vector = gram @ vector
+        vector = vector / vector.norm().clamp(min=1e-30)
+    return (vector @ (gram @ vector)).clamp(min=1e-12)
