@@ -18,7 +18,7 @@ A claim's verdict is the worst one of its comparisons. Texts are generated unles
 
 Written to results_dir (default: runs/claims/<model>): claims.csv, a row for each comparison; claims.md,
 for each claim the comparison that decided; a page; a folder for each run. The seconds of every run are
-printed and are in its file `done`; all claims on SmolLM2 take hours on one core.
+printed and are in its file `done`.
 """
 
 from __future__ import annotations
