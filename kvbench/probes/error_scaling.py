@@ -99,6 +99,7 @@ class BoundedData:
 
 
 def _unit(x: Tensor) -> Tensor:
+    """The vectors x [..., d] divided by their l2 norms."""
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
