@@ -13,7 +13,8 @@ and the keys of its own, which its `main` explains. `kvbench reproduce <item>` p
 paper's run. A run writes three files to <results_dir>/<name>, all named after the model: the rows as
 CSV, the figure of their means as PNG, and what the page needs of them as JSON; and, where <name> is an
 item of results/paper/experiments.yaml, the page report.html. It prints the means and where the files
-are.
+are. A small run (model=recall_mini limit=1) takes 16 s of one core and more, most of it for the start;
+conf/README-experiments.md says what the papers' own runs need.
 """
 
 from __future__ import annotations
