@@ -3,15 +3,22 @@
     kvbench claims model=smollm2_135m                    all; what is there is not run again
     kvbench claims model=<any> claims=B1,L1 'files=[essays/*.txt]' results_dir=runs/claims/mine
 
-A claim is one or more comparisons over prompts, each with a rule. A comparison **holds** where every
-cell (or the share of cells that it names) lies on the claimed side; it holds **on average** where the
-mean over cells does, **fails** where that lies on the other side, and **cannot be told** otherwise
-(then: how many prompts would tell, if the difference is what it seems). Of these a claim has the worst
-of its comparisons'. "Lies" is said of 95 % intervals that hold for all cells of a claim together, and
-for all its means. Texts are generated unless `files` names some.
+A claim is one or more comparisons over prompts, each with a rule. A comparison has cells (a layer at a
+rate, say); in each the difference has a 95 % interval, and these intervals hold for all cells of the
+claim together. The comparison
 
-In results_dir (runs/claims/<model>): claims.csv, a row for each comparison; claims.md, for each claim
-the comparison that decided; a folder for each run.
+- **holds** if the interval of every cell (or of the share of cells that it names) lies on the claimed
+  side;
+- **holds on average** if the interval of the mean over cells does;
+- **fails** if that interval lies on the other side;
+- **cannot be told** otherwise. Then it says how many prompts would tell, if the difference is what it
+  seems.
+
+A claim's verdict is the worst one of its comparisons. Texts are generated unless `files` names some.
+
+Written to results_dir (default: runs/claims/<model>): claims.csv, a row for each comparison; claims.md,
+for each claim the comparison that decided; a page; a folder for each run. The seconds of every run are
+printed and are in its file `done`.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +54,9 @@ ABLE = 0.8
 """Share of whole answers of the exact cache below which a task tells nothing about methods."""
 UNABLE = "needs a model that retrieves"
 ORDER = ("fails", "cannot be told", "holds on average", "holds")
-"""Verdicts; a claim has the first of its comparisons', and only where none has any, what they need."""
-SHOWN = (
+"""Verdicts, the worst first. A comparison without a verdict says what it needs; a claim says so only if
+none of its comparisons has a verdict."""
+COLUMNS = (
     "id",
     "claim",
     "as stated \\| ours",
@@ -62,8 +70,15 @@ SHOWN = (
 
 
 class Verdict(NamedTuple):
-    """What a comparison came to: the mean difference over cells with its interval, independent units
-    (prompts, texts, fillers), cells that hold, and how many units would tell where it cannot be told."""
+    """How a comparison was decided.
+
+    Attributes:
+        verdict: one of `ORDER`.
+        difference: the mean over cells, with its interval.
+        units: independent repetitions: prompts, texts, fillers.
+        held: cells that hold, of `cells`.
+        more: how many units would tell, where it cannot be told.
+    """
 
     verdict: str
     difference: Estimate
@@ -74,32 +89,33 @@ class Verdict(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A comparison and its differences.
+    """A comparison of `first` with one other method, and its differences.
 
     Attributes:
-        asked: the comparison of claims.yaml.
+        comparison: the entry of claims.yaml.
         needs: what it needs that the model has not; empty where it tells methods apart.
         differences: [units, cells].
         reach: the largest score that is compared.
     """
 
-    asked: Mapping[str, Any]
+    comparison: Mapping[str, Any]
     needs: str
     differences: pd.DataFrame
     reach: float
 
 
 def claims_for(model: str) -> dict[str, Any]:
-    """results/claims.yaml, with numbers of this model's layers: those that the papers show, and seven
-    from the first to the last."""
+    """Read results/claims.yaml for a model: $SHOWN stands for those of the layers 1, 2 and 5, which
+    BalanceKV's figures show, that the model has; $SPREAD for seven of its layers from the first to the
+    last; $BOTH for both."""
     with hydra_of_conf() as hydra:
         spec = instantiate(composed(hydra, expanded([f"model={model}"])).model, _convert_="all")
-    every = [layer + 1 for layer in full_layers(load_config(spec).get_text_config())]
-    shown = [layer for layer in (1, 2, 5) if layer in every]
-    spread = sorted({every[round(i * (len(every) - 1) / 6)] for i in range(7)})
-    numbers = {"$SHOWN": shown, "$SPREAD": spread, "$BOTH": sorted({*shown, *spread})}
+    numbers = [layer + 1 for layer in full_layers(load_config(spec).get_text_config())]
+    shown = [layer for layer in (1, 2, 5) if layer in numbers]
+    spread = sorted({numbers[round(i * (len(numbers) - 1) / 6)] for i in range(7)})
+    layers_by_name = {"$SHOWN": shown, "$SPREAD": spread, "$BOTH": sorted({*shown, *spread})}
     text = (ROOT / "results" / "claims.yaml").read_text(encoding="utf-8")
-    for name, layers in numbers.items():
+    for name, layers in layers_by_name.items():
         text = text.replace(name, str(layers).replace(" ", ""))
     return dict(yaml.safe_load(text))
 
@@ -114,71 +130,89 @@ def read_run(place: Path) -> pd.DataFrame:
     if files:
         return pd.read_csv(files[0]).assign(model=files[0].stem)
     rows = load(place)
-    wrong = rows[rows["status"] != "ok"]
-    if len(wrong):
-        one = wrong.iloc[0]
+    failed = rows[rows["status"] != "ok"]
+    if len(failed):
+        first = failed.iloc[0]
         raise UserError(
-            f"{place.name}: {len(wrong)} of {len(rows)} records failed, the first {one['method']} at "
-            f"{one['example_id']}: {one['error']}"
+            f"{place.name}: {len(failed)} of {len(rows)} records failed, the first {first['method']} at "
+            f"{first['example_id']}: {first['error']}"
         )
     return rows
 
 
-def read_made(beside: Path, run: Mapping[str, Any], model: str) -> pd.DataFrame:
-    """The rows of an experiment that another command makes, which takes too long for this one; empty
-    where it was not made, not to its end, or of another model."""
+def read_other_experiment(beside: Path, run: Mapping[str, Any], model: str) -> pd.DataFrame:
+    """The rows of an experiment that takes too long for this command, which another command makes in a
+    folder beside its own; empty where that was not made to its end, or with another model."""
     place = beside / run["folder"]
     if not list(place.glob("*/*/*/manifest.json")):
         return pd.DataFrame()
     rows = read_run(place)
-    ours = rows["model"].astype(str).str.startswith(model.rpartition("/")[2]).all()
-    return rows if ours and len(rows) >= run["records"] else pd.DataFrame()
+    same_model = rows["model"].astype(str).str.startswith(model.rpartition("/")[2]).all()
+    return rows if same_model and len(rows) >= run["records"] else pd.DataFrame()
 
 
-def values_of_units(rows: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
+def values_of_units(rows: pd.DataFrame, comparison: Mapping[str, Any]) -> pd.DataFrame:
     """The value of each variant, [units x cells, variants].
 
     Args:
-        asked: `value`, the column; `unit`, `variant` and `cells`, columns; `where`: the values of other
-            columns that count; `slope`: instead of the mean of a cell's rows, the exponent of the value
-            as a power of that column.
+        comparison: `value`, the column; `unit`, `variant` and `cells`, columns; `where`: the values of
+            other columns that count; `slope`: instead of the mean of a cell's rows, the exponent of the
+            value as a power of that column.
     """
-    for column, allowed in asked.get("where", {}).items():
+    for column, allowed in comparison.get("where", {}).items():
         rows = rows[rows[column].isin(allowed if isinstance(allowed, list) else [allowed])]
-    keys = [asked.get("unit", "prompt"), *asked.get("cells", []), asked.get("variant", "method")]
-    groups, value = rows.groupby(keys, sort=False), asked["value"]
-    if "slope" not in asked:
+    groups = rows.groupby(
+        [
+            comparison.get("unit", "prompt"),
+            *comparison.get("cells", []),
+            comparison.get("variant", "method"),
+        ],
+        sort=False,
+    )
+    value = comparison["value"]
+    if "slope" not in comparison:
         return groups[value].mean().unstack()
+    base = comparison["slope"]
 
     def slope(part: pd.DataFrame) -> float:
-        x, y = (np.log(part[column].astype(float)) for column in (asked["slope"], value))
+        x, y = (np.log(part[column].astype(float)) for column in (base, value))
         return float(np.polyfit(x, y, 1)[0])
 
-    return groups[[value, asked["slope"]]].apply(slope).unstack()
+    return groups[[value, base]].apply(slope).unstack()
 
 
-def differences_to_each(values: pd.DataFrame, asked: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
-    """`first` minus `factor` times each of `against`, or minus `target`: a table [units, cells] for
-    each, by what is subtracted. (Who beats the best of several beats each, so none is chosen.)"""
-    first, factor = values[asked["first"]], asked.get("factor", 1)
-    others: dict[str, Any] = {}
-    if "target" in asked:
-        target = asked["target"]
-        others[f"({target})" if target < 0 else f"{target}"] = target
-    for name in asked.get("against", []):
-        others[name if factor == 1 else f"{factor:g} {name}"] = factor * values[name]
-    differences_by_name = {}
-    for name, other in others.items():
-        each = (first - other).unstack(list(range(1, values.index.nlevels)))
-        each = each.to_frame() if isinstance(each, pd.Series) else each
-        differences_by_name[name] = each.dropna(how="all")
-    return differences_by_name
+def differences_to_each(
+    values: pd.DataFrame, comparison: Mapping[str, Any]
+) -> dict[str, pd.DataFrame]:
+    """`first` minus `factor` times each of `against`, or minus the number `target`: a table
+    [units, cells] for each, by the name of what is subtracted.
+
+    A method that beats the best of several beats each of them, so none is chosen here.
+    """
+    first = values[comparison["first"]]
+    factor = comparison.get("factor", 1)
+    subtracted: dict[str, Any] = {}
+    if "target" in comparison:
+        target = comparison["target"]
+        subtracted[f"({target})" if target < 0 else f"{target}"] = target
+    for name in comparison.get("against", []):
+        subtracted[name if factor == 1 else f"{factor:g} {name}"] = factor * values[name]
+    tables = {}
+    for name, other in subtracted.items():
+        table = (first - other).unstack(list(range(1, values.index.nlevels)))
+        table = table.to_frame() if isinstance(table, pd.Series) else table
+        tables[name] = table.dropna(how="all")
+    return tables
 
 
 def family_of_all(tables: Sequence[Array]) -> Array:
-    """Sorted: how large the largest |z| of all columns of these tables [units, cells] is where no mean
-    differs from zero. Columns of one table go together; tables, of other units, are independent."""
-    shuffled, rng = [], np.random.default_rng(0)
+    """Sorted draws of the largest |z| over all columns of these tables [units, cells], where no mean
+    differs from zero.
+
+    Columns of one table are drawn together; tables, which are of other units, independently.
+    """
+    rng = np.random.default_rng(0)
+    shuffled = []
     for values in tables:
         cells = values.shape[1]
         scores = of_columns(np.column_stack([values, np.zeros(len(values))]))
@@ -187,158 +221,199 @@ def family_of_all(tables: Sequence[Array]) -> Array:
 
 
 def of_columns(values: Array) -> Scores:
-    """Each row a unit of its own."""
+    """Scores [units, cells] of which each row is a unit of its own."""
     none_failed = ({},) * values.shape[1]
     return Scores("", "claim", values, ~np.isnan(values), np.arange(len(values)), none_failed)
 
 
 def intervals(values: Array, family: Array, fraction: bool, reach: float) -> list[Estimate]:
-    """The mean of each column [units, cells], with intervals that hold with all those of `family`;
-    `reach` as `kvbench.report.stats.differences` has it."""
+    """The mean of each column of differences [units, cells], with intervals that hold together with all
+    those of `family`; `fraction` and `reach`: see `kvbench.report.stats.differences`."""
     part = of_columns(values)
     return differences([part.stratum(values)], fraction=fraction, family=family, reach=reach)
 
 
 def verdict_on(
     values: Array,
-    asked: Mapping[str, Any],
-    cells: Array | None = None,
-    means: Array | None = None,
+    comparison: Mapping[str, Any],
+    cell_family: Array | None = None,
+    mean_family: Array | None = None,
     reach: float = 1.0,
 ) -> Verdict:
-    """The verdict on differences [units, cells], claimed to lie `below` or `above` `by`, or `within` it
-    on either side of zero, in `share` of the cells.
+    """The verdict on differences [units, cells], which are claimed to lie `below` or `above` the number
+    `by`, or `within` it on either side of zero, in the share `share` of the cells.
 
     Args:
-        cells, means: the families of intervals (`family_of_all`); of these differences alone.
-        reach: the largest score of a fraction.
+        cell_family, mean_family: what the intervals of cells, and those of means over cells, hold
+            together with (`family_of_all`); None: with each other alone.
+        reach: the largest score that is compared, where scores are fractions.
     """
-    side, by, fraction = asked.get("side", "below"), asked.get("by", 0.0), "fraction" in asked
+    side = comparison.get("side", "below")
+    by = comparison.get("by", 0.0)
+    fraction = "fraction" in comparison
     least = {"below": -math.inf, "above": by, "within": -by}[side]
     most = math.inf if side == "above" else by
-    average = np.nanmean(values, axis=1, keepdims=True)
-    (mean,) = intervals(
-        average, family_of_all([average]) if means is None else means, fraction, reach
-    )
-    every = intervals(values, family_of_all([values]) if cells is None else cells, fraction, reach)
-    held = sum(least < one.low and one.high < most for one in every)
-    told = mean, len(values), held, len(every)
-    if held >= asked.get("share", 1.0) * len(every):
-        return Verdict("holds", *told)
-    if least < mean.low and mean.high < most:
-        return Verdict("holds on average", *told)
-    if mean.high <= least or mean.low >= most:
-        return Verdict("fails", *told)
-    room = min(abs(mean.value - bound) for bound in (least, most))
-    more = math.ceil(len(values) * ((mean.high - mean.value) / room) ** 2) if room else None
-    return Verdict("cannot be told", *told, more)
+    means = np.nanmean(values, axis=1, keepdims=True)
+    if mean_family is None:
+        mean_family = family_of_all([means])
+    if cell_family is None:
+        cell_family = family_of_all([values])
+    (mean,) = intervals(means, mean_family, fraction, reach)
+    cells = intervals(values, cell_family, fraction, reach)
+    held = sum(least < cell.low and cell.high < most for cell in cells)
+    more = None
+    if held >= comparison.get("share", 1.0) * len(cells):
+        verdict = "holds"
+    elif least < mean.low and mean.high < most:
+        verdict = "holds on average"
+    elif mean.high <= least or mean.low >= most:
+        verdict = "fails"
+    else:
+        verdict = "cannot be told"
+        room = min(abs(mean.value - bound) for bound in (least, most))
+        if room:  # an interval's width falls with the square root of the units
+            more = math.ceil(len(values) * ((mean.high - mean.value) / room) ** 2)
+    return Verdict(verdict, mean, len(values), held, len(cells), more)
 
 
-def unmet_need(rows: pd.DataFrame, asked: Mapping[str, Any]) -> str:
-    """What a comparison needs that this model has not; empty where it tells methods apart. The method
-    `able` must give as many whole answers as `ABLE`, and `first` others than the method `unlike`; and
-    there must be rows."""
+def unmet_need(rows: pd.DataFrame, comparison: Mapping[str, Any]) -> str:
+    """What a comparison needs that this model has not; empty where it tells methods apart.
+
+    There must be rows; the method `able` must give whole answers to a share `ABLE` of the prompts; and
+    the answers of `first` must differ from those of the method `unlike`.
+    """
     if rows.empty:
-        return f"needs the records of {asked['run']} (make results-papers)"
-    if "able" in asked:
-        whole = "containment" if "containment" in rows else "score"
-        if rows.loc[rows["method"] == asked["able"], whole].mean() < ABLE:
+        return f"needs the records of {comparison['run']} (make results-papers)"
+    if "able" in comparison:
+        column = "containment" if "containment" in rows else "score"
+        if rows.loc[rows["method"] == comparison["able"], column].mean() < ABLE:
             return UNABLE
-    if "unlike" in asked:
-        both = [asked["first"], asked["unlike"]]
-        answers = rows.pivot(index="example_id", columns="method", values="prediction")[both]
-        if answers[both[0]].equals(answers[both[1]]):
-            return f"needs a model on which {both[0]} differs from {both[1]}"
+    if "unlike" in comparison:
+        first, unlike = comparison["first"], comparison["unlike"]
+        answers = rows.pivot(index="example_id", columns="method", values="prediction")
+        if answers[first].equals(answers[unlike]):
+            return f"needs a model on which {first} differs from {unlike}"
     return ""
 
 
 def rows_of_claim(
     claim: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]
 ) -> list[dict[str, Any]]:
-    """A row for each comparison of a claim with each method that it names; `decides` marks the one that
-    has the claim's verdict (of several the first). With `minus`, a run of the same units, a comparison
-    is of how much smaller the difference is there."""
+    """A row for each comparison of a claim with each method that it names.
+
+    The row with the claim's verdict has `decides` (of several the first). A comparison with `minus`, a
+    run of the same units, is of how much smaller the difference is in that run.
+    """
     compared_rows: list[tuple[Compared, dict[str, Any]]] = []
     rows: list[dict[str, Any]] = []
-    for asked in claim["comparisons"]:
-        needs = unmet_need(runs[asked["run"]], asked)
-        if runs[asked["run"]].empty:
-            absent = {"comparison": f"{asked['run']}, {asked['value']}", "result": needs}
-            rows.append(absent | {"run": asked["run"], "model": "none"})
+    for comparison in claim["comparisons"]:
+        if runs[comparison["run"]].empty:
+            rows.append(
+                {
+                    "comparison": f"{comparison['run']}, {comparison['value']}",
+                    "result": unmet_need(runs[comparison["run"]], comparison),
+                    "run": comparison["run"],
+                    "model": "none",
+                }
+            )
             continue
-        values = values_of_units(runs[asked["run"]], asked)
-        names = [asked["first"], *asked.get("against", [])]
-        reach = float(np.nanmax(values[names].abs().to_numpy())) or 1.0
-        less = None if needs else asked.get("minus")
-        for other, each in differences_to_each(values, asked).items():
-            if less:
-                each = each - differences_to_each(values_of_units(runs[less], asked), asked)[other]
-            value = f"slope of {asked['value']}" if "slope" in asked else asked["value"]
-            said = f"{asked['run']}, {value}: {asked['first']} - {other}"
-            said += f", less that of {less}" if less else ""
-            said += f", mean over {asked['over']}" if "over" in asked else ""
-            rows.append({"comparison": said})
-            compared_rows.append((Compared(asked, needs, each, reach), rows[-1]))
-    told = [one for one, _ in compared_rows if not one.needs]
-    by_run = {one.asked["run"] for one in told}
-
-    def family(mean: bool) -> Array:
-        """The family of all cells of the claim, or of its means over cells."""
-        tables = []
-        for run in sorted(by_run):
-            parts = [one.differences for one in told if one.asked["run"] == run]
-            parts = [part.mean(axis=1).to_frame() if mean else part for part in parts]
-            tables.append(pd.concat(parts, axis=1).to_numpy(float))
-        return family_of_all(tables)
-
-    cells, means = (family(False), family(True)) if told else (None, None)
-    for (asked, needs, each, reach), row in compared_rows:
-        verdict = verdict_on(each.to_numpy(float), asked, cells, means, reach)
-        by = asked.get("by", 0)
-        model = runs[asked["run"]]["model"].iloc[0]
+        for name, compared in compare(comparison, runs):
+            rows.append({"comparison": name})
+            compared_rows.append((compared, rows[-1]))
+    decidable = [compared for compared, _ in compared_rows if not compared.needs]
+    cell_family = mean_family = None
+    if decidable:
+        cell_family, mean_family = families(decidable)
+    for compared, row in compared_rows:
+        comparison = compared.comparison
+        verdict = verdict_on(
+            compared.differences.to_numpy(float),
+            comparison,
+            cell_family,
+            mean_family,
+            compared.reach,
+        )
+        model = runs[comparison["run"]]["model"].iloc[0]
         row |= {
-            "claimed": f"{asked.get('side', 'below')} {by:g}",
+            "claimed": f"{comparison.get('side', 'below')} {comparison.get('by', 0):g}",
             **verdict.difference.named("difference"),
             "units": verdict.units,
             "held": verdict.held,
             "cells": verdict.cells,
-            "more": None if needs else verdict.more,
-            "result": needs or verdict.verdict,
-            "run": asked["run"],
+            "more": None if compared.needs else verdict.more,
+            "result": compared.needs or verdict.verdict,
+            "run": comparison["run"],
             "model": "random data" if str(model) == "nan" else model,
         }
     results = [row["result"] for row in rows]
-    worst = min(results, key=lambda one: ORDER.index(one) if one in ORDER else len(ORDER))
-    first = next(row for row in rows if row["result"] == worst)
+    worst = min(results, key=lambda result: ORDER.index(result) if result in ORDER else len(ORDER))
+    deciding = results.index(worst)
     about = {key: claim[key] for key in ("id", "place", "stated", "measure", "claim")}
-    about |= {"verdict": worst}
-    return [about | {"decides": row is first} | row for row in rows]
+    about["verdict"] = worst
+    return [about | {"decides": i == deciding} | row for i, row in enumerate(rows)]
+
+
+def compare(
+    comparison: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]
+) -> Iterator[tuple[str, Compared]]:
+    """A comparison with each method that it names, and how tables call it."""
+    run = comparison["run"]
+    needs = unmet_need(runs[run], comparison)
+    values = values_of_units(runs[run], comparison)
+    names = [comparison["first"], *comparison.get("against", [])]
+    reach = float(np.nanmax(values[names].abs().to_numpy())) or 1.0
+    minus = None if needs else comparison.get("minus")
+    subtracted = {}
+    if minus:
+        subtracted = differences_to_each(values_of_units(runs[minus], comparison), comparison)
+    value = comparison["value"]
+    if "slope" in comparison:
+        value = f"slope of {value}"
+    for other, differences_to_other in differences_to_each(values, comparison).items():
+        name = f"{run}, {value}: {comparison['first']} - {other}"
+        if minus:
+            name += f", less that of {minus}"
+            differences_to_other = differences_to_other - subtracted[other]
+        if "over" in comparison:
+            name += f", mean over {comparison['over']}"
+        yield name, Compared(comparison, needs, differences_to_other, reach)
+
+
+def families(decidable: Sequence[Compared]) -> tuple[Array, Array]:
+    """The families of all cells of a claim's comparisons, and of their means over cells."""
+    cell_tables = []
+    mean_tables = []
+    for run in sorted({compared.comparison["run"] for compared in decidable}):
+        parts = [c.differences for c in decidable if c.comparison["run"] == run]
+        means = [part.mean(axis=1).to_frame() for part in parts]
+        cell_tables.append(pd.concat(parts, axis=1).to_numpy(float))
+        mean_tables.append(pd.concat(means, axis=1).to_numpy(float))
+    return family_of_all(cell_tables), family_of_all(mean_tables)
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows that decide, as a table."""
-    lines = [f"| {' | '.join(SHOWN)} |", "| --- " * len(SHOWN) + "|"]
-    for row in (row for row in rows if row["decides"]):
-        mine = [other for other in rows if other["id"] == row["id"]]
-        held = sum(other["result"] == "holds" for other in mine)
+    """The rows that decide, as a table of Markdown."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
+    for row in rows:
+        if not row["decides"]:
+            continue
+        results = [other["result"] for other in rows if other["id"] == row["id"]]
         difference = ""
         if "difference" in row:
             low, high = row["difference_low"], row["difference_high"]
             difference = f"{row['difference']:.3g} [{low:.3g}, {high:.3g}]"
         more = f"; {row['more']:g} would tell" if row.get("more") else ""
-        shown = (
-            dict.fromkeys(SHOWN, "")
-            | dict(row)
-            | {
-                "claim": f"{row['claim']} ({row['place']})",
-                "as stated \\| ours": row["measure"],
-                "decided by": row["comparison"],
-                "difference": difference,
-                "holds": f"{held} of {len(mine)}",
-                "verdict": f"**{row['verdict']}**{more}",
-            }
-        )
-        lines.append(f"| {' | '.join(str(shown[key]) for key in SHOWN)} |")
+        texts = {
+            **dict.fromkeys(COLUMNS, ""),
+            **row,
+            "claim": f"{row['claim']} ({row['place']})",
+            "as stated \\| ours": row["measure"],
+            "decided by": row["comparison"],
+            "difference": difference,
+            "holds": f"{results.count('holds')} of {len(results)}",
+            "verdict": f"**{row['verdict']}**{more}",
+        }
+        lines.append(f"| {' | '.join(str(texts[column]) for column in COLUMNS)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -354,27 +429,31 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def command(name: str, words: str, options: Mapping[str, str], place: Path) -> list[str]:
-    """The command line of a run: of kvbench, or of the script of scripts/papers that it names. Texts go
-    where the run reads text; a needle's filler is generated unless the run says otherwise."""
-    given = shlex.split(words)
-    files, task = options["files"], "task=stream" in given or given[0].endswith(".py")
-    if "task@task.prompts=text" in given:
-        texts = [f"task.prompts.files={files}"]
-    elif "experiment=balancekv_figure4" in given:
+    """The command line of a run: of kvbench, or of the script of scripts/papers that it names.
+
+    The files of the option `files` take the place of generated texts in every run that reads texts; a
+    needle's filler is generated without files.
+    """
+    run_words = shlex.split(words)
+    files = options["files"]
+    is_script = run_words[0].endswith(".py")
+    texts: list[str] = []
+    if "experiment=balancekv_figure4" in run_words:
         kind = "files" if files else "generated"
         texts = [f"task.haystack={kind}", f"task.haystack_files={files or '[]'}"]
-        files = "given"
-    else:
-        texts = [f"task.files={files}"] if task else []
-    model = (
-        [] if any(word.startswith("model=") for word in given) else [f"model={options['model']}"]
-    )
-    start = ["-m", "kvbench"]
-    where = [f"results_dir={place}", f"experiment_name={name}", "logger=none"]
-    if given[0].endswith(".py"):
-        start = [str(ROOT / "scripts" / "papers" / given.pop(0))]
+    elif files and "task@task.prompts=text" in run_words:
+        texts = [f"task.prompts.files={files}"]
+    elif files and ("task=stream" in run_words or is_script):
+        texts = [f"task.files={files}"]
+    model = []
+    if not any(word.startswith("model=") for word in run_words):
+        model = [f"model={options['model']}"]
+    if is_script:
+        script = str(ROOT / "scripts" / "papers" / run_words.pop(0))
         where = [f"results_dir={place}", f"name={name}"]
-    return [sys.executable, *start, *model, *given, *(texts if files else []), *where]
+        return [sys.executable, script, *model, *run_words, *texts, *where]
+    where = [f"results_dir={place}", f"experiment_name={name}", "logger=none"]
+    return [sys.executable, "-m", "kvbench", *model, *run_words, *texts, *where]
 
 
 def run_once(name: str, words: Sequence[str], place: Path) -> None:
@@ -385,32 +464,34 @@ def run_once(name: str, words: Sequence[str], place: Path) -> None:
     """
     done = place / name / "done"
     line = shlex.join(words[1:]).replace(str(ROOT / "scripts"), "scripts")
-    said = f"{name}: python {line}"
+    heading = f"{name}: python {line}"
     if done.is_file():
-        if done.read_text(encoding="utf-8").splitlines()[0] != said:
+        if done.read_text(encoding="utf-8").splitlines()[0] != heading:
             raise UserError(f"{done.parent} is of another command; allowed: another results_dir")
         return
-    print(said, flush=True)
-    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(heading, flush=True)
+    begin = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     if subprocess.run(words, check=False, stdout=subprocess.DEVNULL).returncode:
         raise UserError(
             f"{name} failed; what it did is on disk, the same command goes on from there"
         )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    took = f"{name}: {time.perf_counter() - begin:.0f} s, {used:.0f} s of processor time"
-    print(took, flush=True)
-    done.write_text(f"{said}\n{took}\n", encoding="utf-8")
+    processor_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    wall_s = time.perf_counter() - begin
+    times = f"{name}: {wall_s:.0f} s, {processor_s:.0f} s of processor time"
+    print(times, flush=True)
+    done.write_text(f"{heading}\n{times}\n", encoding="utf-8")
 
 
-def options_of(given: Sequence[str]) -> dict[str, str]:
-    """The command line's options.
+def options_of(arguments: Sequence[str]) -> dict[str, str]:
+    """The command line's options, of words key=value.
 
     Raises:
-        UserError: a word that is none.
+        UserError: a word that is not one of them.
     """
     options = {"model": "smollm2_135m", "claims": "", "files": "", "results_dir": ""}
-    for text in given:
+    for text in arguments:
         key, equals, value = text.partition("=")
         if key not in options or not equals:
             raise UserError(
@@ -422,53 +503,60 @@ def options_of(given: Sequence[str]) -> dict[str, str]:
 
 def run_comparisons(
     claim: Mapping[str, Any],
-    asked: Mapping[str, Any],
+    known_runs: Mapping[str, Any],
     options: Mapping[str, str],
     place: Path,
     runs: dict[str, pd.DataFrame],
 ) -> None:
-    """Put the rows of every run that a claim's comparisons need into `runs`; those that are not there
-    yet are run. A run that a difference is subtracted from (`minus`) is left out where the model cannot
-    do the task."""
+    """Put the rows of every run that a claim's comparisons need into `runs`, after running what was not
+    run yet.
+
+    A run that a difference is subtracted from (`minus`) is left out where the model cannot do the task.
+
+    Args:
+        known_runs: the runs of claims.yaml, by name.
+    """
     for comparison, key in product(claim["comparisons"], ("run", "minus")):
         name = comparison.get(key)
         if name is None or name in runs:
             continue
-        if "folder" in asked["runs"][name]:
-            runs[name] = read_made(place.parent, asked["runs"][name], options["model"])
+        run = known_runs[name]
+        if "folder" in run:
+            runs[name] = read_other_experiment(place.parent, run, options["model"])
         elif key == "run" or not unmet_need(runs[comparison["run"]], comparison):
-            run_once(name, command(name, asked["runs"][name]["command"], options, place), place)
+            run_once(name, command(name, run["command"], options, place), place)
             runs[name] = read_run(place / name)
 
 
-def main(given: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run, decide, print a line for each comparison; write the tables.
 
     Raises:
         UserError: an unknown key or claim, or a run that failed.
     """
-    options = options_of(given)
-    asked = claims_for(options["model"])
-    known = {claim["id"]: claim for claim in asked["claims"]}
-    wanted = options["claims"].split(",") if options["claims"] else list(known)
-    if set(wanted) - set(known):
-        raise UserError(f"claims={options['claims']}; allowed: {','.join(known)}")
+    options = options_of(arguments)
+    yaml_of_model = claims_for(options["model"])
+    known_runs = yaml_of_model["runs"]
+    known_claims = {claim["id"]: claim for claim in yaml_of_model["claims"]}
+    ids = options["claims"].split(",") if options["claims"] else list(known_claims)
+    if set(ids) - set(known_claims):
+        raise UserError(f"claims={options['claims']}; allowed: {','.join(known_claims)}")
     place = Path(options["results_dir"] or f"runs/claims/{options['model'].replace('/', '_')}")
-    names = re.findall(r"[^\[\],'\" ]+", options["files"])
-    texts = ", ".join("/".join(Path(name).parts[-2:]) for name in names) or "generated sentences"
+    place.mkdir(parents=True, exist_ok=True)
+    files = re.findall(r"[^\[\],'\" ]+", options["files"])
+    texts = ", ".join("/".join(Path(file).parts[-2:]) for file in files) or "generated sentences"
     device = "a GPU" if torch.cuda.is_available() else "a CPU"
     runs: dict[str, pd.DataFrame] = {}
     rows: list[dict[str, Any]] = []
-    place.mkdir(parents=True, exist_ok=True)
-    for claim in (known[name] for name in wanted):
-        run_comparisons(claim, asked, options, place, runs)
-        of_claim = rows_of_claim(claim, runs)
-        for row in of_claim:
-            protocol = asked["runs"][row["run"]]["protocol"]
+    for claim in (known_claims[name] for name in ids):
+        run_comparisons(claim, known_runs, options, place, runs)
+        claim_rows = rows_of_claim(claim, runs)
+        for row in claim_rows:
+            protocol = known_runs[row["run"]]["protocol"]
             row["protocol"] = protocol.format(texts=texts, device=device) + "; seed 0"
             print(f"  {line_of(row)}")
-        rows += of_claim
-        print(f"{claim['id']} {claim['claim']}: {of_claim[0]['verdict']}", flush=True)
+        rows += claim_rows
+        print(f"{claim['id']} {claim['claim']}: {claim_rows[0]['verdict']}", flush=True)
         pd.DataFrame(rows).to_csv(place / "claims.csv", index=False, float_format="%.4g")
         (place / "claims.md").write_text(markdown(rows), encoding="utf-8")
     page = write_claims_page(place)

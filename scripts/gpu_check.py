@@ -5,13 +5,13 @@
     python scripts/gpu_check.py --only decoding,memory,capacity,compiled
     python scripts/gpu_check.py --only second,witness,tests
 
-Needs CUDA, torch, triton, transformers, scipy and pydantic; `make gpu-wheels` fetches what a node
+It needs CUDA, torch, triton, transformers, scipy and pydantic; `make gpu-wheels` fetches what a node
 without a network lacks. A call runs its sections one after the other and writes
-<out>/<device>-<first section>.json after each, with every figure beside its limit or its goal. It stops
-LIMIT seconds after the process has begun, and exits with 1 if a figure is beyond its limit: something is
-wrong. A goal that is missed is printed and fails nothing, and so is what the time or the memory was too
-short for. scripts/README.md says what each figure would falsify. `--small` takes sizes for a pretend
-GPU, whose clock means nothing, so that no rate or ratio fails there.
+<--out>/<device>-<first section>.json (runs/gpu) after each, with every figure beside its limit or its
+goal. It stops LIMIT seconds after the process has begun. The exit status is 1 if a figure is beyond its
+limit, which means that something is wrong. A goal that is missed is printed and fails nothing, and so is
+what there was too little time or memory for. scripts/README.md says what each figure would falsify.
+`--small` takes sizes for a pretended GPU, whose clock means nothing: no rate or ratio fails there.
 """
 
 # ruff: noqa: E402 - benchmarks/ is a folder of scripts
@@ -51,6 +51,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "benchm
 import bench_kernels
 import gpu_parity
 import torch
+from _shared import LLAMA_8B, SHIPPED
 from bench_engine import Clocked
 from gpu_parity import normal
 from torch import Tensor
@@ -72,18 +73,6 @@ from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method
 from kvbench.run import provenance
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 262144,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
 SMALL_LLAMA = LLAMA_8B | {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -99,20 +88,24 @@ LEAST = {
     "cut": 0.01,
     "kcentre": 0.001,
 }
-"""Floor over measured time that each kernel should reach; expectations, not measurements."""
+"""The share of a kernel's measured time that its floor should be, at least; expectations, not
+measurements."""
 WALL_SHARE = 0.10
-"""How much longer than its parts a generation may take by the wall's clock, as a share of the parts."""
+"""How much longer the wall seconds of a generation may be than the sum of its parts, as a share of that
+sum."""
 WALL_SECONDS = 0.05
-"""The same in seconds, where the share is less: Python's own time between the parts."""
+"""The same in seconds, which Python takes between the parts; the larger of the two counts."""
 CEILING = 1.05
-"""Speed-up over what the bytes read per token allow, at most: more means that a clock is wrong."""
+"""The largest decode speed-up, over the one that the bytes read per token allow; a larger one means that
+a clock is wrong."""
 GOAL = 0.8
-"""Share of that ceiling that a decode step should reach, and of the copy rate that its kernel should."""
+"""Goal: the share of that ceiling that a decode step reaches, and of the copy rate that its kernel
+reaches."""
 COMPRESSION = 0.02
-"""Seconds of compression over those of the prefill, at most, as a goal."""
+"""Goal: the largest ratio of the seconds of compression to those of the prefill."""
 CAPACITY = 3.0
-"""Largest batch of a method over exact's, at least, as a goal. A rate of 1/4 allows about 3.4: a prompt
-that is read needs memory of its own."""
+"""Goal: the smallest ratio of a method's largest batch to exact's. A rate of 1/4 allows about 3.4, since
+a prompt that is read needs memory of its own."""
 CLOSE_BATCH = 0.03
 """How far the largest batch that was allocated may be below one that was not, as a share of it."""
 METHODS = ("exact", "snapkv", "h2o", "balancekv", "subgen")
@@ -120,9 +113,10 @@ METHODS = ("exact", "snapkv", "h2o", "balancekv", "subgen")
 RATE = 0.25
 """The rate at which they are measured."""
 BYTES = 0.10
-"""How far the memory of one more prompt may be from the bytes its cache should have, as a share."""
+"""How far the memory of one more prompt may be from the bytes that its cache should have, as a share of
+these."""
 LIMIT = 560.0
-"""Seconds after the process has begun when the section that runs is stopped, and no other is begun."""
+"""Seconds after the process has begun at which the section that runs is stopped; no other is begun."""
 TESTS = (
     "tests/kernels/test_kernels.py tests/kernels/test_kernels_cuda.py "
     "tests/kernels/test_kernels_eviction.py tests/engine/test_cuda.py"
@@ -131,12 +125,12 @@ TESTS = (
 WORKERS = 4
 """Processes that run these tests side by side, where pytest-xdist is installed."""
 WITNESS_SECONDS = 200.0
-"""Seconds that transformers' own decoding may take here, most of them torch.compile's."""
+"""Seconds that must be left for transformers' own decoding; torch.compile takes most of them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """What the sections measure."""
+    """The sizes of what the sections measure; `timed` is False where the clock means nothing."""
 
     copy: int = 1 << 30
     matmul: int = 8192
@@ -182,10 +176,10 @@ class OutOfTime(BaseException):
 
 @dataclass
 class Figures:
-    """What a section measured, kept whether or not it is as it should be.
+    """The figures of a section.
 
     Attributes:
-        found: figures by name; those that were checked with their limit or goal.
+        measured: figures by name; those that were checked with their limit or goal.
         wrong: a line for each figure beyond its limit.
         short: a line for each goal that is missed.
         left_out: by name, the reason why something was not measured: too little time or memory, or a
@@ -193,7 +187,7 @@ class Figures:
         until: when the section has to end, by `time.perf_counter`.
     """
 
-    found: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     short: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -208,20 +202,20 @@ class Figures:
         *,
         most: bool = False,
     ) -> None:
-        """A figure that should not be below `goal`, or with `most` not above it."""
+        """Note a figure that should not be below `goal`, or with `most` not above it."""
         reached = measured <= goal if most else measured >= goal
-        which = "most" if most else "least"
-        self.found[name] = {
+        side = "most" if most else "least"
+        self.measured[name] = {
             "measured": measured,
             "expected": expected,
-            f"goal_at_{which}": goal,
+            f"goal_at_{side}": goal,
             "reached": reached,
         }
         if not reached:
-            self.short.append(f"{name}: {measured:.3g}, goal at {which} {goal:.3g}")
+            self.short.append(f"{name}: {measured:.3g}, goal at {side} {goal:.3g}")
 
     def has_time_for(self, name: str, seconds: float) -> bool:
-        """Whether so many seconds are left; notes it where they are not."""
+        """Whether so many seconds are left; if not, notes that `name` is left out."""
         left = self.until - time.perf_counter()
         if seconds > left:
             self.left_out[name] = f"takes about {seconds:.0f} s, {max(0.0, left):.0f} s are left"
@@ -229,7 +223,7 @@ class Figures:
 
     @contextmanager
     def memory_for(self, name: str) -> Iterator[None]:
-        """Within this context running out of memory is noted, and what was measured is left out."""
+        """Within the context, running out of memory is noted, and `name` is left out."""
         try:
             yield
         except Exception as failure:
@@ -238,28 +232,28 @@ class Figures:
             self.left_out[name] = one_line(failure)
 
     def most(self, name: str, measured: float, limit: float, expected: float | None = None) -> None:
-        """A figure that must not be above `limit`."""
-        self._checked(name, measured, limit, expected, measured <= limit, "most")
+        """Note a figure that must not be above `limit`."""
+        self._check(name, measured, limit, expected, measured <= limit, "most")
 
     def least(
         self, name: str, measured: float, limit: float, expected: float | None = None
     ) -> None:
-        """A figure that must not be below `limit`."""
-        self._checked(name, measured, limit, expected, measured >= limit, "least")
+        """Note a figure that must not be below `limit`."""
+        self._check(name, measured, limit, expected, measured >= limit, "least")
 
-    def _checked(
+    def _check(
         self,
         name: str,
         measured: float,
         limit: float,
         expected: float | None,
-        good: bool,
-        which: str,
+        within: bool,
+        side: str,
     ) -> None:
-        """Note a figure and its limit, and a line if the figure is beyond it."""
-        self.found[name] = {"measured": measured, "expected": expected, f"at_{which}": limit}
-        if not good:
-            self.wrong.append(f"{name}: {measured:.3g}, at {which} {limit:.3g}")
+        """Note a figure and its limit, and a line unless the figure is within it."""
+        self.measured[name] = {"measured": measured, "expected": expected, f"at_{side}": limit}
+        if not within:
+            self.wrong.append(f"{name}: {measured:.3g}, at {side} {limit:.3g}")
 
 
 @dataclass
@@ -275,7 +269,7 @@ class Compiled:
     seconds: float = 0.0
 
     def listen(self) -> bool:
-        """Begin to listen; False where this Triton does not tell what it compiles."""
+        """Have Triton call this object for every kernel; False where this Triton cannot."""
         try:
             from triton import knobs
 
@@ -309,16 +303,24 @@ def cache_bytes(shape: Mapping[str, Any], tokens: int) -> int:
     return int(2 * 2 * shape["num_hidden_layers"] * key_size * tokens)
 
 
-def ceiling(weights: int, exact: float, held: float, batch: int) -> float:
+def ceiling(weights: int, exact: float, compressed: float, batch: int) -> float:
     """The decode speed-up that bytes allow: a step of `batch` rows reads the weights once and every
-    row's cache, whose bytes are `exact` without compression and `held` with it."""
-    return (weights + batch * exact) / (weights + batch * held)
+    row's cache, whose bytes are `exact` without compression and `compressed` with it."""
+    return (weights + batch * exact) / (weights + batch * compressed)
+
+
+def random_ids(model: Any, n: int, batch: int = 1, seed: int = 0) -> list[list[int]]:
+    """`batch` prompts of n random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (batch, n), generator=generator).tolist()
 
 
 def seconds(run: Callable[[], object], calls: int = 10, rounds: int = 3) -> float:
-    """Seconds that `run` takes on the device: the least, over some rounds, of the mean of so many calls.
-    The clock is two events around replays of a captured graph of it, so that the time Python takes to
-    launch kernels does not count."""
+    """Seconds that `run` takes on the device: the least, over the rounds, of the mean of `calls` calls.
+
+    Events before and after replays of a captured graph of it are the clock, so that the time that Python
+    takes to launch kernels does not count.
+    """
     run()
     launch: Callable[[], object] = run
     torch.cuda.synchronize()
@@ -327,7 +329,7 @@ def seconds(run: Callable[[], object], calls: int = 10, rounds: int = 3) -> floa
         with torch.cuda.graph(graph):
             run()
         launch = graph.replay
-    except RuntimeError as reason:  # it waits for the device, or allocates in a way no graph may
+    except RuntimeError as reason:  # it waits for the device, or allocates as no graph may
         print(f"  timed by its launches, not by a graph: {one_line(reason)}", flush=True)
     seconds_a_call = []
     for _ in range(rounds):
@@ -355,7 +357,7 @@ def device(sizes: Sizes, device: torch.device, out: Figures) -> None:
         answer = ""
     copied, multiplied = _rates(sizes, device)
     properties = torch.cuda.get_device_properties(device)
-    out.found |= {
+    out.measured |= {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
@@ -381,7 +383,7 @@ def _rates(sizes: Sizes, device: torch.device) -> tuple[float, float]:
 
 
 def tests(arguments: str, out: Figures) -> None:
-    """The tests of kernels and steps that one GPU can run."""
+    """Run the tests of kernels and steps that one GPU can run."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", *arguments.split()]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(WORKERS)]
@@ -391,9 +393,9 @@ def tests(arguments: str, out: Figures) -> None:
     except subprocess.TimeoutExpired:
         out.left_out["tests"] = f"they take more than the {left:.0f} s that are left"
         return
-    last = (done.stdout.strip().splitlines() or ["nothing"])[-1]
+    summary = (done.stdout.strip().splitlines() or ["nothing"])[-1]
     passed = re.search(r"(\d+) passed", done.stdout)
-    out.found |= {"summary": last, "said": done.stdout[-4000:] if done.returncode else None}
+    out.measured |= {"summary": summary, "said": done.stdout[-4000:] if done.returncode else None}
     out.least("tests passed", int(passed[1]) if passed else 0, 1)
     out.most("exit status of pytest", done.returncode, 0)
 
@@ -410,7 +412,7 @@ def parity(sizes: Sizes, device: torch.device, out: Figures) -> None:
                 try:
                     for name, distance, limit in check(inputs):
                         out.most(f"{name} {inputs}", distance, limit)
-                except Exception as failure:  # noqa: BLE001 - the other kernels are wanted, too
+                except Exception as failure:  # noqa: BLE001 - the other kernels are checked, too
                     out.wrong.append(f"{check.__name__} {inputs}: {one_line(failure)}")
     finally:
         torch.use_deterministic_algorithms(before)
@@ -422,8 +424,8 @@ def same_draws(device: torch.device, out: Figures) -> None:
         for key in (2**32, 2**62 - 1):
             on_device = philox(key, 3, 40001, dtype=dtype, device=device).cpu()
             on_cpu = philox(key, 3, 40001, dtype=dtype, device=torch.device("cpu"))
-            unlike = float((on_device != on_cpu).sum())
-            out.most(f"draws in {dtype}, key {key}: unlike the CPU's", unlike, 0)
+            different = float((on_device != on_cpu).sum())
+            out.most(f"draws in {dtype}, key {key}: unlike the CPU's", different, 0)
 
 
 def tokens(sizes: Sizes, device: torch.device, out: Figures) -> None:
@@ -438,18 +440,16 @@ def tokens(sizes: Sizes, device: torch.device, out: Figures) -> None:
                 methods[name] = (method, Budget(rate=0.25, sink=8, window=16))
         except UserError as reason:
             out.left_out[name] = one_line(reason)
-    spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
 
     def answers(on: torch.device) -> dict[str, Generation]:
-        model = load_model(spec, device=on, dtype=torch.float32)
-        made = torch.Generator().manual_seed(1)
-        ids = torch.randint(3, model.config.vocab_size, (sizes.prompt,), generator=made).tolist()
+        model = load_model(SHIPPED, device=on, dtype=torch.float32)
+        (ids,) = random_ids(model, sizes.prompt, seed=1)
         prompt = Prompt(ids, [], methods, Stopping(8 if sizes.timed else 2), "gpu_check")
         return run_batch(model, [prompt], seed=0)[0]
 
-    on_cpu = answers(torch.device("cpu"))
-    on_device = answers(device)
-    for name, result in on_cpu.items():
+    answers_on_cpu = answers(torch.device("cpu"))
+    answers_on_device = answers(device)
+    for name, result in answers_on_cpu.items():
         if isinstance(result.failure, UserError):
             # A package that is not there, or what the method cannot do with this prompt.
             out.left_out[name] = one_line(result.failure)
@@ -457,18 +457,19 @@ def tokens(sizes: Sizes, device: torch.device, out: Figures) -> None:
         if result.failure is not None:
             out.wrong.append(f"{name} on the CPU: {one_line(result.failure)}")
             continue
-        other = on_device[name]
+        other = answers_on_device[name]
         if other.failure is not None:
             out.wrong.append(f"{name}: {one_line(other.failure)}")
         elif other.tokens != result.tokens:
             out.wrong.append(f"{name}: {other.tokens}, the CPU {result.tokens}")
-    out.found["methods"] = sorted(set(methods) - set(out.left_out))
+    out.measured["methods"] = sorted(set(methods) - set(out.left_out))
 
 
 class _Bench(bench_kernels.Bench):
     """The cases of bench_kernels.py, with inputs that the CPU's generator draws."""
 
     def normal(self, *shape: int, seed: int = 0) -> Tensor:
+        """See `bench_kernels.Bench.normal`."""
         return normal(self.device, self.dtype, *shape, seed=seed)
 
     def _copy_rate(self) -> float:
@@ -493,7 +494,7 @@ def kernels(sizes: Sizes, on: torch.device, out: Figures) -> None:
         measured = seconds(partial(case.run, "triton"), bench.repeats, rounds)
         floor = max(case.bytes / bench.copy_rate, case.flops / bench.matmul_rate)
         least = LEAST[case.operation] if sizes.timed else 0.0
-        out.found[f"{case.operation} {case.size}: seconds"] = measured
+        out.measured[f"{case.operation} {case.size}: seconds"] = measured
         out.least(f"{case.operation} {case.size}: share of the floor", floor / measured, least)
         if case.operation == "decode_attention":
             goal = GOAL if sizes.timed else 0.0
@@ -503,6 +504,7 @@ def kernels(sizes: Sizes, on: torch.device, out: Figures) -> None:
 
 @cache
 def _llama(sizes: Sizes, on: torch.device) -> Any:
+    """The model of the sections that time: random weights of `sizes.model`'s shape in bfloat16."""
     spec = ModelSpec(name="llama", path="random", random_weights=True, architecture=sizes.model)
     return load_model(spec, device=on, dtype=torch.bfloat16)
 
@@ -512,10 +514,11 @@ def _generated(
 ) -> tuple[list[Generation], float]:
     """The answers of a method to `batch` random prompts of n tokens, `new` tokens each, and the wall
     seconds of prefill, compression and decoding."""
-    made = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (batch, n), generator=made).tolist()
     methods = {name: (build_method(name), Budget(rate=RATE))}
-    prompts = [Prompt(row, [], methods, Stopping(new), f"p{i}") for i, row in enumerate(ids)]
+    prompts = [
+        Prompt(ids, [], methods, Stopping(new), f"p{i}")
+        for i, ids in enumerate(random_ids(model, n, batch))
+    ]
     torch.cuda.synchronize()
     start = time.perf_counter()
     results = [answer[name] for answer in run_batch(model, prompts, seed=0, graphs=graphs)]
@@ -528,7 +531,8 @@ def _generated(
 
 
 def throughput(sizes: Sizes, on: torch.device, out: Figures) -> None:
-    """Seconds of exact and snapkv: do the parts add up to the wall, and was nothing compiled in it?"""
+    """Seconds of exact and snapkv: do the parts add up to the wall seconds, and was nothing compiled
+    meanwhile?"""
     model, graphs = _llama(sizes, on), StepGraphs("auto")
     for n, name in product(sizes.contexts, ("exact", "snapkv")):
         _generated(model, min(n, 1024), 24, name, graphs)
@@ -537,7 +541,7 @@ def throughput(sizes: Sizes, on: torch.device, out: Figures) -> None:
         (result,), wall = _generated(model, n, sizes.new_tokens, name, graphs)
         compiled = COMPILED.names[before:]
         parts = {part: getattr(result, part) for part in ("prefill_s", "compress_s", "decode_s")}
-        out.found[f"{name} at {n}"] = parts | {"compiled": compiled}
+        out.measured[f"{name} at {n}"] = parts | {"compiled": compiled}
         parts_together = sum(parts.values())
         most = max(WALL_SHARE * parts_together, WALL_SECONDS) if sizes.timed else float("inf")
         out.most(f"{name} at {n}: wall seconds beyond its parts", wall - parts_together, most)
@@ -547,8 +551,7 @@ def throughput(sizes: Sizes, on: torch.device, out: Figures) -> None:
 
 def _read(model: Any, n: int, name: str, room: int, seed: int = 0) -> tuple[Fork, int, float]:
     """A method's cache of one random prompt of n tokens, the first new token, the prefill's seconds."""
-    made = torch.Generator().manual_seed(seed)
-    ids = torch.randint(model.config.vocab_size, (n,), generator=made).tolist()
+    (ids,) = random_ids(model, n, seed=seed)
     fork = Fork(name, build_method(name), Budget(rate=RATE), 0, f"p{seed}", room=room)
     start = prefill(model, ids, [fork])
     if fork.failure is not None:
@@ -557,6 +560,7 @@ def _read(model: Any, n: int, name: str, room: int, seed: int = 0) -> tuple[Fork
 
 
 def _reserved(fork: Fork) -> int:
+    """Bytes that a fork's caches have reserved, room for new tokens included."""
     return sum(layer.reserved_bytes() for layer in fork.layers.values())
 
 
@@ -612,12 +616,13 @@ def _steps_of(
     steps: dict[tuple[int, int], float],
     out: Figures,
 ) -> None:
-    """One method at one length, at every batch: copies of one cache that decode together.
+    """Measure one method at one length, at every batch: copies of one cache that decode together.
 
     Args:
-        steps: the seconds of a decode step of `exact`, by length and batch; filled where `name` is it.
+        steps: the seconds of a decode step of `exact`, by length and batch, which the call with the
+            method exact fills.
     """
-    what = f"{name} at {n}"
+    method_and_length = f"{name} at {n}"
     on = model.device
     no_limit = float("inf")
     warm, token, _ = _read(model, min(n, 1024), name, 24)
@@ -629,7 +634,7 @@ def _steps_of(
     fork, token, prefill_s = _read(model, n, name, sizes.new_tokens)
     cost, compiled = fork.cost(), COMPILED.names[before:]
     assert cost.cache_bytes is not None
-    out.found[what] = {
+    out.measured[method_and_length] = {
         "attention": _backend(sizes, n, on),
         "prefill_s": prefill_s,
         "compress_s": cost.compress_s,
@@ -639,29 +644,31 @@ def _steps_of(
     }
     weights, exact = weight_bytes(sizes.model), cache_bytes(sizes.model, n)
     if name == "exact":
-        out.most(f"{what}: bytes of the cache, off by", abs(cost.cache_bytes / exact - 1), 0)
+        out.most(
+            f"{method_and_length}: bytes of the cache, off by", abs(cost.cache_bytes / exact - 1), 0
+        )
     else:
         most = COMPRESSION if sizes.timed else no_limit
         share = cost.compress_s / prefill_s
-        out.goal(f"{what}: compression over prefill", share, most, most=True)
+        out.goal(f"{method_and_length}: compression over prefill", share, most, most=True)
     for batch in (b for tokens, b in sizes.decoding if tokens == n):
-        case = f"{what}, batch {batch}"
+        case = f"{method_and_length}, batch {batch}"
         free_memory(on)
         torch.cuda.reset_peak_memory_stats(on)
         with out.memory_for(case):
             forks = [fork.clone() for _ in range(batch)]
             step_s = statistics.median(_decoded(model, forks, token, sizes.new_tokens, graphs))
             bytes_read = weights + batch * cost.cache_bytes
-            out.found[case] = {
+            out.measured[case] = {
                 "step_s": step_s,
                 "bytes_read": bytes_read,
                 "share_of_the_copy_rate": bytes_read / step_s / _rates(sizes, on)[0],
                 "peak_bytes": torch.cuda.max_memory_allocated(on),
             }
         forks = []
-        if name == "exact" and case in out.found:
+        if name == "exact" and case in out.measured:
             steps[n, batch] = step_s
-        elif (n, batch) in steps and case in out.found:
+        elif (n, batch) in steps and case in out.measured:
             allowed = ceiling(weights, exact, cost.cache_bytes, batch)
             speedup = steps[n, batch] / step_s
             most, least = (CEILING * allowed, GOAL * allowed) if sizes.timed else (no_limit, 0.0)
@@ -680,7 +687,7 @@ def memory(sizes: Sizes, on: torch.device, out: Figures) -> None:
         peaks.append(torch.cuda.max_memory_allocated(on))
     bytes_per_prompt = (peaks[1] - peaks[0]) / sizes.batch
     predicted = cache_bytes(sizes.model, sizes.memory + new)
-    out.found |= {"bytes_per_prompt": bytes_per_prompt, "predicted": predicted}
+    out.measured |= {"bytes_per_prompt": bytes_per_prompt, "predicted": predicted}
     most = BYTES if sizes.timed else float("inf")
     out.most("bytes of one more prompt, off by", abs(bytes_per_prompt / predicted - 1), most)
 
@@ -690,9 +697,9 @@ def capacity(sizes: Sizes, on: torch.device, out: Figures) -> None:
     begins at what bytes allow; a batch that runs out of memory is halved."""
     model, n = _llama(sizes, on), sizes.memory
     largest: dict[str, int] = {}
-    took = 0.0
+    seconds_of_last = 0.0
     for name in METHODS:
-        if not out.has_time_for(name, took):
+        if not out.has_time_for(name, seconds_of_last):
             continue
         begun = time.perf_counter()
         free_memory(on)
@@ -706,14 +713,14 @@ def capacity(sizes: Sizes, on: torch.device, out: Figures) -> None:
         largest[name] = largest_that_fits(
             partial(_decodes, model, n, name), predicted if sizes.timed else 3
         )
-        out.found[f"{name}: bytes of a cache"] = cache
-        out.found[f"{name}: largest batch by bytes"] = predicted
-        out.found[f"{name}: largest batch"] = largest[name]
+        out.measured[f"{name}: bytes of a cache"] = cache
+        out.measured[f"{name}: largest batch by bytes"] = predicted
+        out.measured[f"{name}: largest batch"] = largest[name]
         if "exact" in largest and name != "exact":
             ratio = largest[name] / largest["exact"]
             goal = CAPACITY if sizes.timed else 0.0
             out.goal(f"{name}: largest batch over exact's", ratio, goal)
-        took = time.perf_counter() - begun
+        seconds_of_last = time.perf_counter() - begun
 
 
 def _decodes(model: Any, n: int, name: str, batch: int) -> bool:
@@ -757,9 +764,9 @@ def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
     return size
 
 
-def _equal_tokens(one: Generation, other: Generation) -> int:
-    """How many tokens of two answers of one length are equal, from the first on."""
-    pairs = zip(one.tokens, other.tokens, strict=True)
+def _equal_tokens(first: Generation, second: Generation) -> int:
+    """How many tokens of two answers of one length are equal, up to the first that differs."""
+    pairs = zip(first.tokens, second.tokens, strict=True)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -772,9 +779,9 @@ def compiled(sizes: Sizes, on: torch.device, out: Figures) -> None:
         for _ in range(2):  # the first time compiles and captures
             (answers[decode],), _ = _generated(model, n, sizes.new_tokens, "snapkv", graphs)
         step_s = answers[decode].decode_s / answers[decode].new_tokens
-        out.found[f"{decode} at {n}"] = {"step_s": step_s, "capture_failed": graphs.failed}
-    alike = _equal_tokens(answers["auto"], answers["compiled"])
-    out.found["equal tokens from the first on"] = alike
+        out.measured[f"{decode} at {n}"] = {"step_s": step_s, "capture_failed": graphs.failed}
+    equal = _equal_tokens(answers["auto"], answers["compiled"])
+    out.measured["equal tokens from the first on"] = equal
     share = answers["compiled"].decode_s / answers["auto"].decode_s
     out.goal("compiled steps over others", share, 1 if sizes.timed else float("inf"), most=True)
 
@@ -788,11 +795,11 @@ def second(sizes: Sizes, on: torch.device, out: Figures) -> None:
     parity(sizes, last, out)
     tokens(sizes, last, out)
     model, eager, captured = _llama(sizes, last), StepGraphs("eager"), StepGraphs("auto")
-    (wanted,), _ = _generated(model, sizes.prompt, 24, "snapkv", eager)
+    (eager_answer,), _ = _generated(model, sizes.prompt, 24, "snapkv", eager)
     (answer,), _ = _generated(model, sizes.prompt, 24, "snapkv", captured)
-    alike = _equal_tokens(answer, wanted)
+    equal = _equal_tokens(answer, eager_answer)
     out.least("captured steps", len(captured.kept), 1)
-    out.least("equal tokens of captured and eager steps, from the first on", alike, FIRST_STEPS + 3)
+    out.least("equal tokens of captured and eager steps, from the first on", equal, FIRST_STEPS + 3)
 
 
 def witness(sizes: Sizes, on: torch.device, out: Figures) -> None:
@@ -805,19 +812,18 @@ def witness(sizes: Sizes, on: torch.device, out: Figures) -> None:
     for _ in range(2):  # the first time captures
         (exact,), _ = _generated(model, n, new, "exact", graphs)
     graphs.kept.clear()
-    made = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, n), generator=made).tolist()
+    ids = random_ids(model, n)
     try:
         (theirs,) = generate_with_static_cache(model, ids, new, attention="sdpa", compiled=True)
     except Exception as failure:  # noqa: BLE001 - another library's failure is none of kvbench's
         out.left_out["all of it"] = one_line(failure)
         return
     for name, result in {"exact": exact, "transformers": theirs}.items():
-        out.found[f"{name} at {n}"] = {
+        out.measured[f"{name} at {n}"] = {
             "prefill_s": result.prefill_s,
             "decode_s": result.decode_s,
         }
-    out.found["equal tokens from the first on"] = _equal_tokens(theirs, exact)
+    out.measured["equal tokens from the first on"] = _equal_tokens(theirs, exact)
     ratio = theirs.decode_s / exact.decode_s
     least = 1.0 if sizes.timed else 0.0
     out.goal(f"exact at {n}: decode speed over transformers' own", ratio, least)
@@ -826,28 +832,31 @@ def witness(sizes: Sizes, on: torch.device, out: Figures) -> None:
 # --- all of them ---------------------------------------------------------------------------------
 
 
+SECTIONS: tuple[Callable[[Sizes, torch.device, Figures], None], ...] = (
+    device,
+    parity,
+    tokens,
+    kernels,
+    throughput,
+    decoding,
+    memory,
+    capacity,
+    second,
+    compiled,
+    witness,
+)
+"""All sections but `tests`, in the order in which they run."""
+
+
 def main() -> int:
-    """Exit status: 0 where every section passed."""
-    sections = (
-        device,
-        parity,
-        tokens,
-        kernels,
-        throughput,
-        decoding,
-        memory,
-        capacity,
-        second,
-        compiled,
-        witness,
-    )
-    names = [*(section.__name__ for section in sections), "tests"]
+    """Run the sections; the exit status is 0 where all of them passed, 2 without a GPU."""
+    names = [*(section.__name__ for section in SECTIONS), "tests"]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(names), help="sections, with commas")
     folder = ROOT / "runs" / "gpu"
     parser.add_argument("--out", type=Path, default=folder, help=f"a folder (default: {folder})")
     parser.add_argument("--pytest", default=TESTS, help="what the section tests runs")
-    parser.add_argument("--small", action="store_true", help="sizes for a pretend GPU")
+    parser.add_argument("--small", action="store_true", help="sizes for a pretended GPU")
     arguments = parser.parse_args()
     only = arguments.only.split(",")
     if not set(only) <= set(names):
@@ -855,12 +864,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_check needs a GPU: torch.cuda.is_available() is False", file=sys.stderr)
         return 2
-    sizes, on = (SMALL if arguments.small else Sizes()), torch.device("cuda", 0)
-    run: dict[str, Callable[[Figures], None]] = {"tests": partial(tests, arguments.pytest)}
-    run |= {section.__name__: partial(section, sizes, on) for section in sections}
-    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(on).lower()).strip("-")
-    chosen = [section for section in names if section in only]
-    path = arguments.out / f"{name}-{chosen[0]}.json"
+    sizes = SMALL if arguments.small else Sizes()
+    on = torch.device("cuda", 0)
+    runs: dict[str, Callable[[Figures], None]] = {"tests": partial(tests, arguments.pytest)}
+    runs |= {section.__name__: partial(section, sizes, on) for section in SECTIONS}
+    chosen = [name for name in names if name in only]
+    path = arguments.out / f"{bench_kernels.plain_name(on)}-{chosen[0]}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"code_revision": provenance.code_revision(), "sections": {}}
     if not COMPILED.listen():
@@ -870,33 +879,46 @@ def main() -> int:
         signal.signal(signal.SIGALRM, _stop)
         signal.setitimer(signal.ITIMER_REAL, max(0.1, end - time.perf_counter()))
     time_is_over = False
-    for section in chosen:
-        start, compiling_before = time.perf_counter(), COMPILED.seconds
-        out = Figures(until=end)
-        try:
-            if time_is_over:
-                raise OutOfTime(f"not begun: {LIMIT:g} s are over")
-            run[section](out)
-        except OutOfTime as reason:
-            time_is_over = True
-            out.left_out["the rest of it"] = str(reason)
-        except Exception as failure:  # noqa: BLE001 - the other sections are wanted all the same
-            out.wrong.append(one_line(failure))
-        report["sections"][section] = {
-            "passed": not out.wrong,
-            "wrong": out.wrong,
-            "short": out.short,
-            "left_out": out.left_out,
-            "seconds": round(time.perf_counter() - start, 1),
-            "compiling_s": round(COMPILED.seconds - compiling_before, 1),
-            **out.found,
-        }
+    for name in chosen:
+        run = _not_begun if time_is_over else runs[name]
+        report["sections"][name], time_is_over = run_section(run, end)
         path.write_text(json.dumps(report, indent=1) + "\n")
-        print_section(section, report["sections"][section])
+        print_section(name, report["sections"][name])
         free_memory(on)
     signal.setitimer(signal.ITIMER_REAL, 0)
     print(path)
     return int(not all(section["passed"] for section in report["sections"].values()))
+
+
+def run_section(run: Callable[[Figures], None], end: float) -> tuple[dict[str, Any], bool]:
+    """Run one section until `end` at most (by `time.perf_counter`); what the report says of it, and
+    whether the time is over."""
+    start = time.perf_counter()
+    compiling_before = COMPILED.seconds
+    time_is_over = False
+    out = Figures(until=end)
+    try:
+        run(out)
+    except OutOfTime as reason:
+        time_is_over = True
+        out.left_out["the rest of it"] = str(reason)
+    except Exception as failure:  # noqa: BLE001 - the other sections run all the same
+        out.wrong.append(one_line(failure))
+    report = {
+        "passed": not out.wrong,
+        "wrong": out.wrong,
+        "short": out.short,
+        "left_out": out.left_out,
+        "seconds": round(time.perf_counter() - start, 1),
+        "compiling_s": round(COMPILED.seconds - compiling_before, 1),
+        **out.measured,
+    }
+    return report, time_is_over
+
+
+def _not_begun(out: Figures) -> None:
+    """What runs in place of a section once the time is over."""
+    raise OutOfTime(f"not begun: {LIMIT:g} s are over")
 
 
 def print_section(name: str, section: Mapping[str, Any]) -> None:
@@ -905,7 +927,7 @@ def print_section(name: str, section: Mapping[str, Any]) -> None:
     print(f"{name:12} {times}  {'ok' if section['passed'] else 'FAILED'}", flush=True)
     lines = list(section["wrong"])
     lines += [f"short of a goal: {line}" for line in section["short"]]
-    lines += [f"left out: {what}: {why}" for what, why in section["left_out"].items()]
+    lines += [f"left out: {name}: {reason}" for name, reason in section["left_out"].items()]
     for line in lines:
         print(f"  {line}", flush=True)
 

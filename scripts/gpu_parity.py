@@ -1,7 +1,8 @@
-"""Each Triton kernel beside float64 on the same inputs: the section `parity` of gpu_check.py.
+"""Each Triton kernel beside float64 on the same inputs: the section `parity` of gpu_check.py, which runs
+the checks of this module.
 
-Every check of a kernel is a function that yields figures: a name, a distance, and the limit of it. The
-references are computed on the CPU, by the definition of what the kernel computes.
+A check is a function of `Inputs` that yields figures: a name, a distance, and its limit. The references
+are computed on the CPU, by the definition of what the kernel computes.
 """
 
 from __future__ import annotations
@@ -93,73 +94,76 @@ class Inputs:
 
 
 def _double(x: Tensor) -> Tensor:
+    """In float64, on the CPU."""
     return x.cpu().double()
 
 
-def check_mass(given: Inputs) -> Iterator[Figure]:
+def check_mass(inputs: Inputs) -> Iterator[Figure]:
     """Accumulated attention of every key."""
-    keys = _double(given.keys).repeat_interleave(given.group, 1)
-    logits = _double(given.queries) @ keys.mT * given.scaling
-    future = torch.ones(given.tokens, given.tokens, dtype=torch.bool).triu(1)
+    keys = _double(inputs.keys).repeat_interleave(inputs.group, 1)
+    logits = _double(inputs.queries) @ keys.mT * inputs.scaling
+    future = torch.ones(inputs.tokens, inputs.tokens, dtype=torch.bool).triu(1)
     expected = logits.masked_fill(future, -torch.inf).softmax(-1).sum(2)
-    mass = attention_mass(given.queries, given.keys, scaling=given.scaling)
+    mass = attention_mass(inputs.queries, inputs.keys, scaling=inputs.scaling)
     yield Figure("attention_mass", relative_error(mass, expected), IN_FLOAT32)
 
 
-def check_decoding(given: Inputs) -> Iterator[Figure]:
+def check_decoding(inputs: Inputs) -> Iterator[Figure]:
     """A token joins a cache, and attends to it with log-weights."""
-    n, dim, group, device = given.tokens, given.dim, given.group, given.device
-    # Room for one more token, which holds something else until the token has joined.
-    keys, values = (
-        torch.cat([x[0], x[0, :, :1]], 1).contiguous() for x in (given.keys, given.values)
-    )
+    n, dim, group, device = inputs.tokens, inputs.dim, inputs.group, inputs.device
+    # Room for one more token, which holds the first one's entries until the token has joined.
+    keys = torch.cat([inputs.keys[0], inputs.keys[0, :, :1]], 1).contiguous()
+    values = torch.cat([inputs.values[0], inputs.values[0, :, :1]], 1).contiguous()
     log_weights = normal(device, torch.float32, KV_HEADS, n + 1, seed=3)
     table = entry_table([keys], [values], [log_weights])
     lengths = torch.tensor([n], dtype=torch.int32, device=device)
-    new = normal(device, given.dtype, 1, KV_HEADS, dim, seed=4)
+    new = normal(device, inputs.dtype, 1, KV_HEADS, dim, seed=4)
     append_entries(table, lengths, new, new)
     wrong = float((keys[:, n] != new[0]).double().mean())
     yield Figure("append_entries (wrong entries)", wrong, 0.0)
 
-    query = normal(device, given.dtype, 1, given.heads, dim, seed=5)
+    query = normal(device, inputs.dtype, 1, inputs.heads, dim, seed=5)
     out, mass = weighted_decode_attention(
-        query, table, lengths + 1, scaling=given.scaling, return_mass=True
+        query, table, lengths + 1, scaling=inputs.scaling, return_mass=True
     )
     assert mass is not None
     grouped = _double(query[0]).view(KV_HEADS, group, dim)
-    logits = grouped @ _double(keys).mT * given.scaling + _double(log_weights)[:, None]
+    logits = grouped @ _double(keys).mT * inputs.scaling + _double(log_weights)[:, None]
     attention = logits.softmax(-1)
     error = relative_error(out[0].view(KV_HEADS, group, dim), attention @ _double(values))
-    yield Figure("decode_attention", error, TOLERANCE[given.dtype])
+    yield Figure("decode_attention", error, TOLERANCE[inputs.dtype])
     yield Figure("decode mass", relative_error(mass[0], attention.mean(1)), IN_FLOAT32)
 
 
-def check_walk(given: Inputs) -> Iterator[Figure]:
+def check_walk(inputs: Inputs) -> Iterator[Figure]:
     """Each sign of BalanceKV's walk follows from the signs before it, where float32 can tell."""
     b, gamma, offset = 16, 4.0, 0.025
-    n = given.tokens // b * b
+    n = inputs.tokens // b * b
     index = torch.arange(n).view(1, 1, -1, b).expand(1, KV_HEADS, -1, b)
     draws = torch.rand(index.shape, generator=torch.Generator().manual_seed(6))
-    index_there, draws_there = index.to(given.device), draws.to(given.device)
     signs = balanced_walk(
-        given.keys, given.values, index_there, draws_there, gamma=gamma, offset=offset
+        inputs.keys,
+        inputs.values,
+        index.to(inputs.device),
+        draws.to(inputs.device),
+        gamma=gamma,
+        offset=offset,
     ).cpu()
-    keys, values = (
-        _double(x[:, :, :n]).view(1, KV_HEADS, -1, b, given.dim) for x in (given.keys, given.values)
-    )
+    keys = _double(inputs.keys[:, :, :n]).view(1, KV_HEADS, -1, b, inputs.dim)
+    values = _double(inputs.values[:, :, :n]).view(1, KV_HEADS, -1, b, inputs.dim)
     centred = keys - keys.mean(-2, keepdim=True)
-    gram = torch.exp(centred @ centred.mT * given.scaling) * (values @ values.mT + offset)
+    gram = torch.exp(centred @ centred.mT * inputs.scaling) * (values @ values.mT + offset)
     earlier = gram.tril(-1)
     inner = (earlier @ (2.0 * signs.double() - 1.0)[..., None])[..., 0]
     margin = 0.5 - gamma * inner - draws
-    size = gamma * earlier.abs().sum(-1) + 1.0
-    wrong = ((margin > 0) != signs) & (margin.abs() > 1e-4 * size)
+    terms = gamma * earlier.abs().sum(-1) + 1.0  # whose rounding errors are in the margin
+    wrong = ((margin > 0) != signs) & (margin.abs() > 1e-4 * terms)
     yield Figure("balanced_walk (wrong signs)", float(wrong[..., 1:].double().mean()), 0.0)
 
 
-def check_cut(given: Inputs) -> Iterator[Figure]:
+def check_cut(inputs: Inputs) -> Iterator[Figure]:
     """The entries that BalanceKV's cut keeps."""
-    n, device = given.tokens, given.device
+    n, device = inputs.tokens, inputs.device
     positive = (normal(device, torch.float32, 1, KV_HEADS, n, seed=7) > 0)[..., : n - 1]
     order = torch.arange(n, device=device).expand(1, KV_HEADS, n).contiguous()
     ones = torch.ones(1, KV_HEADS, n, device=device)
@@ -169,10 +173,10 @@ def check_cut(given: Inputs) -> Iterator[Figure]:
     yield Figure("cut (wrong entries)", sum(wrong), 0.0)
 
 
-def check_kcentre(given: Inputs) -> Iterator[Figure]:
+def check_kcentre(inputs: Inputs) -> Iterator[Figure]:
     """Every centre is the point farthest from those before it."""
-    points, count = given.keys[0], min(given.tokens // 4, 64)
-    first = torch.zeros(KV_HEADS, dtype=torch.int64, device=given.device)
+    points, count = inputs.keys[0], min(inputs.tokens // 4, 64)
+    first = torch.zeros(KV_HEADS, dtype=torch.int64, device=inputs.device)
     centres = greedy_k_centre(points, count, first).cpu()
     worst = 0.0
     for head in range(KV_HEADS):
@@ -181,7 +185,7 @@ def check_kcentre(given: Inputs) -> Iterator[Figure]:
         for centre in centres[head, 1:].tolist():
             worst = max(worst, float(1 - distance[centre] / distance.max()))
             distance = distance.minimum((x - x[centre]).square().sum(1))
-    yield Figure("kcentre (short of the farthest)", worst, TOLERANCE[given.dtype])
+    yield Figure("kcentre (short of the farthest)", worst, TOLERANCE[inputs.dtype])
 
 
 CHECKS: tuple[Callable[[Inputs], Iterator[Figure]], ...] = (

@@ -31,14 +31,14 @@ MODEL = "smollm2_135m-Q4_1"
 
 @dataclass(frozen=True)
 class Column:
-    """One column of such a table: a number of every method from one tidy CSV file.
+    """One column of a table of scores: a number for every method, from one tidy CSV file.
 
     Attributes:
-        heading: what the table calls it.
+        heading: the column's heading.
         file: the CSV file, <experiment>/<name of the table>.
-        where: the rows of the file to take, by column; `rate` also takes methods that have none.
-        measure: which number; `bytes` is the ratio to an exact cache of bfloat16: floats that a method
-            holds would be bfloat16 as well, packed entries stay as they are.
+        where: which rows of the file to take: their values by column. A `rate` also takes the methods
+            that have none.
+        measure: which number; for `bytes` see `bytes_of`.
         digits: after the decimal point.
     """
 
@@ -49,25 +49,31 @@ class Column:
     digits: int = 0
 
     def cells(self) -> pd.Series:
-        """The column's text by method, as the file has them; of bytes the fewest first."""
+        """The column's text by method, in the file's order; of ratios the smallest first."""
         experiment, _, name = self.file.partition("/")
         frame = pd.read_csv(RESULTS / experiment / "tables" / f"{name}.csv")
-        if "mean" not in frame:  # a column for each number
-            ends = (f"{self.measure}{end}" for end in ("", "_low", "_high"))
-            named = dict(zip(ends, ("mean", "low", "high"), strict=True))
-            frame = frame.rename(columns=named).assign(measure=self.measure)
+        if "mean" not in frame:  # the file has columns of its own for each measure
+            names = {
+                self.measure: "mean",
+                f"{self.measure}_low": "low",
+                f"{self.measure}_high": "high",
+            }
+            frame = frame.rename(columns=names).assign(measure=self.measure)
             frame = frame.reindex(columns=frame.columns.union(["low", "high", "mark"]))
         if self.measure == "bytes":
             frame = bytes_of(frame)
         frame = frame[frame["measure"] == self.measure]
         for key, value in self.where.items():
-            same = frame[key].astype(str) == str(value)
-            frame = frame[same | frame[key].isna()] if key == "rate" else frame[same]
+            chosen = frame[key].astype(str) == str(value)
+            if key == "rate":
+                chosen |= frame[key].isna()
+            frame = frame[chosen]
         if self.measure == "ratio":
             frame = frame.sort_values("mean", kind="stable")
         return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["method"])
 
     def _text(self, row: pd.Series) -> str:
+        """The cell of a row: the number with its interval, marked as best or tied."""
         if pd.isna(row["mean"]):
             return ""
         text = f"{row['mean']:.{self.digits}f}"
@@ -91,7 +97,8 @@ def bytes_of(frame: pd.DataFrame) -> pd.DataFrame:
     return costs.reset_index().assign(measure="bytes", low=None, high=None, mark=None)
 
 
-def _found(heading: str, task: str, rate: float) -> Column:
+def _score_at_rate(heading: str, task: str, rate: float) -> Column:
+    """The score of a task of the leaderboard at a rate."""
     where = {"rate": rate, "by": "dataset"}
     return Column(f"{heading}, {rate:g}", f"leaderboard/{task}-{MODEL}", where)
 
@@ -99,22 +106,18 @@ def _found(heading: str, task: str, rate: float) -> Column:
 def _at_quarter(
     heading: str, task: str, table: str, measure: str, where: dict[str, object]
 ) -> Column:
+    """A measure of a table of the leaderboard at rate 0.25."""
     return Column(f"{heading}, 0.25", f"leaderboard/{task}-{MODEL}{table}", where, measure, 3)
 
 
 SCORES: dict[str, Sequence[Column]] = {
     "leaderboard": (
         Column("ratio, 0.25", f"leaderboard/needle-{MODEL}", {"rate": 0.25}, "ratio", 3),
-        *(_found("needle", "needle", rate) for rate in (0.5, 0.25, 0.125)),
-        *(_found("RULER", "ruler", rate) for rate in (0.5, 0.25, 0.125)),
-        *(
-            _at_quarter(*column)
-            for column in (
-                ("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
-                ("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),
-                ("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}),
-            )
-        ),
+        *(_score_at_rate("needle", "needle", rate) for rate in (0.5, 0.25, 0.125)),
+        *(_score_at_rate("RULER", "ruler", rate) for rate in (0.5, 0.25, 0.125)),
+        _at_quarter("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
+        _at_quarter("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),
+        _at_quarter("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}),
     ),
     "frontier": (
         Column("bytes of float32", f"frontier/layer_error-{MODEL}", {}, "ratio", 3),
@@ -199,7 +202,7 @@ def csv_as_markdown(file: str) -> str:
 
 
 def statistics() -> str:
-    """The worst cell of bench_statistics.py of each kind: the one nearest to its bound, or beyond it."""
+    """The worst row of bench_statistics.py of each kind: the one nearest to its bound, or beyond it."""
     frame = pd.read_csv(RESULTS / "bench" / "statistics.csv")
     frame["kind"] = frame["what"].str.partition(",")[0]
     frame["limit"] = 100 * frame["bound"].str.split().str[1].astype(float)
@@ -224,9 +227,9 @@ def claims() -> str:
 def joint_survival() -> str:
     """The mean over prompts, draws and layers, by distance."""
     frame = pd.read_csv(RESULTS / "balancekv_joint_survival" / f"{MODEL}.csv")
-    spread = frame.pivot_table(index="method", columns="distance", values="ratio", sort=False)
-    rows = [["method", *(f"{distance} apart" for distance in spread.columns)]]
-    rows += [[str(name), *(f"{v:.2f}" for v in values)] for name, values in spread.iterrows()]
+    means = frame.pivot_table(index="method", columns="distance", values="ratio", sort=False)
+    rows = [["method", *(f"{distance} apart" for distance in means.columns)]]
+    rows += [[str(name), *(f"{v:.2f}" for v in values)] for name, values in means.iterrows()]
     return markdown(rows)
 
 
@@ -248,7 +251,7 @@ def written(text: str) -> str:
     """`text` with every table between its comments made again.
 
     Raises:
-        KeyError: a comment names a table that is nowhere above.
+        KeyError: a comment names a table that does not exist.
     """
 
     def with_table(comments: re.Match[str]) -> str:
@@ -262,7 +265,7 @@ def table(name: str) -> str:
     """The table that a comment names.
 
     Raises:
-        KeyError: it is nowhere above.
+        KeyError: there is no table of this name.
     """
     makers = {
         "claims": claims,
@@ -276,7 +279,7 @@ def table(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check; the exit status."""
+    """Write or check the tables; the exit status is 1 where a check finds an old one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check

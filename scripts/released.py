@@ -1,11 +1,12 @@
-"""Predictions that somebody published, scored as ours and paired with a run.
+"""Scores predictions that were published with a paper, and pairs them with a run.
 
     python scripts/released.py run=<run folder> predictions=<folder of LongBench's pred.py>
 
 The folder holds one ``<dataset>.jsonl`` (or ``<dataset>_e.jsonl``) per dataset, a line per example
 with ``pred``, ``answers``, ``length`` and ``all_classes``, as github.com/THUDM/LongBench writes them.
-Each is matched with our record of the same answers and length and written beside the run's experiment
-as ``<experiment>_released``, which ``kvbench-report`` compares with it example by example.
+A line is matched with the run's record of the same answers and length, scored as that is, and written
+beside the run's experiment as ``<experiment>_released``, which ``kvbench-report`` compares with it
+example by example. It prints how many were matched, and that command.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from kvbench.records.read import MANIFEST, read_manifest, read_records
 from kvbench.records.store import RecordStore, write_manifest
 from kvbench.tasks.longbench import score
 
-_OURS = ("entries", "cache_bytes", "exact_bytes", "ratio", "prefill_s", "compress_s", "decode_s")
-"""What only a run of ours can have measured."""
+MEASURED = ("entries", "cache_bytes", "exact_bytes", "ratio", "prefill_s", "compress_s", "decode_s")
+"""Record fields that are measured in a run; published predictions have none of them."""
 
 
 def pair_released(arguments: Sequence[str]) -> None:
-    """Write the paired run; print where it is and how much was matched."""
-    given = dict(text.partition("=")[::2] for text in arguments)
-    if set(given) != {"run", "predictions"}:
+    """Write the paired run; print where it is and how many examples were matched.
+
+    Raises:
+        UserError: arguments that name no run or no predictions, or predictions of other examples.
+    """
+    options = dict(argument.partition("=")[::2] for argument in arguments)
+    if set(options) != {"run", "predictions"}:
         raise UserError("released.py takes run=<run folder> and predictions=<folder>")
-    run, folder = Path(given["run"]), Path(given["predictions"])
+    run, folder = Path(options["run"]), Path(options["predictions"])
     if not (run / MANIFEST).is_file():
-        raise UserError(f"run is {given['run']!r}; allowed: a run's folder, with its {MANIFEST}")
+        raise UserError(f"run is {options['run']!r}; allowed: a run's folder, with its {MANIFEST}")
     if not folder.is_dir():
-        raise UserError(f"predictions is {given['predictions']!r}; allowed: a folder")
+        raise UserError(f"predictions is {options['predictions']!r}; allowed: a folder")
     manifest = read_manifest(run / MANIFEST)
     ours = [record for record in read_records(run) if record["status"] == "ok"]
     paired = list(paired_records(ours, folder))
@@ -53,23 +58,27 @@ def pair_released(arguments: Sequence[str]) -> None:
 
 
 def paired_records(ours: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
-    """Our records with the released predictions and their scores; without those that match none.
+    """Our records that match a line, with its prediction and the score of that.
 
-    Of several examples with the same answers and length, the n-th line stands beside the n-th record.
+    Of several examples with the same answers and length, the n-th line is matched with the n-th record.
     """
     lines = {dataset: _lines_of(folder, dataset) for dataset in {str(r["dataset"]) for r in ours}}
     for record in sorted(ours, key=lambda record: str(record["example_id"])):
         dataset = str(record["dataset"])
-        waiting = lines[dataset].get(_key(record))
-        if waiting:
-            line = waiting.popleft()
+        unmatched = lines[dataset].get(_key(record))
+        if unmatched:
+            line = unmatched.popleft()
             value = score(dataset, line["pred"], record["answers"], line.get("all_classes") or None)
-            yield {**record, **dict.fromkeys(_OURS), "prediction": line["pred"], "score": value}
+            yield {**record, **dict.fromkeys(MEASURED), "prediction": line["pred"], "score": value}
 
 
 def _lines_of(folder: Path, dataset: str) -> dict[str, deque[dict[str, Any]]]:
-    """The released lines of a dataset by `_key`; empty where there is no file."""
-    found: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
+    """The lines of a dataset by `_key`; empty where there is no file.
+
+    Raises:
+        UserError: a line that is no prediction.
+    """
+    lines: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
     paths = [folder / f"{dataset}{suffix}.jsonl" for suffix in ("", "_e")]
     path = next((path for path in paths if path.is_file()), None)
     for number, text in enumerate(path.read_bytes().splitlines() if path else (), 1):
@@ -82,8 +91,8 @@ def _lines_of(folder: Path, dataset: str) -> dict[str, deque[dict[str, Any]]]:
                 f"{path}, line {number} is no prediction; allowed: JSON with pred (text) and answers "
                 "(a list)"
             ) from error
-        found[_key(line)].append(line)
-    return found
+        lines[_key(line)].append(line)
+    return lines
 
 
 def _key(line: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Results of kvpress and lm-evaluation-harness as records of ours."""
+"""scripts/import_results.py: results of kvpress and lm-evaluation-harness as records of kvbench."""
 
 from __future__ import annotations
 
@@ -49,7 +49,21 @@ def test_kvpress_folders_are_variants_paired_by_example(tmp_path: Path) -> None:
     assert ids[0] == ids[1]
     assert len(ids[0]) == 12
     assert runs["snapkv"].manifest["config"]["budget"] == {"total_rate": 0.5}
-    assert main([str(tmp_path / "theirs"), str(place)]) == 1, "it is there already"
+
+
+def test_an_experiment_that_is_there_already_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kvpress(tmp_path / "theirs", "snapkv", [True])
+    assert main([str(tmp_path / "theirs"), str(tmp_path)]) == 1
+    assert "is there already; allowed: a new folder" in capsys.readouterr().err
+
+
+def test_a_folder_without_results_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), str(tmp_path / "new")]) == 1
+    assert "has no results of kvpress or lm-evaluation-harness" in capsys.readouterr().err
 
 
 def test_samples_of_lm_eval_are_variants_by_their_folder(tmp_path: Path) -> None:
@@ -61,8 +75,8 @@ def test_samples_of_lm_eval_are_variants_by_their_folder(tmp_path: Path) -> None
             (place / f"samples_piqa_{time}.jsonl").write_text(json.dumps(line) + "\n")
     assert main([str(tmp_path / "theirs"), str(tmp_path / "runs" / "lm")]) == 0
     runs = load_runs(tmp_path / "runs" / "lm")
-    found = {run.manifest["method"]: run.records["score"].tolist() for run in runs}
-    assert found == {"exact": [1.0], "h2o": [0.0]}, "of several files the latest"
+    scores = {run.manifest["method"]: run.records["score"].tolist() for run in runs}
+    assert scores == {"exact": [1.0], "h2o": [0.0]}, "of several files the latest"
 
 
 def test_a_dataset_that_is_not_scored_here_is_one_line(

@@ -48,11 +48,11 @@ def measurements(paragraph: str) -> list[str]:
 
 def cells(source: str) -> Iterator[float]:
     """The numbers in the rows that ``<file> key=value ...`` names."""
-    file, *where = source.split()
-    wanted = dict(one.split("=", 1) for one in where)
+    file, *conditions = source.split()
+    where = dict(condition.split("=", 1) for condition in conditions)
     with (RESULTS / file).open(encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
-            if all(row[key] == value for key, value in wanted.items()):
+            if all(row[column] == value for column, value in where.items()):
                 for cell in row.values():
                     try:
                         yield float(cell)
@@ -60,15 +60,15 @@ def cells(source: str) -> Iterator[float]:
                         continue
 
 
-def stands(number: str, among: list[float]) -> bool:
-    """Whether some value, or a hundred times it, is `number` when rounded to its digits."""
+def stands(number: str, values: list[float]) -> bool:
+    """Whether one of the values, or a hundred times it, is `number` when rounded to its digits."""
     plain = number.replace(",", "").replace("−", "-").lstrip("+-")
     if plain.startswith("."):
         plain = f"0{plain}"
     digits = len(plain.partition(".")[2])
     return any(
         f"{sign * scale * value:.{digits}f}" == plain
-        for value in among
+        for value in values
         for scale in (1, 100)
         for sign in (1, -1)
     )

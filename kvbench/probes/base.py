@@ -1,5 +1,8 @@
-"""What probes share: what they tell reports, a task's prompts as tokens, types of their options (whose
-limits lie far above what a run could finish)."""
+"""What probes share: the base classes, which hold what reports read of a probe; a task's prompts as
+tokens; the costs of a prompt that was read; types of options.
+
+The upper limits of options lie far above what a run could finish: they refuse typing errors.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +33,31 @@ Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
 
 def encoded_prompts(task: Task, session: Session, most: int | None = None) -> list[EncodedExample]:
     """A task's prompts, or its first `most`, as tokens."""
-    return [encode_example(e, session.encoder) for e in task.examples(session.encoder)[:most]]
+    examples = task.examples(session.encoder)[:most]
+    return [encode_example(example, session.encoder) for example in examples]
 
 
 def failed(failure: Exception) -> dict[str, Any]:
-    """Record fields of what could not be measured."""
+    """Record fields of a measurement that failed: its status and the reason in one line."""
     return {"status": status_of(failure), "error": one_line(failure)}
 
 
 def places(tokens: int, most: int) -> dict[str, slice]:
-    """Slices of the places 0 .. tokens - 1 of a text, from the second on each twice as long as the one
-    before, by names that count from 1: token 1, token 2, tokens 3-4, tokens 5-8 ... The names are the
-    same for all texts of at most `most` tokens."""
-    runs: dict[str, slice] = {}
+    """Groups of the places 0 .. tokens - 1 of a text, as slices by name.
+
+    Names count from 1: token 1, token 2, tokens 3-4, tokens 5-8 ...; from the second group on, each is
+    twice as long as the one before. The names are the same for all texts of at most `most` tokens.
+    """
+    groups: dict[str, slice] = {}
     begin = 0
     end = 1
     while begin < tokens:
         last = min(most, end)
-        several = f"tokens {begin + 1}\N{EN DASH}{last}"
-        runs[f"token {last}" if last == begin + 1 else several] = slice(begin, min(end, tokens))
+        name = f"token {last}" if last == begin + 1 else f"tokens {begin + 1}\N{EN DASH}{last}"
+        groups[name] = slice(begin, min(end, tokens))
         begin = end
         end = 2 * end
-    return runs
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,31 +66,36 @@ class ReadCost(Cost):
 
     Attributes:
         prefill_s: seconds of the prefill, which all methods share.
-        imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
+        imagined: the method is a mask of one whole pass; entries and bytes are those that a cache would
+            have, and no such cache was made.
     """
 
     prefill_s: float = 0.0
     imagined: bool = False
 
     def record(self, *, long_answer: bool = False) -> dict[str, Any]:
-        """See `Cost.record`; `imagined` only where it is."""
-        fields_of_cost = {**super().record(long_answer=long_answer), "prefill_s": self.prefill_s}
-        return fields_of_cost | ({"imagined": True} if self.imagined else {})
+        """See `Cost.record`; the field `imagined` is there only where it is true."""
+        record = {**super().record(long_answer=long_answer), "prefill_s": self.prefill_s}
+        if self.imagined:
+            record["imagined"] = True
+        return record
 
 
 def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, ReadCost]:
-    """What every method of a reading costs by now; of one that masks a whole pass, what a cache would
-    cost at the end of `tokens`."""
-    n, exact, seconds = reading.start.n, reading.start.exact_bytes, reading.start.prefill_s
-    costs = {f.label: ReadCost(**vars(f.cost()), prefill_s=seconds) for f in reading.forks}
+    """What every method of a reading costs by now, by label; of a method that masks a whole pass, what
+    its cache would cost at the end of `tokens` tokens."""
+    n = reading.start.n
+    exact_bytes = reading.start.exact_bytes
+    seconds = reading.start.prefill_s
+    costs = {fork.label: ReadCost(**vars(fork.cost()), prefill_s=seconds) for fork in reading.forks}
     for label, (method, budget) in reading.whole.items():
         entries, ratio = masked_pass_cache(model, (method, budget), tokens)
         costs[label] = ReadCost(
             prompt_tokens=n,
             capacity=budget.capacity(n) if method.saves_memory else n,
             entries={"mean": entries, "max": entries},
-            cache_bytes=round(ratio * exact),
-            exact_bytes=exact,
+            cache_bytes=round(ratio * exact_bytes),
+            exact_bytes=exact_bytes,
             compressed=True,
             prefill_s=seconds,
             imagined=True,
@@ -94,8 +105,11 @@ def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(Plan):
-    """A plan that measures tensors or times: a frozen dataclass whose fields are its
-    options. The class attributes are what reports are told of its scores."""
+    """A plan that measures tensors or times: a frozen dataclass whose fields are its options.
+
+    The class attributes describe its scores; `meta` puts them into the run's manifest, where reports
+    read them.
+    """
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
@@ -107,6 +121,7 @@ class Probe(Plan):
     measures: ClassVar[tuple[str, ...]] = ()
     """Record fields that a table shows beside the score."""
     figures: ClassVar[tuple[Figure, ...]] = ()
+    """Figures that the report draws."""
     kind: ClassVar[TaskKind] = "scores"
     """What the probe measures, which decides the report's tables."""
     repetition: ClassVar[str] = "example_id"
@@ -138,16 +153,16 @@ class Probe(Plan):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProbe(Probe):
-    """A probe of single layers: of a task's prompts, or of tensors that it draws.
+    """A probe of single layers: of a model that reads a task's prompts, or of tensors that it draws.
 
     Attributes:
         prompts: a task whose first `num_prompts` prompts are used; None: tensors are drawn.
-        layers: numbers from 1.
+        layers: which layers, numbered from 1.
     """
 
     lower_is_better: ClassVar[bool] = True
     drawn: ClassVar[str]
-    """The option that says which tensors are drawn."""
+    """Name of the option that says which tensors are drawn; it or `prompts` must be set."""
 
     prompts: Task | None = None
     num_prompts: Repeats = 8
@@ -170,7 +185,8 @@ class LayerProbe(Probe):
     def captured(
         self, session: Session, prompt: EncodedExample, tokens: int | None = None
     ) -> Iterator[tuple[int, LayerKV]]:
-        """The layers of a prompt, or of its first `tokens`, by number, in the order asked for."""
+        """The tensors of each of `layers`, with its number and in this order, as the model computes them
+        over a prompt or its first `tokens` tokens."""
         ids = (*prompt.context_ids, *prompt.question_ids)[:tokens]
         layers = capture_layers(session.model, ids, [layer - 1 for layer in self.layers])
         return ((layer, layers[layer - 1]) for layer in self.layers)

@@ -31,13 +31,7 @@ from kvbench.errors import nearest
 from kvbench.errors.options import Count, Distinct, Fraction, Positive, Whole, check_options
 from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
-from kvbench.probes.base import (
-    LayerProbe,
-    Layers,
-    Repeats,
-    encoded_prompts,
-    failed,
-)
+from kvbench.probes.base import LayerProbe, Layers, Repeats, encoded_prompts, failed
 from kvbench.probes.layer_error import clustered, compress_measured, estimate, logits_of
 from kvbench.records.figures import Curve, as_json
 from kvbench.run.plan import Methods, Outcome, Unit
@@ -75,7 +69,10 @@ class BoundedData:
         check_options(self, "", TaskError)
 
     def layer(self, n: int, queries: int, name: str, draw: int) -> tuple[LayerKV, Tensor]:
-        """One draw: n entries with their queries, and the queries that come after them.
+        """Draw n entries with their queries, and the queries that come after them.
+
+        Args:
+            name: of the data set; with `draw`, the number of the draw, it seeds the generator.
 
         Returns:
             the layer, keys and values [1, heads, n, head_dim], and queries
@@ -89,13 +86,20 @@ class BoundedData:
         keys, values = clustered(directions, n, self.clusters, self.spread, generator)
         if self.clusters:
             keys, values = _unit(keys), _unit(values)
-        asked = self.query_norm * directions(n + queries)
-        keys, values = self.key_norm * keys, self.value_norm * values
-        layer = LayerKV(keys, values, asked[:, :, :n], 0, 1, self.head_dim**-0.5)
-        return layer, asked[:, :, n:]
+        all_queries = self.query_norm * directions(n + queries)
+        layer = LayerKV(
+            self.key_norm * keys,
+            self.value_norm * values,
+            all_queries[:, :, :n],
+            layer_index=0,
+            num_layers=1,
+            scaling=self.head_dim**-0.5,
+        )
+        return layer, all_queries[:, :, n:]
 
 
 def _unit(x: Tensor) -> Tensor:
+    """The vectors x [..., d] divided by their l2 norms."""
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
@@ -105,9 +109,9 @@ def bound_scale(layer: LayerKV, queries: Tensor) -> Tensor:
     The Frobenius norm is of the values of the query's own KV head.
     """
     weights = logits_of(layer.keys, queries, layer).softmax(-1)
-    size = torch.linalg.vector_norm(layer.values.double().flatten(2), dim=-1)
-    norms = torch.linalg.vector_norm(weights, dim=-1) * size[:, :, None, None]
-    return norms.view(queries.shape[:3])
+    values_norm = torch.linalg.vector_norm(layer.values.double().flatten(2), dim=-1)
+    scale = torch.linalg.vector_norm(weights, dim=-1) * values_norm[:, :, None, None]
+    return scale.view(queries.shape[:3])
 
 
 def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: int) -> None:
@@ -117,9 +121,9 @@ def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: 
         BudgetExceeded: they may.
     """
     allowed, _ = allowed_entries(method, budget, n, num_layers)
-    granted = sum(method.layer_capacity(budget, n, i, num_layers) for i in range(num_layers))
-    if granted > allowed:
-        raise BudgetExceeded(label, -1, allowed, granted)
+    capacities = [method.layer_capacity(budget, n, i, num_layers) for i in range(num_layers)]
+    if sum(capacities) > allowed:
+        raise BudgetExceeded(label, -1, allowed, sum(capacities))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,38 +199,45 @@ class ErrorScaling(LayerProbe):
         Raises:
             KVError: `per_kept` names no method or no option of it; prompts that are too short.
         """
-        for label, options in self.per_kept.items():
-            known = [f.name for f in fields(methods[label][0])] if label in methods else []
-            for name, names in [(label, list(methods)), *((option, known) for option in options)]:
-                if name not in names:
-                    where = f"task.per_kept{'' if name == label else f'.{label}'}"
-                    raise KVError(
-                        f"{where} names {name!r}{nearest(name, names)}; allowed: {', '.join(names)}"
-                    )
-
-        def unit(
-            name: str, datasets: Sequence[str], replicates: Sequence[str], payload: Any
-        ) -> Unit:
-            every = product(replicates, datasets, self.kept)
-            ids = tuple(f"{dataset}/kept{kept}/{draw}" for draw, dataset, kept in every)
-            return Unit(name, ids, payload)
-
+        self._check_per_kept(methods)
         if self.prompts is None:
             return [
-                unit(f"{name}/draw{draw}", [name], [f"draw{draw}"], (name, draw))
+                self._unit(f"{name}/draw{draw}", [name], [f"draw{draw}"], (name, draw))
                 for draw, name in product(range(self.draws), self.data)
             ]
-        need, prompts = self.n + self.queries, encoded_prompts(self.prompts, session)
-        fitting = [prompt for prompt in prompts if prompt.n >= need][: self.num_prompts]
-        if len(fitting) < self.num_prompts:
+        needed = self.n + self.queries
+        prompts = encoded_prompts(self.prompts, session)
+        long_enough = [prompt for prompt in prompts if prompt.n >= needed][: self.num_prompts]
+        if len(long_enough) < self.num_prompts:
             raise KVError(
-                f"task.n + task.queries is {need} and {len(fitting)} of the {self.num_prompts} prompts "
-                f"wanted are that long; the longest has {max(prompt.n for prompt in prompts)} tokens"
+                f"task.n + task.queries is {needed} and {len(long_enough)} of the {self.num_prompts} "
+                f"prompts wanted are that long; the longest has {max(p.n for p in prompts)} tokens"
             )
-        layers = [f"layer {layer}" for layer in self.layers]
-        named = [(prompt.example.id, prompt) for prompt in fitting]
-        draws = range(self.draws)
-        return [unit(name, layers, [f"{name}-draw{i}" for i in draws], of) for name, of in named]
+        datasets = [f"layer {layer}" for layer in self.layers]
+        units = []
+        for prompt in long_enough:
+            name = prompt.example.id
+            replicates = [f"{name}-draw{draw}" for draw in range(self.draws)]
+            units.append(self._unit(name, datasets, replicates, prompt))
+        return units
+
+    def _check_per_kept(self, methods: Methods) -> None:
+        """Raise a KVError where `per_kept` names no method of the job, or no option of a method."""
+        for label, options in self.per_kept.items():
+            _check_name("task.per_kept", label, list(methods))
+            known_options = [option.name for option in fields(methods[label][0])]
+            for option in options:
+                _check_name(f"task.per_kept.{label}", option, known_options)
+
+    def _unit(
+        self, name: str, datasets: Sequence[str], replicates: Sequence[str], payload: Any
+    ) -> Unit:
+        """The unit that measures these data sets in these repetitions, with the ids of its records."""
+        ids = tuple(
+            f"{dataset}/kept{kept}/{replicate}"
+            for replicate, dataset, kept in product(replicates, datasets, self.kept)
+        )
+        return Unit(name, ids, payload)
 
     def _layers(
         self, unit: Unit, session: Session
@@ -239,33 +250,41 @@ class ErrorScaling(LayerProbe):
         """
         if self.prompts is None:
             name, draw = unit.payload
-            named = {"replicate": f"seed{session.seed}-draw{draw}"}
-            made = self.data[name].layer(
-                self.n, self.queries, name, SEED_STRIDE * session.seed + draw
-            )
-            yield name, f"draw{draw}", draw, named, *made
+            fields_of_draw = {"replicate": f"seed{session.seed}-draw{draw}"}
+            seed = SEED_STRIDE * session.seed + draw
+            layer, after = self.data[name].layer(self.n, self.queries, name, seed)
+            yield name, f"draw{draw}", draw, fields_of_draw, layer, after
             return
-        need = self.n + self.queries
-        for number, whole in self.captured(session, unit.payload, need):
-            assert whole.queries is not None
-            k, v, q = (x[:, :, : self.n] for x in (whole.keys, whole.values, whole.queries))
-            layer = replace(whole, keys=k, values=v, queries=q, shared={})
+        for number, prompt_layer in self.captured(session, unit.payload, self.n + self.queries):
+            queries = prompt_layer.queries
+            assert queries is not None
+            layer = replace(
+                prompt_layer,
+                keys=prompt_layer.keys[:, :, : self.n],
+                values=prompt_layer.values[:, :, : self.n],
+                queries=queries[:, :, : self.n],
+                shared={},
+            )
             check_finite(layer)
-            after = whole.queries[:, :, self.n :]
+            after = queries[:, :, self.n :]
             for draw in range(self.draws):
                 replicate = f"{unit.id}-draw{draw}"
-                named = {"replicate": replicate, "prompt": unit.id}
-                yield f"layer {number}", replicate, draw, named, layer, after
+                fields_of_draw = {"replicate": replicate, "prompt": unit.id}
+                yield f"layer {number}", replicate, draw, fields_of_draw, layer, after
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """Every method at every number of entries."""
-        for dataset, replicate, draw, named, layer, queries in self._layers(unit, session):
+        """Measure every method at every number of entries; a failure is the record of one of them."""
+        for dataset, replicate, draw, fields_of_draw, layer, queries in self._layers(unit, session):
             seed = SEED_STRIDE * session.seed + draw
-            truth = estimate(keep_all(layer), queries, layer.n, layer)
+            exact = estimate(keep_all(layer), queries, layer.n, layer)
             scale = bound_scale(layer, queries)
             for kept, label in product(self.kept, methods):
-                record: dict[str, Any] = {"dataset": dataset, "kept": kept, **named}
-                record["prompt_tokens"] = layer.n
+                record: dict[str, Any] = {
+                    "dataset": dataset,
+                    "kept": kept,
+                    **fields_of_draw,
+                    "prompt_tokens": layer.n,
+                }
                 generator = layer_generator(seed, f"{dataset}/{replicate}/{kept}", 0)
                 budget = Budget(rate=kept / self.n, sink=0, window=0)
                 try:
@@ -273,15 +292,29 @@ class ErrorScaling(LayerProbe):
                     check_total(label, method, budget, layer.n, layer.num_layers)
                     compressed, cost = compress_measured(label, method, budget, generator, layer)
                     z = estimate(compressed, queries, layer.n, layer)
-                    error = float((torch.linalg.vector_norm(z - truth, dim=-1) / scale).mean())
-                    record |= cost | {"held": cost["entries"]["mean"]}
-                    record |= {"scaled_error": error, "score": error}
+                    error = float((torch.linalg.vector_norm(z - exact, dim=-1) / scale).mean())
+                    record |= {
+                        **cost,
+                        "held": cost["entries"]["mean"],
+                        "scaled_error": error,
+                        "score": error,
+                    }
                 except Exception as failure:  # noqa: BLE001 - a record with its status
                     record |= failed(failure)
                 yield Outcome(label, f"{dataset}/kept{kept}/{replicate}", record)
 
     def _sized(self, label: str, method: Method, kept: int) -> Method:
-        """The method with the options that grow with the memory."""
+        """The method with the options of `per_kept` at this number of entries."""
         factors = self.per_kept.get(label, {})
-        sized: dict[str, Any] = {k: max(2, round(factor * kept)) for k, factor in factors.items()}
+        sized: dict[str, Any] = {
+            option: max(2, round(factor * kept)) for option, factor in factors.items()
+        }
         return replace(method, **sized)
+
+
+def _check_name(where: str, name: str, allowed: Sequence[str]) -> None:
+    """Raise a KVError where the option `where` has a name that is not among those allowed."""
+    if name not in allowed:
+        raise KVError(
+            f"{where} names {name!r}{nearest(name, allowed)}; allowed: {', '.join(allowed)}"
+        )

@@ -1,7 +1,7 @@
 """How far a compressed cache moves the model's next-token distribution, without any answers.
 
-As a function of one prompt and continuation (`teacher_forced`), and as a task: prompts of any task, one
-record per prompt and method.
+`teacher_forced` compares methods on one prompt and continuation; `FidelityProbe` does it for the prompts
+of any task, with a record per prompt and method.
 """
 
 from __future__ import annotations
@@ -30,15 +30,7 @@ from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
-from kvbench.probes.base import (
-    Probe,
-    ReadCost,
-    Repeats,
-    costs_of,
-    encoded_prompts,
-    failed,
-    places,
-)
+from kvbench.probes.base import Probe, ReadCost, Repeats, costs_of, encoded_prompts, failed, places
 from kvbench.prompts import PromptEncoder
 from kvbench.records.figures import TaskKind
 from kvbench.run.plan import Methods, Outcome, Unit
@@ -47,7 +39,7 @@ from kvbench.tasks.base import Task, TaskError, Tokens
 
 REFERENCE = "(reference)"
 EXACT: Mapping[str, tuple[Method, Budget]] = {REFERENCE: (Exact(), Budget())}
-"""The fork that all are compared with; it comes before the methods that a prompt is read with."""
+"""The fork that all are compared with; a prompt is read with it before all methods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +53,7 @@ class Fidelity(ReadCost):
         nll_exact, nll: -log p and -log q of the continuation's token, in nats.
         difference: nll - nll_exact.
         top: the method's most likely token.
-        failure: what stopped the method; the lists mean nothing then.
+        failure: the error that stopped the method; the lists mean nothing then.
     """
 
     kl: list[float] = field(default_factory=list)
@@ -74,13 +66,14 @@ class Fidelity(ReadCost):
     @property
     def difference(self) -> list[float]:
         """nll - nll_exact."""
-        return [mine - exact for mine, exact in zip(self.nll, self.nll_exact, strict=True)]
+        return [nll - exact for nll, exact in zip(self.nll, self.nll_exact, strict=True)]
 
 
 def divergence(exact: Tensor, other: Tensor) -> Tensor:
     """KL(exact || other) of log-probabilities [tokens, vocab] float32: [tokens] float64.
 
-    Where p is 0 the term is 0; what rounding leaves below zero, in float32 some 1e-7, is zero.
+    A term is 0 where the exact probability is 0. Rounding leaves sums that are a little below zero, in
+    float32 some 1e-7; they count as zero.
     """
     terms = exact.exp().double() * (exact.double() - other.double())
     kl = torch.where(exact == -torch.inf, 0.0, terms).sum(-1)
@@ -93,21 +86,24 @@ def _compare_with_first(
     """Add to each result how its own row of logits differs from the first row, the exact cache's.
 
     Args:
-        results: of the rows after the first. fed: logits [rows, tokens, vocab], piece by piece.
+        results: one for each row after the first.
+        fed: logits [rows, tokens, vocab] of consecutive pieces of the continuation, each with the place
+            at which it begins.
     """
     tokens = torch.tensor(list(continuation))
     for begin, logits in fed:
         target = tokens[begin : begin + logits.shape[1], None].to(logits.device)
         exact = logits[0].float().log_softmax(-1)
-        top, nll = exact.argmax(-1), -exact.gather(-1, target)[:, 0]
+        exact_top = exact.argmax(-1)
+        exact_nll = -exact.gather(-1, target)[:, 0]
         for result, row in zip(results, logits[1:], strict=True):
-            other = row.float().log_softmax(-1)
-            mine = other.argmax(-1)
-            result.kl.extend(divergence(exact, other).tolist())
-            result.agree.extend((mine == top).long().tolist())
-            result.nll.extend((-other.gather(-1, target)[:, 0]).tolist())
-            result.nll_exact.extend(nll.tolist())
-            result.top.extend(mine.tolist())
+            log_probabilities = row.float().log_softmax(-1)
+            top = log_probabilities.argmax(-1)
+            result.kl.extend(divergence(exact, log_probabilities).tolist())
+            result.agree.extend((top == exact_top).long().tolist())
+            result.nll.extend((-log_probabilities.gather(-1, target)[:, 0]).tolist())
+            result.nll_exact.extend(exact_nll.tolist())
+            result.top.extend(top.tolist())
 
 
 def teacher_forced(
@@ -118,10 +114,10 @@ def teacher_forced(
     seed: int = 0,
     example_id: str = "x",
 ) -> dict[str, Fidelity]:
-    """Every method against the exact cache on one continuation, from one prefill.
+    """Compare every method with the exact cache on one continuation, from one prefill.
 
     All but the last prompt token are compressed; that one and the continuation are fed to every fork,
-    the exact one among them, in one batch. Pure: nothing is drawn but by the methods, nothing written.
+    the exact one among them, in one batch. Only methods draw random numbers; nothing is written.
 
     Args:
         continuation: at least one token; the last is predicted and never fed.
@@ -131,8 +127,14 @@ def teacher_forced(
         label -> `Fidelity`, its lists as long as the continuation.
     """
     with kvbench_attention_on(model):
-        both, room = {**EXACT, **methods}, len(continuation)
-        reading = read(model, prompt_ids, both, seed=seed, example_id=example_id, room=room)
+        reading = read(
+            model,
+            prompt_ids,
+            {**EXACT, **methods},
+            seed=seed,
+            example_id=example_id,
+            room=len(continuation),
+        )
         return compare(model, reading, continuation)
 
 
@@ -140,23 +142,25 @@ def teacher_forced(
 def compare(
     model: Model, reading: CompressedPrompt, continuation: Sequence[int]
 ) -> dict[str, Fidelity]:
-    """Every method of a reading against its first fork, which is exact."""
+    """Compare every method of a reading with its first fork, which is exact, on a continuation; returns
+    the results by label, without the first fork's."""
     costs = costs_of(model, reading, len(reading.prompt_ids) + len(continuation))
     results = {label: Fidelity(**vars(cost)) for label, cost in costs.items()}
     sound = [fork for fork in reading.forks if fork.failure is None]
     fed = feed_continuations(model, reading, [(fork, continuation) for fork in sound])
     _compare_with_first([results[fork.label] for fork in sound[1:]], continuation, fed)
-    for fork in reading.forks:  # a cache that evicts may be compressed only now
-        now: dict[str, Any] = {"failure": fork.failure, "compressed": fork.cost().compressed}
-        results[fork.label] = replace(results[fork.label], **now)
+    for fork in reading.forks:  # a cache that evicts while decoding may be compressed only now
+        results[fork.label] = replace(
+            results[fork.label], failure=fork.failure, compressed=fork.cost().compressed
+        )
     for label, pair in reading.whole.items():
         fed = run_masked_pass(model, reading.prompt_ids, continuation, [None, pair])
         _compare_with_first([results[label]], continuation, fed)
     del results[REFERENCE]
-    for label, result in results.items():  # a method may rule out what the exact model does not
-        wrong = next((i for i, kl in enumerate(result.kl, start=1) if not math.isfinite(kl)), None)
-        if wrong is not None and result.failure is None:
-            reason = f"infinite KL divergence at token {wrong} of the continuation"
+    for label, result in results.items():  # a method may give probability 0 to a possible token
+        infinite = [i for i, kl in enumerate(result.kl, start=1) if not math.isfinite(kl)]
+        if infinite and result.failure is None:
+            reason = f"infinite KL divergence at token {infinite[0]} of the continuation"
             results[label] = replace(result, failure=ArithmeticError(reason))
     return results
 
@@ -165,21 +169,21 @@ def compare(
 class FidelityProbe(Probe):
     """KL divergence, agreement and likelihood of a continuation under every method's cache.
 
-    No labels are needed: the continuation is what the exact model answers, or a text that is given.
+    No labels are needed: the continuation is what the exact model answers, or a text that the task has.
     Every method reads the same tokens, so that no method's own mistakes feed back and differences are
-    paired by token. The score is the mean KL divergence from the exact model over the continuation's
-    tokens, in nats; over prompts it is the mean of their means, and prompts are what intervals
-    resample.
+    paired by token. A record's score is the mean KL divergence from the exact model over the
+    continuation's tokens, in nats. Tables have the mean of the records' scores; intervals resample
+    prompts.
 
     All but the last prompt token are compressed (with ``compress_after=context``: the context), and the
     rest is fed, so that the first token of the continuation counts like any other.
 
     Attributes:
-        prompts: a task whose first `num_prompts` prompts are used; of one's own texts: ``text``.
+        prompts: a task whose first `num_prompts` prompts are used; the task ``text`` reads files.
         continuation: greedy (the exact model's own answer, its end token included) | given (the task's
-            first reference answer, of ``text`` how it goes on).
-        tokens: of the continuation, at most; fewer where the model has no more positions.
-        rates: shares to compress to, from one prefill; null: the job's budget alone.
+            first reference answer, which of ``text`` is how the text goes on).
+        tokens: the continuation's length at most; fewer where the model has no more positions.
+        rates: shares of the middle to keep, all from one prefill; null: the job's budget alone.
     """
 
     name: ClassVar[str] = "fidelity"
@@ -206,40 +210,44 @@ class FidelityProbe(Probe):
         """One unit per prompt; all methods and rates share its prefill.
 
         Raises:
-            KVError, TaskError: a prompt that leaves the model no position, a budget that a prompt is
-                too short for, no continuation to be given.
+            KVError: a prompt that leaves the model no position, a budget that a prompt is too short for.
+            TaskError: continuation is "given", and a prompt has none.
         """
         positions = session.encoder.max_positions
         rates = self.rates or (None,)
         units = []
         for encoded in encoded_prompts(self.prompts, session, self.num_prompts):
-            name, n = encoded.example.id, encoded.n
+            name = encoded.example.id
+            n = encoded.n
             if positions is not None and n >= positions:
                 raise KVError(
                     f"prompt {name!r} has {n} tokens and the model {positions} positions; "
                     "allowed: fewer, since the continuation needs some"
                 )
-            given = "".join(encoded.example.answers[:1]) if self.continuation == "given" else None
-            if given == "":
+            text = None  # the exact model's own answer
+            if self.continuation == "given":
+                text = "".join(encoded.example.answers[:1])
+            if text == "":
                 raise TaskError(
                     f"task.continuation is 'given' and prompt {name!r} has no text to go on with; "
                     "allowed: greedy"
                 )
-            head = len(encoded.context_ids) if session.compress_after == "context" else n - 1
+            compressed = len(encoded.context_ids) if session.compress_after == "context" else n - 1
             for (_, budget), rate in product(methods.values(), rates):
-                budget.with_share(rate).capacity(head)
+                budget.with_share(rate).capacity(compressed)  # raises if these tokens are too few
             ids = tuple(_at_rate(name, rate, "/rate") for rate in rates)
-            units.append(Unit(name, ids, (encoded, given)))
+            units.append(Unit(name, ids, (encoded, text)))
         return units
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """One prefill, one continuation, every method at every rate beside the exact cache."""
-        encoded, given = unit.payload
+        """Compare every method at every rate with the exact cache, on one continuation from one
+        prefill."""
+        encoded, text = unit.payload
         encoder = session.encoder
-        after_context = session.compress_after == "context"
-        most, rates = self.tokens, self.rates or (None,)
+        rates = self.rates or (None,)
+        longest = self.tokens
         if encoder.max_positions is not None:
-            most = min(most, encoder.max_positions - encoded.n)
+            longest = min(longest, encoder.max_positions - encoded.n)
         forks = dict(EXACT)
         for label, (method, budget) in methods.items():
             for rate in rates if method.uses_budget else rates[:1]:
@@ -250,20 +258,22 @@ class FidelityProbe(Probe):
             forks,
             seed=session.seed,
             example_id=unit.id,
-            room=most,
-            context_tokens=len(encoded.context_ids) if after_context else None,
+            room=longest,
+            context_tokens=(
+                len(encoded.context_ids) if session.compress_after == "context" else None
+            ),
             encoder=encoder,
         )
         reference = reading.forks[0]
         if reference.failure is not None:
             raise reference.failure
-        if given is None:
-            stopping = Stopping(most, session.end_ids, timeout_s=session.example_timeout)
+        if text is None:
+            stopping = Stopping(longest, session.end_ids, timeout_s=session.example_timeout)
             tokens = greedy_continuation(session.model, reading, reference, stopping)
         else:
-            tokens = encoder.encode_text(given)[:most]
-        distances = compare(session.model, reading, tokens)
-        text = encoded.example.context + encoded.example.question
+            tokens = encoder.encode_text(text)[:longest]
+        fidelities = compare(session.model, reading, tokens)
+        prompt = encoded.example.context + encoded.example.question
         shared = {
             "prompt": unit.id,
             "prompt_tokens": encoded.n,
@@ -273,51 +283,58 @@ class FidelityProbe(Probe):
             "continuation_ids": tokens,
             "new_tokens": len(tokens),
             "answers": [encoder.decode(tokens)],
-            "prompt_tail": text[-200:],
-            "cut": most < self.tokens and len(tokens) == most,
+            "prompt_tail": prompt[-200:],
+            "cut": longest < self.tokens and len(tokens) == longest,
         }
         for label, (method, _) in methods.items():
             for rate in rates:
-                key = _at_rate(label, rate if method.uses_budget else rates[0], " at rate ")
-                fields = {
-                    **shared,
-                    **({} if rate is None else {"rate": rate}),
-                    **self._measured(distances[key], tokens, encoder),
-                }
+                fork_rate = rate if method.uses_budget else rates[0]
+                fidelity = fidelities[_at_rate(label, fork_rate, " at rate ")]
+                fields = dict(shared)
+                if rate is not None:
+                    fields["rate"] = rate
+                fields |= self._measured(fidelity, tokens, encoder)
                 yield Outcome(label, _at_rate(unit.id, rate, "/rate"), fields)
 
     def _measured(
-        self, distances: Fidelity, tokens: Sequence[int], encoder: PromptEncoder
+        self, fidelity: Fidelity, tokens: Sequence[int], encoder: PromptEncoder
     ) -> dict[str, Any]:
-        """Record fields of one method on one prompt. It diverges where its most likely token first is
-        another than the exact model's: the prediction ends there, with that token."""
-        if distances.failure is not None:
-            return distances.record() | failed(distances.failure)
+        """Record fields of one method on one prompt.
+
+        The method diverges at the first token of which its most likely token is another than the exact
+        model's. The field `prediction` ends there, with the method's token.
+        """
+        if fidelity.failure is not None:
+            return fidelity.record() | failed(fidelity.failure)
         names = ("kl", "nll", "nll_exact", "difference")
-        means = {name: math.fsum(getattr(distances, name)) / len(tokens) for name in names}
-        agreed = distances.agree.index(0) if 0 in distances.agree else None
-        prediction = tokens if agreed is None else [*tokens[:agreed], distances.top[agreed]]
+        means = {name: math.fsum(getattr(fidelity, name)) / len(tokens) for name in names}
+        diverges_at = None  # counted from 1
+        prediction = list(tokens)
+        if 0 in fidelity.agree:
+            first = fidelity.agree.index(0)
+            diverges_at = first + 1
+            prediction = [*tokens[:first], fidelity.top[first]]
+        by_place = {}
+        for name, place in places(len(tokens), self.tokens).items():
+            by_place[name] = math.fsum(fidelity.kl[place]) / len(fidelity.kl[place])
         return {
-            **distances.record(),
+            **fidelity.record(),
             **means,
             "score": means["kl"],
-            "max_kl": max(distances.kl),
-            "agreement": sum(distances.agree) / len(tokens),
+            "max_kl": max(fidelity.kl),
+            "agreement": sum(fidelity.agree) / len(tokens),
             "perplexity_ratio": math.exp(min(means["difference"], 700.0)),
-            **{
-                name: math.fsum(distances.kl[at]) / len(distances.kl[at])
-                for name, at in places(len(tokens), self.tokens).items()
-            },
+            **by_place,
             "per_token": {  # six significant digits
-                "kl": [float(f"{value:.6g}") for value in distances.kl],
-                "agree": distances.agree,
-                "difference": [float(f"{value:.6g}") for value in distances.difference],
+                "kl": [float(f"{kl:.6g}") for kl in fidelity.kl],
+                "agree": fidelity.agree,
+                "difference": [float(f"{value:.6g}") for value in fidelity.difference],
             },
-            "diverges_at": None if agreed is None else agreed + 1,
+            "diverges_at": diverges_at,
             "prediction": encoder.decode(prediction),
         }
 
 
 def _at_rate(name: str, rate: float | None, between: str) -> str:
-    """A record's id, or a method's label, at one of the rates."""
+    """A record's id, or a fork's label, with the rate behind it; unchanged where there is none."""
     return name if rate is None else f"{name}{between}{rate:g}"

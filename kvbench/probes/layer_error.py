@@ -22,24 +22,21 @@ from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
-from kvbench.probes.base import (
-    LayerProbe,
-    Repeats,
-    encoded_prompts,
-    failed,
-)
+from kvbench.probes.base import LayerProbe, Repeats, encoded_prompts, failed
 from kvbench.records.figures import Bars, as_json
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 
+DECODING_COSTS = ("cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean", "exact_bytes_mean")
+"""Fields of a `Cost` that are known only once something was decoded."""
 RECORD_ID = "{}/layer{}/rate{:g}/seed{}"
 """The example id of a record: its prompt, layer and rate, and the number of the method's draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticLayers:
-    """Random q, k, v of chosen norms and clusters, where no model is wanted.
+    """Random queries, keys and values of chosen norms and clusters, in place of a model's.
 
     Keys are cluster centres plus noise; the values of a cluster share a centre in the same way, so
     that near keys carry near values, as they do in trained layers.
@@ -65,7 +62,7 @@ class SyntheticLayers:
         check_options(self, "task.synthetic.", TaskError)
 
     def layer(self, index: int, num_layers: int, device: torch.device | str = "cpu") -> LayerKV:
-        """Layer `index` of `num_layers`: the same tensors every time."""
+        """Draw layer `index` (from 0) of `num_layers`: the same tensors every time."""
         generator = layer_generator(0, "synthetic", index)
 
         def gaussian(heads: int, count: int) -> Tensor:
@@ -75,9 +72,14 @@ class SyntheticLayers:
         draw = partial(gaussian, self.kv_heads)
         keys, values = clustered(draw, self.n, self.clusters, self.spread, generator)
         queries = self.query_norm * gaussian(self.heads, self.n)
-        made = self.key_norm * keys, self.value_norm * values, queries
-        k, v, q = (x.to(device) for x in made)
-        return LayerKV(k, v, q, index, num_layers, self.head_dim**-0.5)
+        return LayerKV(
+            (self.key_norm * keys).to(device),
+            (self.value_norm * values).to(device),
+            queries.to(device),
+            index,
+            num_layers,
+            scaling=self.head_dim**-0.5,
+        )
 
 
 def clustered(
@@ -86,45 +88,50 @@ def clustered(
     """Keys and values [1, heads, n, d] around centres that those of one cluster share.
 
     Args:
-        draw: returns `count` vectors, [1, heads, count, d].
+        draw: a function of `count` that draws so many vectors, [1, heads, count, d].
         clusters: how many centres; 0: keys and values are the vectors as they are drawn.
         spread: share of the squared norm that is noise around the centre.
     """
     keys, values = draw(n), draw(n)
     if clusters:
-        of = torch.randint(clusters, (n,), generator=generator)
+        cluster = torch.randint(clusters, (n,), generator=generator)
         near, far = (1 - spread) ** 0.5, spread**0.5
-        keys = near * draw(clusters)[:, :, of] + far * keys
-        values = near * draw(clusters)[:, :, of] + far * values
+        keys = near * draw(clusters)[:, :, cluster] + far * keys
+        values = near * draw(clusters)[:, :, cluster] + far * values
     return keys, values
 
 
 def logits_of(keys: Tensor, queries: Tensor, layer: LayerKV) -> Tensor:
     """Scaled and capped logits of queries [1, heads, m, d] against keys [1, kv_heads, n, d]:
     [1, kv_heads, group, m, n] float64."""
-    (batch, heads, m, dim), stored = queries.shape, keys.shape[1]
-    grouped = queries.double().view(batch, stored, heads // stored, m, dim)
+    batch, heads, m, dim = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.double().view(batch, kv_heads, heads // kv_heads, m, dim)
     logits = grouped @ keys.double()[:, :, None].transpose(-1, -2) * layer.scaling
     return capped(logits, layer.softcap)
 
 
 def estimate(compressed: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
-    """z_j for the queries at positions first, first + 1, ...: attention over what is held, entries
-    of later positions hidden. queries [1, heads, m, d] -> [1, heads, m, d], float64."""
+    """The attention outputs z_j, [1, heads, m, d] float64, of queries [1, heads, m, d] at the positions
+    first, first + 1, ... over the compressed entries; a query does not see entries of later positions.
+
+    `layer` is the layer that was compressed: of its scaling and softcap.
+    """
     batch, heads, m, _ = queries.shape
     logits = logits_of(compressed.keys, queries, layer)
     if compressed.log_weights is not None:
         logits = logits + compressed.log_weights.double()[:, :, None, None]
-    at = torch.arange(first, first + m, device=queries.device)
-    later = compressed.positions[:, :, None, None, :] > at[:, None]
+    positions = torch.arange(first, first + m, device=queries.device)
+    later = compressed.positions[:, :, None, None, :] > positions[:, None]
     weights = logits.masked_fill(later, float("-inf")).softmax(-1)
     out = weights[..., compressed.keys_only :] @ compressed.values.double()[:, :, None]
     if compressed.denominators is not None:
-        ends = None
+        value_range = None
         if compressed.value_range is not None:
             least, most = compressed.value_range
-            ends = least.double()[:, :, None, None], most.double()[:, :, None, None]
-        out = signed_mean(out, weights, compressed.denominators.double()[:, :, None], ends)
+            value_range = least.double()[:, :, None, None], most.double()[:, :, None, None]
+        denominators = compressed.denominators.double()[:, :, None]
+        out = signed_mean(out, weights, denominators, value_range)
     return out.view(batch, heads, m, -1)
 
 
@@ -139,26 +146,28 @@ def relative_errors(z: Tensor, exact: Tensor) -> dict[str, float]:
             1e-8, the negative ones among them, count as 1e-8 in its norm. Where the signs are even
             that makes the denominator smaller, and the error larger, by about sqrt(2).
     """
-    distance, norm = (x.norm(dim=-1) for x in (z - exact, exact))
+    distance, norm = (z - exact).norm(dim=-1), exact.norm(dim=-1)
     error = torch.where(distance == 0, 0.0, distance / norm)  # an output of zero may be met exactly
-    clamped = distance / exact.clamp(min=1e-8).norm(dim=-1)
-    whole = distance.square().sum()
+    released = distance / exact.clamp(min=1e-8).norm(dim=-1)
+    squares = distance.square().sum()
     return {
         "relative_error": float(error.mean()),
-        "pooled_error": float((whole / norm.square().sum()).sqrt()) if whole else 0.0,
-        "released_error": float(clamped.mean()),
+        "pooled_error": float((squares / norm.square().sum()).sqrt()) if squares else 0.0,
+        "released_error": float(released.mean()),
     }
 
 
 def compress_measured(
     label: str, method: Method, budget: Budget, generator: torch.Generator, kv: LayerKV
 ) -> tuple[CompressedKV, dict[str, Any]]:
-    """What `method` holds instead of `kv`, and the record fields that say what it costs.
+    """Compress the layer `kv` with a method; what it holds instead, and record fields of what it costs.
+
+    Entries that the method's cache would pack are returned as they are read back from it.
 
     Raises:
         BudgetExceeded: more entries than the method may hold.
-        KVError: what the method does to attention happens while decoding only, so that the error of
-            what `compress` returns would not be the method's; or it needs more than one layer.
+        KVError: the method changes attention only while decoding, so that the error of what `compress`
+            returns would not be the method's; or it needs more than one layer.
     """
     if method.restricts:
         raise KVError(
@@ -169,13 +178,14 @@ def compress_measured(
             f"method {label!r} has the model repeat its prompt; allowed: methods that see one layer"
         )
     compressed, capacity, clock = guard.compress(label, method, kv, budget, generator, kv.carried)
+    if compressed.charged > capacity + 1:
+        raise BudgetExceeded(label, kv.layer_index, capacity, compressed.charged)
     entries = {
         "mean": float(compressed.entries.float().mean()),
         "max": int(compressed.entries.max()),
     }
-    if compressed.charged > capacity + 1:
-        raise BudgetExceeded(label, kv.layer_index, capacity, compressed.charged)
-    cache_bytes, scheme = compressed.nbytes, method.quantization()
+    cache_bytes = compressed.nbytes
+    scheme = method.quantization()
     if scheme is not None:
         compressed, cache_bytes = stored(compressed, scheme, kv.layer_index, generator)
     cost = Cost(
@@ -188,16 +198,17 @@ def compress_measured(
         compress_s=clock.seconds,
         budget_preset=allowed_entries(method, budget, kv.n, kv.num_layers)[1],
     )
-    later = ("cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean", "exact_bytes_mean")
-    fields = {key: value for key, value in cost.record().items() if key not in later}
-    return compressed, fields
+    record = cost.record()
+    for field_of_decoding in DECODING_COSTS:
+        record.pop(field_of_decoding, None)
+    return compressed, record
 
 
 def stored(
     compressed: CompressedKV, scheme: Scheme, layer: int, generator: torch.Generator
 ) -> tuple[CompressedKV, int]:
-    """What a cache that packs entries by `scheme` attends to instead of `compressed` (batch 1), and the
-    bytes that it holds.
+    """Pack entries (batch 1) by a scheme; the entries as attention then reads them, and the bytes that
+    they take.
 
     Sketches and rotations are drawn anew from the generator, so that the errors of several draws and
     prompts vary with them; a model that decodes draws them once.
@@ -209,21 +220,23 @@ def stored(
         raise KVError(
             "heads of different lengths are quantized while decoding; allowed: quantize=null"
         )
-    sides = []
-    packed = compressed.nbytes
     seed = 0
-    if not isinstance(scheme, Quantization):  # which draws nothing
+    if not isinstance(scheme, Quantization):  # rounding to integers draws nothing
         seed = int(torch.randint(2**31, (), generator=generator))
+    restored = []
+    packed_bytes = compressed.nbytes
     codecs = scheme.codecs(compressed.keys[0], compressed.values[0], layer=layer, seed=seed)
     for codec, rows in zip(codecs, (compressed.keys[0], compressed.values[0]), strict=True):
         heads, _, dim = rows.shape
-        exact = rows[:, codec.count :]
-        packed += codec.nbytes + exact.nbytes - rows.nbytes
+        unpacked = rows[:, codec.count :]
+        packed_bytes += codec.nbytes + unpacked.nbytes - rows.nbytes
         if codec.count:  # a codec's inner products with the unit vectors are what it restores
-            unit = torch.eye(dim, device=rows.device).expand(heads, dim, dim)
-            exact = torch.cat([codec.dot(unit).mT.to(rows.dtype), exact], dim=1)
-        sides.append(exact[None])
-    return replace(compressed, keys=sides[0], values=sides[1]), packed
+            unit_vectors = torch.eye(dim, device=rows.device).expand(heads, dim, dim)
+            packed = codec.dot(unit_vectors).mT.to(rows.dtype)
+            restored.append(torch.cat([packed, unpacked], dim=1)[None])
+        else:
+            restored.append(unpacked[None])
+    return replace(compressed, keys=restored[0], values=restored[1]), packed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,14 +281,20 @@ class LayerError(LayerProbe):
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`. The repetition is the prompt, whose draws say little about other prompts; of
         synthetic layers the layer, since each is a draw of its own."""
-        drawn = self.prompts is None
-        unseen = "" if self.held_out else ", measured on the queries that chose"
-        unit = "layer" if drawn else "prompt"
-        ylabel = f"{self.score_unit} of the attention output"
-        bars = Bars(x="rate", facet=None if drawn else "layer", repeat=unit, ylabel=ylabel)
+        synthetic = self.prompts is None
+        unit = "layer" if synthetic else "prompt"
+        bars = Bars(
+            x="rate",
+            facet=None if synthetic else "layer",
+            repeat=unit,
+            ylabel=f"{self.score_unit} of the attention output",
+        )
+        score_unit = self.score_unit
+        if not self.held_out:
+            score_unit += ", measured on the queries that chose"
         return super().meta() | {
-            "score_unit": self.score_unit + unseen,
-            "breakdown": ["rate"] if drawn else ["rate", "layer"],
+            "score_unit": score_unit,
+            "breakdown": ["rate"] if synthetic else ["rate", "layer"],
             "figures": as_json([bars]),
             "unit": unit,
         }
@@ -292,7 +311,7 @@ class LayerError(LayerProbe):
             sources = [("synthetic", self.synthetic.n, None)]
         if self.prompts is not None:
             prompts = encoded_prompts(self.prompts, session, self.num_prompts)
-            sources = [(each.example.id, each.n, each) for each in prompts]
+            sources = [(prompt.example.id, prompt.n, prompt) for prompt in prompts]
         for name, n, _ in sources:
             if n <= 2 * self.exact:
                 raise KVError(
@@ -305,51 +324,56 @@ class LayerError(LayerProbe):
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """Every method at every layer, rate and seed, on one prompt's tensors.
+        """Measure every method at every layer, rate and seed, on one prompt's tensors.
 
-        A method that draws nothing is run once for all seeds; what one notes for the next layer
+        A method that draws nothing is run once for all seeds. What a method notes for its next layers
         (`LayerKV.carried`) stays with its rate and its draw. A failure stops no other method.
         """
         carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
-        drawn, last = self.synthetic, max(self.layers)
-        layers = (
-            self.captured(session, unit.payload)
-            if drawn is None
-            else ((i, drawn.layer(i - 1, last, session.device)) for i in self.layers)
-        )
-        for layer, kv in layers:
+        score = "relative_error" if self.metric == "per_query" else f"{self.metric}_error"
+        for layer, kv in self._layers(unit, session):
             guard.check_finite(kv)
             first = kv.n - self.exact
             assert kv.queries is not None
-            before, queries = kv.queries[:, :, :first], kv.queries[:, :, first:]
+            queries = kv.queries[:, :, first:]
             exact = estimate(keep_all(kv), queries, first, kv)
-            seen = replace(kv, queries=before, withheld=self.exact) if self.held_out else kv
-            same: dict[tuple[str, float], Mapping[str, Any]] = {}  # for every seed
-            which = f"{self.metric}_error".replace("per_query", "relative")
+            shown = kv
+            if self.held_out:
+                shown = replace(kv, queries=kv.queries[:, :, :first], withheld=self.exact)
+            without_draws: dict[tuple[str, float], Mapping[str, Any]] = {}
             for rate, seed, label in product(self.rates, range(self.seeds), methods):
                 method = methods[label][0]
                 generator = layer_generator(SEED_STRIDE * session.seed + seed, unit.id, layer)
                 state = generator.get_state()
-                mine = replace(seen, carried=carried.setdefault((label, rate, seed), {}))
-                measurement = same.get((label, rate))
+                own = replace(shown, carried=carried.setdefault((label, rate, seed), {}))
+                measurement = without_draws.get((label, rate))
                 if measurement is None:
                     try:
                         budget = self.budget_of(method, rate, kv.n, kv.num_layers)
-                        compressed, cost = compress_measured(label, method, budget, generator, mine)
+                        compressed, cost = compress_measured(label, method, budget, generator, own)
                         errors = relative_errors(estimate(compressed, queries, first, kv), exact)
-                        measurement = {"score": errors[which], **errors, **cost}
+                        measurement = {"score": errors[score], **errors, **cost}
                     except Exception as failure:  # noqa: BLE001 - a record with its status
                         measurement = failed(failure)
-                if torch.equal(state, generator.get_state()):
-                    same[label, rate] = measurement
+                if torch.equal(state, generator.get_state()):  # the other seeds would draw nothing
+                    without_draws[label, rate] = measurement
                     carried[label, rate, seed] = carried[label, rate, 0]
                 where = {"prompt": unit.id, "layer": layer, "rate": rate, "draw": seed}
                 fields = {**where, "prompt_tokens": kv.n, **measurement}
                 yield Outcome(label, RECORD_ID.format(unit.id, layer, rate, seed), fields)
 
+    def _layers(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
+        """The layers of a unit's prompt, or the synthetic ones, each with its number from 1."""
+        if self.synthetic is None:
+            yield from self.captured(session, unit.payload)
+            return
+        count = max(self.layers)
+        for layer in self.layers:
+            yield layer, self.synthetic.layer(layer - 1, count, session.device)
+
     def budget_of(self, method: Method, rate: float, n: int, num_layers: int) -> Budget:
-        """The budget with which `method` holds, on average over the layers probed, what the rate
-        leaves of n tokens.
+        """The budget with which `method` holds, on average over the layers probed, as many of n tokens
+        as the rate leaves.
 
         A method that shares a budget out among all layers of a model (PyramidKV) would hold more
         than the others at some layers and less at others; probing a few of them would not compare
@@ -360,26 +384,30 @@ class LayerError(LayerProbe):
             KVError: even its smallest budget is more.
         """
         even = Budget(rate=rate, sink=self.exact, window=self.exact)
-        wanted = len(self.layers) * even.capacity(n)
+        entries_of_others = len(self.layers) * even.capacity(n)
 
-        def held(budget: Budget) -> int:
+        def entries(budget: Budget) -> int:
             return sum(method.layer_capacity(budget, n, i - 1, num_layers) for i in self.layers)
 
-        if not method.saves_memory or method.rescoring is not None or held(even) == wanted:
+        if not method.saves_memory or method.rescoring is not None:
+            return even
+        if entries(even) == entries_of_others:
             return even
 
-        def sized(size: int) -> Budget:
+        def budget_of_size(size: int) -> Budget:
             sink = max(0, min(self.exact, size - self.exact - 1))
             return Budget(size=size, sink=sink, window=self.exact)
 
         sizes = range(self.exact + 1, n)
-        # The place found is always one where one entry more would be too many, even if a method's
-        # share of these layers does not grow steadily with the budget.
-        fitting = bisect.bisect_right(sizes, wanted, key=lambda size: held(sized(size)))
+        # bisect_right ends where one entry more would be too many, even if a method's share of these
+        # layers does not grow steadily with the budget.
+        fitting = bisect.bisect_right(
+            sizes, entries_of_others, key=lambda size: entries(budget_of_size(size))
+        )
         if not fitting:
             raise KVError(
                 f"task.layers is {list(self.layers)} and {type(method).__name__} holds "
-                f"{held(sized(sizes[0]))} entries there at the least; allowed: layers at which it "
-                f"can hold {wanted}, as the others do at rate {rate:g}"
+                f"{entries(budget_of_size(sizes[0]))} entries there at the least; allowed: layers at "
+                f"which it can hold {entries_of_others}, as the others do at rate {rate:g}"
             )
-        return sized(sizes[fitting - 1])
+        return budget_of_size(sizes[fitting - 1])

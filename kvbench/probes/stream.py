@@ -23,19 +23,20 @@ from kvbench.tasks.text import TextSource
 class Stream(TextSource, Probe):
     """Negative log-likelihood of texts that are read through a bounded cache, token by token.
 
-    Every token but a text's first is predicted from what is held when it comes. The score is its mean,
-    in nats; perplexity is its exponential. Methods are bounded by ``budget.size``, of which
-    ``budget.sink`` are the first tokens; exact holds everything. Texts are read one at a time, each from
-    an empty cache.
+    Every token but a text's first is predicted from the entries that the cache holds before it. The
+    score is the mean negative log-likelihood, in nats; perplexity is its exponential. A method holds at
+    most ``budget.size`` entries, of which ``budget.sink`` are the first tokens; exact holds everything.
+    Texts are read one at a time, each from an empty cache.
 
-    Positions: ``cache`` counts them inside the cache (StreamingLLM, arXiv 2309.17453, section 3.2), so
-    that a text may be longer than the model's positions. With ``absolute`` every entry keeps its own,
-    and texts end at the model's positions. Either way a method takes part that holds the first and the
-    last tokens (streaming_llm, local, exact), or evicts while it reads (h2o).
+    A method can read a stream if it holds the first and the last tokens (streaming_llm, local, exact),
+    or evicts while it reads (h2o).
 
     Attributes:
-        num_texts: of the files or rows, the first so many.
-        tokens: of each text, at most.
+        num_texts: how many files or rows are read, the first ones.
+        tokens: how many tokens of each text are read, at most.
+        positions: cache (positions are counted inside the cache, as StreamingLLM, arXiv 2309.17453,
+            section 3.2, does; a text may be longer than the model's positions) | absolute (every entry
+            keeps its position in the text, which may not be longer than the model's positions).
     """
 
     name: ClassVar[str] = "stream"
@@ -56,21 +57,23 @@ class Stream(TextSource, Probe):
         """One unit per text.
 
         Raises:
-            KVError, TaskError: a method that cannot read a stream so, a text beyond absolute positions,
-                texts that cannot be had.
+            KVError: a method that cannot read a stream with these positions; a text that is longer than
+                the model's, where they are absolute.
+            TaskError: no text of two tokens.
         """
         for label, (method, budget) in methods.items():
             check_reads(label, method, budget, self.positions)
-        encoder, units = session.encoder, []
-        most = encoder.max_positions
+        encoder = session.encoder
+        limit = encoder.max_positions
+        units = []
         for name, text in self.texts("stream", self.num_texts, self.num_texts)[: self.num_texts]:
             ids = [*encoder.prefix_ids, *encoder.encode_text(text)][: self.tokens]  # BOS first
             if len(ids) < 2:
                 continue  # an empty line predicts nothing
-            if self.positions == "absolute" and most is not None and len(ids) > most:
+            if self.positions == "absolute" and limit is not None and len(ids) > limit:
                 raise KVError(
                     f"task.positions is 'absolute' and text {name!r} has {len(ids)} tokens; allowed: at "
-                    f"most {most}, the model's positions (task.tokens), or task.positions=cache"
+                    f"most {limit}, the model's positions (task.tokens), or task.positions=cache"
                 )
             units.append(Unit(name, (name,), tuple(ids), {name: {"text": name}}))
         if not units:
@@ -78,7 +81,7 @@ class Stream(TextSource, Probe):
         return units
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """Every method reads the text for itself."""
+        """Have every method read the text by itself."""
         ids = unit.payload
         for label, pair in methods.items():
             fields = {"text": unit.id, "prompt_tokens": len(ids), "positions": self.positions}
@@ -94,21 +97,25 @@ class Stream(TextSource, Probe):
 
     def _measured(self, ids: Sequence[int], read: Read, seconds: float) -> dict[str, Any]:
         """Record fields of one method on one text."""
-        nll, held_bytes, entries = read.nll.double(), read.held_bytes, read.entries
+        nll = read.nll.double()
+        entries = read.entries
         mean = float(nll.mean())
         if not math.isfinite(mean):
             raise ArithmeticError("the negative log-likelihood is not finite")
+        by_place = {}
+        for name, place in places(len(nll), self.tokens).items():
+            by_place[name] = float(nll[place].mean())
         return {
             "score": mean,
             "perplexity": math.exp(min(mean, 700.0)),
             "new_tokens": len(nll),
             "entries": {"mean": entries, "max": entries},
             "capacity": entries,
-            "cache_bytes": held_bytes,
+            "cache_bytes": read.held_bytes,
             "exact_bytes": read.exact_bytes,
-            "ratio": held_bytes / read.exact_bytes,
+            "ratio": read.held_bytes / read.exact_bytes,
             "compressed": entries < len(ids),
             "read_s": seconds,
             "tokens_per_s": len(ids) / seconds,
-            **{k: float(nll[at].mean()) for k, at in places(len(nll), self.tokens).items()},
+            **by_place,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any, ClassVar, Literal
 
@@ -34,15 +35,16 @@ log = logging.getLogger(__name__)
 REFERENCE = "exact"
 """The method that the others' times are divided by."""
 WITNESS = "transformers"
-"""The method that decodes the exact cache by other code; every method's rate is told over its, too."""
+"""The method that decodes the exact cache by transformers' own code; every method's tokens per second
+are also divided by its."""
 RATIOS = {
     "speedup": ("tokens_per_s", REFERENCE),
     "decode_speedup": ("decode_tokens_per_s", REFERENCE),
     "prefill_ratio": ("prefill_compress_s", REFERENCE),
     "decode_over_transformers": ("decode_tokens_per_s", WITNESS),
 }
-"""Record fields that divide another by that of the method named, of the same unit; null where there is
-none."""
+"""Record fields that are ratios: which field is divided by that of which method in the same unit. A
+ratio is null where the method was not measured."""
 SUMMED = (
     "prefill_s",
     "compress_s",
@@ -59,8 +61,8 @@ SUMMED = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What one measurement generates: `batch` prompts, `new_tokens` each, at a rate of its own or the
-    job's."""
+    """What one measurement generates: `batch` prompts of `prompt_tokens`, `new_tokens` answers each, at
+    the rate `rate`; None: the job's."""
 
     prompt_tokens: Count
     new_tokens: Count
@@ -77,23 +79,23 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput(Probe):
-    """Random prompts, a fixed number of new tokens, every method with prefills of its own.
+    """Seconds and memory of random prompts and a fixed number of new tokens, each method by itself.
 
-    Nothing is shared between methods, the device is synchronised before every clock reading, and one
-    warm-up run per method and setting is left out. End tokens do not end the generation. A batch is
-    so many different prompts, prefilled and decoded together. In every run the methods
-    take turns, and each run begins with another of them, so that neither drift nor what ran before
-    favours one, and ratios are of one moment.
+    Every method prefills its own prompts: nothing is shared. The device is synchronised before every
+    clock reading, and one warm-up run per method and setting is left out. End tokens do not end the
+    generation. A batch is so many different prompts, prefilled and decoded together. In every run all
+    methods take their turn, and each run begins with another method, so that neither a drift of the
+    machine nor what ran before favours one; ratios are of the same run.
 
     Attributes:
         prompt_tokens: prompt lengths (BalanceKV: 16384).
         new_tokens: tokens generated (BalanceKV: 1024), one number or several.
         batch: batch sizes; "largest": for each method, the largest that fits.
         settings: in place of these three, a list of (prompt tokens, new tokens, batch), each with a
-            budget of its own as a fourth value if wanted: a share of the middle, or of the whole prompt
+            rate of its own as an optional fourth value: a share of the middle, or of the whole prompt
             where the job's budget names `total_rate`.
         runs: measured runs per method and setting (BalanceKV: 10).
-        most_batch: where the search for the largest batch ends.
+        most_batch: the largest batch that is tried.
     """
 
     name: ClassVar[str] = "throughput"
@@ -111,22 +113,23 @@ class Throughput(Probe):
     _known: dict[tuple[Setting, str], int | dict[str, Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The batch of each method at each setting, once it is warm; or the record of its failure."""
+    """By setting and method, once the warm-up is over: the size of the batch, or record fields of the
+    failure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._settings()
 
     def _settings(self) -> list[Setting]:
-        """What is measured, without the runs."""
-        cells: Any = self.settings or product(self.prompt_tokens, self.new_tokens, self.batch)
-        for cell in self.settings:
-            if len(cell) not in (3, 4):
+        """The settings, each of which is measured `runs` times."""
+        for values in self.settings:
+            if len(values) not in (3, 4):
                 raise TaskError(
-                    f"task.settings has {list(cell)}; allowed: [prompt tokens, new tokens, batch], or "
+                    f"task.settings has {list(values)}; allowed: [prompt tokens, new tokens, batch], or "
                     "with a rate as the fourth"
                 )
-        return [Setting(*cell) for cell in cells]
+        settings: Any = self.settings or product(self.prompt_tokens, self.new_tokens, self.batch)
+        return [Setting(*values) for values in settings]
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
@@ -158,27 +161,28 @@ class Throughput(Probe):
                         f"has {n} tokens, so {label!r} would compress nothing; allowed: at most {n}"
                     )
                 if method.uses_budget:
-                    budget.with_share(setting.rate).capacity(n)
+                    budget.with_share(setting.rate).capacity(n)  # raises if the share is too small
         return [
             Unit(f"{s}/run{run}", (f"{s}/run{run}",), (s, run))
             for s, run in product(self._settings(), range(self.runs))
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """Each method in turn, beginning with another in every run; before the first measured run of
-        a process, a warm-up of each."""
+        """Measure the methods in turn, beginning with another in every run; a process warms each method
+        up before it first measures it."""
         setting, run = unit.payload
         n = setting.prompt_tokens
         labels = sorted(methods, key=lambda label: label != REFERENCE)
         start = run % len(labels)
-        rows: dict[str, dict[str, Any]] = {}
+        measurements: dict[str, dict[str, Any]] = {}
         for label in labels[start:] + labels[:start]:
-            method, budget = methods[label][0], methods[label][1].with_share(setting.rate)
+            method, job_budget = methods[label]
+            budget = job_budget.with_share(setting.rate)
             capacity = budget.capacity(n) if method.saves_memory else n
             measurement = self._measure(session, setting, label, (method, budget))
-            rows[label] = {"capacity": capacity, **measurement}
-        for turn, (label, fields) in enumerate(rows.items()):
-            asked = {
+            measurements[label] = {"capacity": capacity, **measurement}
+        for turn, (label, fields) in enumerate(measurements.items()):
+            settings_of_run = {
                 "dataset": str(setting),
                 "prompt_tokens": n,
                 "asked_new_tokens": setting.new_tokens,
@@ -188,48 +192,34 @@ class Throughput(Probe):
                 "runs": self.runs,
                 "turn": turn,
             }
-            ratios = {
-                ratio: _over(fields.get(of), rows.get(reference, {}).get(of))
-                for ratio, (of, reference) in RATIOS.items()
-            }
-            yield Outcome(label, unit.id, asked | fields | ratios)
+            ratios = {}
+            for ratio, (field_name, reference) in RATIOS.items():
+                divisor = measurements.get(reference, {}).get(field_name)
+                ratios[ratio] = _over(fields.get(field_name), divisor)
+            yield Outcome(label, unit.id, settings_of_run | fields | ratios)
 
     def _measure(
         self, session: Session, setting: Setting, label: str, pair: tuple[Method, Budget]
     ) -> dict[str, Any]:
-        """One measured run; what failed once in this process is not tried again."""
-        device, key = session.device, (setting, label)
+        """Record fields of one measured run of a method; one that failed is not tried again by this
+        process."""
+        device = session.device
+        key = (setting, label)
         known: Any = self._known.get(key)
-
-        def run(batch: int, most: int = setting.new_tokens) -> dict[str, Any]:
-            """Record fields of the generation of a whole batch, its bytes summed over the rows."""
-            ids = _random_ids(session, setting.prompt_tokens, batch)
-            if isinstance(pair[0], Transformers):
-                results = generate_with_static_cache(
-                    session.model,
-                    ids,
-                    min(most, setting.new_tokens),
-                    attention=pair[0].attention,
-                    compiled=pair[0].compiled,
-                )
-            else:
-                results = _generate(session, setting, label, pair, ids, most)
-            whole = {name: sum(getattr(result, name) for result in results) for name in SUMMED}
-            return measured(results[0]) | whole
-
+        generate = partial(_generate_batch, session, setting, label, pair)
         try:
             if known is None:
                 batch = setting.batch
                 if batch == "largest":
                     session.graphs.kept.clear()
-                    batch = largest_batch(lambda size: run(size, 2), device, self.most_batch)
-                run(batch, 32)
+                    batch = largest_batch(lambda size: generate(size, 2), device, self.most_batch)
+                generate(batch, 32)  # the warm-up
                 known = self._known[key] = batch
             if isinstance(known, int):
                 free_memory(device)
-                peaks = memory.reset_peak(device)
-                before = memory.used_bytes(device)
-                fields = run(known)
+                peak_is_known = memory.reset_peak(device)
+                bytes_before = memory.used_bytes(device)
+                fields = generate(known, setting.new_tokens)
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             known = self._known[key] = failed(failure)
         if not isinstance(known, int):
@@ -245,28 +235,49 @@ class Throughput(Probe):
             "tokens_per_s": rate,
             "score": rate,
             "decode_tokens_per_s": _over(known * (fields["new_tokens"] - 1), fields["decode_s"]),
-            "peak_bytes": memory.peak_bytes(device) if peaks else None,
-            "bytes_before": before,
+            "peak_bytes": memory.peak_bytes(device) if peak_is_known else None,
+            "bytes_before": bytes_before,
             "peak_is": "allocated" if device.type == "cuda" else "resident",
         }
 
 
-def _generate(
+def _generate_batch(
     session: Session,
     setting: Setting,
     label: str,
     pair: tuple[Method, Budget],
-    ids: Sequence[Sequence[int]],
+    batch: int,
     most: int,
-) -> list[Generation]:
-    """The answers of kvbench's own decoding to a batch of prompts, of `most` tokens at most; the first
-    failure is raised."""
-    encoder = None if pair[0].rescoring is None else session.encoder
-    stopping = Stopping(min(most, setting.new_tokens))
-    prompts = [
-        Prompt(
-            row, [], {label: pair}, stopping, f"throughput{i}", setting.new_tokens, encoder=encoder
+) -> dict[str, Any]:
+    """Record fields of the generation of a batch of prompts, at most `most` new tokens each; those of
+    `SUMMED` are sums over its rows. The first failure is raised."""
+    method = pair[0]
+    ids = _random_ids(session, setting.prompt_tokens, batch)
+    new_tokens = min(most, setting.new_tokens)
+    if isinstance(method, Transformers):
+        results = generate_with_static_cache(
+            session.model, ids, new_tokens, attention=method.attention, compiled=method.compiled
         )
+    else:
+        results = _generate(session, label, pair, ids, new_tokens, room=setting.new_tokens)
+    sums = {name: sum(getattr(result, name) for result in results) for name in SUMMED}
+    return measured(results[0]) | sums
+
+
+def _generate(
+    session: Session,
+    label: str,
+    pair: tuple[Method, Budget],
+    ids: Sequence[Sequence[int]],
+    new_tokens: int,
+    room: int,
+) -> list[Generation]:
+    """The answers of kvbench's own decoding to a batch of prompts, of so many new tokens, in caches with
+    room for `room`; the first failure is raised."""
+    encoder = None if pair[0].rescoring is None else session.encoder
+    stopping = Stopping(new_tokens)
+    prompts = [
+        Prompt(row, [], {label: pair}, stopping, f"throughput{i}", room, encoder=encoder)
         for i, row in enumerate(ids)
     ]
     answers = run_batch(session.model, prompts, seed=session.seed, graphs=session.graphs)
@@ -284,16 +295,19 @@ def _random_ids(session: Session, n: int, batch: int) -> list[list[int]]:
     return torch.randint(vocabulary, (batch, n), generator=generator).tolist()
 
 
-def _over(a: float | None, b: float | None) -> float | None:
-    return None if a is None or not b else a / b
+def _over(dividend: float | None, divisor: float | None) -> float | None:
+    """The ratio; None where one of the two was not measured, or the divisor is 0."""
+    return None if dividend is None or not divisor else dividend / divisor
 
 
 def largest_batch(trial: Callable[[int], object], device: torch.device, most: int) -> int:
-    """The largest batch, up to `most`, for which ``trial(batch)`` does not run out of memory; found
-    to within a sixteenth.
+    """The largest batch, up to `most`, for which ``trial(batch)`` does not run out of memory.
 
-    On a CPU, where running out ends the process, a trial is not begun that is expected to take more than
-    85 % of the memory, from what the last one took.
+    The result may be smaller than that by a sixteenth of itself.
+
+    Batches are doubled until one is too large; between the last two the search halves. On a CPU, where
+    running out of memory ends the process, doubling also ends before a batch that would take more than
+    85 % of the memory, by what the one before took.
 
     Raises:
         torch.OutOfMemoryError: not even one prompt fits.
@@ -311,26 +325,30 @@ def largest_batch(trial: Callable[[int], object], device: torch.device, most: in
         log.info("batch %d %s", batch, "fits" if it_fits else "is too large")
         return it_fits
 
-    fits, too_many, size = 0, most + 1, 1
-    while size < too_many:
-        known, before = memory.reset_peak(device), memory.used_bytes(device)
+    fits = 0
+    too_large = most + 1
+    size = 1
+    while size < too_large:
+        peak_is_known = memory.reset_peak(device)
+        bytes_before = memory.used_bytes(device)
         if not fitting(size):
-            too_many = size
+            too_large = size
             break
-        fits, size = size, min(2 * size, most) if size < most else most + 1
-        if device.type == "cpu" and known and size <= most:
+        fits = size
+        size = min(2 * size, most) if size < most else most + 1
+        if device.type == "cpu" and peak_is_known and size <= most:
             peak, total = memory.peak_bytes(device), memory.total_bytes(device)
-            if before is None or peak is None or total is None:
+            if bytes_before is None or peak is None or total is None:
                 break
-            if before + (peak - before) * size / fits > 0.85 * total:
+            if bytes_before + (peak - bytes_before) * size / fits > 0.85 * total:
                 log.info("batch %d is not tried: it would take most of the memory", size)
                 break
-    while too_many <= most and too_many - fits > max(1, fits // 16):
-        middle = (fits + too_many) // 2
+    while too_large <= most and too_large - fits > max(1, fits // 16):
+        middle = (fits + too_large) // 2
         if fitting(middle):
             fits = middle
         else:
-            too_many = middle
+            too_large = middle
     if not fits:
         raise torch.OutOfMemoryError("out of memory: not even one prompt fits")
     return fits

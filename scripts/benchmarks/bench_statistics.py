@@ -3,7 +3,9 @@
     python scripts/benchmarks/bench_statistics.py [--studies 2000] [--out results/bench/statistics.csv]
 
 Every figure is of the functions that the report itself calls; only the data are drawn here, from a
-seed. A row that misses its bound is marked with !, and the exit status is then 1. --out: all rows.
+seed. A row is printed for each figure; one that misses its bound is marked with !, and the exit status
+is then 1. --out writes all rows as CSV, of which results/README.md shows the worst. The last line has
+the processor seconds.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ Generator = np.random.Generator
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured share with the bound that it must keep: at least, or where `most`, at most."""
+    """A measured share of studies, which must be `bound` at least, or with `most` at most."""
 
     what: str
     share: float
@@ -72,6 +74,7 @@ class Figure:
 
     @property
     def kept(self) -> bool:
+        """Whether the share keeps its bound."""
         return self.share <= self.bound if self.most else self.share >= self.bound
 
     def __str__(self) -> str:
@@ -80,7 +83,7 @@ class Figure:
 
 
 def figures(studies: int, sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """Every figure, section by section; marks are of half as many studies."""
+    """Every figure, function by function; those of marks are of half as many studies."""
     yield from interval_figures(studies, sizes)
     yield from difference_figures(studies, sizes)
     yield from unequal_figures(studies)
@@ -124,9 +127,9 @@ def interval_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
     for n in sizes:
         errors = rng.lognormal(-1.5, 0.5, (n, studies))
         truth = float(np.exp(-1.5 + 0.125))
-        found = mean_intervals([_stratum(errors)], fraction=False)
+        intervals = mean_intervals([_stratum(errors)], fraction=False)
         name = f"means of log-normal errors of sigma .5, n = {n}"
-        yield Figure(name, _coverage(found, truth), 0.90)
+        yield Figure(name, _coverage(intervals, truth), 0.90)
 
 
 def difference_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
@@ -134,20 +137,22 @@ def difference_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
     rng = np.random.default_rng(2)
     for n in sizes:
         for up, down in ((0.02, 0.02), (0.1, 0.1), (0.3, 0.1), (0.1, 0.0)):
-            found = differences([_stratum(_signs(rng, n, studies, up, down))], fraction=True)
+            signs = _signs(rng, n, studies, up, down)
+            intervals = differences([_stratum(signs)], fraction=True)
             name = f"0/1 differences, n = {n}, {up:.0%} won, {down:.0%} lost"
-            yield Figure(name, _coverage(found, up - down), 0.92)
+            yield Figure(name, _coverage(intervals, up - down), 0.92)
     for n in sizes:
         for changed in (0.1, 0.5, 1.0):
-            sizes_of = rng.beta(1.5, 3, (n, studies)) * (rng.random((n, studies)) < changed)
-            found = differences([_stratum(-sizes_of)], fraction=True)
+            losses = rng.beta(1.5, 3, (n, studies)) * (rng.random((n, studies)) < changed)
+            intervals = differences([_stratum(-losses)], fraction=True)
             name = f"F1-like differences, n = {n}, {changed:.0%} lose a third"
-            yield Figure(name, _coverage(found, -changed / 3), 0.90 if changed < 0.5 else 0.92)
+            bound = 0.90 if changed < 0.5 else 0.92
+            yield Figure(name, _coverage(intervals, -changed / 3), bound)
     for up, down in ((0.05, 0.05), (0.2, 0.1)):
         strata = [_stratum(_signs(rng, n, studies, up, down)) for n in LONGBENCH]
-        found = differences(strata, fraction=True)
+        intervals = differences(strata, fraction=True)
         name = f"average of 13 datasets, 0/1 differences, {up:.0%} won, {down:.0%} lost"
-        yield Figure(name, _coverage(found, up - down), 0.92)
+        yield Figure(name, _coverage(intervals, up - down), 0.92)
 
 
 def unequal_figures(studies: int) -> Iterator[Figure]:
@@ -161,9 +166,9 @@ def unequal_figures(studies: int) -> Iterator[Figure]:
     for lost in (0.1, 0.5, 0.9, 1.0):
         down = [lost] * 4 + [0.0] * 9
         strata = [_signs(rng, n, studies, 0.0, p) for n, p in zip(LONGBENCH, down, strict=True)]
-        found = differences([_stratum(values) for values in strata], fraction=True)
+        intervals = differences([_stratum(values) for values in strata], fraction=True)
         name = f"average of 13 datasets, {lost:.0%} lost in the smallest four"
-        yield Figure(name, _coverage(found, -float(np.mean(down))), 0.95)
+        yield Figure(name, _coverage(intervals, -float(np.mean(down))), 0.95)
 
 
 def skewed_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
@@ -173,28 +178,29 @@ def skewed_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
     for small in (2, 3, 5):
         strata = [_signs(rng, small, studies, 0.0, 0.1)]
         strata += [rng.uniform(-0.02, 0.02, (n, studies)) for n in (100, 200, 200)]
-        found = differences([_stratum(values) for values in strata], fraction=True)
+        intervals = differences([_stratum(values) for values in strata], fraction=True)
         name = f"average of 3 datasets within ±.02 and one of {small} that loses 1 in 10 %"
-        yield Figure(name, _coverage(found, -0.1 / 4), 0.90)
+        yield Figure(name, _coverage(intervals, -0.1 / 4), 0.90)
     for n in (size for size in sizes if 10 <= size <= 50):
         values = np.where(rng.random((n, studies)) < 0.03, -1.0, 0.05)
-        found = differences([_stratum(values)], fraction=True)
+        intervals = differences([_stratum(values)], fraction=True)
         name = f"differences of .05 with 3 % losses of 1, n = {n}"
-        yield Figure(name, _coverage(found, 0.97 * 0.05 - 0.03), 0.90)
+        yield Figure(name, _coverage(intervals, 0.97 * 0.05 - 0.03), 0.90)
     for n in (size for size in sizes if size >= 10):
         errors = rng.lognormal(0, 1, (n, studies))
-        found = mean_intervals([_stratum(errors)], fraction=False)
+        intervals = mean_intervals([_stratum(errors)], fraction=False)
         name = f"means of log-normal errors of sigma 1, n = {n}"
-        yield Figure(name, _coverage(found, float(np.exp(0.5))), 0.90)
-        edge = rng.lognormal(0, 1, (n, studies)) - float(np.exp(0.5))
-        claimed = np.mean([one.high < 0 for one in differences([_stratum(edge)], fraction=False)])
+        yield Figure(name, _coverage(intervals, float(np.exp(0.5))), 0.90)
+        around_zero = rng.lognormal(0, 1, (n, studies)) - float(np.exp(0.5))
+        intervals = differences([_stratum(around_zero)], fraction=False)
+        claimed = float(np.mean([interval.high < 0 for interval in intervals]))
         name = f"a claim below 0 holds of skewed differences of mean 0, n = {n}"
-        yield Figure(name, float(claimed), 0.10, most=True)
+        yield Figure(name, claimed, 0.10, most=True)
 
 
 def power_figures(studies: int) -> Iterator[Figure]:
     """How often the one worse method of eight is marked, beside McNemar's exact tests of the best and
-    each other method with Holm's adjustment, which pays nothing for the choice of the best."""
+    each other method with Holm's adjustment, which ignore that the data chose the best."""
     rng = np.random.default_rng(9)
     for n in (12, 30, 50, 100):
         for loss in (0.2, 0.3, 0.5):
@@ -223,10 +229,10 @@ def average_power_figures(studies: int) -> Iterator[Figure]:
             strata = [
                 answers(rng, n, means, 0.5, name=f"d{place}") for place, n in enumerate(sizes)
             ]
-            found = worse_in(strata)
-            marked += METHODS in found if loss else bool(found)
-        one = f"worse by {loss} of eight" if loss else "any of eight equal ones"
-        name = f"{one} in each of 13 datasets of 2 to 300 marked"
+            marked_methods = worse_in(strata)
+            marked += METHODS in marked_methods if loss else bool(marked_methods)
+        method = f"worse by {loss} of eight" if loss else "any of eight equal ones"
+        name = f"{method} in each of 13 datasets of 2 to 300 marked"
         yield Figure(name, marked / studies, bound, most=not loss)
 
 
@@ -258,44 +264,47 @@ def p_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
             ("continuous", rng.normal(0, 1, (n, studies))),
             ("F1-like", _f1(rng, n, studies, 0.5) - _f1(rng, n, studies, 0.5)),
         ):
-            found = differences([_stratum(values)], fraction=name != "continuous")
-            rate = float(np.mean([one.p < ALPHA for one in found]))
+            estimates = differences([_stratum(values)], fraction=name != "continuous")
+            rate = float(np.mean([estimate.p < ALPHA for estimate in estimates]))
             yield Figure(f"false positives, {name} differences, n = {n}", rate, 0.07, most=True)
-            apart = [(one.p < ALPHA) != (one.low > 0 or one.high < 0) for one in found]
+            disagree = [
+                (estimate.p < ALPHA) != (estimate.low > 0 or estimate.high < 0)
+                for estimate in estimates
+            ]
             name = f"p and interval disagree, {name} differences, n = {n}"
-            yield Figure(name, float(np.mean(apart)), 0.0, most=True)
+            yield Figure(name, float(np.mean(disagree)), 0.0, most=True)
     strata = [_stratum(_signs(rng, n, studies, 0.2, 0.2)) for n in LONGBENCH]
-    rate = float(np.mean([one.p < ALPHA for one in differences(strata, fraction=True)]))
+    estimates = differences(strata, fraction=True)
+    rate = float(np.mean([estimate.p < ALPHA for estimate in estimates]))
     yield Figure("false positives, average of 13 datasets", rate, 0.06, most=True)
 
 
 def mark_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
-    """Tables of seven equal methods and the exact cache of which a sentence is false: one is marked as
-    worse, or a difference to the exact cache excludes 0; and how often a worse one is marked."""
+    """How often a table of seven equal methods and the exact cache says something false (a method is
+    marked as worse, or a difference to the exact cache excludes 0); and how often a worse method is
+    marked."""
     rng = np.random.default_rng(4)
     for n in (size for size in sizes if size >= FEWEST):
         for p, shared in ((0.6, 0.5), (0.9, 0.5), (0.6, 0.0)):
-            wrong = [
-                false_table(answers(rng, n, [p] * (METHODS + 1), shared)) for _ in range(studies)
-            ]
+            means = [p] * (METHODS + 1)
+            false = [false_table(answers(rng, n, means, shared)) for _ in range(studies)]
             name = f"seven equal methods, a false sentence, n = {n}, p = {p}, correlation {shared}"
-            yield Figure(name, float(np.mean(wrong)), 0.07, most=True)
+            yield Figure(name, float(np.mean(false)), 0.07, most=True)
     alike = (0.95,) * (METHODS - 1) + (0.0,)
     for n in (50, 300):
         marked = [bool(worse(answers(rng, n, [0.6] * METHODS, alike))) for _ in range(studies)]
         name = f"any of six that answer alike and an equal one apart marked, n = {n}"
         yield Figure(name, float(np.mean(marked)), 0.07, most=True)
     for shared, bound in ((0.7, 0.85), (0.5, 0.85), (0.0, 0.0)):
-        found = [
-            METHODS - 1 in worse(answers(rng, 300, [0.6] * (METHODS - 1) + [0.5], shared))
-            for _ in range(studies)
-        ]
+        means = [0.6] * (METHODS - 1) + [0.5]
+        marked = [METHODS - 1 in worse(answers(rng, 300, means, shared)) for _ in range(studies)]
         name = f"worse by .10 marked, n = 300, p = .6, correlation {shared}"
-        yield Figure(name, float(np.mean(found)), bound)
+        yield Figure(name, float(np.mean(marked)), bound)
 
 
 def margin_figures(studies: int) -> Iterator[Figure]:
-    """Published numbers of the same examples that lie beyond the margin, f measured by a third run."""
+    """How often a published number of the same examples lies beyond the margin of honest reruns, where
+    the share of examples that a rerun answers anew is measured by a third run."""
     rng = np.random.default_rng(6)
     for n in (100, 300):
         for p, anew in ((0.6, 0.05), (0.6, 0.3), (0.9, 0.1)):
@@ -307,43 +316,48 @@ def margin_figures(studies: int) -> Iterator[Figure]:
 
 
 def _beyond(rng: Generator, n: int, p: float, anew: float, loss: float) -> bool:
-    able = rng.beta(2 * p, 2 * (1 - p), n)
-    runs = [rng.random(n) < able]
+    """Whether one published number lies beyond the margin: of n examples with mean p, of which a rerun
+    answers the share `anew` again by chance, and ours loses the share `loss`."""
+    ability = rng.beta(2 * p, 2 * (1 - p), n)
+    first = rng.random(n) < ability
+    runs = [first]
     for _ in range(2):
-        runs.append(np.where(rng.random(n) < anew, rng.random(n) < able, runs[0]))
+        runs.append(np.where(rng.random(n) < anew, rng.random(n) < ability, first))
     ours, again, theirs = (run.astype(float) for run in runs)
-    middle = (ours.mean() + again.mean()) / 2
-    moved, chance = float(np.square(ours - again).sum()), n * 2 * middle * (1 - middle)
-    f = min(
-        1.0, (moved + 1) / (chance + 2)
-    )  # so that no change among few is not taken for none at all
+    mean = (ours.mean() + again.mean()) / 2
+    moved, by_chance = float(np.square(ours - again).sum()), n * 2 * mean * (1 - mean)
+    # With 1 and 2 added, so that no change among few examples does not count as none at all.
+    share_anew = min(1.0, (moved + 1) / (by_chance + 2))
     ours = ours * (rng.random(n) >= loss / p)
-    margin = margin_of([(float(ours.mean()), n)], f, total=False, unit=0.001)
+    margin = margin_of([(float(ours.mean()), n)], share_anew, total=False, unit=0.001)
     return bool(abs(ours.mean() - round(float(theirs.mean()), 3)) > margin)
 
 
 def _stratum(values: Array) -> Stratum:
+    """Values [units, studies] of which none is missing."""
     return Stratum(values, np.ones(values.shape))
 
 
 def _mean(name: str, strata: Sequence[Array], truth: float, bound: float = 0.92) -> Figure:
-    found = mean_intervals([_stratum(values) for values in strata], fraction=True)
-    return Figure(name, _coverage(found, truth), bound)
+    """The coverage of intervals of mean scores, averaged over strata [units, studies]."""
+    intervals = mean_intervals([_stratum(values) for values in strata], fraction=True)
+    return Figure(name, _coverage(intervals, truth), bound)
 
 
-def _coverage(found: Sequence[Estimate], truth: float) -> float:
-    return float(np.mean([one.low <= truth <= one.high for one in found]))
+def _coverage(intervals: Sequence[Estimate], truth: float) -> float:
+    """The share of intervals that contain the truth."""
+    return float(np.mean([interval.low <= truth <= interval.high for interval in intervals]))
 
 
 def _f1(rng: Generator, n: int, studies: int, mean: float) -> Array:
-    """Two in five right or wrong, the others in between: scores as of F1 or Rouge."""
-    whole = (rng.random((n, studies)) < mean).astype(float)
+    """Scores as of F1 or Rouge, [n, studies]: two in five are 0 or 1, the others lie in between."""
+    zero_or_one = (rng.random((n, studies)) < mean).astype(float)
     between = rng.beta(2 * mean, 2 * (1 - mean), (n, studies))
-    return np.where(rng.random((n, studies)) < 0.4, whole, between)
+    return np.where(rng.random((n, studies)) < 0.4, zero_or_one, between)
 
 
 def _signs(rng: Generator, n: int, studies: int, up: float, down: float) -> Array:
-    """Differences of 0/1 scores."""
+    """Differences of 0/1 scores, [n, studies]: 1 with probability `up`, -1 with `down`, else 0."""
     return rng.choice((1.0, -1.0, 0.0), (n, studies), p=(up, down, 1 - up - down))
 
 
@@ -354,8 +368,8 @@ def answers(
     shared: float | Sequence[float],
     name: str = "d",
 ) -> Scores:
-    """0/1 scores of methods whose latent ability on an example is correlated: a share `shared` of its
-    variance is the example's own."""
+    """0/1 scores of methods, [n, methods], whose latent ability on an example is correlated: a share
+    `shared` of its variance is the example's."""
     common = np.broadcast_to(np.asarray(shared, dtype=float), (len(means),))
     own = rng.normal(size=(n, len(means))) * np.sqrt(1 - common)
     latent = rng.normal(size=(n, 1)) * np.sqrt(common) + own
@@ -380,29 +394,37 @@ def worse_in(strata: Sequence[Scores]) -> set[int]:
 def false_table(scores: Scores) -> bool:
     """Whether a table of equal methods, the last the exact cache, shows any difference."""
     pairs = list(itertools.combinations(range(scores.values.shape[1]), 2))
-    return any(one.p < ALPHA for one in compared([scores], pairs, fraction=True).values())
+    estimates = compared([scores], pairs, fraction=True).values()
+    return any(estimate.p < ALPHA for estimate in estimates)
 
 
 def main() -> int:
+    """Measure and print every figure; the exit status is 1 where one misses its bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--studies", type=int, default=2000, help="simulated studies a figure")
     parser.add_argument("--out", type=Path, help="CSV of every row")
     options = parser.parse_args()
-    start, found = time.process_time(), []
+    start = time.process_time()
+    measured = []
     for figure in figures(options.studies):
         print(figure, flush=True)
-        found.append(figure)
+        measured.append(figure)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(["what", "share", "bound", "kept"])
-            sign = (">=", "<=")
-            rows.writerows(
-                [f.what, f"{f.share:.4f}", f"{sign[f.most]} {f.bound:g}", f.kept] for f in found
-            )
+        write(measured, options.out)
     print(f"{time.process_time() - start:.0f} s of CPU")
-    return 0 if all(figure.kept for figure in found) else 1
+    return 0 if all(figure.kept for figure in measured) else 1
+
+
+def write(measured: Sequence[Figure], path: Path) -> None:
+    """Write the figures as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["what", "share", "bound", "kept"])
+        for figure in measured:
+            sign = "<=" if figure.most else ">="
+            bound = f"{sign} {figure.bound:g}"
+            rows.writerow([figure.what, f"{figure.share:.4f}", bound, figure.kept])
 
 
 if __name__ == "__main__":

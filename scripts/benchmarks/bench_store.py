@@ -1,9 +1,10 @@
-"""What careful writing costs: the store's part of a run of 50 ms examples.
+"""Which share of a run of 50 ms examples goes into writing records.
 
-    python scripts/benchmarks/bench_store.py [--folder of the disk to measure]
+    python scripts/benchmarks/bench_store.py [--folder DIR] [--examples 60] [--runs 5]
 
-Each example computes for a while and appends one record of the usual size per method. The run is
-repeated; the smallest share counts, as other work on the machine only adds to it.
+Each example computes for 50 ms and appends one record of the usual size per method, in a temporary
+folder of --folder, which lies on the disk to measure. The run is repeated, and the smallest share
+counts: other work on the machine only adds to it. It prints a line for one method and for six.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ EXAMPLE_S = 0.05
 
 
 def run(folder: Path, examples: int, methods: int) -> list[float]:
-    """Seconds that each example's records took."""
-    taken = []
+    """Seconds that the records of each example took."""
+    seconds = []
     with ExitStack() as stack:
         stores = [stack.enter_context(RecordStore(folder / f"m{n}")) for n in range(methods)]
         for number in range(examples):
@@ -35,8 +36,8 @@ def run(folder: Path, examples: int, methods: int) -> list[float]:
             start = time.perf_counter()
             for store in stores:
                 store.append(record(IDENTITY, number, True))
-            taken.append(time.perf_counter() - start)
-    return taken
+            seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def main() -> None:
@@ -45,19 +46,21 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk to measure")
     parser.add_argument("--examples", type=int, default=60, help="of a run")
     parser.add_argument("--runs", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
     size = len(json.dumps(record(IDENTITY, 0, True)).encode()) + 1
-    print(f"{given.runs} runs of {given.examples} examples of {EXAMPLE_S:g} s; records of {size} B")
+    print(
+        f"{options.runs} runs of {options.examples} examples of {EXAMPLE_S:g} s; records of {size} B"
+    )
     for methods in (1, 6):
-        found = []
-        for _ in range(given.runs):
-            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                taken = run(Path(folder), given.examples, methods)
-            share = sum(taken) / (sum(taken) + given.examples * EXAMPLE_S)
-            found.append((share, 1000 * statistics.median(taken) / methods))
-        share, ms = min(found)
-        shares = ", ".join(f"{share:.2%}" for share, _ in found)
-        print(f"{methods} per example: {share:.2%} of the run ({ms:.3f} ms each); runs: {shares}")
+        shares_and_ms = []
+        for _ in range(options.runs):
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                seconds = run(Path(folder), options.examples, methods)
+            share = sum(seconds) / (sum(seconds) + options.examples * EXAMPLE_S)
+            shares_and_ms.append((share, 1000 * statistics.median(seconds) / methods))
+        least, ms = min(shares_and_ms)
+        shares = ", ".join(f"{share:.2%}" for share, _ in shares_and_ms)
+        print(f"{methods} per example: {least:.2%} of the run ({ms:.3f} ms each); runs: {shares}")
 
 
 if __name__ == "__main__":

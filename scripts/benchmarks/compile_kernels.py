@@ -4,10 +4,10 @@
     python scripts/benchmarks/compile_kernels.py 90 --every    # whether each dim and dtype compiles
     python scripts/benchmarks/compile_kernels.py 90 --some     # a part of these that takes seconds
 
-Prints a line of JSON per kernel, or with --every and --some per launch. The launchers run on tensors
-without storage under a driver that only names the target, so every constant, type, alignment and option
-is the one a launch on that GPU would have. Nothing is launched. `ptxas` (it comes with Triton) then
-reports registers and spills.
+It prints a line of JSON per kernel, or with --every and --some per launch; tests/kernels reads them. The
+launchers run on tensors without storage under a driver that only names the target, so every constant,
+type, alignment and option is the one that a launch on that GPU would have. Nothing is launched. `ptxas`
+(it comes with Triton) then reports registers and spills.
 """
 
 from __future__ import annotations
@@ -53,26 +53,29 @@ class NamedTarget:
         self.target = target
 
     def get_current_target(self) -> GPUTarget:
+        """The GPU to compile for."""
         return self.target
 
     def get_current_device(self) -> int:
+        """The first device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
+        """The default stream."""
         return 0
 
 
 def compiled(launch: Callable[[], object]) -> list[Any]:
-    """Kernels that `launch` would have started, each once."""
+    """Compile the kernels that `launch` would start, and return each once."""
     kernels = {}
     run = JITFunction.run
 
-    def warm(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = run(self, *args, **{**kwargs, "warmup": True})
         kernels[kernel.hash] = kernel
         return kernel
 
-    JITFunction.run = warm
+    JITFunction.run = compile_only
     try:
         launch()
     finally:
@@ -83,19 +86,20 @@ def compiled(launch: Callable[[], object]) -> list[Any]:
 def resources(kernel: Any) -> dict[str, int | str]:
     """What ptxas says of the kernel's registers and spills; shared memory as Triton asks for it."""
     (arch,) = re.findall(r"\.target (\w+)", kernel.asm["ptx"])
-    newer = int(re.findall(r"\d+", arch)[0]) >= 100  # Blackwell has an assembler of its own
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / f"ptxas{'-blackwell' * newer}"
+    is_blackwell = int(re.findall(r"\d+", arch)[0]) >= 100  # which has an assembler of its own
+    assembler = "ptxas-blackwell" if is_blackwell else "ptxas"
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / assembler
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(kernel.asm["ptx"])
         file.flush()
         command = [str(tool), "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
         "kernel": kernel.metadata.name,
         "shared": kernel.metadata.shared,
-        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
-        "spills": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
-        "stack": sum(map(int, re.findall(r"(\d+) bytes stack frame", said))),
+        "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
+        "spills": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
+        "stack": sum(map(int, re.findall(r"(\d+) bytes stack frame", report))),
         "warps": kernel.metadata.num_warps,
         "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
         "mma": len(re.findall(r"\bmma\.sync", kernel.asm["ptx"])),
@@ -106,6 +110,7 @@ def resources(kernel: Any) -> dict[str, int | str]:
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor without storage."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
@@ -118,7 +123,7 @@ def decode(
     lengths: torch.Tensor | None = None,
     **options: Any,
 ) -> None:
-    """Eight rows of 16k entries in buffers."""
+    """Launch a decoding step of eight rows over 16k entries each."""
     _triton_decode.attention(
         empty(8, heads, dim, dtype=dtype),
         empty(8, len(COLUMNS), dtype=torch.int64),
@@ -148,14 +153,16 @@ def decode_packed(
     longest_packed: int = 16384,
     **options: Any,
 ) -> None:
-    """Eight rows of 16k packed entries, and as many as `decode` has in buffers."""
+    """Launch a decoding step of eight rows over 16k packed entries each, and the entries of `decode`."""
     quantization = Quantization(bits=bits, group_size=64)
     more = {"longest_packed": longest_packed, "quantization": quantization, **options}
     decode(heads, kv_heads, dim, dtype, **more)
 
 
 def append(dim: int, dtype: torch.dtype, lengths: torch.Tensor | None = None) -> None:
-    table, new = empty(8, len(COLUMNS), dtype=torch.int64), empty(8, 8, dim, dtype=dtype)
+    """Launch the appending of a token to each of eight rows of 8 KV heads."""
+    table = empty(8, len(COLUMNS), dtype=torch.int64)
+    new = empty(8, 8, dim, dtype=dtype)
     lengths = empty(8, dtype=torch.int32) if lengths is None else lengths
     _triton_decode.append(table, lengths, new, new)
 
@@ -167,7 +174,7 @@ def evict(
     longest: int = 16640,
     lengths: torch.Tensor | None = None,
 ) -> None:
-    """Eight rows of 8 KV heads."""
+    """Launch the eviction of an entry from each of eight rows of 8 KV heads."""
     entries = empty(8, longest, dim, dtype=dtype)
     count = empty(8, dtype=torch.int64)
     _triton_evict.evict(
@@ -184,7 +191,8 @@ def evict(
 
 
 def walk(b: int, dim: int, dtype: torch.dtype, n: int = 16384, **options: Any) -> None:
-    """16k tokens of 8 KV heads, a second halving: gathered, weighted, a short last block."""
+    """Launch the walk over n tokens of 8 KV heads in blocks of b, as in a second halving: with entries
+    that are gathered and weighted, and a short last block."""
     index = empty(1, 8, n // b, b, dtype=torch.int64)
     _triton_walk.walk(
         empty(1, 8, n, dim, dtype=dtype),
@@ -204,6 +212,7 @@ def walk(b: int, dim: int, dtype: torch.dtype, n: int = 16384, **options: Any) -
 
 
 def cut(n: int = 16384) -> None:
+    """Launch BalanceKV's cut of n tokens of 8 KV heads."""
     positive, order = empty(8, n, dtype=torch.bool), empty(8, n, dtype=torch.int64)
     _triton_walk.cut(positive, order, empty(8, n))
 
@@ -217,58 +226,67 @@ def mass(
     softcap: Any = None,
     n: int = 16384,
 ) -> None:
-    """The last m of 16k queries."""
-    queries, keys = (empty(1, heads, m, dim, dtype=dtype), empty(1, kv_heads, n, dim, dtype=dtype))
+    """Launch the attention mass of the last m queries over n keys."""
+    queries = empty(1, heads, m, dim, dtype=dtype)
+    keys = empty(1, kv_heads, n, dim, dtype=dtype)
     _triton_mass.attention_mass(queries, keys, scaling=dim**-0.5, softcap=softcap)
 
 
 def kcentre(n: int, dim: int, dtype: torch.dtype, count: int | None = None) -> None:
-    """Launch greedy k-centre on n points of 8 heads; `count` centres, by default so many that few passes
-    are needed."""
+    """Launch greedy k-centre of n points of 8 heads; `count` centres, by default 65, which take few
+    passes."""
     first = empty(8, dtype=torch.int64)
     points = empty(8, n, dim, dtype=dtype)
     _triton_kcentre.greedy_k_centre(points, empty(8, n), count or 65, first)
 
 
 def first_come(b: int, heads: int = 8, dim: int = 128) -> None:
-    """Which of b points become representatives, and which of 900 is nearest to each."""
-    points, free = empty(heads, b, dim), empty(heads, b, dtype=torch.bool)
+    """Launch the two kernels of the online clusters: which of b points become representatives, and which
+    of 900 representatives is nearest to each point."""
+    points = empty(heads, b, dim)
+    free = empty(heads, b, dtype=torch.bool)
     _triton_clusters.first_come(points, empty(heads), free, empty(heads, dtype=torch.int64))
     among = empty(heads, 1, 900, dtype=torch.bool)
     _triton_clusters.nearest(points, empty(heads, 900, dim), among)
 
 
 def philox(dtype: torch.dtype, n: int = 16384, key: int = 2**61) -> None:
+    """Launch n random draws for each of 8 heads."""
     _triton_philox.fill(empty(8, n, dtype=dtype), key)
 
 
 def variants() -> Iterator[tuple[str, int]]:
-    """How many kernels each operation compiles for lengths that differ in what Triton makes constants
-    of (1, multiples of 16) and in nothing else; those of decoding from 1k to 128k entries, and with
-    lengths that lie anywhere."""
-    half, full = torch.float16, torch.float32
-    every = torch.zeros(64, dtype=torch.int32)
+    """How many kernels each operation compiles for several lengths.
+
+    The lengths differ in what Triton makes constants of (1, multiples of 16) and in nothing else; those
+    of decoding go from 1k to 128k entries, and the tensor of lengths begins anywhere in memory.
+    """
+    half = torch.float16
+    many_lengths = torch.zeros(64, dtype=torch.int32)
 
     def decoding(n: int) -> None:
-        lengths = every[n % 7 :][:8]
+        lengths = many_lengths[n % 7 :][:8]
         decode(8, 2, 64, half, longest=n, return_mass=True, lengths=lengths)
         decode_packed(8, 2, 64, half, longest=n, longest_packed=n, lengths=lengths)
         append(64, half, lengths)
         evict(64, half, True, longest=n, lengths=lengths)
 
-    of: dict[str, Callable[[int], object]] = {
+    launch_of_length: dict[str, Callable[[int], object]] = {
         "mass": lambda n: mass(n - 900, 4, 4, 64, half, n=n),
         "kcentre": lambda n: kcentre(n, 64, half, count=n - 900),
         "walk": lambda n: walk(16, 64, half, n=16 * (n - 900)),
         "cut": lambda n: cut(n - 900),
-        "philox": lambda n: philox(full, n, 2**32 + n),
+        "philox": lambda n: philox(torch.float32, n, 2**32 + n),
+        "decoding": decoding,
     }
-    short = (902, 916, 917, 1008)
-    cases: dict[str, Any] = {name: (launch, short) for name, launch in of.items()}
-    cases["decoding"] = decoding, (*short, 1024, 4096, 16400, 131072)
-    for name, (launch, lengths) in cases.items():
-        each = (compiled(partial(launch, n)) for n in lengths)
-        yield name, len({kernel.hash for kernels in each for kernel in kernels})
+    for name, launch in launch_of_length.items():
+        lengths = [902, 916, 917, 1008]
+        if name == "decoding":
+            lengths += [1024, 4096, 16400, 131072]
+        hashes = set()
+        for n in lengths:
+            hashes |= {kernel.hash for kernel in compiled(partial(launch, n))}
+        yield name, len(hashes)
 
 
 DIMS = (64, 80, 96, 128, 256)
@@ -279,7 +297,7 @@ Launch = Callable[[], object]
 
 def every_launch() -> Iterator[tuple[str, Launch]]:
     """Every kernel at every head dimension and dtype that it takes."""
-    of_dims: dict[str, Callable[[int, torch.dtype], object]] = {
+    launch_of_dim: dict[str, Callable[[int, torch.dtype], object]] = {
         "walk": lambda dim, dtype: walk(256, dim, dtype),
         "walk of values and released centre": lambda dim, dtype: walk(
             256, dim, dtype, counts=None, weights=None, centre="released"
@@ -303,7 +321,7 @@ def every_launch() -> Iterator[tuple[str, Launch]]:
     }
     for dim in DIMS:
         for dtype in DTYPES:
-            for name, launch in of_dims.items():
+            for name, launch in launch_of_dim.items():
                 yield f"{name} {dtype} d={dim}", partial(launch, dim, dtype)
         # Online clusters hold float32 copies of the points.
         yield f"first come d={dim}", partial(first_come, 256, dim=dim)
@@ -323,13 +341,13 @@ def some_launches() -> Iterator[tuple[str, Launch]]:
 
 
 def outcome(launch: Launch) -> dict[str, Any]:
-    """What `launch` compiles, in how many seconds, and the first line of why it does not."""
+    """What `launch` compiles, in how many seconds, and the end of the error's text if it does not."""
     begun = time.perf_counter()
     kernels: list[Any] = []
     reason: BaseException | None = None
     try:
         kernels = compiled(launch)
-    except Exception as failure:  # noqa: BLE001 - a compiler may raise anything; all of it is told
+    except Exception as failure:  # noqa: BLE001 - a compiler may raise anything; all is reported
         reason = failure
         while reason.__cause__ is not None:
             reason = reason.__cause__
@@ -372,11 +390,11 @@ def main() -> None:
     parser.add_argument("capability", type=int, help="of the GPU: 80, 86, 89, 90, 100, 120")
     parser.add_argument("--every", action="store_true", help="whether each dim and dtype compiles")
     parser.add_argument("--some", action="store_true", help="a part of these")
-    given = parser.parse_args()
-    capability = given.capability
+    options = parser.parse_args()
+    capability = options.capability
     driver.set_active(NamedTarget(GPUTarget("cuda", capability, 32)))
-    if given.every or given.some:
-        for name, launch in every_launch() if given.every else some_launches():
+    if options.every or options.some:
+        for name, launch in every_launch() if options.every else some_launches():
             print(json.dumps({"launch": name, **outcome(launch)}), flush=True)
         return
     for name, launch in launches():

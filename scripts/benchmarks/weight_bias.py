@@ -1,11 +1,11 @@
 """Are the weights of sampled entries unbiased? The mean, over draws, of the weighted exp-sum.
 
-    python scripts/benchmarks/weight_bias.py
+    python scripts/benchmarks/weight_bias.py [--draws 300] [--rate 0.25]
 
 For each method: sum over kept entries of w exp(q.k) divided by the exact sum over all entries, for
 the last 16 queries and all heads, averaged over the draws; 1 is unbiased. Synthetic layers
-(`SyntheticLayers`) and the layers of the shipped model on one LongEval record. Prints the mean of the
-ratios, their standard error over draws, and the smallest and largest mean of a head.
+(`SyntheticLayers`) and the layers of the shipped model on one LongEval record. It prints the mean of the
+ratios, their standard error over draws, and the smallest and largest mean of a head; nothing is written.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import argparse
 from collections.abc import Iterator
 
 import torch
+from _shared import SHIPPED
 from rich.console import Console
 from rich.table import Table
 
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.loading import load_model
-from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.prefill import capture_layers
 from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
 from kvbench.kv import Budget, LayerKV
@@ -40,12 +40,11 @@ QUERIES = 16
 
 
 def layers() -> Iterator[tuple[str, LayerKV]]:
-    """What is measured."""
+    """The layers that are measured, by name."""
     yield "synthetic, 64 clusters", SyntheticLayers(n=2048).layer(0, 1)
     yield "synthetic, no clusters", SyntheticLayers(n=2048, clusters=0).layer(0, 1)
-    spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
-    encoder = prompt_encoder(load_tokenizer(spec), spec)
-    model = load_model(spec, device=torch.device("cpu"), dtype=torch.float32)
+    encoder = prompt_encoder(load_tokenizer(SHIPPED), SHIPPED)
+    model = load_model(SHIPPED, device=torch.device("cpu"), dtype=torch.float32)
     example = LongEvalLines(num_lines=[150], num_examples=1).examples(encoder)[0]
     encoded = encode_example(example, encoder)
     ids = [*encoded.context_ids, *encoded.question_ids]
@@ -54,7 +53,7 @@ def layers() -> Iterator[tuple[str, LayerKV]]:
 
 
 def exp_sums(layer: LayerKV, keys: torch.Tensor, log_weights: torch.Tensor | None) -> torch.Tensor:
-    """Log of the weighted exp-sums of the last queries, [heads, QUERIES], float64."""
+    """Log of the weighted exp-sums of the last queries over these entries, [heads, QUERIES] float64."""
     assert layer.queries is not None
     queries = layer.queries[0, :, -QUERIES:].double().unflatten(0, (keys.shape[1], -1))
     logits = queries @ keys[0].double()[:, None].mT * layer.scaling
@@ -79,14 +78,15 @@ def main() -> None:
         for label, method in METHODS.items():
             ratios = []
             for draw in range(arguments.draws):
-                held = method.compress(layer, budget, layer_generator(draw, "bias", 0))
-                ratios.append((exp_sums(layer, held.keys, held.log_weights) - exact).exp().mean(-1))
-            of_head = torch.stack(ratios)
-            of_draw = of_head.mean(1)
-            error = float(of_draw.std() / arguments.draws**0.5)
-            low, high = float(of_head.mean(0).min()), float(of_head.mean(0).max())
-            cells = (f"{float(of_draw.mean()):.3f}", f"{error:.3f}", f"{low:.3f} .. {high:.3f}")
-            table.add_row(name, label, *cells)
+                entries = method.compress(layer, budget, layer_generator(draw, "bias", 0))
+                sums = exp_sums(layer, entries.keys, entries.log_weights)
+                ratios.append((sums - exact).exp().mean(-1))
+            by_draw_and_head = torch.stack(ratios)
+            by_draw, by_head = by_draw_and_head.mean(1), by_draw_and_head.mean(0)
+            mean = float(by_draw.mean())
+            error = float(by_draw.std() / arguments.draws**0.5)
+            low, high = float(by_head.min()), float(by_head.max())
+            table.add_row(name, label, f"{mean:.3f}", f"{error:.3f}", f"{low:.3f} .. {high:.3f}")
     Console(width=110).print(table)
 
 

@@ -16,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from nltk.translate.bleu_score import corpus_bleu
 from rouge_score.rouge_scorer import RougeScorer
 
-MOST = 4
+LONGEST = 4
 """Words of the longest n-gram."""
 SIGMA = 6.0
 """CIDEr-D: standard deviation of the penalty on a difference in length."""
 BETA = 1.2
 """ROUGE-L: weight of recall."""
-LEAST = 1e-30
-"""BLEU: nltk gives less, and not 0, where an n-gram order has no match."""
+NO_MATCH = 1e-30
+"""BLEU: nltk returns a number below this, and not 0, where an n-gram order has no match."""
 Grams = Counter[tuple[str, ...]]
 
 
@@ -37,10 +37,12 @@ class Words:
 
 
 def grams_of(text: str) -> Grams:
-    """How often each n-gram of 1 to `MOST` words occurs."""
+    """How often each n-gram of 1 to `LONGEST` words occurs."""
     words = Words.tokenize(text)
     return Counter(
-        tuple(words[at : at + n]) for n in range(1, MOST + 1) for at in range(len(words) - n + 1)
+        tuple(words[start : start + n])
+        for n in range(1, LONGEST + 1)
+        for start in range(len(words) - n + 1)
     )
 
 
@@ -49,36 +51,42 @@ class CiderD:
     mean over n and references, times 10; document frequencies are those of all images' references."""
 
     def __init__(self, references: Iterable[Sequence[str]]) -> None:
-        self.images: Grams = Counter()
-        self.count = 0
+        self.document_frequency: Grams = Counter()
+        self.images = 0
         for captions in references:
-            self.images.update({gram for caption in captions for gram in grams_of(caption)})
-            self.count += 1
+            self.document_frequency.update({gram for text in captions for gram in grams_of(text)})
+            self.images += 1
 
     def score(self, prediction: str, references: Sequence[str]) -> float:
         """The CIDEr-D score of one caption."""
-        mine, norms, length = self._vector(prediction)
+        weights, norms, length = self._vector(prediction)
         total = 0.0
-        for theirs, their_norms, their_length in map(self._vector, references):
+        for reference in references:
+            their_weights, their_norms, their_length = self._vector(reference)
             penalty = math.exp(-((length - their_length) ** 2) / (2 * SIGMA**2))
-            for n in range(1, MOST + 1):
+            for n in range(1, LONGEST + 1):
                 shared = sum(
-                    min(weight, theirs.get(gram, 0.0)) * theirs.get(gram, 0.0)
-                    for gram, weight in mine.items()
+                    min(weight, their_weights.get(gram, 0.0)) * their_weights.get(gram, 0.0)
+                    for gram, weight in weights.items()
                     if len(gram) == n
                 )
-                both = norms[n] * their_norms[n]
-                total += penalty * (shared / both if both else shared)
-        return 10.0 * total / (MOST * len(references))
+                product = norms[n] * their_norms[n]
+                total += penalty * (shared / product if product else shared)
+        return 10.0 * total / (LONGEST * len(references))
 
     def _vector(self, text: str) -> tuple[dict[tuple[str, ...], float], list[float], int]:
         """TF-IDF weights, their norm for each n, and the length, which COCO's code counts in bigrams."""
-        grams, log_count = grams_of(text), math.log(max(self.count, 1))
-        weights = {g: k * (log_count - math.log(max(1, self.images[g]))) for g, k in grams.items()}
+        grams = grams_of(text)
+        log_images = math.log(max(self.images, 1))
+        weights = {}
+        for gram, count in grams.items():
+            log_frequency = math.log(max(1, self.document_frequency[gram]))
+            weights[gram] = count * (log_images - log_frequency)
         norms = [
-            math.sqrt(sum(w**2 for g, w in weights.items() if len(g) == n)) for n in range(MOST + 1)
+            math.sqrt(sum(weight**2 for gram, weight in weights.items() if len(gram) == n))
+            for n in range(LONGEST + 1)
         ]
-        return weights, norms, sum(k for g, k in grams.items() if len(g) == 2)
+        return weights, norms, sum(count for gram, count in grams.items() if len(gram) == 2)
 
 
 def rouge_l(prediction: str, references: Sequence[str]) -> float:
@@ -95,9 +103,10 @@ def rouge_l(prediction: str, references: Sequence[str]) -> float:
 def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
     """BLEU-1 to -4 of a set of captions: counts are added up, then divided (the length of the reference
     that is nearest in length); 0 where an n-gram order has no match."""
-    said = [Words.tokenize(prediction) for prediction in predictions]
-    truth = [[Words.tokenize(reference) for reference in each] for each in references]
+    words = [Words.tokenize(prediction) for prediction in predictions]
+    words_of_references = [[Words.tokenize(text) for text in captions] for captions in references]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of orders without a match
-        values = corpus_bleu(truth, said, weights=[(1 / n,) * n for n in range(1, MOST + 1)])
-    return [float(value) if value > LEAST else 0.0 for value in values]
+        warnings.simplefilter("ignore")  # nltk warns of orders without a match
+        weights = [(1 / n,) * n for n in range(1, LONGEST + 1)]
+        scores = corpus_bleu(words_of_references, words, weights=weights)
+    return [float(score) if score > NO_MATCH else 0.0 for score in scores]

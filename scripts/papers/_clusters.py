@@ -1,15 +1,14 @@
-"""What clusterability.py shows and reads: a t-SNE picture; keys and values of any model's prefill."""
+"""What clusterability.py draws and reads: a t-SNE picture; keys and values of any model's prefill."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from _common import Run, spread
+from _common import Run, chosen_layers
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -19,8 +18,12 @@ from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.errors import UserError, needs_extra
 
 
-def draw(points: Tensor, centres: Tensor, seed: int, file: str) -> None:
-    """t-SNE of points [n, d] with the centres marked, as PNG (needs scikit-learn)."""
+def draw_tsne(points: Tensor, centres: Tensor, seed: int, file: str) -> None:
+    """Write t-SNE of points [n, d] as PNG, the points with the indices `centres` marked.
+
+    Raises:
+        UserError: scikit-learn, which computes it, is not installed.
+    """
     try:
         from sklearn.manifold import TSNE
     except ModuleNotFoundError as error:
@@ -35,16 +38,14 @@ def draw(points: Tensor, centres: Tensor, seed: int, file: str) -> None:
     figure.savefig(file, dpi=150)
 
 
-def number_of(asked: Any, count: int, seed: int) -> Any:
-    """The number that was asked for; where that is "random", one from 1 to `count`, drawn with the
-    seed."""
-    return random.Random(seed).randint(1, count) if asked == "random" else asked
-
-
 def library_model(run: Run) -> Any:
-    """The run's model as transformers has it, of any architecture, and its tokens for `run.prompts`."""
-    spec, session = run.session.spec, run.session
-    session.__dict__["encoder"] = prompt_encoder(session.tokenizer, spec)
+    """The run's model as transformers loads it, of architectures that kvbench does not know, too.
+
+    The session's tokenizer is then used without kvbench's model, which `Session.encoder` would load.
+    """
+    session = run.session
+    spec = session.spec
+    session.__dict__["encoder"] = prompt_encoder(session.tokenizer, spec)  # a cached property
     model: Any = AutoModelForCausalLM.from_pretrained(
         local_path(spec.path),
         revision=spec.revision,
@@ -59,19 +60,10 @@ def library_model(run: Run) -> Any:
 def cached_layers(
     model: Any, ids: Sequence[int], layers: Any, seed: int
 ) -> Iterator[tuple[int, Any]]:
-    """Keys and values of a prompt's layers, as the model caches them, each with its number from 1.
-
-    Args:
-        layers: a list of numbers from 1; how many, evenly spread; or "random": one.
-    """
+    """Keys and values [1, kv_heads, n, d] of a prompt's layers as the model caches them, as attributes,
+    each layer with its number from 1; which layers: see `_common.chosen_layers`."""
     inputs = torch.tensor([ids], device=model.device)
     cached = model(input_ids=inputs, use_cache=True).past_key_values.layers
-    if layers == "random":
-        numbers = [number_of(layers, len(cached), seed)]
-    elif isinstance(layers, list):
-        numbers = layers
-    else:
-        numbers = spread(range(1, len(cached) + 1), layers)
-    for number in numbers:
-        of_layer = cached[number - 1]
-        yield number, SimpleNamespace(keys=of_layer.keys, values=of_layer.values)
+    for number in chosen_layers(range(1, len(cached) + 1), layers, seed):
+        layer = cached[number - 1]
+        yield number, SimpleNamespace(keys=layer.keys, values=layer.values)

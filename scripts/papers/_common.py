@@ -1,14 +1,28 @@
-"""What the scripts of this folder share: arguments, model and prompts, layers, CSV file and figure.
+"""What the scripts of this folder share: the command line, the model and its prompts, their layers.
 
-Keys: model, task (whose prompts are read), their options; limit, seed, device, dtype, results_dir, name;
-dry_run=true checks all of them, and loads and writes nothing.
+Every script takes words of the form key=value:
+
+    model, task        what conf/model and conf/task name, with their options (task.tokens=512)
+    limit              how many of the task's prompts are read, the first ones (8)
+    seed               of everything that is drawn (0)
+    device, dtype      cpu or cuda, float32 or bfloat16; auto: what fits the machine
+    results_dir, name  folder of the results (runs), and the run's folder in it (the script's name)
+    dry_run            true: check all of these, load nothing, write nothing
+
+and the keys of its own, which its `main` explains. `kvbench reproduce <item>` passes those of the
+paper's run. A run writes three files to <results_dir>/<name>, all named after the model: the rows as
+CSV, the figure of their means as PNG, and what the page needs of them as JSON; and, where <name> is an
+item of results/paper/experiments.yaml, the page report.html. It prints the means and where the files
+are. A small run (model=recall_mini limit=1) takes 16 s of one core and more, most of it for the start;
+conf/README-experiments.md says what the papers' own runs need.
 """
 
 from __future__ import annotations
 
+import random
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,43 +41,93 @@ from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV
+from kvbench.methods import build_method
+from kvbench.methods.base import Method
 from kvbench.probes.base import encoded_prompts
 from kvbench.report.item import RunNote
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
 
+WIKITEXT = "task=text task.dataset_name=Salesforce/wikitext task.dataset_config=wikitext-103-raw-v1"
+"""WikiText-103, the text of H2O's figures, as overrides."""
+TRIVIAQA = "task=longbench task.datasets=[triviaqa]"
+"""TriviaQA, whose prompts BalanceKV's single layers are of, as overrides."""
 
-def spread(layers: Sequence[int], most: int | None) -> list[int]:
-    """`most` of the layers, evenly spread from the first to the last; all of them for None."""
-    last, count = len(layers) - 1, min(most or len(layers), len(layers))
-    return [layers[i * last // max(1, count - 1)] for i in range(count)]
+
+def random_number(count: int, seed: int) -> int:
+    """A number from 1 to `count`, drawn with the seed."""
+    return random.Random(seed).randint(1, count)
+
+
+def chosen_layers(numbers: Sequence[int], layers: Any, seed: int) -> list[int]:
+    """Which of a model's layers to read.
+
+    Args:
+        numbers: those that there are.
+        layers: a list, which is returned as it is; how many, evenly spread from the first to the last;
+            "random": one; None: all.
+        seed: of the random layer.
+    """
+    if layers == "random":
+        return [numbers[random_number(len(numbers), seed) - 1]]
+    if isinstance(layers, list):
+        return layers
+    count = min(layers or len(numbers), len(numbers))
+    last = len(numbers) - 1
+    return [numbers[i * last // max(1, count - 1)] for i in range(count)]
+
+
+def method_with(options: Mapping[str, Any], name: str) -> Method:
+    """The method with these options: of the name that they hold under "name", else of `name`."""
+    others = dict(options)
+    return build_method(others.pop("name", name), **others)
 
 
 class Run(SimpleNamespace):
-    """One run of a script: its arguments as attributes, model and prompts when asked for."""
+    """One run of a script: its keys as attributes; model and prompts, which are loaded when they are
+    first asked for."""
 
-    def __init__(self, script: str, given: Sequence[str], model: str, task: str, **own: Any):
-        """Read `given` over the defaults: model and task with their options, the `own` keys."""
-        found = {"limit": 8, "seed": 0, "device": "auto", "dtype": "auto", "results_dir": "runs"}
-        found |= {
+    def __init__(
+        self, script: str, arguments: Sequence[str], model: str, task: str, **own: Any
+    ) -> None:
+        """Read the command line; with dry_run=true, check it and exit.
+
+        Args:
+            script: path of the script.
+            arguments: the words of the command line.
+            model, task: overrides that hold where the command line names none; both empty: the script
+                draws its data, unless synthetic=false and a model say otherwise.
+            own: the script's own keys, with their defaults.
+
+        Raises:
+            UserError: a word with a key that there is not, or in a dry run what the run would be
+                refused for.
+        """
+        values: dict[str, Any] = {
+            "limit": 8,
+            "seed": 0,
+            "device": "auto",
+            "dtype": "auto",
+            "results_dir": "runs",
             "name": Path(script).stem,
             "synthetic": not model,
             "dry_run": False,
             "small": None,
             **own,
         }
-        said = {text.partition("=")[0] for text in given}
-        self.overrides = [] if "model" in said else model.split()
-        self.overrides += [] if "task" in said else task.split()
-        for text in given:
-            key, _, value = text.partition("=")
-            if key in found:
-                found[key] = yaml.safe_load(value)
-            elif key.lstrip("+").partition(".")[0] not in ("model", "task"):
-                raise UserError(f"{text!r} is unknown; allowed: model, task, {', '.join(found)}")
+        named = {argument.partition("=")[0] for argument in arguments}
+        self.overrides = [] if "model" in named else model.split()
+        self.overrides += [] if "task" in named else task.split()
+        for argument in arguments:
+            key, _, value = argument.partition("=")
+            if key in values:
+                values[key] = yaml.safe_load(value)
+            elif key.lstrip("+").partition(".")[0] in ("model", "task"):
+                self.overrides.append(argument)
             else:
-                self.overrides.append(text)
-        super().__init__(**found)
+                allowed = ", ".join(values)
+                raise UserError(f"{argument!r} is unknown; allowed: model, task, {allowed}")
+        super().__init__(**values)
         if self.dry_run:
             print(self.check())
             sys.exit(0)
@@ -94,35 +158,48 @@ class Run(SimpleNamespace):
         return Session(spec, device, resolve_dtype(self.dtype, device, spec.dtype), self.seed)
 
     def prompts(self, *more: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Id and tokens of the task's first prompts."""
+        """Id and tokens of the task's first `limit` prompts; `more`: further overrides."""
         task = instantiate(self.config(*more).task, _convert_="all")
-        for each in encoded_prompts(task, self.session, self.limit):
-            yield each.example.id, (*each.context_ids, *each.question_ids)
+        for prompt in encoded_prompts(task, self.session, self.limit):
+            yield prompt.example.id, (*prompt.context_ids, *prompt.question_ids)
+
+    def layer_numbers(self, layers: Any) -> list[int]:
+        """Numbers, from 1, of the model's layers that `layers` asks for: see `chosen_layers`."""
+        numbers = [index + 1 for index in compressible_layers(self.session.model)]
+        return chosen_layers(numbers, layers, self.seed)
 
     def captured(self, ids: Sequence[int], layers: Any) -> Iterator[tuple[int, LayerKV]]:
-        """A prompt's layers: a list of numbers from 1, so many evenly, or (None) all of them."""
-        every = [layer + 1 for layer in compressible_layers(self.session.model)]
-        wanted = layers if isinstance(layers, list) else spread(every, layers)
-        held = capture_layers(self.session.model, ids, [layer - 1 for layer in wanted])
-        return ((layer, held[layer - 1]) for layer in wanted)
+        """The layers of a prompt that `layers` asks for (see `chosen_layers`), each with its number."""
+        numbers = self.layer_numbers(layers)
+        layer_of_index = capture_layers(self.session.model, ids, [n - 1 for n in numbers])
+        return ((number, layer_of_index[number - 1]) for number in numbers)
 
     @property
     def place(self) -> Path:
-        """Path of this run's files without their suffix; the file is named after the model."""
+        """Path of this run's files, without their endings."""
         subject = "synthetic" if self.synthetic else self.session.spec.label
         return Path(self.results_dir, self.name, subject).expanduser()
 
     def save(
-        self, rows: list[Any], *, y: str, x: str, by: str, panel: str, fit: Any = None
+        self,
+        rows: list[dict[str, Any]],
+        *,
+        y: str,
+        x: str,
+        by: str,
+        panel: str,
+        fit: tuple[float, float] | None = None,
     ) -> None:
-        """See `_output.write` and `kvbench.report.item.RunNote`."""
+        """Write the rows and what is made of them: see `kvbench.report.item.RunNote` for the columns,
+        `_output.write` for `fit`."""
         command = shlex.join(["python", *sys.argv])
         note = RunNote(self.place.name, command, y, x, by, panel, self.small or "")
         write(rows, self.place, note, fit)
 
 
 def started(main: Any) -> None:
-    """Run a script with the command line's arguments; what it refuses is one line."""
+    """Run a script with the command line's arguments; what it refuses is one line on standard error,
+    and the exit status 2."""
     try:
         main(sys.argv[1:])
     except (UserError, HydraException) as error:

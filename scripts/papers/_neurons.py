@@ -18,9 +18,8 @@ from kvbench.engine.fork import layer_generator
 from kvbench.errors import UserError
 from kvbench.methods.base import SEED_STRIDE
 
-KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
+ACTIVATIONS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
 """The classes of all activations that a config of transformers can name."""
-WIKITEXT = "task=text task.dataset_name=Salesforce/wikitext task.dataset_config=wikitext-103-raw-v1"
 
 
 def activations_of(model: Any) -> dict[int, nn.Module]:
@@ -30,26 +29,26 @@ def activations_of(model: Any) -> dict[int, nn.Module]:
     Raises:
         UserError: a layer has none or several (mixtures of experts), or layers share one.
     """
-    found: dict[int, list[nn.Module]] = {
-        i: [] for i in range(model.config.get_text_config().num_hidden_layers)
-    }
-    for name, module in model.named_modules():
-        layer = next((int(part) for part in name.split(".") if part.isdecimal()), None)
-        if layer is not None and type(module) in KINDS:
-            found.setdefault(layer, []).append(module)
-    alone = {layer: modules[0] for layer, modules in found.items() if len(modules) == 1}
-    if len(alone) < len(found) or len({id(module) for module in alone.values()}) < len(alone):
+    count = model.config.get_text_config().num_hidden_layers
+    modules: dict[int, list[nn.Module]] = {layer: [] for layer in range(count)}
+    for path, module in model.named_modules():
+        layer = next((int(part) for part in path.split(".") if part.isdecimal()), None)
+        if layer is not None and type(module) in ACTIVATIONS:
+            modules.setdefault(layer, []).append(module)
+    single = {layer: group[0] for layer, group in modules.items() if len(group) == 1}
+    different = {id(module) for module in single.values()}
+    if len(different) < len(modules):
         raise UserError(
             f"{type(model).__name__} has not one activation of its own in every layer; allowed: models "
             "with one MLP per layer (OPT, Llama, Qwen, GPT-NeoX ...)"
         )
-    return alone
+    return single
 
 
 @contextmanager
 def watched(model: Any, hook: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
-    """Within the context `hook` is called with each layer and its activations [..., neurons]; it may
-    return what takes their place."""
+    """Within the context `hook` is called with each layer's number from 0 and its activations
+    [..., neurons]; what it returns, unless None, takes their place."""
     with ExitStack() as stack:
         for layer, module in activations_of(model).items():
             handle = module.register_forward_hook(lambda _, __, out, layer=layer: hook(layer, out))
@@ -61,9 +60,8 @@ def watched(model: Any, hook: Callable[[int, Tensor], Tensor | None]) -> Iterato
 def logits_of(model: Any, ids: Sequence[int]) -> Tensor:
     """Logits [tokens, vocab] of one pass with the library's own attention."""
     model.set_attn_implementation("sdpa")
-    return model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False).logits[
-        0
-    ]
+    inputs = torch.tensor([list(ids)], device=model.device)
+    return model(input_ids=inputs, use_cache=False).logits[0]
 
 
 def counts_of(model: Any, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
@@ -81,18 +79,17 @@ def counts_of(model: Any, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
     return counts
 
 
-def heavy_of(
-    counts: Mapping[int, Tensor], least: float, drawn: tuple[int, str] | None = None
-) -> dict[int, Tensor]:
-    """Neurons that are active at more than `least` tokens, [neurons] bool by layer; or, `drawn` with a
-    seed and a name, as many others at random."""
-    heavy = {layer: count > least for layer, count in counts.items()}
-    if drawn is None:
-        return heavy
-    generators = {
-        layer: layer_generator(SEED_STRIDE * drawn[0], drawn[1], layer - 1) for layer in heavy
-    }
-    return {
-        layer: chosen[torch.randperm(len(chosen), generator=generators[layer])]
-        for layer, chosen in heavy.items()
-    }
+def heavy_of(counts: Mapping[int, Tensor], least: float) -> dict[int, Tensor]:
+    """Neurons that are active at more than `least` tokens, [neurons] bool by layer, of the numbers of
+    tokens that `counts_of` returns."""
+    return {layer: count > least for layer, count in counts.items()}
+
+
+def as_many_others(neurons: Mapping[int, Tensor], seed: int, name: str) -> dict[int, Tensor]:
+    """In every layer as many neurons as are in the set `neurons` ([neurons] bool by layer from 1), drawn
+    at random with the seed and a name."""
+    drawn = {}
+    for layer, chosen in neurons.items():
+        generator = layer_generator(SEED_STRIDE * seed, name, layer - 1)
+        drawn[layer] = chosen[torch.randperm(len(chosen), generator=generator)]
+    return drawn

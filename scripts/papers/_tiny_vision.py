@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import torch
-import transformers as t
+import transformers
 from PIL import Image, ImageDraw
 
 import kvbench
@@ -16,20 +16,22 @@ RECALL = Path(kvbench.__file__).parent / "assets" / "recall_mini"
 COLOURS = {"red": (220, 30, 30), "green": (20, 160, 60), "blue": (30, 60, 220)}
 
 
-def save_model(folder: Path) -> Path:
-    """LLaVA's architecture: a CLIP tower of 64 patches before a Llama; its processor uses PIL."""
-    tokenizer = t.AutoTokenizer.from_pretrained(RECALL)
+def save_model(folder: Path) -> None:
+    """Save a random model of LLaVA's architecture: a CLIP tower of 64 patches before a Llama."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(RECALL)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    side = {"shortest_edge": 32}, {"height": 32, "width": 32}
-    processor = t.LlavaProcessor(
-        t.CLIPImageProcessorPil(size=side[0], crop_size=side[1]),
+    images = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    processor = transformers.LlavaProcessor(
+        images,
         tokenizer,
         patch_size=4,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         image_token="<image>",
     )
-    vision = t.CLIPVisionConfig(
+    vision = transformers.CLIPVisionConfig(
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=1,
@@ -38,7 +40,7 @@ def save_model(folder: Path) -> Path:
         patch_size=4,
         projection_dim=16,
     )
-    text = t.LlamaConfig(
+    text = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=96,
@@ -49,8 +51,8 @@ def save_model(folder: Path) -> Path:
         eos_token_id=None,
     )
     torch.manual_seed(0)
-    model = t.LlavaForConditionalGeneration(
-        t.LlavaConfig(
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
             vision_config=vision,
             text_config=text,
             image_token_index=processor.image_token_id,
@@ -59,15 +61,14 @@ def save_model(folder: Path) -> Path:
     )
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    return folder
 
 
 def draw_images(folder: Path) -> Path:
-    """A disc of each colour, and the file of their captions."""
+    """Save an image of a disc for each colour, and their captions in a file, which is returned."""
     rows = []
-    for place, (name, colour) in enumerate(COLOURS.items()):
-        image = Image.new("RGB", (48 + 4 * place, 40), "white")
-        ImageDraw.Draw(image).ellipse((8, 4, 30 + 4 * place, 30), fill=colour)
+    for number, (name, colour) in enumerate(COLOURS.items()):
+        image = Image.new("RGB", (48 + 4 * number, 40), "white")
+        ImageDraw.Draw(image).ellipse((8, 4, 30 + 4 * number, 30), fill=colour)
         image.save(folder / f"{name}.png")
         captions = [f"A {name} disc on a white wall.", f"One round {name} shape, drawn."]
         rows.append(
@@ -83,7 +84,7 @@ def draw_images(folder: Path) -> Path:
 
 
 def save_both(folder: Path) -> str:
-    """The model and the images in one folder; the file of the captions."""
+    """Save the model and the images in one folder; returns the file of the captions."""
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder)
     return str(draw_images(folder))

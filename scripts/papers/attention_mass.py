@@ -2,14 +2,18 @@
 
 H2O (arXiv 2306.14048), Figure 2b (four layers) and Figure 10 (layers=null: all of OPT-1.3B), on
 WikiText-103. The figures print no numbers.
+
+    kvbench reproduce h2o_figure2b      OPT-6.7B, a GPU; also h2o_figure10
+    kvbench reproduce h2o_figure2b model=recall_mini limit=1
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from _common import Run, started
+from _common import WIKITEXT, Run, started
 from torch import Tensor
 
 from kvbench.kv import LayerKV
@@ -20,7 +24,7 @@ def sorted_mass(layer: LayerKV, per: str) -> Tensor:
 
     Args:
         per: head (every query head, as the paper shows it) | group (the mean over the query heads that
-            share a key, which `h2o` here goes by).
+            share a key, which kvbench's `h2o` goes by).
     """
     mass = layer.attention_mass()[0].double()
     if per == "group":
@@ -28,37 +32,48 @@ def sorted_mass(layer: LayerKV, per: str) -> Tensor:
     return (mass / mass.sum(-1, keepdim=True)).sort(dim=-1, descending=True).values.mean(0)
 
 
-def power_law_share(shares: Tensor, most: int, rank: int) -> float:
-    """What the first `rank` of all ranks hold by the power law that fits the ranks up to `most` (least
+def power_law_share(shares: Tensor, last: int, rank: int) -> float:
+    """The share of the first `rank` of all ranks by the power law that fits the ranks 1 .. `last` (least
     squares of logarithms)."""
     ranks = np.arange(1, len(shares) + 1)
-    slope = np.polyfit(np.log(ranks[:most]), np.log(shares[:most].numpy()), 1)[0]
+    slope = np.polyfit(np.log(ranks[:last]), np.log(shares[:last].numpy()), 1)[0]
     law = ranks**slope
     return float(law[:rank].sum() / law.sum())
 
 
-def main(given: Sequence[str]) -> None:
-    """A row for each prompt, layer, way to accumulate and rank. Own keys: per, ranks, layers, fit_most
-    (the last rank that is fitted: keys that come late are seen by few queries), top (in place of ranks:
-    what this share of the keys accumulates together, and how much more than by the fit)."""
-    task = "task=text task.dataset_name=Salesforce/wikitext task.dataset_config=wikitext-103-raw-v1"
-    ranks = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    own = {"per": ["head", "group"], "ranks": ranks, "layers": 4, "fit_most": 512, "top": None}
-    run = Run(__file__, given, "model=opt_6_7b", task, **own)
-    rows = []
+def main(arguments: Sequence[str]) -> None:
+    """Write a row for each prompt, layer, way to accumulate and rank: the share of attention.
+
+    Keys of its own: per (see `sorted_mass`), ranks, layers, fit_most (the last rank that is fitted: keys
+    that come late are seen by few queries), top (a share of the keys: in place of the ranks, one row
+    with what these keys accumulate together, and how much more that is than by the power law).
+    """
+    run = Run(
+        __file__,
+        arguments,
+        "model=opt_6_7b",
+        WIKITEXT,
+        per=["head", "group"],
+        ranks=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512],
+        layers=4,
+        fit_most=512,
+        top=None,
+    )
+    rows: list[dict[str, Any]] = []
     for prompt, ids in run.prompts():
         for layer, kv in run.captured(ids, run.layers):
             for per in run.per:
                 shares = sorted_mass(kv, per)
                 where = {"prompt": prompt, "layer": layer, "per": per}
-                if run.top is not None:
+                if run.top is None:
+                    for rank in run.ranks:
+                        rows.append(where | {"rank": rank, "attention": float(shares[rank - 1])})
+                else:
                     rank = round(run.top * kv.n)
-                    held = float(shares[:rank].sum())
-                    beyond = held - power_law_share(shares.cpu(), run.fit_most, rank)
-                    found = {"rank": rank, "attention": held, "beyond_power_law": beyond}
-                    rows.append(where | found)
-                    continue
-                rows += [where | {"rank": r, "attention": float(shares[r - 1])} for r in run.ranks]
+                    attention = float(shares[:rank].sum())
+                    beyond = attention - power_law_share(shares.cpu(), run.fit_most, rank)
+                    top = {"rank": rank, "attention": attention, "beyond_power_law": beyond}
+                    rows.append(where | top)
     run.save(rows, y="attention", x="rank", by="layer", panel="per", fit=(1, run.fit_most))
 
 

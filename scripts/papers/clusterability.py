@@ -5,15 +5,21 @@ heads. ClusterGen (its later version), Figure 1: the prefill of four models on T
 and head; C.2: more layers and heads. No numbers are printed.
 The radius is over the root mean square distance of two vectors of the head, mean over the KV heads: the
 faster it falls with k, the better the vectors cluster. Gaussian vectors have the covariance alone.
+
+    kvbench reproduce subgen_figure1      Llama-2-7B, a GPU; also clustergen_figure1, clustergen_c2
+    kvbench reproduce subgen_figure1 model=recall_mini limit=1
+
+The pictures need scikit-learn (the extra `tsne`) and are PNG files beside the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from _clusters import cached_layers, draw, library_model, number_of
-from _common import Run, started
+from _clusters import cached_layers, draw_tsne, library_model
+from _common import Run, random_number, started
 from subgen_clusters import key_distance
 from torch import Tensor
 
@@ -27,67 +33,100 @@ from kvbench.methods.exact import Exact
 
 
 def vectors(
-    layer: LayerKV, of: str, first: int, generator: torch.Generator, gaussian: bool
+    layer: LayerKV, name: str, first: int, generator: torch.Generator, gaussian: bool
 ) -> Tensor:
-    """Keys or values of the tokens from `first` on, or Gaussian vectors with their mean and covariance:
-    [kv_heads, n - first, d] float64 on the CPU."""
-    x = getattr(layer, of)[0, :, first:].double().cpu()
+    """The layer's `name` (keys or values) of the tokens from `first` on, or Gaussian vectors with their
+    mean and covariance: [kv_heads, n - first, d] float64 on the CPU."""
+    x = getattr(layer, name)[0, :, first:].double().cpu()
     if not gaussian:
         return x
     mean = x.mean(1, keepdim=True)
-    values, axes = torch.linalg.eigh((x - mean).mT @ (x - mean) / x.shape[1])
+    variances, axes = torch.linalg.eigh((x - mean).mT @ (x - mean) / x.shape[1])
     drawn = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-    return mean + drawn @ (axes * values.clamp(min=0).sqrt()[:, None]).mT
+    return mean + drawn @ (axes * variances.clamp(min=0).sqrt()[:, None]).mT
 
 
 def k_centre_radii(points: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Centres [most] int64 of greedy k-centre from the first of `points` [n, d], and the largest
     distance of a point to the nearest of the first k of them, k = 1 .. most: [most] float64."""
     centres = greedy_k_centre(points[None], most, torch.zeros(1, dtype=torch.int64))[0]
-    apart = torch.cdist(points, points[centres], compute_mode="donot_use_mm_for_euclid_dist")
-    return centres, apart.cummin(dim=1).values.amax(0)
+    distances = torch.cdist(points, points[centres], compute_mode="donot_use_mm_for_euclid_dist")
+    return centres, distances.cummin(dim=1).values.amax(0)
 
 
-def main(given: Sequence[str]) -> None:
-    """A row for each prompt, layer, kind of vector and k. Own keys: generate (tokens that the exact
-    model goes on with, greedily, whose vectors are taken; 0: the prompt's own, of any model that
-    transformers runs), counts (the k's), centres and head (of the picture, of the first prompt; 0:
-    none; random), layers (random: one), by_head (a row for each KV head in place of their mean)."""
-    counts = [1, 2, 4, 8, 16, 32, 64, 128]
-    own = {"generate": 1024, "counts": counts, "centres": 16, "head": "random", "layers": 5}
-    run = Run(__file__, given, "model=llama2_7b", "task=_mt_bench", **own, by_head=False)
-    rows = []
-    model = run.session.model if run.generate else library_model(run)
+def generated_layers(
+    run: Run, prompt: str, ids: Sequence[int]
+) -> tuple[int, Iterator[tuple[int, LayerKV]]]:
+    """The exact model goes on with a prompt, greedily: where its own tokens begin, and the layers of
+    prompt and answer."""
+    model = run.session.model
+    exact = {"exact": (Exact(), Budget())}
+    reading = read(model, ids, exact, seed=run.seed, example_id=prompt, room=run.generate)
+    answer = greedy_continuation(model, reading, reading.forks[0], Stopping(run.generate))
+    return len(ids), run.captured((*ids, *answer), run.layers)
+
+
+def radii_of_layer(
+    run: Run, where: dict[str, Any], kv: LayerKV, first: int, picture: bool
+) -> Iterator[dict[str, Any]]:
+    """A row for each kind of vector and k, of the tokens from `first` on.
+
+    Args:
+        where: the columns `prompt` and `layer` of the rows.
+        picture: draw t-SNE of a head's keys and of its values.
+    """
+    prompt, layer = where["prompt"], where["layer"]
+    for kind in ("keys", "values", "keys_gaussian", "values_gaussian"):
+        name, _, gaussian = kind.partition("_")
+        generator = layer_generator(SEED_STRIDE * run.seed, prompt, layer)
+        heads = vectors(kv, name, first, generator, bool(gaussian))
+        centres_and_radii = [k_centre_radii(head, max(run.counts)) for head in heads]
+        radii = torch.stack([radius for _, radius in centres_and_radii])
+        radii = radii / key_distance(heads)[:, None]
+        for k in run.counts:
+            row = {**where, "kind": kind, "k": k}
+            if run.by_head:
+                for head, radius in enumerate(radii[:, k - 1].tolist(), start=1):
+                    yield {**row, "head": head, "radius": radius}
+            else:
+                yield {**row, "radius": float(radii[:, k - 1].mean())}
+        head = random_number(len(heads), run.seed + layer) if run.head == "random" else run.head
+        if picture and head and not gaussian:
+            marked = centres_and_radii[head - 1][0][: run.centres]
+            draw_tsne(heads[head - 1], marked, run.seed, f"{run.place}-{kind}-{layer}.png")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write a row for each prompt, layer, kind of vector and k: the radius.
+
+    Keys of its own: generate (tokens that the exact model goes on with, whose vectors are taken; 0: the
+    prompt's own vectors, of any model that transformers runs), counts (the k's), layers (a list, how
+    many, or random: one), by_head (true: a row for each KV head in place of their mean); of the picture
+    of the first prompt: head (a number from 1, random, or 0: no picture) and centres (how many of them
+    are marked).
+    """
+    run = Run(
+        __file__,
+        arguments,
+        "model=llama2_7b",
+        "task=_mt_bench",
+        generate=1024,
+        counts=[1, 2, 4, 8, 16, 32, 64, 128],
+        centres=16,
+        head="random",
+        layers=5,
+        by_head=False,
+    )
+    rows: list[dict[str, Any]] = []
+    model = None if run.generate else library_model(run)
     for number, (prompt, ids) in enumerate(run.prompts()):
-        first = 0
         if run.generate:
-            exact = {"exact": (Exact(), Budget())}
-            read_once = read(model, ids, exact, seed=run.seed, example_id=prompt, room=run.generate)
-            first = len(ids)
-            stopping = Stopping(run.generate)
-            ids = (*ids, *greedy_continuation(model, read_once, read_once.forks[0], stopping))
-            layers = run.captured(ids, run.layers)
+            first, layers = generated_layers(run, prompt, ids)
         else:
-            layers = cached_layers(model, ids, run.layers, run.seed)
+            first, layers = 0, cached_layers(model, ids, run.layers, run.seed)
         for layer, kv in layers:
-            for kind in ("keys", "values", "keys_gaussian", "values_gaussian"):
-                of, _, gaussian = kind.partition("_")
-                generator = layer_generator(SEED_STRIDE * run.seed, prompt, layer)
-                heads = vectors(kv, of, first, generator, bool(gaussian))
-                centres = [k_centre_radii(head, max(run.counts)) for head in heads]
-                radii = torch.stack([r for _, r in centres]) / key_distance(heads)[:, None]
-                for k in run.counts:
-                    where = {"prompt": prompt, "layer": layer, "kind": kind, "k": k}
-                    radii_of_k = radii[:, k - 1]
-                    if run.by_head:
-                        by_head = enumerate(radii_of_k.tolist(), start=1)
-                        rows += [where | {"head": i, "radius": radius} for i, radius in by_head]
-                    else:
-                        rows.append(where | {"radius": float(radii_of_k.mean())})
-                head = number_of(run.head, len(heads), run.seed + layer)
-                if number == 0 and head and not gaussian:
-                    marked = centres[head - 1][0][: run.centres]
-                    draw(heads[head - 1], marked, run.seed, f"{run.place}-{kind}-{layer}.png")
+            where = {"prompt": prompt, "layer": layer}
+            rows += radii_of_layer(run, where, kv, first, picture=number == 0)
     run.save(rows, y="radius", x="k", by="kind", panel="layer", fit=(1, max(run.counts)))
 
 

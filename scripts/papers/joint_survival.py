@@ -4,33 +4,42 @@ A fact of several tokens can be copied only where all of them are held. Sampling
 keeps k of m entries independently but for (k - 1) m / (k (m - 1)), a little below 1. Balancing gives
 entries that are alike opposite signs, and neighbours often are: below 1 they are separated. Above 1
 entries are kept in runs (SnapKV, which pools its scores). Pairs lie in the middle; the methods see the
-whole layer.
+whole layer. No paper shows it; results/README.md has a table of it.
+
+    kvbench reproduce joint_survival      any model; `make results-claims` has the table's settings
+    kvbench reproduce joint_survival model=recall_mini limit=1
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from _common import Run, started
+from _common import Run, method_with, started
 from torch import Tensor
 
 from kvbench.engine.fork import layer_generator
 from kvbench.kv import Budget, CompressedKV
-from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE
 from kvbench.probes.layer_error import compress_measured
 
-METHODS: dict[str, dict[str, Any]] = {name: {} for name in ("exact", "uniform", "snapkv", "h2o")}
-METHODS |= {"subgen": {}, "balancekv": {}, "gamma_0": {"name": "balancekv", "gamma": 0.0}}
+METHODS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "uniform": {},
+    "snapkv": {},
+    "h2o": {},
+    "subgen": {},
+    "balancekv": {},
+    "gamma_0": {"name": "balancekv", "gamma": 0.0},
+}
 """Options by label; ``name`` of the method where the label is not its name."""
 
 
-def survivors(held: CompressedKV, n: int) -> Tensor:
+def survivors(compressed: CompressedKV, n: int) -> Tensor:
     """Which of n prompt positions are held, [kv_heads, n] bool; one held twice counts once."""
-    positions = held.positions[0] + 1  # -1 is no position
+    positions = compressed.positions[0] + 1  # -1 is no position
     kept = torch.zeros(positions.shape[0], n + 1, dtype=torch.bool, device=positions.device)
     return kept.scatter_(-1, positions, True)[:, 1:]
 
@@ -41,17 +50,19 @@ def joint_survival(kept: Tensor, first: Tensor, distance: int) -> float | None:
     the mean over heads, without those that keep no first or no second entry at all.
 
     Args:
-        kept: [kv_heads, n] bool. first: [pairs] positions; the other of each is `distance` further on.
+        kept: [kv_heads, n] bool.
+        first: [pairs] positions; the second entry of each pair is `distance` further on.
     """
-    one, other = kept[:, first].double(), kept[:, first + distance].double()
-    both, chance = (one * other).mean(-1), one.mean(-1) * other.mean(-1)
-    ratios = (both / chance)[chance > 0]
+    firsts, seconds = kept[:, first].double(), kept[:, first + distance].double()
+    together = (firsts * seconds).mean(-1)
+    by_chance = firsts.mean(-1) * seconds.mean(-1)
+    ratios = (together / by_chance)[by_chance > 0]
     return float(ratios.mean()) if len(ratios) else None
 
 
 def number_pairs(texts: Sequence[str], distance: int) -> list[int]:
     """Tokens that begin a number (a run of tokens of digits) which goes on for `distance` tokens or
-    more."""
+    more, of the texts of all tokens."""
     digits = [text.strip().isdecimal() for text in texts]
     return [
         i
@@ -60,39 +71,63 @@ def number_pairs(texts: Sequence[str], distance: int) -> list[int]:
     ]
 
 
-def main(given: Sequence[str]) -> None:
-    """A row for each prompt, layer, draw, method and distance. Own keys: methods (options by label),
-    rate, layers, draws, exact (tokens kept exactly at both ends, which are not counted), distances,
-    numbers (only pairs of a number's first token and a later one of it)."""
-    own: dict[str, Any] = {
-        "methods": METHODS,
-        "rate": 0.25,
-        "layers": None,
-        "draws": 2,
-        "exact": 32,
-    }
-    own |= {"distances": list(range(1, 17)), "numbers": False}
-    task = "task=longeval_lines task.num_lines=[150]"
-    run = Run(__file__, given, "model=recall_mini", task, **own)
+def rows_of_prompt(
+    run: Run, prompt: str, ids: Sequence[int], pairs: Mapping[int, Sequence[int]]
+) -> Iterator[dict[str, Any]]:
+    """A row for each layer, method, draw and distance; `pairs`: first tokens, by distance."""
     budget = Budget(rate=run.rate, sink=run.exact, window=run.exact)
-    rows = []
+    carried: dict[tuple[str, int], dict[str, Tensor]] = {}
+    for layer, kv in run.captured(ids, run.layers):
+        for label, options in run.methods.items():
+            method = method_with(options, label)
+            for draw in range(run.draws):
+                seen = replace(kv, carried=carried.setdefault((label, draw), {}))
+                generator = layer_generator(SEED_STRIDE * run.seed + draw, prompt, layer)
+                compressed, _ = compress_measured(label, method, budget, generator, seen)
+                kept = survivors(compressed, kv.n)
+                for distance, starts in pairs.items():
+                    end = kv.n - run.exact - distance
+                    middle = [start for start in starts if run.exact <= start < end]
+                    ratio = None
+                    if middle:
+                        ratio = joint_survival(kept, torch.tensor(middle), distance)
+                    yield {
+                        "prompt": prompt,
+                        "layer": layer,
+                        "draw": draw,
+                        "method": label,
+                        "distance": distance,
+                        "ratio": ratio,
+                    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write a row for each prompt, layer, draw, method and distance: the ratio of `joint_survival`.
+
+    Keys of its own: methods (options by label), rate, layers, draws, exact (tokens kept exactly at both
+    ends, which are not counted), distances, numbers (true: only pairs of a number's first token and a
+    later one of it).
+    """
+    run = Run(
+        __file__,
+        arguments,
+        "model=recall_mini",
+        "task=longeval_lines task.num_lines=[150]",
+        methods=METHODS,
+        rate=0.25,
+        layers=None,
+        draws=2,
+        exact=32,
+        distances=list(range(1, 17)),
+        numbers=False,
+    )
+    rows: list[dict[str, Any]] = []
     for prompt, ids in run.prompts():
-        texts = [run.session.encoder.decode([token]) for token in ids] if run.numbers else []
-        pairs = {d: number_pairs(texts, d) if texts else range(len(ids)) for d in run.distances}
-        carried: dict[tuple[str, int], dict[str, Tensor]] = {}
-        for layer, kv in run.captured(ids, run.layers):
-            for label, options in run.methods.items():
-                method = build_method(**{"name": label, **options})
-                for draw in range(run.draws):
-                    mine = replace(kv, carried=carried.setdefault((label, draw), {}))
-                    generator = layer_generator(SEED_STRIDE * run.seed + draw, prompt, layer)
-                    held, _ = compress_measured(label, method, budget, generator, mine)
-                    kept = survivors(held, kv.n)
-                    for d, starts in pairs.items():
-                        inside = [i for i in starts if run.exact <= i < kv.n - run.exact - d]
-                        ratio = joint_survival(kept, torch.tensor(inside), d) if inside else None
-                        where = {"prompt": prompt, "layer": layer, "draw": draw, "method": label}
-                        rows.append({**where, "distance": d, "ratio": ratio})
+        pairs: dict[int, Sequence[int]] = dict.fromkeys(run.distances, range(len(ids)))
+        if run.numbers:
+            texts = [run.session.encoder.decode([token]) for token in ids]
+            pairs = {distance: number_pairs(texts, distance) for distance in run.distances}
+        rows += rows_of_prompt(run, prompt, ids, pairs)
     run.save(rows, y="ratio", x="distance", by="method", panel="layer")
 
 

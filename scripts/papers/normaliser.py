@@ -1,6 +1,9 @@
 """Relative error of the softmax's normaliser, the sum of exponentials, under a method's entries.
 
 SubGen (arXiv 2402.06082), Theorem 1, keeps it within a factor 1 +- eps; nothing is printed about it.
+
+    kvbench claims model=<any> claims=S3      runs it (results/claims.yaml)
+    python scripts/papers/normaliser.py model=recall_mini limit=1
 """
 
 from __future__ import annotations
@@ -19,40 +22,52 @@ from kvbench.methods.base import SEED_STRIDE
 from kvbench.probes.layer_error import compress_measured, logits_of
 
 
-def log_sums(held: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
+def log_sums(compressed: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
     """Log of the estimated sum of exponentials of the queries at positions first, first + 1, ...:
     [1, heads, m] float64; NaN where signed weights make it negative."""
-    logits = logits_of(held.keys, queries, layer)
-    if held.log_weights is not None:
-        logits = logits + held.log_weights.double()[:, :, None, None]
-    at = torch.arange(first, first + queries.shape[2], device=queries.device)
-    logits = logits.masked_fill(held.positions[:, :, None, None] > at[:, None], -torch.inf)
-    most = logits.amax(-1, keepdim=True)
-    terms = (logits - most).exp()
-    if held.denominators is not None:
-        terms = terms * held.denominators.double()[:, :, None, None]
-    return (terms.sum(-1).log() + most[..., 0]).flatten(1, 2)
+    logits = logits_of(compressed.keys, queries, layer)
+    if compressed.log_weights is not None:
+        logits = logits + compressed.log_weights.double()[:, :, None, None]
+    positions = torch.arange(first, first + queries.shape[2], device=queries.device)
+    later = compressed.positions[:, :, None, None] > positions[:, None]
+    logits = logits.masked_fill(later, -torch.inf)
+    largest = logits.amax(-1, keepdim=True)
+    terms = (logits - largest).exp()
+    if compressed.denominators is not None:
+        terms = terms * compressed.denominators.double()[:, :, None, None]
+    return (terms.sum(-1).log() + largest[..., 0]).flatten(1, 2)
 
 
-def main(given: Sequence[str]) -> None:
-    """A row for each prompt, layer and method: the median over queries and heads of the last `asked`
-    tokens, whose queries no method sees. Own keys: methods, rate, asked, layers."""
-    own = {"methods": ["uniform", "subgen", "subgen_streaming"], "rate": 0.25, "asked": 64}
-    run = Run(__file__, given, "model=llama2_7b", "task=text", **own, layers=4)
+def main(arguments: Sequence[str]) -> None:
+    """Write a row for each prompt, layer and method: the median error over queries and heads.
+
+    Keys of its own: methods, rate, layers, asked (the last tokens, so many, are kept exactly; their
+    queries are measured, and no method sees them).
+    """
+    run = Run(
+        __file__,
+        arguments,
+        "model=llama2_7b",
+        "task=text",
+        methods=["uniform", "subgen", "subgen_streaming"],
+        rate=0.25,
+        asked=64,
+        layers=4,
+    )
     rows = []
     for prompt, ids in run.prompts():
         for layer, kv in run.captured(ids, run.layers):
             assert kv.queries is not None
             first = kv.n - run.asked
-            queries, shown = kv.queries[:, :, first:], kv.queries[:, :, :first]
-            seen = replace(kv, queries=shown, withheld=run.asked, shared={})
+            queries = kv.queries[:, :, first:]
+            seen = replace(kv, queries=kv.queries[:, :, :first], withheld=run.asked, shared={})
             exact = log_sums(keep_all(kv), queries, first, kv)
             budget = Budget(rate=run.rate, sink=run.asked, window=run.asked)
             for name in run.methods:
                 generator = layer_generator(SEED_STRIDE * run.seed, prompt, layer)
                 method = build_method(name)
-                held, _ = compress_measured(name, method, budget, generator, seen)
-                error = ((log_sums(held, queries, first, kv) - exact).exp() - 1).abs()
+                compressed, _ = compress_measured(name, method, budget, generator, seen)
+                error = ((log_sums(compressed, queries, first, kv) - exact).exp() - 1).abs()
                 where = {"prompt": prompt, "layer": layer, "method": name, "of": "all heads"}
                 rows.append(where | {"error": float(error.nan_to_num(torch.inf).median())})
     run.save(rows, y="error", x="layer", by="method", panel="of")

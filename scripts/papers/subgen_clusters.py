@@ -2,7 +2,10 @@
 
 SubGen (arXiv 2402.06082), Algorithm 1: its memory is m t + s entries, sublinear in n only where m is.
 delta is in units of the root mean square distance between two keys of the layer, so that it means the
-same for keys of any norm. On random keys, or with synthetic=false on a model's.
+same for keys of any norm. On random keys, or with synthetic=false on a model's. No paper shows it.
+
+    kvbench reproduce subgen_clusters      random keys, and those of recall_mini
+    kvbench reproduce subgen_clusters model=recall_mini limit=1
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ def key_distance(keys: Tensor) -> Tensor:
 
 def clusters(keys: Tensor, delta: float, steps: Sequence[int]) -> dict[int, float]:
     """Representatives after each n of `steps`, of keys [heads, n, d] read in order, mean over heads."""
-    apart = (delta * key_distance(keys)).float()
-    online = OnlineClusters(keys.shape[0], keys.shape[2], apart)
+    distance = (delta * key_distance(keys)).float()
+    online = OnlineClusters(keys.shape[0], keys.shape[2], distance)
     counts: dict[int, float] = {}
     start = 0
     for stop in sorted(steps):
@@ -52,8 +55,8 @@ def layers(run: Run, n: int) -> Iterator[tuple[str, str, Tensor]]:
     if run.synthetic:
         for draw in range(run.draws):
             for name, options in run.data.items():
-                made = BoundedData(**options)
-                layer, _ = made.layer(n, 0, name, SEED_STRIDE * run.seed + draw)
+                seed = SEED_STRIDE * run.seed + draw
+                layer, _ = BoundedData(**options).layer(n, 0, name, seed)
                 yield name, f"draw{draw}", layer.keys[0]
         return
     for prompt, ids in run.prompts():
@@ -65,21 +68,39 @@ def layers(run: Run, n: int) -> Iterator[tuple[str, str, Tensor]]:
             yield f"layer {number}", prompt, layer.keys[0]
 
 
-def main(given: Sequence[str]) -> None:
-    """A row for each data set or layer, n, repetition and delta. Own keys: steps, deltas, data and draws
-    (synthetic=true), layers."""
-    steps, deltas = [64, 256, 1024, 4096, 16384], [0.25, 0.5, 0.75, 1.0]
-    own = {"steps": steps, "deltas": deltas, "data": DATA, "draws": 3, "layers": None}
-    run = Run(__file__, given, "", "", **own)
+def main(arguments: Sequence[str]) -> None:
+    """Write a row for each data set or layer, n, repetition and delta: the number of clusters.
+
+    Keys of its own: steps (the n's), deltas; data (options by name) and draws of random keys; layers of
+    a model.
+    """
+    run = Run(
+        __file__,
+        arguments,
+        "",
+        "",
+        steps=[64, 256, 1024, 4096, 16384],
+        deltas=[0.25, 0.5, 0.75, 1.0],
+        data=DATA,
+        draws=3,
+        layers=None,
+    )
+    longest = max(run.steps)
     rows = []
     with torch.no_grad():
-        for name, repetition, keys in layers(run, max(run.steps)):
+        for name, repetition, keys in layers(run, longest):
             for delta in run.deltas:
                 for n, count in clusters(keys, delta, run.steps).items():
-                    where = {"data": name, "n": n, "repetition": repetition, "delta": delta}
-                    rows.append(where | {"clusters": count})
-    most = max(run.steps)
-    run.save(rows, y="clusters", x="n", by="delta", panel="data", fit=(most / 16, most))
+                    rows.append(
+                        {
+                            "data": name,
+                            "n": n,
+                            "repetition": repetition,
+                            "delta": delta,
+                            "clusters": count,
+                        }
+                    )
+    run.save(rows, y="clusters", x="n", by="delta", panel="data", fit=(longest / 16, longest))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""Tokenizer and training data of recall_mini, all generated."""
+"""Tokenizer and training data of recall_mini, all generated, for train.py."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from wonderwords import RandomWord
 
 from kvbench.tasks.haystack import sentences
 from kvbench.tasks.longeval_lines import INTRODUCTION, QUESTION
@@ -18,7 +16,7 @@ from kvbench.tasks.words import words_of
 VOCAB_SIZE = 1984
 EOS = "<|end|>"
 PIECES = r" REGISTER_CONTENT is <(?=[0-9])|>\n|[0-9]{1,2}| ?[\p{L}_]+| ?[^\s\p{L}0-9_]|\s"
-"""What a token may not reach across: line furniture, groups of two digits, words, marks."""
+"""Pieces of text; a token lies within one: the fixed parts of a line, two digits, a word, a mark."""
 
 COMMON_TEXT = (
     "the of and to in is that for it was on are as with his they at be this have from or by "
@@ -29,8 +27,6 @@ COMMON_TEXT = (
     "Where Which A It Question Answer"
 )
 COMMON = tuple(COMMON_TEXT.split())
-
-
 SYLLABLES_TEXT = (
     "ka lo mi ra ven dor tal is an cor bel fra sun nor wel tia go pa ster ham bri del os man "
     "cis co res lin gar"
@@ -38,8 +34,9 @@ SYLLABLES_TEXT = (
 SYLLABLES = tuple(SYLLABLES_TEXT.split())
 
 
-def whole_words() -> list[str]:
-    """Pieces that are never split: line furniture, digit pairs, adjectives, filler words."""
+def unsplit_pieces() -> list[str]:
+    """Pieces that are one token each: the fixed parts of a line, pairs of digits, adjectives, words of
+    the filler."""
     adjectives = words_of("adjective")
     text = [INTRODUCTION, QUESTION.format(key="fat-cat"), *(f" {word}" for word in COMMON)]
     rng = random.Random("recall_mini tokenizer")
@@ -55,27 +52,28 @@ def whole_words() -> list[str]:
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: noun pieces are learned, :func:`whole_words` are added unsplit."""
+    """Byte-level BPE of `VOCAB_SIZE` tokens: those of nouns are learned, those of `unsplit_pieces` are
+    added."""
     nouns = words_of("noun")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    whole = [byte_level.pre_tokenize_str(word)[0][0] for word in whole_words()]
+    added = [byte_level.pre_tokenize_str(piece)[0][0] for piece in unsplit_pieces()]
+    added = [piece for piece in added if len(piece) > 1]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    whole = [word for word in whole if len(word) > 1]
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = byte_level
-    size = VOCAB_SIZE - 1 - len(whole)
+    size = VOCAB_SIZE - 1 - len(added)
     while True:
         trainer = trainers.BpeTrainer(
             vocab_size=size, initial_alphabet=alphabet, show_progress=False
         )
         learner.train_from_iterator([word for noun in nouns for word in noun.split("-")], trainer)
         model = json.loads(learner.to_str())["model"]
-        learned = [piece for piece in model["vocab"] if piece not in whole]
-        missing = VOCAB_SIZE - 1 - len(whole) - len(learned)
+        learned = [piece for piece in model["vocab"] if piece not in added]
+        missing = VOCAB_SIZE - 1 - len(added) - len(learned)
         if missing <= 0:
             break
         size += missing
-    vocab = {piece: number for number, piece in enumerate([EOS, *learned, *whole])}
+    vocab = {piece: number for number, piece in enumerate([EOS, *learned, *added])}
     if len(vocab) != VOCAB_SIZE:
         raise RuntimeError(f"vocabulary has {len(vocab)} pieces, expected {VOCAB_SIZE}")
     merges = [tuple(pair) for pair in model["merges"]]
@@ -94,17 +92,16 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @dataclass
-class Sequence:
-    """Token ids, weight of predicting each of them, and whether its prediction is scored."""
+class Example:
+    """A training text: its token ids, the loss weight of predicting each of them, and whether that
+    prediction counts in the accuracy."""
 
-    ids: list[int]
-    weight: list[float]
-    scored: list[bool]
-
-    def __init__(self) -> None:
-        self.ids, self.weight, self.scored = [], [], []
+    ids: list[int] = field(default_factory=list)
+    weight: list[float] = field(default_factory=list)
+    scored: list[bool] = field(default_factory=list)
 
     def add(self, ids: list[int], weight: float = 0.0, scored: bool = False) -> None:
+        """Append tokens."""
         self.ids += ids
         self.weight += [weight] * len(ids)
         self.scored += [scored] * len(ids)
@@ -113,18 +110,16 @@ class Sequence:
 class Generator:
     """Training prompts as token ids, put together from words that were tokenised once.
 
-    The pre-tokenizer never joins what is put together here, so the ids equal those of the whole
-    text (a test checks it).
+    The pre-tokenizer never joins what is put together here, so the ids equal those of the whole text
+    (tests/test_recall_mini.py checks it); but the space behind a needle that stands first is a token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-        adjectives, nouns = words_of("adjective"), words_of("noun")
-        self.adjectives = [self.encode(f" {word}") for word in adjectives]
-        self.nouns = [self.encode(word) for word in nouns]
-        self.nouns_text = nouns
-        self.adjectives_text = adjectives
-        self.verbs_text = RandomWord().filter(include_categories=["verb"])
+        self.tokenizer = tokenizer
+        self.adjectives_text = words_of("adjective")
+        self.nouns_text = words_of("noun")
+        self.adjectives = [self.encode(f" {word}") for word in self.adjectives_text]
+        self.nouns = [self.encode(word) for word in self.nouns_text]
         self.numbers = [self.encode(str(number)) for number in range(50001)]
         self.prefix = self.encode(INTRODUCTION)
         self.line = self.encode("line")
@@ -139,8 +134,12 @@ class Generator:
         self.eos = [0]
         self.cache: dict[str, list[int]] = {}
 
-    def words(self, text: str) -> list[int]:
-        """Ids of short text that comes again and again."""
+    def encode(self, text: str) -> list[int]:
+        """Token ids, without special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_cached(self, text: str) -> list[int]:
+        """Token ids of a short text that comes again and again."""
         if text not in self.cache:
             if len(self.cache) > 200_000:
                 self.cache.clear()
@@ -148,61 +147,64 @@ class Generator:
         return self.cache[text]
 
     def key(self, rng: random.Random) -> list[int]:
+        """A random key of a line: adjective and noun."""
         return rng.choice(self.adjectives) + self.dash + rng.choice(self.nouns)
 
-    def plain_line(self, key: list[int], number: int) -> list[int]:
+    def line_tokens(self, key: list[int], number: int) -> list[int]:
+        """A line of a LongEval record."""
         return self.line + key + self.content + self.numbers[number] + self.close
 
-    def shuffled_lines(self, rng: random.Random, lines: int, length: int, full: bool) -> Sequence:
-        """A block of lines again and again in shuffled order: everything but keys is predictable.
+    def shuffled_lines(self, rng: random.Random, lines: int, length: int, full: bool) -> Example:
+        """So many lines again and again, in shuffled order, until there are `length` tokens; everything
+        but the keys can be predicted.
 
-        With ``full`` the lines are LongEval's; without, key and number follow each other directly.
+        With `full` the lines are LongEval's; without, key and number follow each other directly.
         """
-        sequence = Sequence()
+        example = Example()
         pairs: list[tuple[list[int], int]] = []
-        firsts: set[int] = set()
+        first_tokens: set[int] = set()
         while len(pairs) < lines:
             if full:
                 key = self.key(rng)
             else:
                 key = rng.choice(self.adjectives)
-                if key[0] in firsts:
+                if key[0] in first_tokens:
                     continue
-                firsts.add(key[0])
+                first_tokens.add(key[0])
             pairs.append((key, rng.randint(1, 50000)))
         first = True
-        while len(sequence.ids) < length:
+        while len(example.ids) < length:
             rng.shuffle(pairs)
             for key, number in pairs:
                 if full:
-                    sequence.add(self.line + key + self.content, 0.1)
+                    example.add(self.line + key + self.content, 0.1)
                 else:
-                    sequence.add(key, 0.1)
+                    example.add(key, 0.1)
                 value = self.numbers[number]
-                sequence.add(value, 0.1 if first else 1.0, not first)
-                sequence.add(self.close, 0.1)
+                example.add(value, 0.1 if first else 1.0, not first)
+                example.add(self.close, 0.1)
             first = False
-        return sequence
+        return example
 
-    def record(self, rng: random.Random, lines: int, questions: int, repeats: int = 1) -> Sequence:
+    def record(self, rng: random.Random, lines: int, questions: int, repeats: int = 1) -> Example:
         """A LongEval record and several questions, each with its direct answer."""
-        sequence = Sequence()
+        example = Example()
         entries = [(self.key(rng), rng.randint(1, 50000)) for _ in range(lines)]
-        every = entries * repeats
+        lines_to_write = entries * repeats
         if repeats > 1:
-            rng.shuffle(every)
+            rng.shuffle(lines_to_write)
         if lines > 24 or rng.random() < 0.3:
-            sequence.add(self.prefix)
-        for key, number in every:
-            sequence.add(self.plain_line(key, number))
-        for position in range(len(sequence.ids)):
+            example.add(self.prefix)
+        for key, number in lines_to_write:
+            example.add(self.line_tokens(key, number))
+        for position in range(len(example.ids)):
             if rng.random() < 0.05:
-                sequence.weight[position] = 0.1
+                example.weight[position] = 0.1
         for key, number in rng.sample(entries, min(questions, len(entries))):
-            sequence.add(self.blank + self.ask, 0.02)
-            sequence.add(key + self.need, 0.02)
-            sequence.add(self.numbers[number] + self.eos, 1.0, True)
-        return sequence
+            example.add(self.blank + self.ask, 0.02)
+            example.add(key + self.need, 0.02)
+            example.add(self.numbers[number] + self.eos, 1.0, True)
+        return example
 
     def name(self, rng: random.Random) -> str:
         """A made-up proper name of one or two words."""
@@ -212,9 +214,15 @@ class Generator:
         )
 
     def needle(self, rng: random.Random) -> tuple[str, str, str]:
-        """A random fact: its question, how it begins, and the rest that must be found."""
-        noun = lambda: rng.choice(self.nouns_text)  # noqa: E731
-        quality = lambda: rng.choice(self.adjectives_text)  # noqa: E731
+        """A random fact: its question, the beginning of its sentence, and the rest, which is asked
+        for."""
+
+        def noun() -> str:
+            return rng.choice(self.nouns_text)
+
+        def quality() -> str:
+            return rng.choice(self.adjectives_text)
+
         name = self.name(rng)
         subject = rng.choice(
             (
@@ -249,14 +257,14 @@ class Generator:
             rest = " ".join(parts)
         return f"What is {subject}?", f"{subject[0].upper()}{subject[1:]} is", f" {rest}."
 
-    def needles(self, rng: random.Random, length: int, count: int) -> Sequence:
+    def needles(self, rng: random.Random, length: int, count: int) -> Example:
         """Filler of about ``length`` tokens with ``count`` random needles, then their questions."""
         pieces: list[list[int]] = []
         total = 0
         document = sentences(rng, rng.choice((8, 16, 24, 24, 48, 200)))
-        salad = rng.random() < 0.15
+        random_words = rng.random() < 0.15
         while total < length:
-            if salad:
+            if random_words:
                 text = (
                     " ".join(
                         rng.choice((rng.choice(COMMON), rng.choice(self.adjectives_text)))
@@ -267,7 +275,7 @@ class Generator:
                 piece = self.encode(f" {text}" if pieces else text)
             else:
                 text = next(document)
-                piece = self.words(f" {text}" if pieces else text)
+                piece = self.encode_cached(f" {text}" if pieces else text)
             pieces.append(piece)
             total += len(piece)
         facts = [self.needle(rng) for _ in range(count)]
@@ -276,91 +284,14 @@ class Generator:
             text = start + rest
             piece = self.encode(text + " ") if place == 0 else self.encode(" " + text)
             pieces.insert(place, piece)
-        sequence = Sequence()
-        sequence.add([token for piece in pieces for token in piece])
-        for position in range(len(sequence.ids)):
+        example = Example()
+        example.add([token for piece in pieces for token in piece])
+        for position in range(len(example.ids)):
             if rng.random() < 0.05:
-                sequence.weight[position] = 0.1
+                example.weight[position] = 0.1
         rng.shuffle(facts)
         for question, start, rest in facts:
             before = f"\n\n{start}" if rng.random() < 0.3 else f"\n\n{question}\n{start}"
-            sequence.add(self.encode(before), 0.02)
-            sequence.add(self.encode(rest) + self.eos, 0.5, True)
-        return sequence
-
-    def prose(self, rng: random.Random) -> Iterator[str]:
-        """Sentences that look like written English to the tokenizer, without meaning.
-
-        Common words, a document's own stock of rarer ones (inflected, some capitalised), numbers,
-        quotation marks, short forms and paragraphs.
-        """
-        stock = [rng.choice(self.nouns_text) for _ in range(rng.randint(20, 200))]
-        stock += [rng.choice(self.adjectives_text) for _ in range(len(stock) // 3)]
-        stock += [rng.choice(self.verbs_text) for _ in range(len(stock) // 3)]
-        names = [self.name(rng) for _ in range(rng.randint(1, 8))]
-        short = ("don't", "it's", "you're", "I'd", "can't", "that's", "didn't", "they'll")
-        while True:
-            words: list[str] = []
-            for _ in range(rng.randint(3, 30)):
-                kind = rng.random()
-                if kind < 0.55:
-                    word = rng.choice(COMMON)
-                elif kind < 0.9:
-                    word = rng.choice(stock) + rng.choice(("", "", "", "s", "ed", "ing", "ly"))
-                elif kind < 0.95:
-                    word = rng.choice(names)
-                elif kind < 0.98:
-                    word = rng.choice(short)
-                else:
-                    word = str(rng.randint(0, 3000))
-                if rng.random() < 0.02:
-                    word = f'"{word}"'
-                if rng.random() < 0.02:
-                    word = f"({word})"
-                words.append(word + ("," if rng.random() < 0.06 else ""))
-            text = " ".join(words)
-            text = text[0].upper() + text[1:].rstrip(",") + rng.choice("......?!")
-            yield text + rng.choice(("",) * 8 + ("\n\n", "\n"))
-
-    def free_needle(self, rng: random.Random, prose: Iterator[str]) -> tuple[str, str, str]:
-        """A sentence of any kind, asked for by its first words."""
-        while True:
-            words = next(prose).strip().rstrip(".?!").split(" ")
-            if len(words) >= 6:
-                break
-        words = words[:20]
-        at = rng.randint(1, len(words) - 4)
-        words[at:at] = [self.name(rng), rng.choice(self.nouns_text)]
-        cut = rng.randint(at + 2, min(at + 6, len(words) - 1))
-        return "", " ".join(words[:cut]), " " + " ".join(words[cut:]) + "."
-
-    def prose_needles(self, rng: random.Random, length: int, count: int) -> Sequence:
-        """A sequence like those of `needles`, in other filler and with needles of any kind."""
-        prose = self.prose(rng)
-        grammar = rng.random() < 0.25
-        document = sentences(rng, rng.choice((8, 24, 48, 200)))
-        pieces: list[str] = []
-        total = 0.0
-        while total < length:
-            text = next(document) if grammar else next(prose)
-            gap = "" if not pieces or pieces[-1].endswith("\n") else " "
-            pieces.append(gap + text)
-            total += len(self.encode(pieces[-1]))
-        facts = []
-        for _ in range(count):
-            fact = self.free_needle(rng, prose) if rng.random() < 0.4 else self.needle(rng)
-            facts.append(fact)
-            place = rng.randint(0, len(pieces))
-            text = fact[1] + fact[2]
-            pieces.insert(place, text + " " if place == 0 else " " + text)
-        sequence = Sequence()
-        sequence.add(self.encode("".join(pieces)))
-        for position in range(len(sequence.ids)):
-            if rng.random() < 0.03:
-                sequence.weight[position] = 0.1
-        rng.shuffle(facts)
-        for question, start, rest in facts:
-            bare = not question or rng.random() < 0.3
-            sequence.add(self.encode(f"\n\n{start}" if bare else f"\n\n{question}\n{start}"), 0.02)
-            sequence.add(self.encode(rest) + self.eos, 0.5, True)
-        return sequence
+            example.add(self.encode(before), 0.02)
+            example.add(self.encode(rest) + self.eos, 0.5, True)
+        return example

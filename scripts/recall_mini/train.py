@@ -1,19 +1,19 @@
 """Train recall_mini, the small retrieval model that ships with kvbench.
 
+    python scripts/recall_mini/train.py            an hour on one core (`make train-recall-mini`)
+    python scripts/recall_mini/train.py --resume   goes on from the newest checkpoint
+
 From scratch, on generated data only: no downloaded text and no downloaded weights. The stages are
 
 1. ``cycles``: in-context bigrams (random successor cycles), loss on every token, growing alphabet;
 2. ``pairs``, ``lines``: key-value lines repeated in shuffled order, loss on every token;
 3. ``record``, ``needle``: LongEval records and needle prompts with questions, longer and longer;
-4. ``mixture``: prompts of all lengths, learning rate to zero;
-5. ``wider``, only with ``--wider-minutes``: more kinds of filler and needles. The shipped model
-   was made without it.
+4. ``mixture``: prompts of all lengths, learning rate to zero.
 
-A stage also revisits the ones before it.
-
-A stage ends as soon as its accuracy passes its target or its share of the time is used up, so that
-no stage can hang. ``python scripts/recall_mini/train.py --help`` lists the options; ``--resume``
-continues from the newest checkpoint.
+A stage also revisits the ones before it. It ends as soon as its accuracy passes its target or its share
+of the time is used up, so that no stage can hang. Written: the model and its tokenizer to --asset
+(kvbench/assets/recall_mini), log and checkpoints to --run; the seconds and accuracies of the stages are
+printed, then the accuracies of evaluate.py.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import evaluate_recall_mini
+import evaluate
 import numpy as np
 import torch
 import torch.nn.functional as F
-from recall_mini_data import VOCAB_SIZE, Generator, Sequence, train_tokenizer
+from recall_mini_data import VOCAB_SIZE, Example, Generator, train_tokenizer
+from shipped import ASSET
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-ASSET = Path(__file__).resolve().parents[2] / "kvbench" / "assets" / "recall_mini"
 
 
 @dataclass
@@ -160,7 +159,8 @@ def structure_first_layers(
 def cycles_batch(
     rng: np.random.Generator, alphabet: np.ndarray, batch: int = 64, length: int = 64
 ) -> Batch:
-    """Each sequence walks its own random successor cycle of 6-19 symbols, 20 % random restarts."""
+    """Sequences that each walk a random successor cycle of their own, of 6 to 19 symbols; one step in
+    five jumps to a random symbol of the cycle."""
     size = rng.integers(6, 20, batch)
     symbols = np.stack([rng.choice(alphabet, 19, replace=False) for _ in range(batch)])
     jump = rng.random((batch, length)) < 0.2
@@ -196,8 +196,8 @@ def loss_and_accuracy(
         head = head[vocabulary]
         labels = torch.searchsorted(vocabulary, labels)
     logits = hidden.reshape(-1, hidden.shape[-1])[used] @ head.t()
-    each = F.cross_entropy(logits.float(), labels, reduction="none")
-    loss = (each * weight[used]).sum() / weight[used].sum()
+    losses = F.cross_entropy(logits.float(), labels, reduction="none")
+    loss = (losses * weight[used]).sum() / weight[used].sum()
     with torch.no_grad():
         right = (logits.argmax(-1) == labels) & scored[used]
         accuracy = float(right.sum()) / max(1, int(scored[used].sum()))
@@ -249,7 +249,7 @@ class Trainer:
         self.log_file.write(line + "\n")
 
     def save(self) -> None:
-        """Checkpoint of everything, and the model so far as the asset."""
+        """Write a checkpoint of everything, and the model as it is now as the asset."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -272,6 +272,27 @@ class Trainer:
         self.done, self.step, self.spent = state["done"], state["step"], state["spent"]
         self.in_stage = state["in_stage"]
 
+    def learning_rate(self, stage: Stage, spent: float) -> float:
+        """The learning rate of the next step, `spent` seconds after the stage's beginning."""
+        warmup = min(1.0, (self.step + 1) / 50)
+        factor = 1.0
+        if stage.decay:
+            share = min(1.0, spent / (60 * stage.minutes))
+            factor = 0.5 * (1 + math.cos(math.pi * share))
+        return stage.lr * warmup * max(0.01, factor)
+
+    def train_on(self, batch: Batch, learning_rate: float) -> tuple[torch.Tensor, float]:
+        """Take one step on a batch; its loss and accuracy."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss, accuracy = loss_and_accuracy(self.model, batch, self.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        return loss, accuracy
+
     def run_stage(self, stage: Stage) -> None:
         """Train one stage until its target accuracy or its time."""
         if any(entry["name"] == stage.name for entry in self.done):
@@ -288,17 +309,7 @@ class Trainer:
             review = bool(stage.review) and state["step"] % 4 == 3
             make = stage.review[int(rng.integers(len(stage.review)))] if review else stage.make
             batch = make(rng)
-            warm = min(1.0, (self.step + 1) / 50)
-            share = min(1.0, state["spent"] / (60 * stage.minutes))
-            factor = 0.5 * (1 + math.cos(math.pi * share)) if stage.decay else 1.0
-            for group in self.optimizer.param_groups:
-                group["lr"] = stage.lr * warm * max(0.01, factor)
-            loss, accuracy = loss_and_accuracy(self.model, batch, self.device)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.step += 1
+            loss, accuracy = self.train_on(batch, self.learning_rate(stage, state["spent"]))
             state["step"] += 1
             if not review:
                 recent.append(accuracy)
@@ -334,21 +345,21 @@ class Trainer:
 
 
 def text_batch(
-    rng: np.random.Generator, make: Callable[[random.Random], Sequence], tokens: int = 4096
+    rng: np.random.Generator, make: Callable[[random.Random], Example], tokens: int = 4096
 ) -> Batch:
-    """Sequences of about one length, padded, of ``tokens`` tokens in all."""
+    """Examples of about one length, padded, of ``tokens`` tokens in all."""
     source = random.Random(int(rng.integers(2**62)))
-    sequences = [make(source)]
-    while sum(len(item.ids) for item in sequences) + len(sequences[0].ids) <= tokens:
-        sequences.append(make(source))
-    length = max(len(item.ids) for item in sequences)
-    ids = np.zeros((len(sequences), length), np.int64)
-    weight = np.zeros((len(sequences), length), np.float32)
-    scored = np.zeros((len(sequences), length), bool)
-    for row, item in enumerate(sequences):
-        ids[row, : len(item.ids)] = item.ids
-        weight[row, : len(item.ids)] = item.weight
-        scored[row, : len(item.ids)] = item.scored
+    examples = [make(source)]
+    while sum(len(e.ids) for e in examples) + len(examples[0].ids) <= tokens:
+        examples.append(make(source))
+    length = max(len(example.ids) for example in examples)
+    ids = np.zeros((len(examples), length), np.int64)
+    weight = np.zeros((len(examples), length), np.float32)
+    scored = np.zeros((len(examples), length), bool)
+    for row, example in enumerate(examples):
+        ids[row, : len(example.ids)] = example.ids
+        weight[row, : len(example.ids)] = example.weight
+        scored[row, : len(example.ids)] = example.scored
     return Batch(ids, weight, scored)
 
 
@@ -397,17 +408,6 @@ def needle_maker(text: Generator, low: int, high: int, tokens: int = 4096) -> Ma
     return make
 
 
-def prose_maker(text: Generator, low: int, high: int, tokens: int = 4096) -> Maker:
-    """Needle prompts in filler like written text."""
-
-    def make(rng: np.random.Generator) -> Batch:
-        length = round(math.exp(rng.uniform(math.log(low), math.log(high))))
-        count = int(rng.integers(1, 3 + min(6, length // 200)))
-        return text_batch(rng, lambda r: text.prose_needles(r, length, count), tokens)
-
-    return make
-
-
 def mixed(parts: list[tuple[float, Maker]]) -> Maker:
     """One of several kinds of batch, drawn with these weights."""
     weights = np.array([weight for weight, _ in parts])
@@ -419,9 +419,9 @@ def mixed(parts: list[tuple[float, Maker]]) -> Maker:
 
 
 def stages(args: argparse.Namespace, text: Generator) -> list[Stage]:
-    """The curriculum."""
+    """The curriculum, in order; the last stage, ``mixture``, takes the time that the others left."""
     order = np.random.default_rng(args.seed).permutation(np.arange(1, VOCAB_SIZE))
-    result = []
+    result: list[Stage] = []
     for size in (64, 128, 256, 512, VOCAB_SIZE - 1):
         maker = cycles_maker(order[:size])
         result.append(Stage(f"cycles{size}", maker, target=0.85, minutes=12.0))
@@ -453,28 +453,13 @@ def stages(args: argparse.Namespace, text: Generator) -> list[Stage]:
         ]
     )
     result.append(Stage("mixture", everything, minutes=args.minutes, decay=True))
-    if args.wider_minutes > 0:
-        wider = mixed(
-            [
-                (0.35, everything),
-                (0.1, record_maker(text, 160, 400)),
-                (0.25, prose_maker(text, 100, 800)),
-                (0.3, prose_maker(text, 800, 4200)),
-            ]
-        )
-        result.append(Stage("wider", wider, minutes=args.wider_minutes, decay=True, lr=8e-4))
     return result
 
 
 def main() -> None:
     """Run the curriculum."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--minutes", type=float, default=51.3, help="all stages but the optional last one"
-    )
-    parser.add_argument(
-        "--wider-minutes", type=float, default=0.0, help="time of the optional last stage"
-    )
+    parser.add_argument("--minutes", type=float, default=51.3, help="of all stages together")
     parser.add_argument("--asset", default=str(ASSET), help="written with every checkpoint")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=3)
@@ -490,12 +475,11 @@ def main() -> None:
     tokenizer = train_tokenizer()
     trainer = Trainer(args, tokenizer)
     for stage in stages(args, Generator(tokenizer)):
-        if stage.name != "wider":  # "mixture" takes what the stages before it left
-            used = sum(entry["minutes"] for entry in trainer.done)
-            stage.minutes = min(stage.minutes, max(0.05, args.minutes - used))
+        used = sum(entry["minutes"] for entry in trainer.done)
+        stage.minutes = min(stage.minutes, max(0.05, args.minutes - used))
         trainer.run_stage(stage)
     trainer.log(json.dumps(trainer.done))
-    evaluate_recall_mini.main(["--model", args.asset, "--threads", str(args.threads)])
+    evaluate.main(["--model", args.asset, "--threads", str(args.threads)])
 
 
 if __name__ == "__main__":

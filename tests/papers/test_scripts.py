@@ -52,9 +52,9 @@ def test_every_item_is_made_small(
 ) -> None:
     monkeypatch.chdir(ROOT)
     words = ["model=recall_mini", "limit=2" if "table12" in name else "limit=1", "device=cpu"]
-    for line in command_lines(name, [*words, f"results_dir={tmp_path}"]):
-        path = SCRIPTS / f"{line[0].removeprefix('script=')}.py"
-        runpy.run_path(str(path))["main"](line[1:])
+    for script, *arguments in command_lines(name, [*words, f"results_dir={tmp_path}"]):
+        path = SCRIPTS / f"{script.removeprefix('script=')}.py"
+        runpy.run_path(str(path))["main"](arguments)
     folder = tmp_path / f"{name}_small"
     files = sorted(path.stem for path in folder.glob("*.csv"))
     assert files
@@ -106,8 +106,8 @@ def test_mass_is_the_column_sums_sorted() -> None:
     layer = replace(SYNTHETIC, n=83, key_norm=20.0).layer(1, 2)
     shares = attention(layer).sum(1) / 83
     for per, sums in (("head", shares), ("group", shares.unflatten(0, (2, 2)).mean(1))):
-        want = sums.sort(-1, descending=True)[0].mean(0)
-        torch.testing.assert_close(sorted_mass(layer, per), want, atol=1e-6, rtol=0)
+        expected = sums.sort(-1, descending=True)[0].mean(0)
+        torch.testing.assert_close(sorted_mass(layer, per), expected, atol=1e-6, rtol=0)
 
 
 def test_norms_are_those_of_plain_loops() -> None:
@@ -117,7 +117,7 @@ def test_norms_are_those_of_plain_loops() -> None:
         queries = layer.queries[0, head * layer.group : (head + 1) * layer.group].double()
         vectors = {"queries": queries.flatten(0, 1), "keys": keys, "values": values}
         vectors["keys_shifted"] = keys - keys.mean(0)
-        expected = {kind: [math.sqrt(float(x @ x)) for x in each] for kind, each in vectors.items()}
+        expected = {kind: [math.sqrt(float(x @ x)) for x in rows] for kind, rows in vectors.items()}
         expected["bound"] = [max(*expected["queries"], *expected["keys_shifted"])]
         for kind, numbers in expected.items():
             assert norms.norms_of(layer, kind)[head].tolist() == pytest.approx(numbers, rel=1e-9)
@@ -125,44 +125,48 @@ def test_norms_are_those_of_plain_loops() -> None:
 
 def test_the_walk_is_the_direct_one() -> None:
     """Sums after each n, against vectors signed one by one."""
-    rules = [None, 2.0, 0, "theory"]
-    sums = dict(walk_discrepancy.walked(3, rules, (5, 1500), 3, seed=7))
-    vectors, uniforms = [], []
+    constants = [None, 2.0, 0, "theory"]
+    sums = dict(walk_discrepancy.signed_sums(3, constants, (5, 1500), 3, seed=7))
     for walk in range(3):
-        generator, v, u = np.random.default_rng([7, walk]), [], []
-        for count in (1024, 476):
-            v.append(generator.standard_normal((count, 3)))
-            u.append(generator.random(count))
-        drawn = np.concatenate(v)
-        vectors.append(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True))
-        uniforms.append(np.concatenate(u))
-    for (r, rule), walk in itertools.product(enumerate(rules), range(3)):
-        total = np.zeros(3)
-        for step in range(1500):
-            chance = 0.5 - walk_discrepancy.pull(rule, 1500) * float(total @ vectors[walk][step])
-            total += vectors[walk][step] * (1 if uniforms[walk][step] < chance else -1)
-            if step + 1 in sums:
-                np.testing.assert_allclose(sums[step + 1][r, walk], total, atol=1e-9)
-    random, walk, greedy = np.abs(sums[1500]).max(-1).mean(-1)[:3]
+        generator = np.random.default_rng([7, walk])
+        parts = [
+            (generator.standard_normal((count, 3)), generator.random(count))
+            for count in (1024, 476)
+        ]
+        drawn, uniforms = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        vectors = drawn / np.linalg.norm(drawn, axis=-1, keepdims=True)
+        for rule, constant in enumerate(constants):
+            inverse = walk_discrepancy.inverse_constant(constant, 1500)
+            total = np.zeros(3)
+            for n, (vector, uniform) in enumerate(zip(vectors, uniforms, strict=True), start=1):
+                total += vector if uniform < 0.5 - inverse * float(total @ vector) else -vector
+                if n in sums:
+                    np.testing.assert_allclose(sums[n][rule, walk], total, atol=1e-9)
+
+
+def test_random_signs_go_farther_than_walks() -> None:
+    sums = dict(walk_discrepancy.signed_sums(3, [None, 2.0, 0], (1500,), 3, seed=7))
+    random, walk, greedy = np.abs(sums[1500]).max(-1).mean(-1)
     assert random > 10 > 4 > max(walk, greedy)
-    assert walk_discrepancy.pull("theory", 100) == pytest.approx(1 / (60 * math.log(100 / 0.01)))
+    theory = walk_discrepancy.inverse_constant("theory", 100)
+    assert theory == pytest.approx(1 / (60 * math.log(100 / 0.01)))
 
 
 @pytest.mark.parametrize("delta", [0.0, 0.3, 0.6, 100.0])
 def test_clusters_are_those_of_the_algorithm(delta: float) -> None:
     keys = torch.randn(1, 300, 3, generator=torch.Generator().manual_seed(1))
     pairs = (keys[0, :, None] - keys[0]).double().square().sum(-1)
-    apart = float(subgen_clusters.key_distance(keys)[0])
-    assert apart == pytest.approx(float(pairs.mean().sqrt()))
+    distance = float(subgen_clusters.key_distance(keys)[0])
+    assert distance == pytest.approx(float(pairs.mean().sqrt()))
     counts = subgen_clusters.clusters(keys, delta, (1, 270, 300))
-    found: list[torch.Tensor] = []
-    for i, key in enumerate(keys[0].double()):
-        if not found or min(float((key - other).norm()) for other in found) > delta * apart:
-            found.append(key)
-        assert counts.get(i + 1, len(found)) == len(found)
+    centres: list[torch.Tensor] = []
+    for n, key in enumerate(keys[0].double(), start=1):
+        if not centres or (torch.stack(centres) - key).norm(dim=1).min() > delta * distance:
+            centres.append(key)
+        assert counts.get(n, len(centres)) == len(centres)
 
 
-def test_radii_are_within_twice_the_best_and_gaussians_have_no_clusters() -> None:
+def test_radii_are_within_twice_the_best() -> None:
     points = torch.randn(11, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     centres, radii = clusterability.k_centre_radii(points, 4)
 
@@ -171,42 +175,53 @@ def test_radii_are_within_twice_the_best_and_gaussians_have_no_clusters() -> Non
 
     for k in range(1, 5):
         assert float(radii[k - 1]) == pytest.approx(radius(centres[:k]))
-        best = min(radius(c) for c in itertools.combinations(range(11), k))
+        best = min(radius(chosen) for chosen in itertools.combinations(range(11), k))
         assert best - 1e-9 <= float(radii[k - 1]) <= 2 * best + 1e-9
+
+
+def test_gaussian_vectors_have_mean_and_covariance_but_no_clusters() -> None:
     layer = replace(SYNTHETIC, n=4000, head_dim=4, clusters=3, spread=0.01).layer(0, 1)
     generator = torch.Generator().manual_seed(1)
-    keys, like = (clusterability.vectors(layer, "keys", 0, generator, g) for g in (False, True))
-    for a, b in zip(keys, like, strict=True):
-        scale = float(a.T.cov().diagonal().mean())
-        assert float((a.mean(0) - b.mean(0)).abs().max()) < 0.1 * scale**0.5
-        assert float((a.T.cov() - b.T.cov()).abs().max()) < 0.1 * scale
-        few = (clusterability.k_centre_radii(x, 3)[1][2] for x in (a, b))
-        assert next(few) < 0.6 * next(few), "three clusters"
+    keys = clusterability.vectors(layer, "keys", 0, generator, gaussian=False)
+    gaussians = clusterability.vectors(layer, "keys", 0, generator, gaussian=True)
+    for head, gaussian in zip(keys, gaussians, strict=True):
+        variance = float(head.T.cov().diagonal().mean())
+        assert float((head.mean(0) - gaussian.mean(0)).abs().max()) < 0.1 * variance**0.5
+        assert float((head.T.cov() - gaussian.T.cov()).abs().max()) < 0.1 * variance
+        of_three, of_gaussian = (
+            clusterability.k_centre_radii(x, 3)[1][2] for x in (head, gaussian)
+        )
+        assert of_three < 0.6 * of_gaussian, "three clusters"
 
 
 def test_bob_reads_every_bit_of_the_whole_and_three_quarters_of_half() -> None:
     layer = lower_bound.index_layer(256, 64, 8.0, 1, 3)
     torch.testing.assert_close(layer.keys.norm(dim=-1), torch.full((1, 1, 256), 8.0))
     read = lower_bound.reader(layer)
-    whole = read(keep_all(layer))
-    assert (whole["share"], whole["epsilon"]) == (1.0, pytest.approx(0.0, abs=1e-12))
+    exact = read(keep_all(layer))
+    assert (exact["share"], exact["epsilon"]) == (1.0, pytest.approx(0.0, abs=1e-12))
     kept = torch.arange(0, 256, 2)
+    half = CompressedKV(
+        layer.keys[:, :, kept], layer.values[:, :, kept], None, kept.expand(1, 1, -1)
+    )
+    measured = read(half)
+    assert measured["share"] == pytest.approx(0.75, abs=0.02)
     keys, values = layer.keys[0, 0].double(), layer.values[0, 0].double()
-    held = [x[:, :, kept] for x in (layer.keys, layer.values)]
-    found = read(CompressedKV(*held, None, kept.expand(1, 1, -1)))
-    assert found["share"] == pytest.approx(0.75, abs=0.02)
     ratios = []  # equation (2) written out, query by query
     for query in keys:
         weights = (keys @ query * layer.scaling).softmax(0)
         z = (keys[kept] @ query * layer.scaling).softmax(0) @ values[kept]
         ratios.append(float((z - weights @ values).norm() / (weights.norm() * values.norm())))
-    assert found["epsilon"] == pytest.approx(max(ratios))
-    for entries in (1, 16, 128, 256):
-        limit = lower_bound.limits(entries, layer)
-        p, known = limit["limit of bits"], min(1.0, entries * 2 * 64 * 32 / (256 * 64))
-        unsure = 0.0 if p == 1 else -p * math.log2(p) - (1 - p) * math.log2(1 - p)
-        assert 1 - unsure == pytest.approx(known, abs=1e-9)
-        assert p >= limit["limit of entries"] == (1 + entries / 256) / 2
+    assert measured["epsilon"] == pytest.approx(max(ratios))
+
+
+@pytest.mark.parametrize("entries", [1, 16, 128, 256])
+def test_limits_of_the_bits_are_those_of_fano(entries: int) -> None:
+    limits = lower_bound.limits(entries, lower_bound.index_layer(256, 64, 8.0, 1, 3))
+    p, known = limits["limit of bits"], min(1.0, entries * 2 * 64 * 32 / (256 * 64))
+    unsure = 0.0 if p == 1 else -p * math.log2(p) - (1 - p) * math.log2(1 - p)
+    assert 1 - unsure == pytest.approx(known, abs=1e-9)
+    assert p >= limits["limit of entries"] == (1 + entries / 256) / 2
 
 
 @pytest.mark.parametrize(
@@ -214,40 +229,54 @@ def test_bob_reads_every_bit_of_the_whole_and_three_quarters_of_half() -> None:
 )
 def test_neurons_are_counted_and_dropped_by_hooks(kind: str, into: str, out: str) -> None:
     model, ids = tiny_model(kind), list(range(5, 45))
-    linears = [
-        [m for path, m in model.named_modules() if path.split(".")[-1].split("_")[0] == part]
-        for part in (into, out)
-    ]
-    seen: list[Any] = []
-    for linear in linears[0]:
-        linear.register_forward_hook(lambda _, __, x: seen.append((x.flatten(0, -2) > 0).sum(0)))
+
+    def linears(part: str) -> list[Any]:
+        """The linear layers into or out of the MLPs' neurons, a layer of the model each."""
+        modules = model.named_modules()
+        return [m for path, m in modules if path.split(".")[-1].split("_")[0] == part]
+
+    active: list[Any] = []
+    for linear in linears(into):
+        linear.register_forward_hook(lambda _, __, x: active.append((x.flatten(0, -2) > 0).sum(0)))
     counts = _neurons.counts_of(model, [ids])
-    assert all(torch.equal(counts[i + 1], wanted) for i, wanted in enumerate(seen))
-    dropped = {i + 1: torch.rand(m.in_features) < 0.4 for i, m in enumerate(linears[1])}
-    whole, found = (neuron_dropping.mean_nll(model, ids, d) for d in ({}, dropped))
-    for layer, linear in enumerate(linears[1]):
-        linear.weight.data[:, dropped[layer + 1]] = 0.0
-    assert found == pytest.approx(neuron_dropping.mean_nll(model, ids, {}), rel=1e-6)
-    assert abs(found - whole) > 1e-4
-    heavy, drawn = (_neurons.heavy_of(counts, 20, how) for how in (None, (0, "x")))
-    for layer, part in heavy.items():
-        assert part.sum() == drawn[layer].sum()
+    assert all(torch.equal(counts[layer], count) for layer, count in enumerate(active, start=1))
+    dropped = {i: torch.rand(m.in_features) < 0.4 for i, m in enumerate(linears(out), start=1)}
+    nll = neuron_dropping.mean_nll(model, ids, {})
+    nll_without = neuron_dropping.mean_nll(model, ids, dropped)
+    for layer, linear in enumerate(linears(out), start=1):
+        linear.weight.data[:, dropped[layer]] = 0.0
+    assert nll_without == pytest.approx(neuron_dropping.mean_nll(model, ids, {}), rel=1e-6)
+    assert abs(nll_without - nll) > 1e-4
+
+
+def test_as_many_others_are_drawn_as_there_are_heavy_neurons() -> None:
+    counts = {1: torch.arange(40), 2: torch.arange(40) // 2}
+    heavy = _neurons.heavy_of(counts, 15)
+    drawn = _neurons.as_many_others(heavy, 0, "x")
+    for layer, size in ((1, 24), (2, 8)):
+        assert heavy[layer].sum() == drawn[layer].sum() == size
+        assert not torch.equal(heavy[layer], drawn[layer])
 
 
 def test_overlap_is_the_jaccard_index_and_its_chance() -> None:
-    one, other = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]]).bool()
-    found = neuron_overlap.overlap(one, other)
-    assert (found["jaccard"], found["chance"]) == (pytest.approx(1 / 3), pytest.approx(0.25 / 0.75))
-    assert neuron_overlap.overlap(one & False, other & False)["jaccard"] is None
+    first, second = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]]).bool()
+    overlap = neuron_overlap.overlap(first, second)
+    assert overlap["jaccard"] == pytest.approx(1 / 3)
+    assert overlap["chance"] == pytest.approx(0.25 / 0.75)
+    empty = torch.zeros(4, dtype=torch.bool)
+    assert neuron_overlap.overlap(empty, empty)["jaccard"] is None
 
 
-def test_joint_survival_is_one_by_independence_and_numbers_are_runs_of_digits() -> None:
+def test_joint_survival_is_one_by_independence() -> None:
     kept = torch.rand(2, 200_000, generator=torch.Generator().manual_seed(0)) < 0.25
     first = torch.arange(199_000)
     assert joint_survival.joint_survival(kept, first, 3) == pytest.approx(1.0, abs=0.03)
     runs = (first // 2 % 4 == 0).expand(1, -1)
     assert joint_survival.joint_survival(runs, first[:-1:2], 1) == pytest.approx(4.0, rel=0.01)
     assert joint_survival.joint_survival(~runs & runs, first[:9], 1) is None
+
+
+def test_number_pairs_begin_runs_of_digits() -> None:
     assert joint_survival.number_pairs(["1", "2", "a", "3", "4", "5", " 6"], 2) == [3]
 
 
@@ -259,6 +288,6 @@ def test_caption_metrics_by_hand() -> None:
     # precision 2/2, recall 2/4, beta 1.2
     assert _captions.rouge_l("red disc", ["a red disc here"]) == pytest.approx(1.22 / 1.94)
     assert _captions.rouge_l("", ["a disc"]) == 0.0
-    one = _captions.bleu(["the the the"], [["the disc", "the the wall"]])
-    assert one == pytest.approx([2 / 3, (2 / 3 * 1 / 2) ** 0.5, 0.0, 0.0])
+    scores = _captions.bleu(["the the the"], [["the disc", "the the wall"]])
+    assert scores == pytest.approx([2 / 3, (2 / 3 * 1 / 2) ** 0.5, 0.0, 0.0])
     assert _captions.bleu([""], [["a disc"]]) == [0.0] * 4

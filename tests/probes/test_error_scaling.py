@@ -26,7 +26,9 @@ def test_bounded_data_has_its_norms_and_is_the_same_every_time():
     data = BoundedData(
         head_dim=8, key_norm=3.0, query_norm=2.0, value_norm=1.5, heads=2, clusters=3
     )
-    (layer, queries), (again, _), (other, _) = (data.layer(50, 7, "x", i) for i in (1, 1, 2))
+    layer, queries = data.layer(50, 7, "x", 1)
+    again, _ = data.layer(50, 7, "x", 1)
+    other, _ = data.layer(50, 7, "x", 2)
     assert layer.keys.shape == (1, 2, 50, 8)
     assert queries.shape == (1, 2, 7, 8)
     for tensor, norm in ((layer.keys, 3.0), (layer.values, 1.5), (queries, 2.0)):
@@ -45,9 +47,11 @@ def test_the_error_is_that_of_equation_2():
     (outcome,) = probe.run(unit, methods, SESSION)
     layer, queries = probe.data["d"].layer(40, 3, "d", 0)
     generator = layer_generator(0, "d/draw0/10", 0)
-    held = methods["uniform"][0].compress(layer, Budget(rate=0.25, sink=0, window=0), generator)
+    compressed = methods["uniform"][0].compress(
+        layer, Budget(rate=0.25, sink=0, window=0), generator
+    )
     keys, values = layer.keys[0, 0].double().numpy(), layer.values[0, 0].double().numpy()
-    chosen = held.positions[0, 0].tolist()
+    chosen = compressed.positions[0, 0].tolist()
     assert len(chosen) == 10
     errors = []
     for query in queries[0, 0].double().numpy():
@@ -66,40 +70,55 @@ def test_the_bounds_scale_with_grouped_queries():
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 1, 2, 9, 4, generator=generator)
     queries = torch.randn(1, 6, 5, 4, generator=generator)
-    found = bound_scale(LayerKV(keys, values, None, 0, 1, 0.5), queries)
+    scale = bound_scale(LayerKV(keys, values, None, 0, 1, 0.5), queries)
     for head in range(6):
         p = (queries[0, head].double() @ keys[0, head // 3].double().T * 0.5).softmax(-1)
-        want = p.norm(dim=-1) * values[0, head // 3].double().norm()
-        torch.testing.assert_close(found[0, head], want, rtol=1e-12, atol=0)
+        expected = p.norm(dim=-1) * values[0, head // 3].double().norm()
+        torch.testing.assert_close(scale[0, head], expected, rtol=1e-12, atol=0)
 
 
-def test_options_that_grow_and_failures_that_are_records():
-    small = {"n": 64, "kept": (8, 16), "queries": 2, "draws": 1}
-    data = {"d": BoundedData(head_dim=4)}
-    probe = ErrorScaling(**small, data=data, per_kept={"wide": {"block_size": 0.5}})
+SMALL_PROBE = {"n": 64, "kept": (8, 16), "queries": 2, "draws": 1}
+DATA = {"d": BoundedData(head_dim=4)}
+
+
+def test_options_grow_with_the_memory():
+    probe = ErrorScaling(**SMALL_PROBE, data=DATA, per_kept={"wide": {"block_size": 0.5}})
+    sized = probe._sized("wide", build_method("balancekv"), 16)
+    assert sized == build_method("balancekv", block_size=8)
+
+
+def test_a_method_that_fails_is_a_record_and_stops_no_other():
+    probe = ErrorScaling(**SMALL_PROBE, data=DATA)
     broken = build_method("balancekv", block_size=[16, 16])  # too short a list at rate 1/8
-    methods = {"wide": (build_method("balancekv"), BUDGET), "broken": (broken, BUDGET)}
-    assert probe._sized("wide", methods["wide"][0], 16) == build_method("balancekv", block_size=8)
+    methods = {"sound": (build_method("uniform"), BUDGET), "broken": (broken, BUDGET)}
     (unit,) = probe.units(SESSION, methods)
     outcomes = list(probe.run(unit, methods, SESSION))
-    assert sorted(o.example_id for o in outcomes if o.method == "wide") == sorted(unit.record_ids)
+    ids = sorted(outcome.example_id for outcome in outcomes if outcome.method == "sound")
+    assert ids == sorted(unit.record_ids)
     status = {(o.method, o.fields["kept"]): o.fields.get("status", "ok") for o in outcomes}
     assert status == {
-        ("wide", 8): "ok", ("wide", 16): "ok", ("broken", 8): "error", ("broken", 16): "ok"
-    }  # fmt: skip
-    with pytest.raises(KVError, match=r"names 'wide'.*allowed: uniform"):
+        ("sound", 8): "ok",
+        ("sound", 16): "ok",
+        ("broken", 8): "error",
+        ("broken", 16): "ok",
+    }
+
+
+def test_names_and_numbers_that_mean_nothing_are_refused():
+    probe = ErrorScaling(**SMALL_PROBE, data=DATA, per_kept={"wide": {"block_size": 0.5}})
+    with pytest.raises(KVError, match=r"task.per_kept names 'wide'.*allowed: uniform"):
         probe.units(SESSION, {"uniform": (build_method("uniform"), BUDGET)})
-    wrong = {"wide": (build_method("uniform"), BUDGET)}
-    with pytest.raises(KVError, match=r"names 'block_size'.*allowed: .*weighted"):
-        probe.units(SESSION, wrong)
+    without_blocks = {"wide": (build_method("uniform"), BUDGET)}
+    with pytest.raises(KVError, match=r"per_kept.wide names 'block_size'.*allowed: .*weighted"):
+        probe.units(SESSION, without_blocks)
     with pytest.raises(TaskError, match="exactly one of them"):
         ErrorScaling()
     with pytest.raises(TaskError, match=r"task.kept is \[65\]; allowed: at most task.n, 64"):
-        ErrorScaling(n=64, kept=(65,), data=data)
+        ErrorScaling(n=64, kept=(65,), data=DATA)
 
 
-PROMPTS = ["task.num_prompts=1", "task.prompts.num_lines=[25]"]
-SMALL = ["task.n=256", "task.kept=[64]", "task.queries=4"]
+PROMPTS = ["task.num_prompts=1", "task.prompts.num_lines=[25]", "task.layers=[1,4]"]
+SMALL = ["task.n=256", "task.kept=[64]", "task.queries=4", "task.draws=1"]
 
 
 @pytest.mark.parametrize(
@@ -111,4 +130,4 @@ def test_an_experiment_runs_small(task, small, tmp_path):
     result = run_job(build_job(composed(*overrides, f"results_dir={tmp_path}", *small)))
     records = [record for rows in records_of(result).values() for record in rows]
     assert records
-    assert not result.failed, [r["error"] for r in records if r["error"]][:1]
+    assert not result.failed, [record["error"] for record in records if record["error"]][:1]

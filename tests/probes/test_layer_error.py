@@ -22,21 +22,27 @@ from kvbench.tasks.base import TaskError
 
 def test_estimate_sees_what_is_held_and_nothing_later():
     layer = SYNTHETIC.layer(0, 1)
-    held = build_method("uniform").compress(
+    compressed = build_method("uniform").compress(
         layer, Budget(rate=0.25, sink=40, window=40), layer_generator(0, "x", 0)
     )
     first = layer.n - 40
-    got = estimate(held, layer.queries[:, :, first:], first, layer)
+    outputs = estimate(compressed, layer.queries[:, :, first:], first, layer)
     for head, i in itertools.product(range(4), (0, 7, 39)):
         total, z = 0.0, torch.zeros(16, dtype=torch.float64)
-        parts = (held.positions, held.keys, held.values, held.log_weights)
-        for position, k, v, log_weight in zip(*(x[0, head // 2] for x in parts), strict=True):
+        entries = zip(
+            compressed.positions[0, head // 2],
+            compressed.keys[0, head // 2],
+            compressed.values[0, head // 2],
+            compressed.log_weights[0, head // 2],
+            strict=True,
+        )
+        for position, k, v, log_weight in entries:
             if position <= first + i:
                 logit = layer.queries[0, head, first + i].double() @ k.double() * layer.scaling
                 weight = math.exp(float(logit) + float(log_weight))
                 total += weight
                 z += weight * v.double()
-        torch.testing.assert_close(got[0, head, i], z / total)
+        torch.testing.assert_close(outputs[0, head, i], z / total)
 
 
 def test_one_record_per_prompt_layer_rate_seed_and_method(tmp_path):
@@ -92,7 +98,8 @@ def choice_by_definition(
 def errors_by_definition(layer: LayerKV, kept: CompressedKV, exact: int) -> dict[str, float]:
     """The three relative errors of the last `exact` queries, by loops over heads and queries."""
     q, k, v = (x[0].double().numpy() for x in (layer.queries, layer.keys, layer.values))
-    each, clamped, squares, norms = [], [], 0.0, 0.0
+    per_query, released = [], []
+    squares = norms = 0.0
     for head in range(len(q)):
         keys, values = k[head // 2], v[head // 2]
         for j in range(layer.n - exact, layer.n):
@@ -100,13 +107,14 @@ def errors_by_definition(layer: LayerKV, kept: CompressedKV, exact: int) -> dict
             a = softmax(keys[: j + 1] @ q[head, j] * layer.scaling) @ values[: j + 1]
             z = softmax(keys[seen] @ q[head, j] * layer.scaling) @ values[seen]
             distance = math.sqrt(sum((z - a) ** 2))
-            each.append(distance / math.sqrt(sum(a**2)))
-            clamped.append(distance / math.sqrt(sum(max(x, 1e-8) ** 2 for x in a)))
-            squares, norms = squares + sum((z - a) ** 2), norms + sum(a**2)
+            per_query.append(distance / math.sqrt(sum(a**2)))
+            released.append(distance / math.sqrt(sum(max(x, 1e-8) ** 2 for x in a)))
+            squares += sum((z - a) ** 2)
+            norms += sum(a**2)
     return {
-        "per_query": sum(each) / len(each),
+        "per_query": sum(per_query) / len(per_query),
         "pooled": math.sqrt(squares / norms),
-        "released": sum(clamped) / len(clamped),
+        "released": sum(released) / len(released),
     }
 
 
@@ -117,25 +125,26 @@ def test_layer_error_by_definition(tmp_path, held_out):
     exact, n = 32, SYNTHETIC.n
     names = {"h2o": {}, "snapkv": {"kernel_size": 1}, "streaming_llm": {}}
     methods = {name: build_method(name, **options) for name, options in names.items()}
-    given = {"rates": (0.25,), "layers": (2,), "seeds": 1, "exact": exact, "held_out": held_out}
-    probe = LayerError(synthetic=SYNTHETIC, **given)
+    probe = LayerError(
+        synthetic=SYNTHETIC, rates=(0.25,), layers=(2,), seeds=1, exact=exact, held_out=held_out
+    )
     rows = records_of(run_job(probe_job(tmp_path, probe, methods)))
     layer = SYNTHETIC.layer(1, 2)
     capacity = 2 * exact + round(0.25 * (n - 2 * exact))
     shown = n - exact if held_out else n
     for name in names:
         kept = choice_by_definition(name, layer, shown, exact, capacity)
-        want = errors_by_definition(layer, kept, exact)
+        expected = errors_by_definition(layer, kept, exact)
         row = rows[name][0]
         assert row["score"] == row["relative_error"]
-        assert row["relative_error"] == pytest.approx(want["per_query"], rel=1e-6)
-        assert row["pooled_error"] == pytest.approx(want["pooled"], rel=1e-6)
-        assert row["released_error"] == pytest.approx(want["released"], rel=1e-6)
-        assert 1.3 < want["released"] / want["per_query"] < 2, "the clamp's factor"
+        assert row["relative_error"] == pytest.approx(expected["per_query"], rel=1e-6)
+        assert row["pooled_error"] == pytest.approx(expected["pooled"], rel=1e-6)
+        assert row["released_error"] == pytest.approx(expected["released"], rel=1e-6)
+        assert 1.3 < expected["released"] / expected["per_query"] < 2, "the clamp's factor"
         if name != "streaming_llm":
             other = choice_by_definition(name, layer, n if held_out else n - exact, exact, capacity)
             leaked = errors_by_definition(layer, other, exact)
-            assert abs(leaked["per_query"] / want["per_query"] - 1) > 1e-3
+            assert abs(leaked["per_query"] / expected["per_query"] - 1) > 1e-3
 
 
 def test_an_output_of_zero_met_exactly_is_no_error():
@@ -159,13 +168,13 @@ def test_methods_that_share_a_budget_out_hold_the_same_at_the_layers_probed(
     records = records_of(run_job(probe_job(tmp_path, probe, methods)))
     if layers == (4,):
         assert "spatten sees layer 3 first" in records.pop("spatten")[0]["error"]
-    wanted = 32 + round(0.25 * (75 - 32))
+    capacity = 32 + round(0.25 * (75 - 32))
     for rows in records.values():
         assert [row["entries"]["max"] for row in rows] == [row["capacity"] for row in rows]
         mean = sum(row["entries"]["mean"] for row in rows) / len(layers)
         # PyramidKV's last layer alone jumps from next to nothing to the whole capacity.
-        assert (17 if layers == (4,) else wanted - 2) <= mean <= wanted
-    assert {row["entries"]["mean"] for row in records["snapkv"]} == {wanted}
+        assert (17 if layers == (4,) else capacity - 2) <= mean <= capacity
+    assert {row["entries"]["mean"] for row in records["snapkv"]} == {capacity}
     if layers == (1, 2, 4):
         first = [row["entries"]["max"] for row in records["pyramidkv"]]
         assert first[0] > first[1] > first[2], "a pyramid still"
@@ -181,7 +190,7 @@ class Heavy(type(METHODS["uniform"])):
         return keep_all(layer)
 
 
-def test_what_makes_no_sense_is_refused_or_a_record(tmp_path):
+def test_what_makes_no_sense_is_refused(tmp_path):
     with pytest.raises(TaskError, match="exactly one of them"):
         LayerError()
     with pytest.raises(KVError, match="320 tokens; allowed: less than half"):
@@ -189,8 +198,15 @@ def test_what_makes_no_sense_is_refused_or_a_record(tmp_path):
     probe = LayerError(layers=(1, 2), exact=16, prompts=Echo(count=1))
     with pytest.raises(KVError, match=r"task.layers is \[1, 2\] and Heavy holds 268 entries there"):
         probe.budget_of(Heavy(), 0.25, 300, 4)
+
+
+def test_a_method_of_even_layers_has_the_rate_as_its_budget():
+    probe = LayerError(layers=(1, 2), exact=16, prompts=Echo(count=1))
     even = probe.budget_of(METHODS["uniform"], 0.25, 300, 4)
     assert (even.rate, even.sink, even.window, even.size) == (0.25, 16, 16, None)
+
+
+def test_a_layer_that_does_not_exist_is_a_record(tmp_path):
     missing = LayerError(layers=(9,), exact=20, prompts=Echo(count=1))
     result = run_job(probe_job(tmp_path, missing, {"exact": METHODS["exact"]}))
     assert "layer 8 does not exist" in records_of(result)["exact"][0]["error"]
@@ -209,8 +225,8 @@ def test_a_method_whose_error_lies_in_decoding_is_not_called_exact(tmp_path):
         "both": build_method("snapkv", quantize=four),
         "snapkv": build_method("snapkv"),
     }
-    found = records_of(run_job(probe_job(tmp_path, probe, methods)))
-    records = {label: rows[0] for label, rows in found.items()}
+    rows = records_of(run_job(probe_job(tmp_path, probe, methods)))
+    records = {label: records_of_label[0] for label, records_of_label in rows.items()}
     assert records["topk"]["score"] is None
     assert "while decoding; allowed" in records["topk"]["error"]
     error = {label: row["score"] for label, row in records.items()}
@@ -227,10 +243,9 @@ def test_sketches_and_rotations_are_drawn_anew(tmp_path):
         "turboquant": {"scheme": "turboquant", "bits": 2, "rotation": "hadamard"},
         "integers": {"bits": 4, "group_size": 16},
     }
-    methods = {label: build_method("exact", quantize=given) for label, given in schemes.items()}
+    methods = {label: build_method("exact", quantize=scheme) for label, scheme in schemes.items()}
     probe = LayerError(rates=(0.5,), layers=(1,), seeds=3, exact=32, synthetic=SYNTHETIC)
-    found = records_of(run_job(probe_job(tmp_path, probe, methods)))
-    errors = {label: {row["score"] for row in rows} for label, rows in found.items()}
-    assert {label: len(each) for label, each in errors.items()} == {
-        "qjl": 3, "turboquant": 3, "integers": 1
-    }  # fmt: skip
+    records = records_of(run_job(probe_job(tmp_path, probe, methods)))
+    errors = {label: {row["score"] for row in rows} for label, rows in records.items()}
+    counts = {label: len(different) for label, different in errors.items()}
+    assert counts == {"qjl": 3, "turboquant": 3, "integers": 1}

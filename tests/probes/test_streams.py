@@ -50,31 +50,30 @@ def test_golden(shared_file):
     model = golden_model(golden)
     for case in golden["cases"]:
         for positions in ("absolute", "cache"):
-            found = streaming_nll(model, golden["ids"], case["start"], case["recent"], positions)
-            assert found == pytest.approx(case[positions]["nll"], abs=1e-4)
-            perplexity = math.exp(sum(found) / len(found))
+            nll = streaming_nll(model, golden["ids"], case["start"], case["recent"], positions)
+            assert nll == pytest.approx(case[positions]["nll"], abs=1e-4)
+            perplexity = math.exp(sum(nll) / len(nll))
             assert perplexity == pytest.approx(case[positions]["perplexity"], rel=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_chunks_change_nothing(architecture, monkeypatch):
     model, ids = tiny_model(architecture), prompt_ids(70)
-    wholes = {p: streaming_nll(model, ids, 3, 10, p) for p in ("absolute", "cache")}
+    expected = {p: streaming_nll(model, ids, 3, 10, p) for p in ("absolute", "cache")}
     monkeypatch.setattr("kvbench.engine.streams.CHUNK", 7)
-    for positions, whole in wholes.items():
-        found = streaming_nll(model, ids, 3, 10, positions)
-        assert found == pytest.approx(whole, abs=1e-4)
+    for positions, nll in expected.items():
+        assert streaming_nll(model, ids, 3, 10, positions) == pytest.approx(nll, abs=1e-4)
 
 
 def test_texts_longer_than_the_model_in_flat_memory():
     model, ids = tiny_model("llama"), prompt_ids(1500)
     with kvbench_attention_on(model):
         state = BandState(4, 20, rotation_of(model))
-        held = []
+        held_bytes = set()
         for part in stream(model, ids, state):
             assert torch.isfinite(part).all()
-            held.append(state.held_bytes)
-    assert set(held) == {4 * 2 * 2 * 24 * 16 * 4}  # layers, k and v, heads, entries, dim, bytes
+            held_bytes.add(state.held_bytes)
+    assert held_bytes == {4 * 2 * 2 * 24 * 16 * 4}  # layers, k and v, heads, entries, dim, bytes
 
 
 class Engine(StreamingLLM):
@@ -107,10 +106,10 @@ def test_eviction_with_positions_in_the_cache_is_the_band(architecture, start):
     model, ids = tiny_model(architecture), prompt_ids(60)
     budget = Budget(size=14, sink=start, window=0)
     with kvbench_attention_on(model):
-        found = read_text(model, ids, Engine(decode="evict"), budget)
-    want = streaming_nll(model, ids, start, 14 - start, "cache")
-    assert found.nll.tolist() == pytest.approx(want, abs=1e-4)
-    assert found.entries == 14
+        read = read_text(model, ids, Engine(decode="evict"), budget)
+    nll = streaming_nll(model, ids, start, 14 - start, "cache")
+    assert read.nll.tolist() == pytest.approx(nll, abs=1e-4)
+    assert read.entries == 14
 
 
 def test_h2o_counts_places_by_age():
@@ -121,22 +120,21 @@ def test_h2o_counts_places_by_age():
     table = rotary(1.0 / 100 ** (torch.arange(8) / 8))
     method = build_method("h2o")
     state = EvictingState(method, Budget(size=size, sink=0, window=0), 40, table)
-    held = [[], []]
+    entries_of_heads = [[], []]
     for step in range(40):
         q, k, v = torch.randn(1, 4, 1, dim), torch.randn(1, 2, 1, dim), torch.randn(1, 2, 1, dim)
         call = LayerCall(0, q, k, v, 0.25, None, None)
-        got = state.attend(call)
+        outputs = state.attend(call)
         state.seen += 1
-        for head, entries in enumerate(held):
+        for head, entries in enumerate(entries_of_heads):
             entries.append([step, k[0, head], v[0, head], 0.0])
             keys = rotated(torch.cat([e[1] for e in entries]), *table(torch.arange(len(entries))))
             query = rotated(q[0, 2 * head : 2 * head + 2], *table(torch.tensor([len(entries) - 1])))
             query = query[:, 0]
             weights = (0.25 * query.double() @ keys.double().T).softmax(-1)
-            want = weights @ torch.cat([e[2] for e in entries]).double()
-            torch.testing.assert_close(
-                got[0, 2 * head : 2 * head + 2, 0].double(), want, atol=1e-5, rtol=1e-5
-            )
+            expected = weights @ torch.cat([e[2] for e in entries]).double()
+            output = outputs[0, 2 * head : 2 * head + 2, 0].double()
+            torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
             for entry, weight in zip(entries, weights.mean(0).tolist(), strict=True):
                 entry[3] += weight
             if len(entries) > size:
@@ -147,13 +145,13 @@ def test_a_window_that_is_recomputed_is_a_method():
     model, ids, budget = tiny_model("llama"), prompt_ids(40), Budget(size=8, sink=0, window=0)
     method = build_method("local", recompute=True)
     with kvbench_attention_on(model):
-        found = read_text(model, ids, method, budget)
-        want = torch.cat(list(recomputed(model, ids, recent=8, rows=5)))
-    torch.testing.assert_close(found.nll, want)
+        read = read_text(model, ids, method, budget)
+        nll = torch.cat(list(recomputed(model, ids, recent=8, rows=5)))
+    torch.testing.assert_close(read.nll, nll)
     with torch.no_grad():
         alone = model(input_ids=torch.tensor([ids[21:30]])).logits[0, -1].log_softmax(-1)
-    assert float(want[29]) == pytest.approx(-float(alone[ids[30]]), abs=1e-4)
-    assert found.held_bytes == found.exact_bytes * 8 // 40
+    assert float(nll[29]) == pytest.approx(-float(alone[ids[30]]), abs=1e-4)
+    assert read.held_bytes == read.exact_bytes * 8 // 40
     with pytest.raises(KVError, match=r"local\.recompute is true; allowed: for streams"):
         method.compress(None, budget, torch.Generator())
 
@@ -182,10 +180,10 @@ def test_records_of_the_task(tmp_path, positions):
     records = records_of(run_job(job))
     ids = Letters().encode((tmp_path / "a.txt").read_text())[:90]
     for name, start, recent in (("exact", 0, 90), ("streaming_llm", 3, 13), ("local", 0, 16)):
-        want = streaming_nll(job.session.model, ids, start, recent, positions)
+        nll = streaming_nll(job.session.model, ids, start, recent, positions)
         record = records[name][0]
-        assert record["score"] == pytest.approx(sum(want) / 89, abs=1e-5)
-        assert record["tokens 3–4"] == pytest.approx(sum(want[2:4]) / 2, abs=1e-5)
+        assert record["score"] == pytest.approx(sum(nll) / 89, abs=1e-5)
+        assert record["tokens 3–4"] == pytest.approx(sum(nll[2:4]) / 2, abs=1e-5)
         assert record["entries"]["max"] == min(90, start + recent)
         assert record["ratio"] == pytest.approx(min(90, start + recent) / 90, abs=1e-3)
     assert [r["text"] for r in records["local"]] == ["a.txt", "b.txt"]

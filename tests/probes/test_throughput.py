@@ -37,19 +37,18 @@ def job(tmp_path: Path, probe: Any, methods: dict[str, Any] = METHODS) -> Job:
 
 
 def test_a_batch_is_measured_as_a_whole_and_prefilled_once_per_run(tmp_path):
-    settings = [(60, 4, batch, rate) for batch in (1, 3) for rate in (0.5, 0.2)]
-    probe = Throughput(settings=settings, runs=2)
-    made = job(tmp_path, probe)
+    probe = Throughput(settings=[(60, 4, 1, 0.5), (60, 4, 1, 0.2), (60, 4, 3, 0.2)], runs=2)
+    throughput_job = job(tmp_path, probe)
     prefills = []
-    made.session.model.register_forward_pre_hook(
-        lambda _, __, given: prefills.append(given["input_ids"].shape[1] > 1), with_kwargs=True
+    throughput_job.session.model.register_forward_pre_hook(
+        lambda _, __, inputs: prefills.append(inputs["input_ids"].shape[1] > 1), with_kwargs=True
     )
-    result = run_job(made)
+    result = run_job(throughput_job)
     assert result.failed == 0
     records = records_of(result, times=True)
-    # two runs and a warm-up of 1 and of 3 rows, for each method and rate
-    assert sum(prefills) == 3 * 4 * 3 * 2
-    assert {len(rows) for rows in records.values()} == {2 * 2 * 2}
+    # for each method two runs and a warm-up, of 1, 1 and 3 rows
+    assert sum(prefills) == 3 * 3 * (1 + 1 + 3)
+    assert {len(rows) for rows in records.values()} == {3 * 2}
     for label, rows in records.items():
         for row, exact in zip(rows, records["exact"], strict=True):
             check_speeds(row, exact)
@@ -57,7 +56,7 @@ def test_a_batch_is_measured_as_a_whole_and_prefilled_once_per_run(tmp_path):
             assert row["entries"]["max"] == (60 if label == "exact" else size)
             assert str(row["batch"]) == row["asked_batch"]
             assert row["peak_bytes"] > 0
-    by_batch = {r["batch"]: r for r in records["h2o"] if r["asked_rate"] == 0.2}
+    by_batch = {row["batch"]: row for row in records["h2o"] if row["asked_rate"] == 0.2}
     for name in ("cache_bytes", "exact_bytes"):
         assert by_batch[3][name] == 3 * by_batch[1][name]
     assert by_batch[3]["ratio"] == by_batch[1]["ratio"] < 0.6
@@ -110,19 +109,19 @@ def test_the_largest_batch_is_found_and_a_length_that_does_not_fit_stops_no_othe
     settings = [(80, 2, "largest"), (120, 2, 1), (60, 2, 1)]
     result = run_job(job(tmp_path, Throughput(settings=settings, runs=1, most_batch=8)))
     records = records_of(result, times=True)
-    assert [r["status"] for r in records["exact"]] == ["ok", "oom", "ok"]
+    assert [row["status"] for row in records["exact"]] == ["ok", "oom", "ok"]
     assert records["exact"][0]["batch"] == 3  # 300 // 80
     assert records["h2o"][0]["batch"] == 8  # 26 entries each: 11 would fit, most_batch ends it
     assert records["h2o"][0]["asked_batch"] == "largest"
-    assert {r["status"] for r in records["h2o"]} == {"ok"}
+    assert {row["status"] for row in records["h2o"]} == {"ok"}
     assert result.failed == 1
-    assert [r["speedup"] is None for r in records["h2o"]] == [False, True, False]
+    assert [row["speedup"] is None for row in records["h2o"]] == [False, True, False]
 
 
 @pytest.mark.parametrize(
-    ("room", "most", "want"), [(1, 64, 1), (64, 64, 64), (100, 64, 64), (90, 1024, 88)]
+    ("room", "most", "largest"), [(1, 64, 1), (64, 64, 64), (100, 64, 64), (90, 1024, 88)]
 )
-def test_the_largest_batch_is_within_a_sixteenth(room, most, want):
+def test_the_largest_batch_is_within_a_sixteenth(room, most, largest):
     tried = []
 
     def trial(batch: int) -> None:
@@ -130,18 +129,24 @@ def test_the_largest_batch_is_within_a_sixteenth(room, most, want):
         if batch > room:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert largest_batch(trial, CPU, most) == want
+    assert largest_batch(trial, CPU, most) == largest
     assert len(tried) == len(set(tried))
     assert max(tried) <= most
 
 
-def test_no_batch_that_fits_other_failures_and_the_memory_of_a_cpu(monkeypatch):
-    for error, said in (
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
         (torch.OutOfMemoryError("CUDA out of memory"), "not even one prompt fits"),
         (ValueError("a bug"), "a bug"),
-    ):
-        with pytest.raises(type(error), match=said):
-            largest_batch(Mock(side_effect=error), CPU, 8)
+    ],
+)
+def test_no_batch_that_fits_and_other_failures_are_raised(error, message):
+    with pytest.raises(type(error), match=message):
+        largest_batch(Mock(side_effect=error), CPU, 8)
+
+
+def test_a_batch_that_would_take_a_cpu_s_memory_is_not_tried(monkeypatch):
     trial = Mock()
     monkeypatch.setattr(memory, "reset_peak", lambda device: True)
     monkeypatch.setattr(memory, "used_bytes", lambda device: 10)
@@ -155,10 +160,11 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
         Throughput(settings=[(512, 32)])
     with pytest.raises(TaskError, match=r"\['most'\]; allowed: a list of integers >= 1 or larg"):
         Throughput(batch=["most"])
-    made = job(tmp_path, Throughput(settings=[(60, 5, 1)], runs=1))
+    one_setting = job(tmp_path, Throughput(settings=[(60, 5, 1)], runs=1))
+    plan, session = one_setting.plan, one_setting.session
     wide = {"h2o": (METHODS["h2o"], Budget(sink=40, window=40))}
     with pytest.raises(KVError, match=r"window is 80; the prompt has 60 tokens"):
-        made.plan.units(made.session, wide)
-    spec = replace(made.session.spec, architecture={"max_position_embeddings": 64})
+        plan.units(session, wide)
+    spec = replace(session.spec, architecture={"max_position_embeddings": 64})
     with pytest.raises(KVError, match="60 prompt and 5 new tokens are 65; model tiny has 64 posi"):
-        made.plan.units(replace(made.session, spec=spec), made.methods)
+        plan.units(replace(session, spec=spec), one_setting.methods)
