@@ -19,7 +19,7 @@ PACKAGE = Path(kvbench.__file__).parent
 
 ALLOWED = {
     "errors": set(),
-    "kernels": set(),
+    "kernels": {"errors"},
     "budget": {"errors"},
     "kv": {"budget", "errors", "kernels"},
     "methods": {"errors", "kernels", "kv"},

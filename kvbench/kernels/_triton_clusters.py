@@ -1,8 +1,17 @@
 """Triton kernels of online clustering: each point's nearest representative, and which points become
 representatives themselves.
 
-Distances are sums of squared differences. Matrix products would be faster, but their rounding leaves
-some comparisons in question, and the host would have to wait for the device to learn which.
+`nearest_kernel`: a program has A points (program id 1) of one head (id 0), and goes over all
+representatives. In: points [heads, b, DIM], representatives [heads, m, DIM] and which of them count for
+which point. Out: the distance to the nearest one [heads, b], and which it is.
+
+`first_come_kernel`: a program has one head (program id 0), whose points it takes in their order. In:
+points [heads, b, DIM], which of them no earlier representative is near, and how many more
+representatives the head may have. Out: which points become representatives.
+
+Distances are the roots of sums of squared differences. Matrix products would take less time, but their
+rounding leaves some comparisons undecided, and the host would have to wait for the device to learn
+which.
 """
 
 from __future__ import annotations
@@ -15,105 +24,120 @@ from torch import Tensor
 from kvbench.kernels._choice import on_its_device
 
 PART = tl.constexpr(16)
-"""Numbers of a point that are looked at together."""
+"""Numbers of a point that are loaded together."""
 
 
 @triton.jit
 def _apart(
     points,
     a,
-    real_a,
+    is_a,
     others,
     b,
-    real_b,
+    is_b,
     DIM: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Distances [A, B] of the points at places a and the others at places b."""
+    """Distances [A, B] between the points at places a [A] and the others at places b [B]; a point for
+    which `is_a` or `is_b` is false counts as 0."""
     squares = tl.zeros([A, B], tl.float32)
-    for part in range(0, DIM, PART):
-        columns = part + tl.arange(0, PART)
+    for start in range(0, DIM, PART):
+        columns = start + tl.arange(0, PART)
         inside = (columns < DIM)[None, :]
-        x = tl.load(points + a[:, None] * DIM + columns, mask=real_a[:, None] & inside, other=0.0)
-        y = tl.load(others + b[:, None] * DIM + columns, mask=real_b[:, None] & inside, other=0.0)
+        x = tl.load(points + a[:, None] * DIM + columns, mask=is_a[:, None] & inside, other=0.0)
+        y = tl.load(others + b[:, None] * DIM + columns, mask=is_b[:, None] & inside, other=0.0)
         difference = x[:, None, :] - y[None, :, :]
         squares += tl.sum(difference * difference, 2)
     return tl.sqrt_rn(squares)
 
 
 @triton.jit(
-    do_not_specialize=["b", "m", "points_step", "others_step", "among_step", "among_row", "among"]
+    do_not_specialize=[
+        "b",
+        "m",
+        "points_stride",
+        "others_stride",
+        "among_head_stride",
+        "among_point_stride",
+        "among",
+    ]
 )
 def nearest_kernel(
-    points,  # [h, b, DIM] float32
-    others,  # [h, m, DIM] float32
-    among,  # [h, 1 or b, m] uint8
-    distance,  # [h, b] float32, out
-    index,  # [h, b] int64, out
+    points,  # [heads, b, DIM] float32
+    others,  # [heads, m, DIM] float32
+    among,  # [heads, 1 or b, m] uint8, 1: the point is compared with this one
+    distance,  # [heads, b] float32, out
+    index,  # [heads, b] int64, out
     b,
     m,
-    points_step,
-    others_step,
-    among_step,
-    among_row,
+    points_stride,  # over heads
+    others_stride,  # over heads
+    among_head_stride,
+    among_point_stride,  # 0 where all points are compared with the same
     DIM: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
 ):
+    """The nearest of the others for A points, B others at a time: program (head, block of points)."""
     head = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * A + tl.arange(0, A)
-    best, where = tl.full([A], float("inf"), tl.float32), tl.zeros([A], tl.int32)
+    point = tl.program_id(1) * A + tl.arange(0, A)
+    best_distance = tl.full([A], float("inf"), tl.float32)
+    best_index = tl.zeros([A], tl.int32)
     for start in range(0, m, B):
-        column = start + tl.arange(0, B)
-        real = (row < b)[:, None] & (column < m)[None, :]
-        place = head * among_step + row[:, None] * among_row + column
-        seen = tl.load(among + place, mask=real, other=0) != 0
-        if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
+        other = start + tl.arange(0, B)
+        real = (point < b)[:, None] & (other < m)[None, :]
+        place = head * among_head_stride + point[:, None] * among_point_stride + other
+        compared = tl.load(among + place, mask=real, other=0) != 0
+        if tl.max(tl.max(compared.to(tl.int32), 1), 0) > 0:
             apart = _apart(
-                points + head * points_step,
-                row,
-                row < b,
-                others + head * others_step,
-                column,
-                column < m,
+                points + head * points_stride,
+                point,
+                point < b,
+                others + head * others_stride,
+                other,
+                other < m,
                 DIM,
                 A,
                 B,
             )
-            apart = tl.where(seen, apart, float("inf"))
+            apart = tl.where(compared, apart, float("inf"))
             least = tl.min(apart, 1)
-            first = tl.min(tl.where(apart == least[:, None], column[None, :], m), 1)
-            where = tl.where(least < best, first, where)
-            best = tl.minimum(best, least)
-    tl.store(distance + head * b + row, best, mask=row < b)
-    tl.store(index + head * b + row, where.to(tl.int64), mask=row < b)
+            first = tl.min(tl.where(apart == least[:, None], other[None, :], m), 1)
+            best_index = tl.where(least < best_distance, first, best_index)
+            best_distance = tl.minimum(best_distance, least)
+    tl.store(distance + head * b + point, best_distance, mask=point < b)
+    tl.store(index + head * b + point, best_index.to(tl.int64), mask=point < b)
 
 
 @triton.jit(do_not_specialize=["b"])
 def first_come_kernel(
-    points,  # [h, b, DIM] float32
-    radius,  # [h] float32
-    free,  # [h, b] uint8
-    room,  # [h] int64
-    fresh,  # [h, b] uint8, out
+    points,  # [heads, b, DIM] float32
+    radius,  # [heads] float32
+    free,  # [heads, b] uint8, 1: no representative so far is within the radius
+    room,  # [heads] int64, how many points may become representatives
+    fresh,  # [heads, b] uint8, out: 1 for the points that become representatives
     b,
     DIM: tl.constexpr,
     B: tl.constexpr,
 ):
+    """Take the points of one head in order; B is at least b: program (head)."""
     head = tl.program_id(0).to(tl.int64)
     points += head * b * DIM
     place = tl.arange(0, B)
     real = place < b
-    taken = 1 - tl.load(free + head * b + place, mask=real, other=0).to(tl.int32)
+    covered = 1 - tl.load(free + head * b + place, mask=real, other=0).to(tl.int32)
     chosen = tl.zeros([B], tl.int32)
-    left, within = tl.load(room + head), tl.load(radius + head)
+    left = tl.load(room + head)
+    head_radius = tl.load(radius + head)
     for i in range(b):
-        goes = (tl.sum(tl.where(place == i, taken, 0), 0) == 0) & (left > 0)
-        if goes:
-            one = i + tl.arange(0, 1)
-            apart = _apart(points, place, real, points, one, one < b, DIM, B, 1)
-            taken = taken | (tl.sum(apart, 1) <= within).to(tl.int32)
+        is_covered = tl.sum(tl.where(place == i, covered, 0), 0) != 0
+        if (left > 0) & (is_covered == 0):
+            representative = i + tl.arange(0, 1)
+            apart = _apart(
+                points, place, real, points, representative, representative < b, DIM, B, 1
+            )
+            covered = covered | (tl.sum(apart, 1) <= head_radius).to(tl.int32)
             chosen = tl.where(place == i, 1, chosen)
             left -= 1
     tl.store(fresh + head * b + place, chosen.to(tl.uint8), mask=real)
@@ -121,8 +145,9 @@ def first_come_kernel(
 
 @on_its_device
 def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-    """`online_clusters.nearest` in one launch."""
-    (heads, b, dim), m = points.shape, others.shape[1]
+    """`online_clusters.nearest` on CUDA, which has the arguments' shapes: one launch."""
+    heads, b, dim = points.shape
+    m = others.shape[1]
     distance = points.new_empty(heads, b)
     index = torch.empty_like(distance, dtype=torch.int64)
     nearest_kernel[(heads, triton.cdiv(b, 16))](
@@ -147,10 +172,28 @@ def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tens
 
 @on_its_device
 def first_come(points: Tensor, radius: Tensor, free: Tensor, room: Tensor) -> Tensor:
-    """`online_clusters._first_come` in one launch: points [h, b, dim] float32, radius [h], free [h, b]
-    bool, room [h] int64; [h, b] bool."""
+    """`online_clusters._first_come` on CUDA: one launch.
+
+    Args:
+        points: [h, b, dim] float32.
+        radius: [h] float32.
+        free: [h, b] bool, the points that no representative so far is within the radius of.
+        room: [h] int64, how many points of the head may become representatives.
+
+    Returns:
+        [h, b] bool, the points that become representatives.
+    """
     heads, b, dim = points.shape
     fresh = torch.empty_like(free, dtype=torch.uint8)
-    options = {"DIM": dim, "B": triton.next_power_of_2(b), "num_warps": 4}
-    first_come_kernel[(heads,)](points, radius, free.byte(), room, fresh, b, **options)
+    first_come_kernel[(heads,)](
+        points,
+        radius,
+        free.byte(),
+        room,
+        fresh,
+        b,
+        DIM=dim,
+        B=triton.next_power_of_2(b),
+        num_warps=4,
+    )
     return fresh.bool()

@@ -1,9 +1,24 @@
 """Triton kernels of `decode_attention`: split over the entries, then reduced (flash decoding).
 
-A program reads one chunk of one KV head of one row, once, for all query heads of its group; the
-chunks of a (row, head) are independent programs, so a few long rows fill the device as well as many
-short ones, and a chunk beyond a row's length costs one load. Where the first entries of the rows are
-packed, a kernel of its own (`_triton_packed`) reads their chunks. The last kernel reduces all chunks.
+In: the query [rows, heads, DIM] of one token per row; for each row a line of `EntryTable.pointers`,
+which has the addresses and strides of the row's entries; and how many entries each row has (`lengths`).
+Out: the attention's output [rows, heads, VALUE_DIM] and, if that is asked for, the attention that each
+entry received [rows, kv_heads, longest].
+
+The entries of each KV head of each row are cut into chunks of equal size. The kernels run one after the
+other:
+
+1. `split_kernel`: a program has one chunk (program id 1) of one KV head of one row (program id 0). It
+   reads the chunk once, for all query heads of the group, and writes a partial result of each. Chunks
+   do not wait for each other, so that a few long rows fill the device as well as many short ones. A
+   program whose chunk begins behind the row's last entry ends after a few loads. Where the first
+   entries of the rows are packed, `_triton_packed.packed_kernel` does the same for their chunks before.
+2. `reduce_kernel`: a program has one query head of one row (program id 0), whose partial results it
+   combines.
+3. `mass_kernel`, where the attention of the entries is asked for: a program has a block of entries
+   (program id 1) of one KV head of one row (program id 0).
+
+`append_kernel` writes the new entries: a program has one KV head of one row (program id 0).
 """
 
 from __future__ import annotations
@@ -14,11 +29,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels._choice import on_its_device
+from kvbench.kernels._triton_tiles import capped, load_rows, online_softmax
 from kvbench.kernels.decode_attention import COLUMNS
 from kvbench.kernels.quantize import Quantization
 
 TABLE_COLUMNS = tl.constexpr(len(COLUMNS))
-"""int64 columns of `EntryTable.pointers`; the constants below are their places."""
+"""The int64 columns of `EntryTable.pointers`. The constants below are their places."""
 KEYS = tl.constexpr(COLUMNS.index("keys"))
 VALUES = tl.constexpr(COLUMNS.index("values"))
 LOG_WEIGHTS = tl.constexpr(COLUMNS.index("log_weights"))
@@ -37,40 +53,103 @@ VALUE_CODES = tl.constexpr(COLUMNS.index("value_codes"))
 VALUE_SCALES = tl.constexpr(COLUMNS.index("value_scales"))
 VALUE_ZEROS = tl.constexpr(COLUMNS.index("value_zeros"))
 STAGE_BYTES = 32768
-"""Keys and values one pipeline stage holds on chip: three stages fit twice in an SM of 227 KB and
-once in one of 163 KB, and two in flight are far more than latency x bandwidth of an SM (about 20 KB)."""
+"""Bytes of keys and values that one stage of the pipeline holds in shared memory. Of multiprocessors
+with 227 KB, two programs with three stages each fit into one; of those with 163 KB, one does. Two
+stages in flight are far more than latency x bandwidth of a multiprocessor (about 20 KB)."""
 
 
 @triton.jit
-def _row_pointer(table, row, column, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+def row_pointer(table, row, column, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a column of the row's line of the table, as a pointer to `dtype`."""
     pointer = tl.load(table + row * TABLE_COLUMNS + column).to(tl.pointer_type(dtype))
-    if ALIGNED:  # 16 bytes: without the promise the compiler loads number by number
+    if ALIGNED:  # to 16 bytes: without this promise the compiler loads number by number
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
 @triton.jit
-def _row_stride(table, row, column, ALIGNED: tl.constexpr, UNIT: tl.constexpr):
+def row_stride(table, row, column, ALIGNED: tl.constexpr, UNIT: tl.constexpr):
+    """The stride in a column of the row's line of the table; a multiple of UNIT if ALIGNED."""
     stride = tl.load(table + row * TABLE_COLUMNS + column)
     if ALIGNED:
         stride = tl.multiple_of(stride, UNIT)
     return stride
 
 
+@triton.jit
+def weights_of_head(table, row, head):
+    """The log-weights of a KV head of a row: the address of the first entry's, the stride from entry to
+    entry, and false where all are zero and none are stored."""
+    stored = tl.load(table + row * TABLE_COLUMNS + LOG_WEIGHTS) != 0
+    weights = row_pointer(table, row, LOG_WEIGHTS, tl.float32, False)
+    weights += head * tl.load(table + row * TABLE_COLUMNS + WEIGHT_HEAD_STRIDE)
+    return weights, tl.load(table + row * TABLE_COLUMNS + WEIGHT_ENTRY_STRIDE), stored
+
+
+@triton.jit
+def weighted_logits(
+    products,
+    scaling,
+    softcap,
+    weights,
+    weight_stride,
+    weights_stored,
+    entries,
+    is_entry,
+    SOFTCAP: tl.constexpr,
+):
+    """Logits of a block of entries from the products q.k [GROUP, BLOCK] with the group's queries.
+
+    Args:
+        weights, weight_stride, weights_stored: what `weights_of_head` returned, from entry 0 on.
+        entries: [BLOCK] int64, which entries.
+        is_entry: [BLOCK] bool, false behind the chunk's last entry; the logit is -inf there.
+    """
+    logits = capped(products * scaling, softcap, SOFTCAP)
+    weight = tl.load(weights + entries * weight_stride, mask=is_entry & weights_stored, other=0.0)
+    return tl.where(is_entry[None, :], logits + weight[None, :], -float("inf"))
+
+
+@triton.jit
+def store_partial(
+    partial_out,
+    partial_max,
+    partial_sum,
+    slots,
+    in_group,
+    out,
+    largest,
+    total,
+    VALUE_DIM: tl.constexpr,
+    E: tl.constexpr,
+):
+    """Write the results of a chunk for the query heads of a group: the values summed by exponentials
+    out [GROUP, E], the largest logit and the sum of the exponentials [GROUP], to the places `slots`
+    [GROUP]."""
+    tl.store(partial_max + slots, largest, mask=in_group)
+    tl.store(partial_sum + slots, total, mask=in_group)
+    columns = tl.arange(0, E)
+    tl.store(
+        partial_out + slots[:, None] * VALUE_DIM + columns[None, :],
+        out,
+        mask=in_group[:, None] & (columns < VALUE_DIM)[None, :],
+    )
+
+
 @triton.jit(do_not_specialize=["lengths", "chunk", "splits", "first_split", "longest"])
 def split_kernel(
     query,  # [rows, heads, DIM], contiguous, in the keys' dtype
-    table,
-    lengths,
-    partial_out,  # [rows, heads, splits, VALUE_DIM] float32
-    partial_max,  # [rows, heads, splits] float32
-    partial_sum,
-    logits,  # [rows, heads, longest] float32, where kept
+    table,  # [rows, TABLE_COLUMNS] int64
+    lengths,  # [rows], packed entries included
+    partial_out,  # [rows, heads, splits, VALUE_DIM] float32, out
+    partial_max,  # [rows, heads, splits] float32, out
+    partial_sum,  # [rows, heads, splits] float32, out
+    logits_out,  # [rows, heads, longest] float32, out, if KEEP_LOGITS
     scaling,
     softcap,
-    chunk,
-    splits,
-    first_split,  # of the entries in buffers; those of packed entries come before
+    chunk,  # entries of a program
+    splits,  # chunks for which the partial results have room, those of packed entries included
+    first_split,  # place of the first chunk of the buffers; those of packed entries come before
     longest,
     kv_heads,
     group,
@@ -87,6 +166,7 @@ def split_kernel(
     KEEP_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Attention over one chunk of the buffers: program (row x KV head, chunk)."""
     row = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     split = tl.program_id(1)
@@ -98,124 +178,107 @@ def split_kernel(
         return
     last = tl.minimum(first + chunk, n)
     dtype: tl.constexpr = query.dtype.element_ty
-    key = _row_pointer(table, row, KEYS, dtype, ALIGNED)
-    value = _row_pointer(table, row, VALUES, dtype, ALIGNED)
-    key += head * _row_stride(table, row, KEY_HEAD_STRIDE, ALIGNED, UNIT)
-    key_step = _row_stride(table, row, KEY_ENTRY_STRIDE, ALIGNED, UNIT)
-    value += head * _row_stride(table, row, VALUE_HEAD_STRIDE, ALIGNED, UNIT)
-    value_step = _row_stride(table, row, VALUE_ENTRY_STRIDE, ALIGNED, UNIT)
-    weighted = tl.load(table + row * TABLE_COLUMNS + LOG_WEIGHTS) != 0
-    weight = _row_pointer(table, row, LOG_WEIGHTS, tl.float32, False)
-    weight += head * tl.load(table + row * TABLE_COLUMNS + WEIGHT_HEAD_STRIDE)
-    weight_step = tl.load(table + row * TABLE_COLUMNS + WEIGHT_ENTRY_STRIDE)
-    weight += packed * weight_step
+    keys = row_pointer(table, row, KEYS, dtype, ALIGNED)
+    keys += head * row_stride(table, row, KEY_HEAD_STRIDE, ALIGNED, UNIT)
+    key_stride = row_stride(table, row, KEY_ENTRY_STRIDE, ALIGNED, UNIT)
+    values = row_pointer(table, row, VALUES, dtype, ALIGNED)
+    values += head * row_stride(table, row, VALUE_HEAD_STRIDE, ALIGNED, UNIT)
+    value_stride = row_stride(table, row, VALUE_ENTRY_STRIDE, ALIGNED, UNIT)
+    weights, weight_stride, weights_stored = weights_of_head(table, row, head)
+    weights += packed * weight_stride  # log-weights are stored of packed entries, too
 
     members = tl.arange(0, GROUP)
+    in_group = members < group
+    query_heads = row * kv_heads * group + head * group + members  # counted over all rows
     columns = tl.arange(0, D)
     value_columns = tl.arange(0, E)
-    places = tl.arange(0, BLOCK)
-    in_group = members < group
-    query_head = row * kv_heads * group + head * group + members  # over all rows
-    q = tl.load(
-        query + query_head[:, None] * DIM + columns[None, :],
-        mask=in_group[:, None] & (columns < DIM)[None, :],
-        other=0.0,
-    )
-    top = tl.full([GROUP], -float("inf"), tl.float32)
+    q = load_rows(query, DIM, query_heads, in_group, columns, DIM, D)
+    largest = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     out = tl.zeros([GROUP, E], tl.float32)
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
-        place = start + places
-        held = place < last
-        step = place.to(tl.int64)
-        k_mask = held[:, None]
-        if D != DIM:
-            k_mask = k_mask & (columns < DIM)[None, :]
-        v_mask = held[:, None]
-        if E != VALUE_DIM:
-            v_mask = v_mask & (value_columns < VALUE_DIM)[None, :]
-        k = tl.load(key + step[:, None] * key_step + columns[None, :], mask=k_mask, other=0.0)
-        v = tl.load(
-            value + step[:, None] * value_step + value_columns[None, :], mask=v_mask, other=0.0
+        place = start + tl.arange(0, BLOCK)
+        is_entry = place < last
+        entries = place.to(tl.int64)
+        k = load_rows(keys, key_stride, entries, is_entry, columns, DIM, D)
+        v = load_rows(values, value_stride, entries, is_entry, value_columns, VALUE_DIM, E)
+        logits = weighted_logits(
+            tl.dot(q, tl.trans(k), input_precision=PRECISION),
+            scaling,
+            softcap,
+            weights,
+            weight_stride,
+            weights_stored,
+            entries,
+            is_entry,
+            SOFTCAP,
         )
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
-        if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates as it should
-            s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
-        s += tl.load(weight + step * weight_step, mask=held & weighted, other=0.0)[None, :]
-        s = tl.where(held[None, :], s, -float("inf"))
         if KEEP_LOGITS:
             tl.store(
-                logits + query_head[:, None] * longest + step[None, :],
-                s,
-                mask=in_group[:, None] & held[None, :],
+                logits_out + query_heads[:, None] * longest + entries[None, :],
+                logits,
+                mask=in_group[:, None] & is_entry[None, :],
             )
-        new_top = tl.maximum(top, tl.max(s, 1))
-        # Entries of weight -inf so far: nothing to scale by.
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        p = tl.exp(s - base[:, None])
-        shrink = tl.exp(top - base)
-        total = total * shrink + tl.sum(p, 1)
-        out = tl.dot(p.to(dtype), v, out * shrink[:, None], input_precision=PRECISION)
-        top = new_top
-    slot = query_head * splits + first_split + split
-    tl.store(partial_max + slot, top, mask=in_group)
-    tl.store(partial_sum + slot, total, mask=in_group)
-    tl.store(
-        partial_out + slot[:, None] * VALUE_DIM + value_columns[None, :],
-        out,
-        mask=in_group[:, None] & (value_columns < VALUE_DIM)[None, :],
+        exponentials, rescale, largest, total = online_softmax(logits, largest, total)
+        out = tl.dot(exponentials.to(dtype), v, out * rescale[:, None], input_precision=PRECISION)
+    slots = query_heads * splits + first_split + split
+    store_partial(
+        partial_out, partial_max, partial_sum, slots, in_group, out, largest, total, VALUE_DIM, E
     )
 
 
 @triton.jit(do_not_specialize=["lengths", "chunk", "splits", "first_split"])
 def reduce_kernel(
-    table,
+    table,  # as in `split_kernel`, and so are those that have no comment
     lengths,
     partial_out,
     partial_max,
     partial_sum,
-    out,  # [rows, heads, VALUE_DIM], contiguous
-    log_sum,  # [rows, heads] float32
+    out,  # [rows, heads, VALUE_DIM], contiguous, out
+    log_sum,  # [rows, heads] float32, out: the logarithm of the sum of the exponentials of all logits
     chunk,
     splits,
-    first_split,  # as in `split_kernel`
+    first_split,
     heads,
     VALUE_DIM: tl.constexpr,
     E: tl.constexpr,
     PART: tl.constexpr,
 ):
+    """Combine a query head's partial results, PART chunks at a time: program (row x query head)."""
     query_head = tl.program_id(0).to(tl.int64)
     row = query_head // heads
     packed = tl.load(table + row * TABLE_COLUMNS + PACKED).to(tl.int32)
     reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
     n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved).to(tl.int32)
-    # What later programs would have written was not written.
-    used_packed = tl.cdiv(packed, chunk)
-    used = used_packed + tl.cdiv(tl.maximum(n - packed, 0), chunk)
+    # Chunks behind the last entry wrote nothing.
+    packed_chunks = tl.cdiv(packed, chunk)
+    chunks = packed_chunks + tl.cdiv(tl.maximum(n - packed, 0), chunk)
     columns = tl.arange(0, E)
-    top = tl.full([], -float("inf"), tl.float32)
+    largest = tl.full([], -float("inf"), tl.float32)
     base = tl.full([], 0.0, tl.float32)
     total = tl.full([], 0.0, tl.float32)
     result = tl.zeros([E], tl.float32)
-    for start in range(0, used, PART):
+    for start in range(0, chunks, PART):
         part = start + tl.arange(0, PART)
-        slot = query_head * splits + part
-        slot += tl.where(part < used_packed, 0, first_split - used_packed)
-        tops = tl.load(partial_max + slot, mask=part < used, other=-float("inf"))
-        sums = tl.load(partial_sum + slot, mask=part < used, other=0.0)
-        rows = tl.load(
-            partial_out + slot[:, None] * VALUE_DIM + columns[None, :],
-            mask=(part < used)[:, None] & (columns < VALUE_DIM)[None, :],
+        slots = query_head * splits + part
+        slots += tl.where(part < packed_chunks, 0, first_split - packed_chunks)
+        maxima = tl.load(partial_max + slots, mask=part < chunks, other=-float("inf"))
+        sums = tl.load(partial_sum + slots, mask=part < chunks, other=0.0)
+        outs = tl.load(
+            partial_out + slots[:, None] * VALUE_DIM + columns[None, :],
+            mask=(part < chunks)[:, None] & (columns < VALUE_DIM)[None, :],
             other=0.0,
         )
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        shrink, weight = tl.exp(top - base), tl.exp(tops - base)
-        total = total * shrink + tl.sum(sums * weight, 0)
-        result = result * shrink + tl.sum(rows * weight[:, None], 0)
-        top = new_top
-    some = total != 0.0  # else no entries, or none that is not hidden; NaN stays NaN, as in torch
-    result = tl.where(some, result / tl.where(some, total, 1.0), 0.0)
+        new_largest = tl.maximum(largest, tl.max(maxima, 0))
+        base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+        rescale = tl.exp(largest - base)
+        factors = tl.exp(maxima - base)
+        total = total * rescale + tl.sum(sums * factors, 0)
+        result = result * rescale + tl.sum(outs * factors[:, None], 0)
+        largest = new_largest
+    # The total is 0 where there is no entry, or all are hidden. A NaN stays one, as in torch.
+    attends = total != 0.0
+    result = tl.where(attends, result / tl.where(attends, total, 1.0), 0.0)
     tl.store(
         out + query_head * VALUE_DIM + columns,
         result.to(out.dtype.element_ty),
@@ -223,22 +286,24 @@ def reduce_kernel(
     )
     tl.store(
         log_sum + query_head,
-        tl.where(some, base + tl.log(tl.where(some, total, 1.0)), float("inf")),
+        tl.where(attends, base + tl.log(tl.where(attends, total, 1.0)), float("inf")),
     )
 
 
 @triton.jit(do_not_specialize=["lengths", "longest"])
 def mass_kernel(
-    table,
-    lengths,
-    logits,  # [rows, heads, longest]
-    log_sum,  # [rows, heads]
-    mass,  # [rows, kv_heads, longest]
+    table,  # [rows, TABLE_COLUMNS] int64
+    lengths,  # [rows]
+    logits,  # [rows, heads, longest] float32, as `split_kernel` kept them
+    log_sum,  # [rows, heads] float32, from `reduce_kernel`
+    mass,  # [rows, kv_heads, longest] float32, out
     longest,
     kv_heads,
     group,
     BLOCK: tl.constexpr,
 ):
+    """The softmax attention of BLOCK entries, mean over the query heads of the group: program (row x KV
+    head, block of entries)."""
     row_head = tl.program_id(0).to(tl.int64)
     row = row_head // kv_heads
     reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
@@ -247,36 +312,37 @@ def mass_kernel(
     received = tl.zeros([BLOCK], tl.float32)
     for member in range(0, group):
         head = row_head * group + member
-        s = tl.load(logits + head * longest + place, mask=place < n, other=-float("inf"))
-        received += tl.exp(s - tl.load(log_sum + head))
+        logit = tl.load(logits + head * longest + place, mask=place < n, other=-float("inf"))
+        received += tl.exp(logit - tl.load(log_sum + head))
     tl.store(mass + row_head * longest + place, received / group, mask=place < longest)
 
 
 @triton.jit(do_not_specialize=["lengths"])
 def append_kernel(
-    table,
-    lengths,
+    table,  # [rows, TABLE_COLUMNS] int64
+    lengths,  # [rows], before the new entry
     key,  # [rows, kv_heads, DIM], contiguous
-    value,
+    value,  # [rows, kv_heads, VALUE_DIM], contiguous
     kv_heads,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
 ):
+    """Write one new entry behind the others of its head, with log-weight 0: program (row x KV head)."""
     row_head = tl.program_id(0).to(tl.int64)
     row, head = row_head // kv_heads, row_head % kv_heads
     place = tl.load(lengths + row).to(tl.int64)
     if place >= tl.load(table + row * TABLE_COLUMNS + RESERVED):
-        return  # no room: documented as the caller's business, but never somebody else's memory
-    packed = tl.load(table + row * TABLE_COLUMNS + PACKED)
+        return  # A caller must not append to a full row, but memory of others stays as it is.
+    buffer_place = place - tl.load(table + row * TABLE_COLUMNS + PACKED)
     dtype: tl.constexpr = key.dtype.element_ty
-    to_key = _row_pointer(table, row, KEYS, dtype, False)
+    to_key = row_pointer(table, row, KEYS, dtype, False)
     to_key += head * tl.load(table + row * TABLE_COLUMNS + KEY_HEAD_STRIDE)
-    to_key += (place - packed) * tl.load(table + row * TABLE_COLUMNS + KEY_ENTRY_STRIDE)
-    to_value = _row_pointer(table, row, VALUES, dtype, False)
+    to_key += buffer_place * tl.load(table + row * TABLE_COLUMNS + KEY_ENTRY_STRIDE)
+    to_value = row_pointer(table, row, VALUES, dtype, False)
     to_value += head * tl.load(table + row * TABLE_COLUMNS + VALUE_HEAD_STRIDE)
-    to_value += (place - packed) * tl.load(table + row * TABLE_COLUMNS + VALUE_ENTRY_STRIDE)
+    to_value += buffer_place * tl.load(table + row * TABLE_COLUMNS + VALUE_ENTRY_STRIDE)
     columns = tl.arange(0, D)
     value_columns = tl.arange(0, E)
     new_key = tl.load(key + row_head * DIM + columns, mask=columns < DIM)
@@ -285,23 +351,30 @@ def append_kernel(
         value + row_head * VALUE_DIM + value_columns, mask=value_columns < VALUE_DIM
     )
     tl.store(to_value + value_columns, new_value, mask=value_columns < VALUE_DIM)
-    weight = tl.load(table + row * TABLE_COLUMNS + LOG_WEIGHTS)
-    if weight != 0:
-        pointer = weight.to(tl.pointer_type(tl.float32))
-        pointer += head * tl.load(table + row * TABLE_COLUMNS + WEIGHT_HEAD_STRIDE)
-        tl.store(pointer + place * tl.load(table + row * TABLE_COLUMNS + WEIGHT_ENTRY_STRIDE), 0.0)
+    weights, weight_stride, weights_stored = weights_of_head(table, row, head)
+    tl.store(weights + place * weight_stride, 0.0, mask=weights_stored)
 
 
 def split_options(
     dim: int, value_dim: int, group: int, itemsize: int, aligned: bool
 ) -> dict[str, int | bool | str]:
-    """Compile-time constants of `split_kernel` for these shapes."""
+    """Choose the compile-time constants of `split_kernel`.
+
+    Args:
+        dim, value_dim: numbers of a key and of a value.
+        group: query heads that share a KV head.
+        itemsize: bytes of a number of the entries.
+        aligned: whether every entry begins at a multiple of 16 bytes (`EntryTable.aligned`).
+    """
     d, e = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    members = max(16, triton.next_power_of_2(group))  # the matrix units' least
-    block, stages, warps = min(128, max(16, STAGE_BYTES // (2 * itemsize * max(d, e)))), 3, 4
+    members = max(16, triton.next_power_of_2(group))  # the matrix units multiply 16 rows at least
+    block = min(128, max(16, STAGE_BYTES // (2 * itemsize * max(d, e))))
+    stages = 3
+    warps = 4
     if members > 64:  # the group itself takes most of the registers, and of 99 KB of shared memory
         block = 32 if itemsize == 2 and max(d, e) <= 128 else 16
-        stages, warps = (2 if itemsize == 2 else 1), 8
+        stages = 2 if itemsize == 2 else 1
+        warps = 8
     return {
         "DIM": dim,
         "VALUE_DIM": value_dim,
@@ -335,10 +408,21 @@ def attention(
     softcap: float | None,
     return_mass: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`weighted_decode_attention` on CUDA: three launches at most, nothing read back.
+    """`decode_attention.weighted_decode_attention` on CUDA: two launches, one more for packed entries
+    and one more for the attention of the entries. The host reads nothing back.
 
-    The partial results of a (row, head) are those of the chunks of its packed entries, then those of the
-    chunks of its buffers.
+    The partial results of a (row, head) are those of the chunks of its packed entries, then those of
+    the chunks of its buffers.
+
+    Args:
+        query: [rows, heads, dim] in the dtype of the entries.
+        pointers: `EntryTable.pointers`; `longest`, `longest_packed`, `quantization`, `chunk` and
+            `aligned` are that table's, too.
+        lengths: [rows] int32 or int64 on the query's device.
+
+    Returns:
+        [rows, heads, value_dim] in the query's dtype; and [rows, kv_heads, longest] float32, or None
+        unless `return_mass`.
     """
     rows, heads, dim = query.shape
     group = heads // kv_heads
@@ -347,20 +431,21 @@ def attention(
     buffer_splits = max(1, -(-longest // chunk))
     splits = packed_splits + buffer_splits
     out = query.new_empty(rows, heads, value_dim)
-    parts = query.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
+    partial_out = query.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
     # Two allocations: of one, the second half would be aligned for some shapes only, and Triton compiles
     # another kernel for those.
-    tops = query.new_empty(rows, heads, splits, dtype=torch.float32)
-    sums = torch.empty_like(tops)
+    partial_max = query.new_empty(rows, heads, splits, dtype=torch.float32)
+    partial_sum = torch.empty_like(partial_max)
     log_sum = query.new_empty(rows, heads, dtype=torch.float32)
-    logits = log_sum if not return_mass else log_sum.new_empty(rows, heads, longest)
+    # Without `return_mass` no logits are written; the kernel is passed some tensor all the same.
+    logits = log_sum.new_empty(rows, heads, longest) if return_mass else log_sum
     if quantization is not None:
         from kvbench.kernels import _triton_packed
 
         _triton_packed.read_packed(
             query,
             pointers,
-            (parts, tops, sums),
+            (partial_out, partial_max, partial_sum),
             quantization,
             kv_heads=kv_heads,
             packed_splits=packed_splits,
@@ -373,9 +458,9 @@ def attention(
         query,
         pointers,
         lengths,
-        parts,
-        tops,
-        sums,
+        partial_out,
+        partial_max,
+        partial_sum,
         logits,
         float(scaling),
         0.0 if softcap is None else float(softcap),
@@ -392,9 +477,9 @@ def attention(
     reduce_kernel[(rows * heads,)](
         pointers,
         lengths,
-        parts,
-        tops,
-        sums,
+        partial_out,
+        partial_max,
+        partial_sum,
         out,
         log_sum,
         chunk,
@@ -418,7 +503,7 @@ def attention(
 
 @on_its_device
 def append(pointers: Tensor, lengths: Tensor, key: Tensor, value: Tensor) -> None:
-    """`append_entries` on CUDA: one launch."""
+    """`decode_attention.append_entries` on CUDA, which has the arguments' shapes: one launch."""
     rows, kv_heads, dim = key.shape
     value_dim = value.shape[2]
     append_kernel[(rows * kv_heads,)](

@@ -1,9 +1,14 @@
-"""Triton kernel of `eviction`: one launch over pieces of the entries, one that combines the pieces.
+"""Triton kernel of `eviction`: launched once over pieces of the entries, then once to combine the
+pieces.
 
-In the first launch a program has one piece (`BLOCK` entries) of one KV head of a row: it adds the new
-attention to the scores of its entries and finds the entry that should leave first. In the second a
-program has one KV head of a row: of the entries that the pieces found, the one to leave first is
-overwritten by the new entry.
+In: for each row its line of `EntryTable.pointers`, its line of `EvictionTable.numbers`, how many
+entries it has, and the attention that they received from the token that has just joined. Changed in
+place: the row's scores, positions, log-weights, keys and values.
+
+In the first launch a program has one piece (`BLOCK` entries, program id 1) of one KV head of a row
+(id 0). It adds the new attention to the scores of its entries and finds the entry that should leave
+first. In the second a program has one KV head of a row (program id 0). Of the entries that the pieces
+found, it overwrites the one to leave first by the new entry.
 """
 
 from __future__ import annotations
@@ -17,19 +22,18 @@ from kvbench.kernels._triton_decode import (
     KEY_ENTRY_STRIDE,
     KEY_HEAD_STRIDE,
     KEYS,
-    LOG_WEIGHTS,
     RESERVED,
     TABLE_COLUMNS,
     VALUE_ENTRY_STRIDE,
     VALUE_HEAD_STRIDE,
     VALUES,
-    WEIGHT_ENTRY_STRIDE,
-    WEIGHT_HEAD_STRIDE,
+    row_pointer,
+    weights_of_head,
 )
 from kvbench.kernels.eviction import RULE
 
 RULE_COLUMNS = tl.constexpr(len(RULE))
-"""int64 columns of `EvictionTable.numbers`; the next eight are their places."""
+"""The int64 columns of `EvictionTable.numbers`. The eight constants below are their places."""
 SCORES = tl.constexpr(RULE.index("scores"))
 POSITIONS = tl.constexpr(RULE.index("positions"))
 HEAD_STRIDE = tl.constexpr(RULE.index("head_stride"))
@@ -39,97 +43,106 @@ RECENT = tl.constexpr(RULE.index("recent"))
 HEAVIEST_LEAVES = tl.constexpr(RULE.index("heaviest_leaves"))
 PLACE = tl.constexpr(RULE.index("place"))
 STAYS = tl.constexpr(0x7FFFFFFF << 32)
-"""Sorting key (worth x 2^32 + place) of an entry that may not leave: larger than every other key. Its
-place is 0, so that entry 0 leaves where no entry may."""
+"""The sorting key (worth x 2^32 + place) of an entry that may not leave. It is larger than every other
+key, and its place is 0, so that entry 0 leaves where no entry may."""
 BLOCK = 512
-"""Entries of a piece: few, since at batch 1 only the pieces of the heads fill the device."""
+"""Entries of a piece: few, since in a batch of one row only the pieces of its heads fill the device."""
 
 
 @triton.jit
-def _move(pointer, stride, new, leaving, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Copy the entry at `new` to `leaving`."""
-    columns = tl.arange(0, WIDTH)
-    entry = tl.load(pointer + new * stride + columns, mask=columns < SIZE)
-    tl.store(pointer + leaving * stride + columns, entry, mask=columns < SIZE)
+def _move(buffer, entry_stride, new, leaving, DIM: tl.constexpr, D: tl.constexpr):
+    """Copy the entry at place `new` of a head's keys, or of its values, to place `leaving`."""
+    columns = tl.arange(0, D)
+    entry = tl.load(buffer + new * entry_stride + columns, mask=columns < DIM)
+    tl.store(buffer + leaving * entry_stride + columns, entry, mask=columns < DIM)
+
+
+@triton.jit
+def _ordered(score):
+    """Integers [entries] int64 in the order of the scores [entries] float32, equal for 0 and -0.
+
+    The bits of a float32 that is not negative, read as an integer, are in the numbers' order. Those of
+    negative ones are in the opposite order, which turning their lower 31 bits round corrects.
+    """
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["lengths", "longest", "pieces"])
 def evict_kernel(
-    table,
-    rules,
-    lengths,
-    mass,  # [rows, kv_heads, longest] float32, where rules weigh
-    positions,  # of the tokens fed to the whole batch
-    going,
-    least,  # [rows, kv_heads, pieces] int64, between the launches: worth x 2^32 + place
-    keys,  # of any row: for its type
+    table,  # [rows, TABLE_COLUMNS] int64
+    rules,  # [rows, RULE_COLUMNS] int64
+    lengths,  # [rows], before the new entry
+    mass,  # [rows, kv_heads, longest] float32, the attention that entries received, if BY_SCORE
+    positions,  # int64, of the tokens fed to all rows of the batch
+    going,  # int64, 0 for rows of the batch that have ended
+    least,  # [rows, kv_heads, pieces] int64, the pieces' least sorting keys: out, then in
+    keys,  # the keys of any row, for their dtype
     longest,
     pieces,
     kv_heads,
     SECOND: tl.constexpr,
-    WEIGHS: tl.constexpr,
+    BY_SCORE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The first launch, or the SECOND: program (row x KV head, piece)."""
     row_head, piece = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, head = row_head // kv_heads, row_head % kv_heads
-    new = tl.load(lengths + row).to(tl.int64)
+    new = tl.load(lengths + row).to(tl.int64)  # the place of the new entry
     if piece * BLOCK > new:
         return
-    entries, rule = table + row * TABLE_COLUMNS, rules + row * RULE_COLUMNS
-    place = tl.load(rule + PLACE)
-    if (tl.load(going + place) == 0) | (new >= tl.load(entries + RESERVED)):
+    rule = rules + row * RULE_COLUMNS
+    batch_row = tl.load(rule + PLACE)
+    reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
+    if (tl.load(going + batch_row) == 0) | (new >= reserved):
         return
-    offset = head * tl.load(rule + HEAD_STRIDE)
-    to_position = tl.load(rule + POSITIONS).to(tl.pointer_type(tl.int64)) + offset
-    to_score = tl.load(rule + SCORES).to(tl.pointer_type(tl.float32)) + offset
+    head_offset = head * tl.load(rule + HEAD_STRIDE)
+    to_position = tl.load(rule + POSITIONS).to(tl.pointer_type(tl.int64)) + head_offset
+    to_score = tl.load(rule + SCORES).to(tl.pointer_type(tl.float32)) + head_offset
     least += row_head * pieces
     lane = tl.arange(0, BLOCK)
     if not SECOND:
-        here = piece * BLOCK + lane
-        held = here <= new
-        newest = tl.load(positions + place)
-        worth = tl.load(to_position + here, mask=here < new, other=newest)
-        tl.store(to_position + here, worth, mask=here == new)
-        free = held & (worth >= tl.load(rule + SINK)) & (worth <= newest - tl.load(rule + RECENT))
-        if WEIGHS:
-            score = tl.load(to_score + here, mask=here < new, other=0.0)
-            score += tl.load(mass + row_head * longest + here, mask=held, other=0.0)
-            tl.store(to_score + here, score, mask=held)
+        place = piece * BLOCK + lane
+        is_entry = place <= new
+        newest = tl.load(positions + batch_row)
+        position = tl.load(to_position + place, mask=place < new, other=newest)
+        tl.store(to_position + place, position, mask=place == new)
+        may_leave = is_entry & (position >= tl.load(rule + SINK))
+        may_leave &= position <= newest - tl.load(rule + RECENT)
+        worth = position
+        if BY_SCORE:
+            score = tl.load(to_score + place, mask=place < new, other=0.0)
+            score += tl.load(mass + row_head * longest + place, mask=is_entry, other=0.0)
+            tl.store(to_score + place, score, mask=is_entry)
             score = tl.where(tl.load(rule + HEAVIEST_LEAVES) != 0, -score, score)
-            free &= score < float("inf")  # nor does NaN leave
-            # Bits are in the numbers' order once those below 0 are turned round, and 0 has no sign.
-            bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-            worth = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-        tl.store(least + piece, tl.min(tl.where(free, (worth << 32) | here, STAYS), 0))
+            may_leave &= score < float("inf")  # which is false for NaN, too
+            worth = _ordered(score)
+        tl.store(least + piece, tl.min(tl.where(may_leave, (worth << 32) | place, STAYS), 0))
     elif new >= tl.load(rule + LIMIT):
         leaving = tl.full([], STAYS, tl.int64)
-        for start in range(0, new // BLOCK + 1, BLOCK):  # what lies beyond was not written
+        last_piece = new // BLOCK  # pieces behind it wrote nothing
+        for start in range(0, last_piece + 1, BLOCK):
             part = start + lane
-            found = tl.load(least + part, mask=part <= new // BLOCK, other=STAYS)
-            leaving = tl.minimum(leaving, tl.min(found, 0))
+            sorting_keys = tl.load(least + part, mask=part <= last_piece, other=STAYS)
+            leaving = tl.minimum(leaving, tl.min(sorting_keys, 0))
         leaving &= 0xFFFFFFFF  # the place
         tl.store(to_position + leaving, tl.load(to_position + new))
-        if WEIGHS:
+        if BY_SCORE:
             tl.store(to_score + leaving, tl.load(to_score + new))
-        weight = tl.load(entries + LOG_WEIGHTS)
-        if weight != 0:  # a new token's is 0
-            pointer = weight.to(tl.pointer_type(tl.float32)) + head * tl.load(
-                entries + WEIGHT_HEAD_STRIDE
-            )
-            tl.store(pointer + leaving * tl.load(entries + WEIGHT_ENTRY_STRIDE), 0.0)
+        weights, weight_stride, weights_stored = weights_of_head(table, row, head)
+        tl.store(weights + leaving * weight_stride, 0.0, mask=weights_stored)  # a new entry's is 0
         dtype: tl.constexpr = keys.dtype.element_ty
-        key = tl.load(entries + KEYS).to(tl.pointer_type(dtype)) + head * tl.load(
-            entries + KEY_HEAD_STRIDE
-        )
-        value = tl.load(entries + VALUES).to(tl.pointer_type(dtype)) + head * tl.load(
-            entries + VALUE_HEAD_STRIDE
-        )
-        _move(key, tl.load(entries + KEY_ENTRY_STRIDE), new, leaving, DIM, D)
-        _move(value, tl.load(entries + VALUE_ENTRY_STRIDE), new, leaving, VALUE_DIM, E)
+        entries = table + row * TABLE_COLUMNS
+        head_keys = row_pointer(table, row, KEYS, dtype, False)
+        head_keys += head * tl.load(entries + KEY_HEAD_STRIDE)
+        head_values = row_pointer(table, row, VALUES, dtype, False)
+        head_values += head * tl.load(entries + VALUE_HEAD_STRIDE)
+        _move(head_keys, tl.load(entries + KEY_ENTRY_STRIDE), new, leaving, DIM, D)
+        _move(head_values, tl.load(entries + VALUE_ENTRY_STRIDE), new, leaving, VALUE_DIM, E)
 
 
 @on_its_device
@@ -145,10 +158,18 @@ def evict(
     values: Tensor,
     longest: int,
 ) -> None:
-    """`evict_entries` on CUDA: two launches."""
+    """`eviction.evict_entries` on CUDA: two launches.
+
+    Args:
+        pointers: `EntryTable.pointers`; `keys` and `values` are those of any row of that table,
+            `longest` is the table's.
+        numbers: `EvictionTable.numbers`.
+        lengths: [rows] int32 or int64 on the device. mass, positions, going: as there.
+    """
     kv_heads, _, dim = keys.shape
     value_dim = values.shape[2]
-    programs, pieces = numbers.shape[0] * kv_heads, triton.cdiv(longest, BLOCK)
+    programs = numbers.shape[0] * kv_heads
+    pieces = triton.cdiv(longest, BLOCK)
     least = positions.new_empty(programs, pieces)
     for second in (False, True):
         evict_kernel[(programs, 1 if second else pieces)](
@@ -164,7 +185,7 @@ def evict(
             pieces,
             kv_heads,
             SECOND=second,
-            WEIGHS=mass is not None,
+            BY_SCORE=mass is not None,
             DIM=dim,
             VALUE_DIM=value_dim,
             D=triton.next_power_of_2(dim),

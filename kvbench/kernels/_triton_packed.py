@@ -1,8 +1,11 @@
 """Triton kernel of `decode_attention` for entries that are packed as integers of 2 or 4 bits.
 
-It does for a chunk of packed entries what `_triton_decode.split_kernel` does for a chunk of a buffer. It
-reads codes, scales and zero points as `kvbench.kernels.quantize.Packed` stores them: of keys, the rows
-of the codes are channels, of values they are entries. No restored number is written to memory.
+It does for the packed entries of the rows, which come first, what `_triton_decode.split_kernel` does
+for those in buffers. In: queries and table as there; the table has the addresses of codes, scales and
+zero points, which lie as `kvbench.kernels.quantize.Packed` stores them (of keys, the rows of the codes
+are channels, of values they are entries). Out: partial results as there. A program has one chunk
+(program id 1) of one KV head of one row (program id 0). It restores a block of keys and values at a
+time, in registers; no restored number is written to memory.
 """
 
 from __future__ import annotations
@@ -15,25 +18,27 @@ from kvbench.kernels._triton_decode import (
     KEY_CODES,
     KEY_SCALES,
     KEY_ZEROS,
-    LOG_WEIGHTS,
     PACKED,
     TABLE_COLUMNS,
     VALUE_CODES,
     VALUE_SCALES,
     VALUE_ZEROS,
-    WEIGHT_ENTRY_STRIDE,
-    WEIGHT_HEAD_STRIDE,
-    _row_pointer,
+    row_pointer,
+    store_partial,
+    weighted_logits,
+    weights_of_head,
 )
+from kvbench.kernels._triton_tiles import load_rows, online_softmax
 from kvbench.kernels.quantize import Quantization
 
 NUMBERS = 4096
-"""Numbers of keys that a block restores at once, and as many of values."""
+"""Numbers of keys that are restored at once in 16 bits, and as many of values."""
 
 
 @triton.jit
 def _codes_of(packed, BITS: tl.constexpr):
-    """Bytes [m, n] as the codes that lie in them, lowest bits first: [m, n * 8 / BITS] float32."""
+    """Split bytes [m, n] into the codes that they hold, lowest bits first: [m, n * 8 / BITS]
+    float32."""
     if BITS == 4:
         codes = tl.interleave(packed & 15, packed >> 4)
     else:
@@ -45,25 +50,24 @@ def _codes_of(packed, BITS: tl.constexpr):
 
 @triton.jit
 def _restored(codes, scale, zero, M: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr):
-    """Codes [M, N] in GROUPS groups of adjacent columns, with a scale and a zero point [M, GROUPS] each:
-    the numbers [M, N] float32."""
+    """Restore numbers [M, N] float32 from their codes: code * scale + zero, where the columns of a row
+    lie in GROUPS groups of equal size, and scale and zero point [M, GROUPS] are those of the group."""
     grouped = tl.reshape(codes, [M, GROUPS, N // GROUPS])
-    wide_scale = scale.to(tl.float32)[:, :, None]
-    numbers = grouped * wide_scale + zero.to(tl.float32)[:, :, None]
+    numbers = grouped * scale.to(tl.float32)[:, :, None] + zero.to(tl.float32)[:, :, None]
     return tl.reshape(numbers, [M, N])
 
 
 @triton.jit(do_not_specialize=["chunk", "splits"])
 def packed_kernel(
     query,  # [rows, heads, DIM], contiguous, in the dtype of the scales
-    table,
-    partial_out,  # [rows, heads, splits, VALUE_DIM] float32
-    partial_max,  # [rows, heads, splits] float32
-    partial_sum,
+    table,  # [rows, TABLE_COLUMNS] int64
+    partial_out,  # [rows, heads, splits, VALUE_DIM] float32, out
+    partial_max,  # [rows, heads, splits] float32, out
+    partial_sum,  # [rows, heads, splits] float32, out
     scaling,
     softcap,
-    chunk,
-    splits,
+    chunk,  # entries of a program, a multiple of BLOCK
+    splits,  # chunks for which the partial results have room
     kv_heads,
     group,
     DIM: tl.constexpr,
@@ -80,6 +84,7 @@ def packed_kernel(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Attention over one chunk of packed entries: program (row x KV head, chunk)."""
     row = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     split = tl.program_id(1)
@@ -89,98 +94,91 @@ def packed_kernel(
         return
     last = tl.minimum(first + chunk, n)
     dtype: tl.constexpr = query.dtype.element_ty
-    PER_BYTE: tl.constexpr = 8 // BITS
-    KEY_GROUPS: tl.constexpr = max(1, BLOCK // KEY_GROUP)  # of a block of entries
-    VALUE_GROUPS: tl.constexpr = max(1, E // VALUE_GROUP)  # of an entry, with padding
-    VALUE_BYTES: tl.constexpr = (VALUE_DIM * BITS + 7) // 8
-    GROUPS_HELD: tl.constexpr = (VALUE_DIM + VALUE_GROUP - 1) // VALUE_GROUP
+    CODES_PER_BYTE: tl.constexpr = 8 // BITS
+    # What is stored of a channel of the keys runs along the entries.
     key_bytes = tl.cdiv(n * BITS, 8)
     key_groups = tl.cdiv(n, KEY_GROUP)
-    key_code = _row_pointer(table, row, KEY_CODES, tl.uint8, ALIGNED) + head * DIM * key_bytes
-    key_scale = _row_pointer(table, row, KEY_SCALES, dtype, False) + head * DIM * key_groups
-    key_zero = _row_pointer(table, row, KEY_ZEROS, dtype, False) + head * DIM * key_groups
-    value_code = _row_pointer(table, row, VALUE_CODES, tl.uint8, ALIGNED) + head * n * VALUE_BYTES
-    value_scale = _row_pointer(table, row, VALUE_SCALES, dtype, False) + head * n * GROUPS_HELD
-    value_zero = _row_pointer(table, row, VALUE_ZEROS, dtype, False) + head * n * GROUPS_HELD
-    weighted = tl.load(table + row * TABLE_COLUMNS + LOG_WEIGHTS) != 0
-    weight = _row_pointer(table, row, LOG_WEIGHTS, tl.float32, False)
-    weight += head * tl.load(table + row * TABLE_COLUMNS + WEIGHT_HEAD_STRIDE)
-    weight_step = tl.load(table + row * TABLE_COLUMNS + WEIGHT_ENTRY_STRIDE)
+    BLOCK_BYTES: tl.constexpr = BLOCK // CODES_PER_BYTE
+    BLOCK_GROUPS: tl.constexpr = max(1, BLOCK // KEY_GROUP)
+    # What is stored of a value runs along its channels; a tile has more, up to E.
+    VALUE_BYTES: tl.constexpr = (VALUE_DIM * BITS + 7) // 8
+    VALUE_GROUPS: tl.constexpr = (VALUE_DIM + VALUE_GROUP - 1) // VALUE_GROUP
+    TILE_BYTES: tl.constexpr = E // CODES_PER_BYTE
+    TILE_GROUPS: tl.constexpr = max(1, E // VALUE_GROUP)
+    key_codes = row_pointer(table, row, KEY_CODES, tl.uint8, ALIGNED) + head * DIM * key_bytes
+    key_scales = row_pointer(table, row, KEY_SCALES, dtype, False) + head * DIM * key_groups
+    key_zeros = row_pointer(table, row, KEY_ZEROS, dtype, False) + head * DIM * key_groups
+    value_codes = row_pointer(table, row, VALUE_CODES, tl.uint8, ALIGNED) + head * n * VALUE_BYTES
+    value_scales = row_pointer(table, row, VALUE_SCALES, dtype, False) + head * n * VALUE_GROUPS
+    value_zeros = row_pointer(table, row, VALUE_ZEROS, dtype, False) + head * n * VALUE_GROUPS
+    weights, weight_stride, weights_stored = weights_of_head(table, row, head)
 
     members = tl.arange(0, GROUP)
-    columns = tl.arange(0, D)
-    value_columns = tl.arange(0, E)
-    value_bytes = tl.arange(0, E // PER_BYTE)
-    value_groups = tl.arange(0, VALUE_GROUPS)
-    places = tl.arange(0, BLOCK)
     in_group = members < group
-    in_key = columns < DIM
-    query_head = row * kv_heads * group + head * group + members  # over all rows
-    q = tl.load(
-        query + query_head[:, None] * DIM + columns[None, :],
-        mask=in_group[:, None] & in_key[None, :],
-        other=0.0,
-    )
-    top = tl.full([GROUP], -float("inf"), tl.float32)
+    query_heads = row * kv_heads * group + head * group + members  # counted over all rows
+    columns = tl.arange(0, D)
+    is_channel = columns < DIM
+    value_bytes = tl.arange(0, TILE_BYTES)
+    value_groups = tl.arange(0, TILE_GROUPS)
+    q = load_rows(query, DIM, query_heads, in_group, columns, DIM, D)
+    largest = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     out = tl.zeros([GROUP, E], tl.float32)
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
-        place = start + places
-        held = place < last
-        step = place.to(tl.int64)
-        # Keys lie channel by channel: a block is some bytes of each. What a mask leaves out is 0.
-        byte = start // PER_BYTE + tl.arange(0, BLOCK // PER_BYTE)
-        packed_k = tl.load(
-            key_code + columns.to(tl.int64)[:, None] * key_bytes + byte[None, :],
-            mask=in_key[:, None] & (byte < key_bytes)[None, :],
+        place = start + tl.arange(0, BLOCK)
+        is_entry = place < last
+        entries = place.to(tl.int64)
+        block_bytes = start // CODES_PER_BYTE + tl.arange(0, BLOCK_BYTES)
+        k_codes = tl.load(
+            key_codes + columns.to(tl.int64)[:, None] * key_bytes + block_bytes[None, :],
+            mask=is_channel[:, None] & (block_bytes < key_bytes)[None, :],
             other=0,
         )
-        key_group = start // KEY_GROUP + tl.arange(0, KEY_GROUPS)
-        of_key = columns[:, None] * key_groups + key_group[None, :]
-        k_mask = in_key[:, None] & (key_group < key_groups)[None, :]
-        k_scale = tl.load(key_scale + of_key, mask=k_mask, other=0.0)
-        k_zero = tl.load(key_zero + of_key, mask=k_mask, other=0.0)
-        k = _restored(_codes_of(packed_k, BITS), k_scale, k_zero, D, BLOCK, KEY_GROUPS)
-        s = tl.dot(q, k.to(dtype), input_precision=PRECISION) * scaling
-        if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates as it should
-            s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
-        s += tl.load(weight + step * weight_step, mask=held & weighted, other=0.0)[None, :]
-        s = tl.where(held[None, :], s, -float("inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        # Entries of weight -inf so far: nothing to scale by.
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        p = tl.exp(s - base[:, None])
-        shrink = tl.exp(top - base)
-        total = total * shrink + tl.sum(p, 1)
-        packed_v = tl.load(
-            value_code + step[:, None] * VALUE_BYTES + value_bytes[None, :],
-            mask=held[:, None] & (value_bytes < VALUE_BYTES)[None, :],
+        block_groups = start // KEY_GROUP + tl.arange(0, BLOCK_GROUPS)
+        k_groups = columns[:, None] * key_groups + block_groups[None, :]
+        k_mask = is_channel[:, None] & (block_groups < key_groups)[None, :]
+        k_scale = tl.load(key_scales + k_groups, mask=k_mask, other=0.0)
+        k_zero = tl.load(key_zeros + k_groups, mask=k_mask, other=0.0)
+        k = _restored(_codes_of(k_codes, BITS), k_scale, k_zero, D, BLOCK, BLOCK_GROUPS)
+        logits = weighted_logits(
+            tl.dot(q, k.to(dtype), input_precision=PRECISION),
+            scaling,
+            softcap,
+            weights,
+            weight_stride,
+            weights_stored,
+            entries,
+            is_entry,
+            SOFTCAP,
+        )
+        exponentials, rescale, largest, total = online_softmax(logits, largest, total)
+        v_codes = tl.load(
+            value_codes + entries[:, None] * VALUE_BYTES + value_bytes[None, :],
+            mask=is_entry[:, None] & (value_bytes < VALUE_BYTES)[None, :],
             other=0,
         )
-        of_value = step[:, None] * GROUPS_HELD + value_groups[None, :]
-        v_mask = held[:, None] & (value_groups < GROUPS_HELD)[None, :]
-        v_scale = tl.load(value_scale + of_value, mask=v_mask, other=0.0)
-        v_zero = tl.load(value_zero + of_value, mask=v_mask, other=0.0)
-        v = _restored(_codes_of(packed_v, BITS), v_scale, v_zero, BLOCK, E, VALUE_GROUPS)
-        out = tl.dot(p.to(dtype), v.to(dtype), out * shrink[:, None], input_precision=PRECISION)
-        top = new_top
-    slot = query_head * splits + split
-    tl.store(partial_max + slot, top, mask=in_group)
-    tl.store(partial_sum + slot, total, mask=in_group)
-    tl.store(
-        partial_out + slot[:, None] * VALUE_DIM + value_columns[None, :],
-        out,
-        mask=in_group[:, None] & (value_columns < VALUE_DIM)[None, :],
+        v_groups = entries[:, None] * VALUE_GROUPS + value_groups[None, :]
+        v_mask = is_entry[:, None] & (value_groups < VALUE_GROUPS)[None, :]
+        v_scale = tl.load(value_scales + v_groups, mask=v_mask, other=0.0)
+        v_zero = tl.load(value_zeros + v_groups, mask=v_mask, other=0.0)
+        v = _restored(_codes_of(v_codes, BITS), v_scale, v_zero, BLOCK, E, TILE_GROUPS)
+        out = tl.dot(
+            exponentials.to(dtype), v.to(dtype), out * rescale[:, None], input_precision=PRECISION
+        )
+    slots = query_heads * splits + split
+    store_partial(
+        partial_out, partial_max, partial_sum, slots, in_group, out, largest, total, VALUE_DIM, E
     )
 
 
 def packed_options(
     dim: int, value_dim: int, group: int, itemsize: int, quantization: Quantization
 ) -> dict[str, int | bool | str]:
-    """Compile-time constants of `packed_kernel` for these shapes."""
+    """Choose the compile-time constants of `packed_kernel`; see `_triton_decode.split_options` on the
+    arguments."""
     d, e = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    members = max(16, triton.next_power_of_2(group))  # the matrix units' least
-    # Restored numbers of a block, and the products of float32, stay in registers.
+    members = max(16, triton.next_power_of_2(group))  # the matrix units multiply 16 rows at least
+    # What is restored of a block, and the products of float32, must fit into registers.
     block = min(128, max(16, NUMBERS * 2 // itemsize // max(d, e)))
     warps = 4
     if members > 64 or itemsize == 4:  # the group itself takes most of the registers
@@ -219,27 +217,27 @@ def read_packed(
     """Write the partial results of all chunks of packed entries: one launch.
 
     Args:
-        query: [rows, heads, dim], contiguous.
+        query: [rows, heads, dim], contiguous, in the dtype of the scales.
         pointers: `EntryTable.pointers`.
-        partial: outputs, maxima and sums as `split_kernel` writes them; the first `packed_splits` of a
-            (row, head) are those of packed entries.
+        partial: `partial_out`, `partial_max` and `partial_sum` of `split_kernel`, which are written to;
+            the first `packed_splits` of a (row, head) are those of packed entries.
     """
     rows, heads, dim = query.shape
-    parts, tops, sums = partial
+    partial_out, partial_max, partial_sum = partial
     group = heads // kv_heads
     packed_kernel[(rows * kv_heads, packed_splits)](
         query,
         pointers,
-        parts,
-        tops,
-        sums,
+        partial_out,
+        partial_max,
+        partial_sum,
         float(scaling),
         0.0 if softcap is None else float(softcap),
         chunk,
-        parts.shape[2],
+        partial_out.shape[2],
         kv_heads,
         group,
         ALIGNED=aligned,
         SOFTCAP=softcap is not None,
-        **packed_options(dim, parts.shape[3], group, query.element_size(), quantization),
+        **packed_options(dim, partial_out.shape[3], group, query.element_size(), quantization),
     )

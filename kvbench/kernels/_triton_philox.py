@@ -1,4 +1,9 @@
-"""Triton kernel of Philox 4x64-10: a block of four words per lane, written as numbers of some dtype."""
+"""Triton kernel of Philox 4x64-10: `philox.philox` on CUDA.
+
+In: a key. Out: [count] numbers, the first words of that key. Philox makes words in blocks of four, each
+from the key and the block's number. A program (program id 0) makes `LANES` consecutive blocks, one a
+lane.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +19,20 @@ LANES = 256
 
 @triton.jit
 def _store(out, word, lane, place: tl.constexpr, count):
-    """Word `place` of each lane's block, as one number, or as two of float32."""
+    """Write word `place` (0 to 3) of each lane's block as one number, or as two of float32, of `count`
+    in all."""
+    word_index = lane * 4 + place
     if out.dtype.element_ty == tl.float32:
-        half = (word & 0xFFFFFFFF).to(tl.uint32)
-        at = (lane * 4 + place) * 2
-        tl.store(out + at, (half >> 8).to(tl.float32) * 2.0**-24, mask=at < count)
-        half = (word >> 32).to(tl.uint32)
-        tl.store(out + at + 1, (half >> 8).to(tl.float32) * 2.0**-24, mask=at + 1 < count)
+        index = word_index * 2
+        lower = (word & 0xFFFFFFFF).to(tl.uint32)
+        tl.store(out + index, (lower >> 8).to(tl.float32) * 2.0**-24, mask=index < count)
+        upper = (word >> 32).to(tl.uint32)
+        tl.store(out + index + 1, (upper >> 8).to(tl.float32) * 2.0**-24, mask=index + 1 < count)
     elif out.dtype.element_ty == tl.float64:
-        at = lane * 4 + place
-        tl.store(out + at, (word >> 11).to(tl.float64) * 2.0**-53, mask=at < count)
+        number = (word >> 11).to(tl.float64) * 2.0**-53
+        tl.store(out + word_index, number, mask=word_index < count)
     else:
-        at = lane * 4 + place
-        tl.store(out + at, word.to(tl.int64, bitcast=True), mask=at < count)
+        tl.store(out + word_index, word.to(tl.int64, bitcast=True), mask=word_index < count)
 
 
 @triton.jit(do_not_specialize=["key", "count"])
@@ -36,18 +42,21 @@ def philox_kernel(
     count,
     LANES: tl.constexpr,
 ):
+    """Write the words of LANES blocks: program (LANES blocks)."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    none = tl.zeros([LANES], tl.int64)
-    a, b, c, d = tl.philox(key, lane + 1, none, none, none)
-    _store(out, a, lane, 0, count)
-    _store(out, b, lane, 1, count)
-    _store(out, c, lane, 2, count)
-    _store(out, d, lane, 3, count)
+    zeros = tl.zeros([LANES], tl.int64)
+    # numpy's counter, too, is 1 for the first block.
+    word0, word1, word2, word3 = tl.philox(key, lane + 1, zeros, zeros, zeros)
+    _store(out, word0, lane, 0, count)
+    _store(out, word1, lane, 1, count)
+    _store(out, word2, lane, 2, count)
+    _store(out, word3, lane, 3, count)
 
 
 @on_its_device
 def fill(out: Tensor, key: int) -> Tensor:
-    """`out` (contiguous), filled with the numbers of `key`: one launch."""
+    """Fill `out` (contiguous; int64, float64 or float32; not empty) with the numbers of `key`, and
+    return it: one launch."""
     count = out.numel()
     per_program = LANES * 4 * (8 // out.element_size())
     philox_kernel[(triton.cdiv(count, per_program),)](out, key, count, LANES=LANES, num_warps=4)

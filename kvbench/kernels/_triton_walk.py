@@ -1,14 +1,19 @@
-"""Triton kernels of BalanceKV's halving: signs of the walk, and the cut that follows from them.
+"""Triton kernels of BalanceKV's halving: the signs of the walk, and the cut that follows from them.
 
-One program walks one block. Its kernel matrix is formed in tiles, used and forgotten: for every tile
-of rows, what the signs of earlier tiles add up to (matrix products on the matrix units, exponential
-and sum in registers), then the steps inside the diagonal tile one by one. On chip are at most two
-tiles of keys and two of values, whatever the block size; device memory sees keys, values and draws
-read once (tiles met again come from the caches) and one byte of sign per entry written.
+`walk_kernel`: one program walks one block of entries (program id 0; BalanceKV's blocks, see
+`balanced_walk`). In: keys and values, which entries the block has, and a uniform draw for each. Out: a
+byte for each entry, whether its sign is +1. The block's kernel matrix is formed tile by tile and no
+tile is kept: for every tile of rows, first what the signs of earlier tiles add up to (matrix products,
+exponential and sum in registers), then the steps inside the diagonal tile one by one. On chip are at
+most two tiles of keys and two of values, whatever the block size. Device memory is read once for keys,
+values and draws (tiles that are needed again come from the caches).
 
-The steps inside a tile wait for each other, so a block takes a fixed time (about a step's latency,
-some hundreds of cycles, times the block size) and speed comes from blocks walking beside each other:
+The steps inside a tile wait for each other, so that a block takes a fixed time (the latency of a step,
+some hundreds of cycles, times the block size). Speed comes from blocks that walk beside each other:
 small tiles, few warps, several programs per multiprocessor.
+
+`cut_kernel`: one program cuts one head (program id 0). In: the signs of the head's first m entries, its
+entries' indices and weights. Out: indices and weights of the survivors.
 """
 
 from __future__ import annotations
@@ -21,84 +26,211 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels._choice import on_its_device
+from kvbench.kernels._triton_tiles import load_rows
 
 CENTRES = {"none": 0, "mean": 1, "released": 2}
+"""How `walk_kernel` is passed `centre` of `balanced_walk`."""
 SCAN = 1024
 """Entries of a head that the cut scans at once."""
 
 
 @triton.jit
 def _products(
-    rows,  # of the head's first row
-    step,
-    a,  # [TILE] int64, rows
+    matrix,
+    row_stride,
+    a,
     b,
-    a_real,
-    b_real,
-    mean,  # [PADDED] float32
+    is_a,
+    is_b,
+    mean,
     mean_square,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
     PART: tl.constexpr,
     TILE: tl.constexpr,
     CENTRE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """<row of a, row of b>, [TILE, TILE] float32, of rows less their mean if CENTRE.
+    """Inner products [TILE, TILE] float32 of the rows a and the rows b of a matrix, less their mean if
+    CENTRE.
 
-    float32 rows are centred before they are multiplied. Products of 16-bit rows are exact as they
-    stand and would not be after rounding the centred rows, so there the mean is taken out of the
-    products. Columns come in parts, which bounds registers and shared memory at any width.
+    float32 rows are centred before they are multiplied. Products of 16-bit rows are exact as they stand
+    and would not be after rounding the centred rows, so that the mean is taken out of the products:
+    <a - mean, b - mean> = <a, b> - <a, mean> - <b, mean> + |mean|^2. PART columns are multiplied at a
+    time, which bounds registers and shared memory at any width.
+
+    Args:
+        matrix: the address of the head's first row; `row_stride` from one row to the next.
+        a, b: [TILE] int64, which rows. is_a, is_b: [TILE] bool, false where there is no row.
+        mean: [D] float32, its address. mean_square: the squared norm of the mean.
     """
-    FIRST: tl.constexpr = rows.dtype.element_ty == tl.float32
-    out = tl.zeros([TILE, TILE], tl.float32)
+    CENTRE_ROWS: tl.constexpr = matrix.dtype.element_ty == tl.float32
+    products = tl.zeros([TILE, TILE], tl.float32)
     a_mean = tl.zeros([TILE], tl.float32)
     b_mean = tl.zeros([TILE], tl.float32)
-    for start in tl.range(0, PADDED, PART, num_stages=1):
+    # One stage: the rows come from the caches, since other tiles and programs have read them before.
+    for start in tl.range(0, D, PART, num_stages=1):
         columns = start + tl.arange(0, PART)
-        # Set anew in every round: a value that a loop carries may not change its shape.
-        a_mask = a_real[:, None]
-        b_mask = b_real[:, None]
-        if SIZE != PADDED:
-            a_mask = a_mask & (columns < SIZE)[None, :]
-            b_mask = b_mask & (columns < SIZE)[None, :]
-        x = tl.load(rows + a[:, None] * step + columns[None, :], mask=a_mask, other=0.0)
-        y = tl.load(rows + b[:, None] * step + columns[None, :], mask=b_mask, other=0.0)
+        x = load_rows(matrix, row_stride, a, is_a, columns, DIM, D)
+        y = load_rows(matrix, row_stride, b, is_b, columns, DIM, D)
         if CENTRE:
-            middle = tl.load(mean + columns)
-            if FIRST:
-                x -= middle[None, :]
-                y -= middle[None, :]
+            mean_part = tl.load(mean + columns)
+            if CENTRE_ROWS:
+                x -= mean_part[None, :]
+                y -= mean_part[None, :]
             else:
-                a_mean += tl.sum(x.to(tl.float32) * middle[None, :], 1)
-                b_mean += tl.sum(y.to(tl.float32) * middle[None, :], 1)
-        out = tl.dot(x, tl.trans(y), out, input_precision=PRECISION)
-    if CENTRE and not FIRST:
-        out -= a_mean[:, None] + b_mean[None, :] - mean_square
-    return out
+                a_mean += tl.sum(x.to(tl.float32) * mean_part[None, :], 1)
+                b_mean += tl.sum(y.to(tl.float32) * mean_part[None, :], 1)
+        products = tl.dot(x, tl.trans(y), products, input_precision=PRECISION)
+    if CENTRE and not CENTRE_ROWS:
+        products -= a_mean[:, None] + b_mean[None, :] - mean_square
+    return products
+
+
+@triton.jit
+def _kernel_tile(
+    keys,
+    key_stride,
+    values,
+    value_stride,
+    a,
+    b,
+    is_a,
+    is_b,
+    a_weight,
+    weights,
+    b_place,
+    largest,
+    mean,
+    mean_square,
+    scale,
+    offset,
+    DIAGONAL: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+    VALUES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile [TILE, TILE] of the block's kernel matrix, rows a and columns b, each row times
+    exp(-largest); 0 on and above the diagonal of a DIAGONAL tile.
+
+    Args:
+        a, b, is_a, is_b, mean, mean_square: see `_products`.
+        a_weight: [TILE], the factors on the values of a, if WEIGHTS. Those of b, at the places `b_place`
+            [TILE] of `weights`, are loaded here and late: kept in registers all the while, they would
+            take those of another program. On the diagonal they are those of a.
+        largest: [TILE], the largest exponent of each row in the tiles before, at least 0.
+
+    Returns:
+        the tile, and `largest` with the exponents of this tile.
+    """
+    exponents = scale * _products(
+        keys,
+        key_stride,
+        a,
+        b,
+        is_a,
+        is_b,
+        mean,
+        mean_square,
+        DIM,
+        D,
+        PART,
+        TILE,
+        CENTRE,
+        PRECISION,
+    )
+    if DIAGONAL:
+        lane = tl.arange(0, TILE)
+        exponents = tl.where(lane[None, :] < lane[:, None], exponents, -float("inf"))
+    largest = tl.maximum(largest, tl.max(exponents, 1))
+    tile = tl.exp(exponents - largest[:, None])
+    if VALUES:
+        products = _products(
+            values,
+            value_stride,
+            a,
+            b,
+            is_a,
+            is_b,
+            mean,
+            0.0,
+            VALUE_DIM,
+            E,
+            PART,
+            TILE,
+            False,
+            PRECISION,
+        )
+        if WEIGHTS:
+            b_weight = a_weight if DIAGONAL else tl.load(weights + b_place)
+            products *= a_weight[:, None] * b_weight[None, :]
+        tile *= products + offset
+    return tile, largest
+
+
+@triton.jit
+def _store_mean(
+    keys,
+    key_stride,
+    index,
+    count,
+    mean,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRE: tl.constexpr,
+):
+    """Write the mean [D] of a block's first `count` keys (their sum over BLOCK if CENTRE is `released`)
+    to `mean`. Returns its squared norm."""
+    mean_square = 0.0
+    lane = tl.arange(0, TILE)
+    for start in range(0, D, PART):
+        columns = start + tl.arange(0, PART)
+        total = tl.zeros([PART], tl.float32)
+        for top in range(0, count, TILE):
+            real = top + lane < count
+            row = tl.load(index + top + lane, mask=real, other=0)
+            k = load_rows(keys, key_stride, row, real, columns, DIM, D)
+            total += tl.sum(k.to(tl.float32), 0)
+        if CENTRE == 1:
+            total /= tl.maximum(count, 1)
+        else:
+            total /= BLOCK
+        mean_square += tl.sum(total * total, 0)
+        tl.store(mean + columns, total)
+    return mean_square
 
 
 @triton.jit(do_not_specialize=["blocks_per_head"])
 def walk_kernel(
-    keys,
-    values,
+    keys,  # [batch, kv_heads, rows, DIM], of the strides below
+    values,  # [batch, kv_heads, rows, VALUE_DIM], of the strides below, if VALUES
     index,  # [blocks, BLOCK] int64, rows within the head
     uniforms,  # [blocks, BLOCK] float32
-    counts,  # [blocks] int64
-    weights,  # [blocks, BLOCK] float32
+    counts,  # [blocks] int64, entries of each block, if COUNTS
+    weights,  # [blocks, BLOCK] float32, if WEIGHTS
     mean,  # [blocks, D] float32, scratch
     positive,  # [blocks, BLOCK] int8, out: 1 for the sign +1, else 0
-    scale,
+    scale,  # the factor on <k, k>
     offset,
     reach,  # exp(beta) / gamma
     kv_heads,
     blocks_per_head,
-    key_batch,
-    key_head,
-    key_step,
-    value_batch,
-    value_head,
-    value_step,
+    key_batch_stride,
+    key_head_stride,
+    key_stride,
+    value_batch_stride,
+    value_head_stride,
+    value_stride,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
@@ -112,11 +244,12 @@ def walk_kernel(
     CENTRE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Walk through one block: program (block, over all heads)."""
     block = tl.program_id(0).to(tl.int64)
     head = block // blocks_per_head
-    keys += (head // kv_heads) * key_batch + (head % kv_heads) * key_head
+    keys += (head // kv_heads) * key_batch_stride + (head % kv_heads) * key_head_stride
     if VALUES:
-        values += (head // kv_heads) * value_batch + (head % kv_heads) * value_head
+        values += (head // kv_heads) * value_batch_stride + (head % kv_heads) * value_head_stride
     index += block * BLOCK
     uniforms += block * BLOCK
     positive += block * BLOCK
@@ -124,200 +257,170 @@ def walk_kernel(
     count = BLOCK
     if COUNTS:
         count = tl.load(counts + block).to(tl.int32)
-    tile = tl.arange(0, TILE)
+    lane = tl.arange(0, TILE)
     mean += block * D
     mean_square = 0.0
     if CENTRE != 0:
-        for start in range(0, D, PART):
-            columns = start + tl.arange(0, PART)
-            total = tl.zeros([PART], tl.float32)
-            for top in range(0, count, TILE):
-                real = top + tile < count
-                row = tl.load(index + top + tile, mask=real, other=0)
-                mask = real[:, None] & (columns < DIM)[None, :]
-                k = tl.load(keys + row[:, None] * key_step + columns[None, :], mask=mask, other=0.0)
-                total += tl.sum(k.to(tl.float32), 0)
-            if CENTRE == 1:
-                total /= tl.maximum(count, 1)
-            else:
-                total /= BLOCK
-            mean_square += tl.sum(total * total, 0)
-            tl.store(mean + columns, total)
+        mean_square = _store_mean(
+            keys, key_stride, index, count, mean, DIM, D, PART, TILE, BLOCK, CENTRE
+        )
         tl.debug_barrier()  # other threads read what these wrote
 
     for top in range(0, count, TILE):
-        place = top + tile
+        place = top + lane
         real = place < count
         row = tl.load(index + place, mask=real, other=0)
+        row_weight = tl.full([TILE], 1.0, tl.float32)
         if WEIGHTS:
             row_weight = tl.load(weights + place, mask=real, other=0.0)
-        # exp(-largest) scales the row: its largest exponent over earlier places, at least 0.
+        # Each row is multiplied by exp(-largest): its largest exponent over earlier places, at least 0.
         largest = tl.zeros([TILE], tl.float32)
         total = tl.zeros([TILE], tl.float32)
         for left in range(0, top, TILE):
-            other = left + tile
-            full = other < count  # always: an earlier tile
-            column = tl.load(index + other)
-            e = scale * _products(
+            earlier = left + lane  # all of them entries, since `top` is less than `count`
+            column = tl.load(index + earlier)
+            tile, larger = _kernel_tile(
                 keys,
-                key_step,
+                key_stride,
+                values,
+                value_stride,
                 row,
                 column,
                 real,
-                full,
+                earlier < count,
+                row_weight,
+                weights,
+                earlier,
+                largest,
                 mean,
                 mean_square,
+                scale,
+                offset,
+                False,
                 DIM,
-                D,
-                PART,
-                TILE,
-                CENTRE != 0,
-                PRECISION,
-            )
-            larger = tl.maximum(largest, tl.max(e, 1))
-            g = tl.exp(e - larger[:, None])
-            if VALUES:
-                p = _products(
-                    values,
-                    value_step,
-                    row,
-                    column,
-                    real,
-                    full,
-                    mean,
-                    0.0,
-                    VALUE_DIM,
-                    E,
-                    PART,
-                    TILE,
-                    False,
-                    PRECISION,
-                )
-                if WEIGHTS:
-                    p *= row_weight[:, None] * tl.load(weights + other)[None, :]
-                g *= p + offset
-            sign = 2.0 * tl.load(positive + other).to(tl.float32) - 1.0
-            total = total * tl.exp(largest - larger) + tl.sum(g * sign[None, :], 1)
-            largest = larger
-
-        e = scale * _products(
-            keys,
-            key_step,
-            row,
-            row,
-            real,
-            real,
-            mean,
-            mean_square,
-            DIM,
-            D,
-            PART,
-            TILE,
-            CENTRE != 0,
-            PRECISION,
-        )
-        e = tl.where(tile[None, :] < tile[:, None], e, -float("inf"))
-        larger = tl.maximum(largest, tl.max(e, 1))
-        g = tl.exp(e - larger[:, None])  # 0 on and above the diagonal
-        if VALUES:
-            p = _products(
-                values,
-                value_step,
-                row,
-                row,
-                real,
-                real,
-                mean,
-                0.0,
                 VALUE_DIM,
+                D,
                 E,
                 PART,
                 TILE,
-                False,
+                VALUES,
+                WEIGHTS,
+                CENTRE != 0,
                 PRECISION,
             )
-            if WEIGHTS:
-                p *= row_weight[:, None] * row_weight[None, :]
-            g *= p + offset
+            sign = 2.0 * tl.load(positive + earlier).to(tl.float32) - 1.0
+            total = total * tl.exp(largest - larger) + tl.sum(tile * sign[None, :], 1)
+            largest = larger
+
+        tile, larger = _kernel_tile(
+            keys,
+            key_stride,
+            values,
+            value_stride,
+            row,
+            row,
+            real,
+            real,
+            row_weight,
+            weights,
+            place,
+            largest,
+            mean,
+            mean_square,
+            scale,
+            offset,
+            True,
+            DIM,
+            VALUE_DIM,
+            D,
+            E,
+            PART,
+            TILE,
+            VALUES,
+            WEIGHTS,
+            CENTRE != 0,
+            PRECISION,
+        )
         total *= tl.exp(largest - larger)
-        draw = tl.load(uniforms + place, mask=place < count, other=0.5)
+        draw = tl.load(uniforms + place, mask=real, other=0.5)
+        # A sign is +1 where the threshold is larger than the sum over the signs before it.
         room = (0.5 - draw) * reach * tl.exp(-larger) - total
-        room = tl.where(place == 0, 1.0, room)  # the first sign has no choice
-        chosen = tl.zeros([TILE], tl.float32)
+        room = tl.where(place == 0, 1.0, room)  # the first sign is +1 whatever the draw
+        signs = tl.zeros([TILE], tl.float32)
         for step in range(0, tl.minimum(TILE, count - top)):
-            here = tile == step
+            here = lane == step
             sign = tl.where(tl.sum(tl.where(here, room, 0.0), 0) > 0.0, 1.0, -1.0)
-            column = tl.sum(tl.where(here[None, :], g, 0.0), 1)
-            room -= column * sign
-            chosen = tl.where(here, sign, chosen)
-        tl.store(positive + place, (chosen > 0.0).to(tl.int8), mask=place < count)
+            room -= tl.sum(tl.where(here[None, :], tile, 0.0), 1) * sign
+            signs = tl.where(here, sign, signs)
+        tl.store(positive + place, (signs > 0.0).to(tl.int8), mask=real)
         tl.debug_barrier()  # other threads read these signs with the next tiles
 
 
-@triton.jit(do_not_specialize=["m", "held", "step"])
+@triton.jit(do_not_specialize=["m", "entries", "positive_stride"])
 def cut_kernel(
-    positive,  # [heads, step] int8, 1 for the sign +1
-    order,  # [heads, held] int64
-    weights,  # [heads, held] float32
-    kept_order,  # [heads, held - m + m // 2], out
-    kept_weights,
+    positive,  # [heads, m] int8, 1 for the sign +1, rows `positive_stride` apart
+    order,  # [heads, entries] int64
+    weights,  # [heads, entries] float32
+    kept_order,  # [heads, entries - m + m // 2] int64, out
+    kept_weights,  # [heads, entries - m + m // 2] float32, out
     m,
-    held,
-    step,
+    entries,
+    positive_stride,
     SCAN: tl.constexpr,
 ):
+    """Halve the first m entries of one head, SCAN of them at a time: program (head)."""
     head = tl.program_id(0).to(tl.int64)
     half = m // 2
-    kept = held - m + half
-    positive += head * step
-    order += head * held
-    weights += head * held
+    kept = entries - m + half
+    positive += head * positive_stride
+    order += head * entries
+    weights += head * entries
     kept_order += head * kept
     kept_weights += head * kept
     lane = tl.arange(0, SCAN)
-    # Where each class has its half-th member; -1: nowhere. The later place ends the scan.
+    # Where each class has its half-th member; -1: nowhere. The later of the two is where the cut ends.
     end_plus = -1
     end_minus = -1
-    seen = 0
+    plus_before = 0
     for start in range(0, m, SCAN):
         place = start + lane
         plus = tl.load(positive + place, mask=place < m, other=0).to(tl.int32)
-        plus_seen = seen + tl.cumsum(plus, 0)
+        plus_seen = plus_before + tl.cumsum(plus, 0)
         minus_seen = place + 1 - plus_seen
-        there = (plus_seen == half) & (plus > 0)
-        end_plus = tl.maximum(end_plus, tl.max(tl.where(there, place, -1), 0))
-        there = (minus_seen == half) & (plus == 0) & (place < m)
-        end_minus = tl.maximum(end_minus, tl.max(tl.where(there, place, -1), 0))
-        seen += tl.sum(plus, 0)
+        is_end = (plus_seen == half) & (plus > 0)
+        end_plus = tl.maximum(end_plus, tl.max(tl.where(is_end, place, -1), 0))
+        is_end = (minus_seen == half) & (plus == 0) & (place < m)
+        end_minus = tl.maximum(end_minus, tl.max(tl.where(is_end, place, -1), 0))
+        plus_before += tl.sum(plus, 0)
     end = tl.maximum(end_plus, end_minus)
     dropped = (end == end_plus).to(tl.int32)  # the class of the sign at `end`
-    taken = 0
+    kept_before = 0
     for start in range(0, m, SCAN):
         place = start + lane
         real = place < m
         plus = tl.load(positive + place, mask=real, other=0).to(tl.int32)
-        keep = real & ((place > end) | (plus != dropped))
-        to = taken + tl.cumsum(keep.to(tl.int32), 0) - 1
-        keep_here = keep & (to < half)  # of an odd m the last one goes too
-        entry = tl.load(order + place, mask=keep_here, other=0)
-        weight = tl.load(weights + place, mask=keep_here, other=0.0)
-        tl.store(kept_order + to, entry, mask=keep_here)
-        tl.store(kept_weights + to, tl.where(place <= end, 2.0 * weight, weight), mask=keep_here)
-        taken += tl.sum(keep.to(tl.int32), 0)
-    for start in range(m, held, SCAN):
+        survives = real & ((place > end) | (plus != dropped))
+        target = kept_before + tl.cumsum(survives.to(tl.int32), 0) - 1
+        is_kept = survives & (target < half)  # of an odd m the last survivor goes too
+        entry = tl.load(order + place, mask=is_kept, other=0)
+        weight = tl.load(weights + place, mask=is_kept, other=0.0)
+        tl.store(kept_order + target, entry, mask=is_kept)
+        tl.store(kept_weights + target, tl.where(place <= end, 2.0 * weight, weight), mask=is_kept)
+        kept_before += tl.sum(survives.to(tl.int32), 0)
+    for start in range(m, entries, SCAN):
         place = start + lane
-        rest = place < held
-        to = place - m + half
-        tl.store(kept_order + to, tl.load(order + place, mask=rest, other=0), mask=rest)
-        tl.store(kept_weights + to, tl.load(weights + place, mask=rest, other=0.0), mask=rest)
+        real = place < entries
+        target = place - m + half
+        tl.store(kept_order + target, tl.load(order + place, mask=real, other=0), mask=real)
+        tl.store(kept_weights + target, tl.load(weights + place, mask=real, other=0.0), mask=real)
 
 
 def walk_options(dim: int, value_dim: int, itemsize: int) -> dict[str, Any]:
-    """Compile-time constants of `walk_kernel` for these shapes: see the module's docstring.
+    """Choose the compile-time constants of `walk_kernel` for keys and values of `dim` and `value_dim`
+    numbers of `itemsize` bytes.
 
-    Tiles of 64 rows are the least that Hopper's wide matrix instructions take, and the fewer the
-    tiles the fewer rounds of loads. Parts of 128 bytes of a row are whole cache lines. One stage:
-    the products wait for the caches, not for device memory.
+    Tiles of 64 rows are the least that Hopper's wide matrix instructions take, and smaller ones would
+    need more rounds of loads.
     """
     d, e = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     return {
@@ -327,7 +430,8 @@ def walk_options(dim: int, value_dim: int, itemsize: int) -> dict[str, Any]:
         "E": e,
         "PART": min(d, e, 64 // itemsize),
         "TILE": 64,
-        # float32 stays float32, on the ordinary units: tf32, even thrice, loses digits and spills.
+        # float32 is multiplied as it is, not on the matrix units: tf32, even three products of it, loses
+        # digits and spills.
         "PRECISION": "ieee" if itemsize == 4 else "tf32",
         "num_warps": 4,
     }
@@ -347,10 +451,16 @@ def walk(
     weights: Tensor | None,
     centre: str,
 ) -> Tensor:
-    """`balanced_walk` on [batch, kv_heads, ...] tensors: one launch."""
+    """`balanced_walk.balanced_walk` on CUDA: one launch. The tensors and the result have its shapes,
+    with [batch, kv_heads] as the leading dimensions.
+
+    Args:
+        scale: the factor on <k, k>. reach: exp(beta) / gamma.
+    """
     batch, kv_heads, blocks, b = index.shape
     index = index.contiguous()
     positive = index.new_zeros(index.shape, dtype=torch.int8)
+    # The kernel is passed some tensor also where there are no values, counts or weights.
     v = keys if values is None else values
     options = walk_options(keys.shape[3], v.shape[3], keys.element_size())
     mean = keys.new_empty(batch * kv_heads * blocks, options["D"], dtype=torch.float32)
@@ -382,11 +492,12 @@ def walk(
 
 @on_its_device
 def cut(positive: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`balanced_cut.halve` on [heads, ...] tensors: one launch, one program per head."""
-    (heads, held), m = order.shape, positive.shape[1]
+    """`balanced_cut.halve` on CUDA, on [heads, ...] tensors: one launch."""
+    heads, entries = order.shape
+    m = positive.shape[1]
     if positive.stride(1) != 1:
         positive = positive.contiguous()
-    kept = held - m + m // 2
+    kept = entries - m + m // 2
     kept_order = order.new_empty(heads, kept)
     kept_weights = weights.new_empty(heads, kept)
     cut_kernel[(heads,)](
@@ -396,7 +507,7 @@ def cut(positive: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tenso
         kept_order,
         kept_weights,
         m,
-        held,
+        entries,
         positive.stride(0),
         SCAN=SCAN,
         num_warps=4,

@@ -1,6 +1,7 @@
-"""TurboQuant: vectors rotated at random, each coordinate by one codebook (arXiv 2504.19874).
+"""TurboQuant: vectors are rotated at random, then one codebook quantises each coordinate (arXiv
+2504.19874).
 
-Written from the paper's algorithms 1 and 2; no code by the authors could be found.
+This is written from the paper's Algorithms 1 and 2; no code by the authors could be found.
 """
 
 from __future__ import annotations
@@ -9,61 +10,70 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt, Le, Lt
 from scipy import special
 from torch import Tensor
 
-from kvbench.kernels.quantize import CACHED, Codec, Codecs, CodeTable, ValueBlock, pack_bits, signs
+from kvbench.errors.options import Whole, check_options
+from kvbench.kernels.quantize import (
+    CACHED,
+    Codec,
+    Codecs,
+    CodeTable,
+    SchemeError,
+    ValueBlock,
+    pack_bits,
+    signs,
+)
+
+CodeBits = Annotated[int, Ge(1), Le(5)]
 
 
 @dataclass(frozen=True)
 class TurboQuant:
-    """Every key and value on its own, generated ones too, after the step that fed them.
+    """The scheme that packs every key and value on its own, generated ones after the step that fed
+    them.
 
-    Two widths split the channels into two sets with an instance each: `outlier_bits` for a share of the
-    channels, `bits` for the others. What the paper leaves open, as chosen here: outlier channels are
-    those of the largest norm over the prompt, per layer and KV head, fixed afterwards, their indices
-    counted; keys and values are both restored by `mse`; nothing recent stays exact. Draws depend on the
-    seed alone, or on seed and layer.
+    With two widths the channels are split into two sets, of which each has a coder of its own:
+    `outlier_bits` for a share of the channels, `bits` for the others. What the paper leaves open is
+    chosen
+    as follows: outlier channels are those of the largest norm over the prompt, for each layer and KV
+        head,
+    fixed afterwards, and their indices are counted in the bytes; keys and values are both restored by
+    `mse`; no recent token stays exact. Draws depend on the seed alone, or on seed and layer (`per`).
 
     Attributes:
-        bits, outlier_bits: 1..5 per number; outlier_bits null: one set.
-        outlier_share: of the channels, rounded.
-        keys, values: mse | prod (bits - 1 of them and a sign of a projection of the residual: unbiased
-            inner products, larger error).
-        rotation: hadamard (channels of a set a power of two; ours) | qr (the paper's).
-        codebook: beta (a coordinate of the unit sphere) | normal (its limit; what the paper prints).
-        per: model | layer, the rotations.
-        buffer: recent tokens that stay exact.
+        bits, outlier_bits: bits of a number; outlier_bits None: one set of all channels.
+        outlier_share: the share of the channels that are outliers; their number is rounded.
+        keys, values: mse (Algorithm 1) | prod (Algorithm 2: one bit less, and the signs of a
+            projection of the residual, which makes inner products unbiased and their error larger).
+        rotation: qr (the paper's) | hadamard (no part of the paper; the channels of a set must be a
+            power of two).
+        codebook: beta (optimal for a coordinate of the unit sphere) | normal (for its limit in many
+            dimensions, whose centroids the paper prints).
+        per: model | layer, what the rotations are drawn for.
+        buffer: how many recent tokens stay exact.
+
+    Raises:
+        SchemeError: an option that its type does not allow.
     """
 
-    bits: int = 4
-    outlier_bits: int | None = None
-    outlier_share: float = 0.25
-    keys: str = "mse"
-    values: str = "mse"
-    rotation: str = "qr"
-    codebook: str = "beta"
-    per: str = "model"
-    buffer: int = 0
+    bits: CodeBits = 4
+    outlier_bits: CodeBits | None = None
+    outlier_share: Annotated[float, Gt(0), Lt(1)] = 0.25
+    keys: Literal["mse", "prod"] = "mse"
+    values: Literal["mse", "prod"] = "mse"
+    rotation: Literal["qr", "hadamard"] = "qr"
+    codebook: Literal["beta", "normal"] = "beta"
+    per: Literal["model", "layer"] = "model"
+    buffer: Whole = 0
 
     def __post_init__(self) -> None:
-        allowed = {"keys": ("mse", "prod"), "values": ("mse", "prod"), "per": ("model", "layer")}
-        allowed |= {"rotation": ("qr", "hadamard"), "codebook": ("beta", "normal")}
-        for name, choices in allowed.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; allowed: {' | '.join(choices)}"
-                )
-        for name in ("bits", "outlier_bits"):
-            if getattr(self, name) not in (1, 2, 3, 4, 5, *([None] if name != "bits" else [])):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: 1..5")
-        if not isinstance(self.outlier_share, float) or not 0 < self.outlier_share < 1:
-            raise ValueError(f"outlier_share is {self.outlier_share!r}; allowed: between 0 and 1")
-        if not isinstance(self.buffer, int) or self.buffer < 0:
-            raise ValueError(f"buffer is {self.buffer!r}; allowed: an integer >= 0")
+        check_options(self, "quantize.", SchemeError)
 
     @property
     def by_entry(self) -> bool:
@@ -71,7 +81,7 @@ class TurboQuant:
         return self.buffer == 0
 
     def sets(self, d: int) -> list[tuple[int, int]]:
-        """(channels, bits) of each set, outliers first."""
+        """How many channels each set has, of d, and how many bits: outliers first."""
         if self.outlier_bits is None:
             return [(d, self.bits)]
         size = min(max(1, round(self.outlier_share * d)), d - 1)
@@ -79,63 +89,78 @@ class TurboQuant:
 
     def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> Codecs:
         """See `kvbench.kernels.quantize.Scheme`."""
-        return self._codec(keys, self.keys, layer, seed), self._codec(
-            values, self.values, layer, seed
-        )
+        key_codec = self._codec(keys, self.keys, layer, seed)
+        return key_codec, self._codec(values, self.values, layer, seed)
 
     def _codec(self, rows: Tensor, stage: str, layer: int, seed: int) -> Codec:
+        """Make a codec of a prompt's rows [heads, n, d], of which the last `buffer` stay exact.
+
+        Args:
+            stage: mse | prod.
+        """
         heads, _, d = rows.shape
-        sets, order, fixed = self.sets(d), None, 0
+        sets = self.sets(d)
+        order = None
+        fixed_nbytes = 0
         if len(sets) > 1:
-            norms = rows.float().square().sum(1)
-            order = norms.argsort(dim=-1, descending=True, stable=True)
-            outliers, others = (
-                order[:, : sets[0][0]].sort(-1).values,
-                order[:, sets[0][0] :].sort(-1).values,
-            )
+            outlier_channels = sets[0][0]
+            by_norm = rows.float().square().sum(1).argsort(dim=-1, descending=True, stable=True)
+            outliers = by_norm[:, :outlier_channels].sort(-1).values
+            others = by_norm[:, outlier_channels:].sort(-1).values
             order = torch.cat([outliers, others], dim=-1)
-            fixed = heads * sets[0][0]  # a byte per index of an outlier
-        place = layer + 1 if self.per == "layer" else 0
-        coders = tuple(
-            coder(size, bits, stage, self.rotation, self.codebook, seed + 7919 * place + number).on(
-                rows.device
-            )
-            for number, (size, bits) in enumerate(sets)
-        )
+            fixed_nbytes = heads * outlier_channels  # a byte for the index of each
+        drawn_for = layer + 1 if self.per == "layer" else 0
+        coders = []
+        for number, (size, bits) in enumerate(sets):
+            set_seed = seed + 7919 * drawn_for + number
+            drawn = coder(size, bits, stage, self.rotation, self.codebook, set_seed)
+            coders.append(drawn.on(rows.device))
         codec = Codec(
-            partial(pack_vectors, coders=coders, order=order),
-            due=lambda _, waiting: max(0, waiting - self.buffer),
-            fixed_nbytes=fixed,
+            partial(pack_vectors, coders=tuple(coders), order=order),
+            due=lambda _, exact: max(0, exact - self.buffer),
+            fixed_nbytes=fixed_nbytes,
         )
         return codec.take(rows)[0]
 
     def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
         """See `kvbench.kernels.quantize.Scheme`."""
-        sets, total = self.sets(d), 0
+        sets = self.sets(d)
         packed = max(0, n - self.buffer)
+        total = 0
         for stage in (self.keys, self.values):
             vector = sum(vector_bytes(size, bits, stage, itemsize) for size, bits in sets)
             total += packed * vector + (n - packed) * d * itemsize
-            total += sets[0][0] if len(sets) > 1 else 0
+            if len(sets) > 1:
+                total += sets[0][0]  # the indices of the outlier channels
         return heads * total
 
     def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
-        """See `kvbench.kernels.quantize.Scheme`: rotation, projection and codebook of every `Coder`."""
-        instances = {
+        """See `kvbench.kernels.quantize.Scheme`: rotation, projection and codebook of every
+        `Coder`."""
+        coders = {
             (size, bits, stage, number, layer if self.per == "layer" else 0)
             for layer, sides in dims.items()
             for d, stage in zip(sides, (self.keys, self.values), strict=True)
             for number, (size, bits) in enumerate(self.sets(d))
         }
-        return sum(
-            4 * (size**2 * (1 + (stage == "prod")) + 2 ** (bits - (stage == "prod")))
-            for size, bits, stage, *_ in instances
-        )
+        total = 0
+        for size, bits, stage, *_ in coders:
+            if stage == "mse":
+                total += 4 * (size**2 + 2**bits)
+            else:
+                total += 4 * (2 * size**2 + 2 ** (bits - 1))
+        return total
 
 
 def vector_bytes(size: int, bits: int, stage: str, itemsize: int) -> int:
-    """Bytes of a packed vector of `size` numbers: its codes and norm; with ``prod`` also the signs of
-    the projected residual and the residual's norm."""
+    """The bytes of a packed vector of `size` numbers: its codes and norm; with ``prod`` also the signs
+    of the projected residual and the residual's norm.
+
+    Args:
+        bits: the bits of a number, with ``prod`` that of the sign included.
+        stage: mse | prod.
+        itemsize: the bytes of a norm.
+    """
     if stage == "mse":
         return math.ceil(size * bits / 8) + itemsize
     return math.ceil(size * (bits - 1) / 8) + math.ceil(size / 8) + 2 * itemsize
@@ -143,14 +168,14 @@ def vector_bytes(size: int, bits: int, stage: str, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Coder:
-    """Packs vectors of `size` numbers: TurboQuant's Algorithm 1 (mse), with a projection Algorithm 2
-    (prod).
+    """Packs vectors of `size` numbers: by TurboQuant's Algorithm 1 (mse), or with a projection by
+    Algorithm 2 (prod).
 
     Attributes:
-        rotation: [size, size], the paper's Pi.
-        centroids: [2^bits] ascending.
-        projection: [size, size], the paper's S; None with mse.
-        bits: bits of a code; with prod one less than was asked for.
+        rotation: [size, size] float32, the paper's Pi.
+        centroids: [2^bits] float32, ascending.
+        projection: [size, size] float32, the paper's S; None for Algorithm 1.
+        bits: the bits of a code; with a projection one less than `TurboQuant.bits`.
     """
 
     rotation: Tensor
@@ -168,8 +193,8 @@ class Coder:
 
         Returns:
             packed codes [heads, n, bytes] uint8 and norms [heads, n] in `dtype`; with a projection
-            also the packed signs of the projected residual and the residual's norm, where the residual
-            is that of the vector scaled to norm 1.
+            also the packed signs of the projected residual [heads, n, size / 8] uint8 and the
+            residual's norm [heads, n] in `dtype`. The residual is that of the vector scaled to norm 1.
 
         Raises:
             ValueError: a norm that `dtype` does not hold.
@@ -180,12 +205,15 @@ class Coder:
         # On a CPU some tokens at a time, so that their numbers stay in its cache.
         tokens = x.shape[1] if x.is_cuda else max(1, CACHED // max(1, x.shape[0] * x.shape[2]))
         parts = [
-            self._encode(*part, dtype)
-            for part in zip(x.split(tokens, dim=1), norms.split(tokens, dim=1), strict=True)
+            self._encode(vectors, vector_norms, dtype)
+            for vectors, vector_norms in zip(
+                x.split(tokens, dim=1), norms.split(tokens, dim=1), strict=True
+            )
         ]
         return tuple(torch.cat(column, dim=1) for column in zip(*parts, strict=True))
 
     def _encode(self, x: Tensor, norms: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """`encode` vectors of these norms [heads, n], which `dtype` holds."""
         unit = x / norms.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
         codes = nearest_code(unit @ self.rotation.T, self.centroids)
         if x.is_cuda or bool((norms == 0).any()):
@@ -199,56 +227,60 @@ class Coder:
 
     @cached_property
     def codebook(self) -> CodeTable:
-        """A table that restores codes to their centroids."""
+        """The table that restores codes to their centroids."""
         return CodeTable(self.centroids, self.bits)
 
-    def dot(self, query: Tensor, part: tuple[Tensor, ...]) -> Tensor:
-        """Inner products of query [heads, q, size] with packed vectors: [heads, q, n] float32. The query
-        is rotated (and projected) once; no vector is rotated back.
+    def dot(self, query: Tensor, encoded: tuple[Tensor, ...]) -> Tensor:
+        """Inner products of query [heads, q, size] float32 with packed vectors: [heads, q, n] float32.
+        The query is rotated (and projected) once; no vector is rotated back.
 
         Args:
-            part: the vectors as `encode` returned them.
+            encoded: the vectors as `encode` returned them.
         """
-        norms = part[1].float()[:, None]
+        codes, norms, *residual = encoded
         if self.bits:
-            dots = self.codebook.products(query @ self.rotation.T, part[0])
+            dots = self.codebook.products(query @ self.rotation.T, codes)
         else:  # the single centroid of no bits is 0
             dots = query.new_zeros(*query.shape[:2], norms.shape[-1])
         if self.projection is not None:
-            signed = signs(part[2].device).products(query @ self.projection.T, part[2])
-            dots += signed.mul_(self._scale(part[3]))
-        return dots.mul_(norms)
+            bits, residual_norms = residual
+            signed = signs(bits.device).products(query @ self.projection.T, bits)
+            dots += signed.mul_(self._sign_factors(residual_norms))
+        return dots.mul_(norms.float()[:, None])
 
-    def mix(self, weights: Tensor, part: tuple[Tensor, ...]) -> Tensor:
-        """Packed vectors summed with weights [heads, q, n]: [heads, q, size] float32. They are summed in
-        rotated form, and the sum is rotated back.
+    def mix(self, weights: Tensor, encoded: tuple[Tensor, ...]) -> Tensor:
+        """Sum packed vectors with weights [heads, q, n]; returns [heads, q, size] float32. They are
+        summed in rotated form, and the sum is rotated back.
 
         Args:
-            part: the vectors as `encode` returned them.
+            encoded: the vectors as `encode` returned them.
         """
+        codes, norms, *residual = encoded
         size = self.rotation.shape[0]
-        scaled = weights.float() * part[1].float()[:, None]
+        scaled = weights.float() * norms.float()[:, None]
         mixed = weights.new_zeros(*weights.shape[:2], size, dtype=torch.float32)
         if self.bits:
-            mixed = self.codebook.mixture(scaled, part[0], size) @ self.rotation
+            mixed = self.codebook.mixture(scaled, codes, size) @ self.rotation
         if self.projection is not None:
-            signed = signs(part[2].device).mixture(scaled * self._scale(part[3]), part[2], size)
-            mixed += signed @ self.projection
+            bits, residual_norms = residual
+            factors = self._sign_factors(residual_norms)
+            mixed += signs(bits.device).mixture(scaled * factors, bits, size) @ self.projection
         return mixed
 
-    def _scale(self, residuals: Tensor) -> Tensor:
-        """Factors [heads, 1, n] on products with the signs of vectors with these residual norms
-        [heads, n]."""
-        return math.sqrt(math.pi / 2) / self.rotation.shape[0] * residuals.float()[:, None]
+    def _sign_factors(self, residual_norms: Tensor) -> Tensor:
+        """The factors [heads, 1, n] on products with the signs of projected residuals of these norms
+        [heads, n]: sqrt(pi / 2) / size times the norm, as in Algorithm 2."""
+        return math.sqrt(math.pi / 2) / self.rotation.shape[0] * residual_norms.float()[:, None]
 
 
 def looked_up(table: Tensor, places: Tensor) -> Tensor:
-    """table[places] for a table [m]; on a CPU several times as fast as indexing."""
+    """Look up table[places] in a table [m]; on a CPU several times as fast as indexing."""
     return table.index_select(0, places.flatten().int()).view(places.shape)
 
 
 def nearest_code(x: Tensor, centroids: Tensor) -> Tensor:
-    """The index of the nearest of the ascending centroids for each number, uint8; the lower on a tie."""
+    """The index of the ascending centroid that is nearest to each number of x, uint8 of x's shape; the
+    lower one on a tie."""
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     above = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     # There are at most 31 edges: comparing with all is faster than a search for each number.
@@ -259,8 +291,12 @@ def nearest_code(x: Tensor, centroids: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def coder(size: int, bits: int, stage: str, rotation: str, codebook: str, seed: int) -> Coder:
-    """A coder whose rotation and projection are drawn from a seed: first the rotation's Gaussian matrix,
-    or its signs, then the projection, in float64.
+    """Draw a coder from a seed: first the rotation's Gaussian matrix, or its signs, then the
+    projection, in float64.
+
+    Args:
+        size: channels of a vector.
+        bits: the bits of a number, see `TurboQuant`, which also has the choices for the next three.
 
     Raises:
         ValueError: a Hadamard rotation of a size that is no power of two.
@@ -269,25 +305,26 @@ def coder(size: int, bits: int, stage: str, rotation: str, codebook: str, seed: 
     if rotation == "hadamard":
         if size & (size - 1):
             raise ValueError(
-                f"turboquant.rotation is hadamard and a set has {size} channels; allowed: a power of "
+                f"quantize.rotation is hadamard and a set has {size} channels; allowed: a power of "
                 "two, or rotation=qr"
             )
-        signs = 2 * torch.randint(0, 2, (size,), generator=generator) - 1
-        turn = hadamard_rotation(signs)
+        turns = 2 * torch.randint(0, 2, (size,), generator=generator) - 1
+        rotation_matrix = hadamard_rotation(turns)
     else:
-        drawn = torch.randn(size, size, generator=generator, dtype=torch.float64)
-        q, r = torch.linalg.qr(drawn)
-        turn = (q * r.diagonal().sign()).T.float()
+        gaussian = torch.randn(size, size, generator=generator, dtype=torch.float64)
+        q, r = torch.linalg.qr(gaussian)
+        rotation_matrix = (q * r.diagonal().sign()).T.float()
     projection = None
     if stage == "prod":
         projection = torch.randn(size, size, generator=generator, dtype=torch.float64).float()
-    stored = bits - (stage == "prod")
-    centroids = torch.from_numpy(lloyd_max(size, stored, codebook)).float()
-    return Coder(turn.contiguous(), centroids, projection, stored)
+    code_bits = bits - 1 if stage == "prod" else bits
+    centroids = torch.from_numpy(lloyd_max(size, code_bits, codebook)).float()
+    return Coder(rotation_matrix.contiguous(), centroids, projection, code_bits)
 
 
 def hadamard_rotation(signs: Tensor) -> Tensor:
-    """H diag(signs) / sqrt(d), H the Sylvester matrix, [d, d] float32."""
+    """The rotation H diag(signs) / sqrt(d), [d, d] float32, where H is the Sylvester matrix and d, the
+    number of signs, a power of two."""
     h = torch.ones(1, 1, dtype=torch.float64)
     while len(h) < len(signs):
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
@@ -296,45 +333,49 @@ def hadamard_rotation(signs: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def lloyd_max(d: int, bits: int, codebook: str) -> np.ndarray:
-    """The 2^bits centroids, ascending, with the least squared error for one coordinate of a uniform
-    point of the unit sphere of R^d (beta), or of N(0, 1/d); by fixed point, float64."""
+    """The 2^bits centroids, ascending, of the least squared error for one coordinate of a uniform
+    point of the unit sphere of R^d (beta), or for N(0, 1 / d) (normal), in float64.
+
+    Lloyd's algorithm: each centroid moves to the mean of the numbers that are nearest to it, until
+    none moves.
+    """
     if bits == 0:
         return np.zeros(1)
-    a = (d - 3) / 2
+    a = (d - 3) / 2  # the density on the sphere is proportional to (1 - x^2)^a
 
-    def mass(x: np.ndarray) -> np.ndarray:
+    def mass(x: np.ndarray) -> np.ndarray:  # the distribution function
         if codebook == "normal":
             return np.asarray(special.ndtr(x * math.sqrt(d)))
         return np.asarray(special.betainc((d - 1) / 2, (d - 1) / 2, (1 + np.clip(x, -1, 1)) / 2))
 
-    def moment(x: np.ndarray) -> np.ndarray:  # an antiderivative of x times the density
+    def moment(x: np.ndarray) -> np.ndarray:  # the antiderivative of x times the density
         if codebook == "normal":
             return -np.exp(-d * x**2 / 2) / math.sqrt(2 * math.pi * d)
         inside = np.clip(1 - x**2, 0, None) ** (a + 1)
         return -inside / (2 * (a + 1) * special.beta(0.5, (d - 1) / 2))
 
-    far = 1.0 if codebook == "beta" else 40.0
+    end = 1.0 if codebook == "beta" else 40.0  # no number lies beyond it
     levels = 2**bits
     centroids = special.ndtri((np.arange(levels) + 0.5) / levels) / math.sqrt(d)
     for _ in range(20_000):
-        edges = np.concatenate([[-far], (centroids[1:] + centroids[:-1]) / 2, [far]])
+        edges = np.concatenate([[-end], (centroids[1:] + centroids[:-1]) / 2, [end]])
         moved = np.diff(moment(edges)) / np.diff(mass(edges))
-        moved = (moved - moved[::-1]) / 2
-        done = np.abs(moved - centroids).max() < 1e-13
+        moved = (moved - moved[::-1]) / 2  # symmetric, as the density is
+        largest_move = np.abs(moved - centroids).max()
         centroids = moved
-        if done:
+        if largest_move < 1e-13:
             break
     return np.asarray(centroids)
 
 
 @dataclass(frozen=True)
 class Rotated(ValueBlock):
-    """Packed vectors, whose channels are split into sets with a coder each (see `TurboQuant.sets`).
+    """Packed vectors. Their channels are split into sets, each with a coder (see `TurboQuant.sets`).
 
     Attributes:
         parts: for each set, what its coder's `encode` returned.
         coders: one for each set.
-        order: [heads, d], the channels set after set; None where one set has all channels in order.
+        order: [heads, d], the channels of one set after those of the other; None for a single set.
     """
 
     ROWS = ("parts",)
@@ -345,7 +386,7 @@ class Rotated(ValueBlock):
 
     @property
     def count(self) -> int:
-        """Vectors of each head."""
+        """The number of vectors of each head."""
         return self.parts[0][1].shape[1]
 
     def dot(self, query: Tensor) -> Tensor:
@@ -366,14 +407,16 @@ class Rotated(ValueBlock):
 
 
 def split_channels(x: Tensor, order: Tensor | None, coders: Sequence[Coder]) -> Sequence[Tensor]:
-    """Split x [heads, n, d] into the sets' channels, [heads, n, size] each, in float32."""
+    """Split x [heads, n, d] into the channels of each coder's set: tensors [heads, n, size]
+    float32."""
     if order is not None:
         x = x.gather(-1, order[:, None].expand_as(x))
     return x.float().split([len(coder.rotation) for coder in coders], dim=-1)
 
 
 def pack_vectors(rows: Tensor, *, coders: tuple[Coder, ...], order: Tensor | None) -> Rotated:
-    """Pack vectors [heads, n, d], whose channels are split into one set for each coder.
+    """Pack vectors [heads, n, d], whose channels are split into a set for each coder in this `order`
+    (see `Rotated`).
 
     Raises:
         ValueError: a norm that the vectors' dtype does not hold.

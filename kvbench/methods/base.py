@@ -19,7 +19,7 @@ from kvbench.errors import nearest, one_line
 from kvbench.errors.options import check_options
 from kvbench.kernels.eviction import Eviction
 from kvbench.kernels.qjl import QJL
-from kvbench.kernels.quantize import Quantization, Scheme
+from kvbench.kernels.quantize import Quantization, Scheme, SchemeError
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._hooks import (
@@ -80,11 +80,11 @@ def check_known(what: str, name: str, known: Sequence[str]) -> None:
         raise KVError(f"{what}{nearest(name, known)}; allowed: {', '.join(known) or 'none'}")
 
 
-def build_scheme(name: str, options: Mapping[str, Any]) -> Scheme:
+def build_scheme(method: str, options: Mapping[str, Any]) -> Scheme:
     """Make the scheme of packed storage that `Method.quantize` describes.
 
     Args:
-        name: what messages call the option.
+        method: the method's name, with which messages begin.
         options: ``scheme``, a name in `SCHEMES` (``affine`` if it is left out), and that scheme's
             options.
 
@@ -93,14 +93,14 @@ def build_scheme(name: str, options: Mapping[str, Any]) -> Scheme:
     """
     scheme_options = dict(options)
     scheme = str(scheme_options.pop("scheme", "affine"))
-    check_known(f"{name}.scheme is {scheme!r}", scheme, [*SCHEMES])
+    check_known(f"{method}.quantize.scheme is {scheme!r}", scheme, [*SCHEMES])
     known = [field.name for field in fields(SCHEMES[scheme])]
     for option in scheme_options:
-        check_known(f"{name} has no option {option!r}", str(option), known)
+        check_known(f"{method}.quantize has no option {option!r}", str(option), known)
     try:
         return SCHEMES[scheme](**scheme_options)
-    except (TypeError, ValueError) as error:
-        raise KVError(f"{name} is {options}: {error}") from error
+    except SchemeError as error:
+        raise KVError(f"{method}.{error}") from error
 
 
 # --- the method -----------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Method(ABC):
         """
         if self.quantize is None:
             return None
-        name = f"{type(self).__name__}.quantize"
+        name = f"{self.method_name()}.quantize"
         if self.recompression is not None:
             raise KVError(
                 f"{name} is set and the method compresses again while decoding; allowed: one or the "
@@ -211,7 +211,7 @@ class Method(ABC):
             )
         scheme = self.quantize
         if isinstance(scheme, Mapping):
-            scheme = build_scheme(name, scheme)
+            scheme = build_scheme(self.method_name(), scheme)
         if self.evicts and not scheme.by_entry:
             raise KVError(
                 f"{name} packs entries together and the method evicts while decoding; allowed: "

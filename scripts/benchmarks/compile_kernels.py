@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -149,7 +149,7 @@ def decode_packed(
     kv_heads: int,
     dim: int,
     dtype: torch.dtype,
-    bits: int = 4,
+    bits: Literal[2, 4] = 4,
     longest_packed: int = 16384,
     **options: Any,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Options of the schemes that store entries in few bits."""
+"""Options of the schemes that store entries packed."""
 
 from __future__ import annotations
 
@@ -6,26 +6,78 @@ from typing import Any
 
 import pytest
 
-from kvbench.kernels.quantize import Quantization
+from kvbench.kernels.qjl import QJL
+from kvbench.kernels.quantize import Quantization, SchemeError
+from kvbench.kernels.turboquant import TurboQuant
+from kvbench.kv import KVError
+from kvbench.methods import build_method
+
+Schemes = type[Quantization] | type[QJL] | type[TurboQuant]
+REFUSED: list[tuple[Schemes, dict[str, Any], str]] = [
+    (Quantization, {"bits": 3}, "bits is 3; allowed: 2 | 4"),
+    (Quantization, {"bits": True}, "bits is True; allowed: 2 | 4"),
+    (Quantization, {"group_size": 0}, "group_size is 0; allowed: an integer >= 1"),
+    (Quantization, {"group_size": 1.5}, "group_size is 1.5; allowed: an integer >= 1"),
+    (Quantization, {"keys": "token"}, "keys is 'token'; allowed: channel | entry"),
+    (QJL, {"m": 12}, "m is 12; allowed: a multiple of 8, at least 8"),
+    (QJL, {"first_m": 0}, "first_m is 0; allowed: a multiple of 8, at least 8"),
+    (QJL, {"m_out": 4}, "m_out is 4; allowed: 0, or a multiple of 8"),
+    (QJL, {"m_out": 0}, "m_out is 0; allowed: at least 8 where outliers > 0"),
+    (QJL, {"m_out": 264}, "m_out is 264; allowed: at most m, 256"),
+    (QJL, {"first_m_out": 520}, "first_m_out is 520; allowed: at most first_m, 512"),
+    (QJL, {"outliers": 256}, "outliers is 256; allowed: an integer from 0 to 255"),
+    (QJL, {"buffer": 100}, "buffer is 100; allowed: a multiple of group, 32"),
+    (QJL, {"value_bits": 8}, "value_bits is 8; allowed: 2 | 4"),
+    (QJL, {"orthogonal": 1}, "orthogonal is 1; allowed: true | false"),
+    (TurboQuant, {"bits": 6}, "bits is 6; allowed: an integer from 1 to 5"),
+    (
+        TurboQuant,
+        {"outlier_bits": 0},
+        "outlier_bits is 0; allowed: an integer from 1 to 5, or null",
+    ),
+    (TurboQuant, {"outlier_share": 1.0}, "outlier_share is 1.0; allowed: a number in (0, 1)"),
+    (TurboQuant, {"keys": "x"}, "keys is 'x'; allowed: mse | prod"),
+    (TurboQuant, {"rotation": "none"}, "rotation is 'none'; allowed: qr | hadamard"),
+    (TurboQuant, {"buffer": -1}, "buffer is -1; allowed: an integer >= 0"),
+]
+"""A scheme, options that it does not allow, and the message without the word that comes first."""
+
+
+@pytest.mark.parametrize(("scheme", "options", "message"), REFUSED)
+def test_wrong_options_are_refused(scheme: Schemes, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemeError) as refusal:
+        scheme(**options)
+    assert str(refusal.value) == f"quantize.{message}"
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ({"bits": 3}, "bits is 3; allowed: bits 2 or 4"),
-        ({"group_size": 0}, "group_size is 0; allowed: an integer >= 1"),
-        ({"group_size": 1.5}, "group_size is 1.5; allowed: an integer >= 1"),
-        ({"keys": "token"}, "keys is 'token'; allowed: channel, entry"),
+        ({"scheme": "qjll"}, "quantize.scheme is 'qjll' (did you mean 'qjl'?)"),
+        ({"scheme": "qjl", "mm": 8}, "quantize has no option 'mm' (did you mean 'm'?)"),
+        ({"scheme": "qjl", "m": 12}, "quantize.m is 12; allowed: a multiple of 8, at least 8"),
+        (
+            {"scheme": "turboquant", "bits": 6},
+            "quantize.bits is 6; allowed: an integer from 1 to 5",
+        ),
+        ({"bits": "4"}, "quantize.bits is '4'; allowed: 2 | 4"),
     ],
 )
-def test_wrong_options_of_affine_quantisation_are_refused(
-    options: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValueError, match="allowed") as refused:
-        Quantization(**options)
-    assert str(refused.value) == said
+def test_a_method_names_the_option_of_its_scheme(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVError) as refusal:
+        build_method("snapkv", quantize=options).quantization()
+    assert str(refusal.value).startswith(f"snapkv.{message}")
+    assert "\n" not in str(refusal.value)
 
 
 def test_the_smallest_options_are_taken() -> None:
     assert Quantization(group_size=1, bits=2).group_size == 1
-    assert (Quantization(keys="entry").by_entry, Quantization().by_entry) == (True, False)
+    assert TurboQuant(bits=1, outlier_bits=5).outlier_bits == 5
+    assert QJL(m_out=0, first_m_out=0, outliers=0, group=1, buffer=1).m_out == 0
+
+
+def test_entries_may_leave_where_they_are_packed_one_by_one() -> None:
+    assert Quantization(keys="entry").by_entry
+    assert TurboQuant().by_entry
+    for scheme in (Quantization(), QJL(), TurboQuant(buffer=8)):
+        assert not scheme.by_entry
