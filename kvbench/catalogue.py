@@ -1,4 +1,5 @@
-"""The methods, models, tasks and experiments that there are to choose from: the YAML files of conf/."""
+"""The methods, models, tasks, experiments, loggers and launchers that a user can choose, which are the
+YAML files of conf/, and a line about each."""
 
 from __future__ import annotations
 
@@ -15,16 +16,21 @@ def config_dir() -> Path:
 
 
 def catalogue(kind: str) -> dict[str, str]:
-    """Name and description of everything of a kind (one of `KINDS`), sorted by name."""
+    """The description of every choice of a kind, by its name, sorted.
+
+    Args:
+        kind: one of `KINDS`.
+    """
     folder = config_dir() / kind.removesuffix("s")
     return {path.stem: describe(path) for path in sorted(folder.glob("[!_]*.yaml"))}
 
 
 def describe(path: Path) -> str:
-    """The first sentence of the comment that a YAML begins with."""
+    """The first sentence of the comment that a YAML file begins with, apart from commands in it."""
     comments = re.findall(r"\A(?:#.*\n)*", path.read_text(encoding="utf-8"))[0]
     lines = [line.lstrip("# ") for line in comments.splitlines()]
-    text = " ".join(x for x in lines if not x.startswith(("@package", "python -m", "kvbench ")))
+    not_prose = ("@package", "python -m", "kvbench ")
+    text = " ".join(line for line in lines if not line.startswith(not_prose))
     # up to a full stop that is not the one of "3.1" or "G. Kamradt"
     sentence = re.match(r".*?(?<!\b[A-Z])\.(?=\s|$)", text)
     return (sentence[0] if sentence else text).strip().rstrip(".:")

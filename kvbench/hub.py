@@ -1,7 +1,7 @@
-"""Whether the Hub can be reached, and without its libraries' warnings.
+"""Access to the Hugging Face Hub: whether it can be reached, and its libraries without their warnings.
 
-Before a library of the Hub is used, one connection checks that the Hub answers, since the library
-retries for half a minute.
+One connection checks that the Hub answers before one of its libraries is used: without an answer, the
+library itself would retry for half a minute.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 ANSWER_S = 5.0
-"""The most seconds to wait for a connection to the Hub."""
+"""The longest time to wait for a connection to the Hub, in seconds."""
 
 
 def hub_answers() -> bool:
-    """Whether the Hub accepts a connection. Behind a proxy or in offline mode this is not checked and
-    True, since the Hub's library then decides without delay."""
+    """Whether the Hub accepts a connection. In offline mode and behind a proxy the answer is True
+    without trying, since the Hub's library then succeeds or fails without delay."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode() or getproxies():
@@ -35,8 +35,8 @@ def hub_answers() -> bool:
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Suppress the warnings of the Hub's libraries, which print a paragraph for every file and retry.
-    Errors are raised as usual."""
+    """Suppress the warnings of the Hub's libraries within this context: they print a paragraph for every
+    file and retry. Errors are raised as usual."""
     loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
     before = [logger.level for logger in loggers]
     for logger in loggers:

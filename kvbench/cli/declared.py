@@ -1,8 +1,8 @@
-"""The options that a class of kvbench declares, read from its source.
+"""Reads the options that a class of kvbench declares from its source, without importing it.
 
-Importing a method imports torch, which takes seconds. An option's hint stands in the source of its
-class, so that a wrong option can be refused without the import. A hint that names something which only
-an import could give is `Any` here; it is checked when the object is made.
+Importing a method imports torch, which takes seconds; with the hints in its source, a wrong option is
+refused before that. A hint with a name that only an import could resolve is `Any` here; such an option
+is checked when the object is made.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any
 import kvbench
 
 LIGHT = ("typing", "annotated_types", "collections.abc", "kvbench.errors.options")
-"""Modules of which hints take names, and that are imported for it: they import nothing large."""
+"""Modules that are imported to resolve names in hints; none of them imports anything large."""
 
 
 class Module:
     """The source of a module of kvbench.
 
     Attributes:
-        classes: what it defines, by name. places: module and name of what it imports, by the name here.
+        classes: the classes that the module defines, by name.
+        places: the module and the name there of every name that the module imports or a class defines.
     """
 
     def __init__(self, name: str, source: str) -> None:
@@ -43,7 +44,11 @@ class Module:
                 self._aliases[node.targets[0].id] = node.value
 
     def __getitem__(self, name: str) -> Any:
-        """What a name of a hint stands for. Raises a KeyError where only an import could tell."""
+        """The object that a name in a hint stands for.
+
+        Raises:
+            KeyError: only an import could tell.
+        """
         if name in self._aliases:  # as Layers = Sequence[Whole]
             return self.hint(self._aliases[name])
         module, original = self.places.get(name, ("", name))
@@ -55,15 +60,20 @@ class Module:
         return imported[original]
 
     def hint(self, expression: ast.expr) -> Any:
-        """The hint that an expression stands for; Any where an import would be needed to tell."""
+        """The hint that an expression stands for; Any where an import would be needed to resolve it."""
         try:
             return self._value(expression)
         except Exception:  # noqa: BLE001 - whatever the expression is
             return Any
 
     def _value(self, node: ast.expr) -> Any:
-        """The value of the few kinds of expressions that hints are written with; nothing is evaluated
-        but names, subscripts, unions and calls of what `LIGHT` defines, e.g. ``Ge(1)``."""
+        """The value of an expression in one of the forms that hints have: a name, a subscript, a union,
+        or a call of a function of `LIGHT`, e.g. ``Ge(1)``.
+
+        Raises:
+            ValueError: an expression of another kind.
+            KeyError: see `__getitem__`.
+        """
         match node:
             case ast.Constant(value=value):
                 return value
@@ -82,7 +92,7 @@ class Module:
 
 @cache
 def source_of(module: str) -> Module | None:
-    """The source of a module; None of what is not a file of kvbench."""
+    """The source of a module of kvbench; None where kvbench has no file of this name."""
     path = Path(kvbench.__file__).parents[1] / f"{module.replace('.', '/')}.py"
     if not module.startswith("kvbench.") or not path.is_file():
         return None
@@ -103,18 +113,18 @@ def declared_options(target: str) -> Mapping[str, Any] | None:
     source = source_of(module)
     if source is None or name not in source.classes:
         return None
-    found: dict[str, Any] = {}
+    hints: dict[str, Any] = {}
     for parent in source.classes[name].bases:
         place = ".".join(source.places.get(ast.unparse(parent), ()))
         inherited = {} if place == "abc.ABC" else declared_options(place)
         if inherited is None:
             return None
-        found |= inherited
+        hints |= inherited
     for part in source.classes[name].body:
         if not isinstance(part, ast.AnnAssign) or not isinstance(part.target, ast.Name):
             continue
-        of_class = ast.unparse(part.annotation).startswith("ClassVar")
-        made_later = part.value is not None and "init=False" in ast.unparse(part.value)
-        if not of_class and not made_later:
-            found[part.target.id] = source.hint(part.annotation)
-    return found
+        is_class_variable = ast.unparse(part.annotation).startswith("ClassVar")
+        is_set_later = part.value is not None and "init=False" in ast.unparse(part.value)
+        if not is_class_variable and not is_set_later:
+            hints[part.target.id] = source.hint(part.annotation)
+    return hints

@@ -1,7 +1,7 @@
-"""The jobs of one command: each is checked before the first runs, and one that fails leaves the others
-alone. With ``launcher=gpus`` each runs in a worker, ``python -m kvbench.cli.jobs``, one per GPU.
+"""Runs the jobs of one command. All are checked before the first runs, and the others go on when one
+fails. With ``launcher=gpus`` jobs run in worker processes, ``python -m kvbench.cli.jobs``, one per GPU.
 
-Hydra imports this module at every start, and workers before they choose a device: no torch here.
+This module imports no torch: Hydra imports it at every start, and a worker before its device is set.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from kvbench.run.termination import asks_to_stop, end_if_asked, terminable
 
 
 def report_error(error: BaseException) -> tuple[str, int]:
-    """Say on stderr what is wrong: one line, before it the traceback if it is a bug.
+    """Print one line about an error on stderr, and before it the traceback if the error is a bug.
 
     Returns:
-        The line and the exit status: 2 for usage, 1 for the disk, the device, a process, a bug.
+        The line and the exit status: 2 for a wrong command; 1 for a failure of the disk, the device or a
+        process, and for a bug.
     """
     if isinstance(error, UserError):
         line, status = str(error), error.status
@@ -60,57 +61,67 @@ def report_error(error: BaseException) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """What one job came to.
+    """The result of one job.
 
     Attributes:
-        overrides: what the job was asked for. runs: the run folders of its methods.
-        said: how many records there are and how many failed, or why it did not get to its end.
-        status: the exit status it would have alone.
+        overrides: those of the job.
+        runs: the run folders of its methods.
+        summary: how many records there are and how many failed, or why the job did not finish.
+        status: the exit status of a command with this job alone.
     """
 
     overrides: Sequence[str] = ()
     runs: Sequence[str] = ()
-    said: str = ""
+    summary: str = ""
     status: int = 0
 
 
 class Jobs:
-    """Runs the jobs of a command in this process; keeps what they came to.
+    """Runs the jobs of a command in this process and keeps their outcomes.
 
     Args:
-        argv: what the user typed, which manifests hold.
+        argv: the command line as typed, which manifests hold.
 
     Attributes:
-        names: of a sweep, what sets each job apart from the others; the sweeper fills it. Of several
-            jobs each is announced in one line, and prints no tables: the command prints those of all.
-        outcomes: of the jobs that have ended.
+        names: of the jobs of a sweep, set by `Sweeper`. Each of several jobs is announced by its name in
+            one line and prints no tables: the command prints the tables of all jobs at its end.
+        outcomes: those of the jobs that have ended.
+        print_tables: whether the command prints the tables: of several jobs, and of jobs that ran in
+            other processes. A single job in this process has printed its own.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.argv = list(argv)
         self.names: list[str] = []
         self.outcomes: list[JobOutcome] = []
-        self._shared: dict[str, Any] = {}  # model, tokenizer, examples
+        self.print_tables = False
+        self._shared: dict[str, Any] = {}  # model, tokenizer and examples, see `Session.once`
 
     def __call__(self, config: DictConfig) -> None:
-        """Run one job; a failure is a line (after a traceback if it is a bug) and an outcome."""
-        sys.argv = self.argv  # where the manifest looks for the command
-        # as typed: a ${...} in them has another meaning, or none, where Hydra keeps them
+        """Run one job and add its outcome. An error is reported by `report_error`, not raised.
+
+        Raises:
+            Terminated: SIGTERM came.
+            KeyboardInterrupt: Ctrl-C came.
+            SystemExit: the job's code ended the process.
+        """
+        sys.argv = self.argv  # the manifest takes the command from here
+        # Not resolved: a ${...} in an override refers to the job's config, and these lie in Hydra's own.
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         several = len(self.names) > 1
         if several:
             number = len(self.outcomes)
             name = self.names[number]
             print(presentable(f"job {number + 1} of {len(self.names)}: {name}"), flush=True)
-        end_if_asked()  # of the job before this one
+        end_if_asked()  # SIGTERM may have come while the job before this one ended
         try:
             methods_of(Settings.of(config).methods)  # before the libraries of models are imported
             from kvbench.cli.build import run_config
 
-            done = run_config(config, self._shared, print_tables=not several)
-            runs = tuple(map(str, done.folders.values()))
-            said = f"{done.records} records, {done.failed} of them failed"
-            outcome = JobOutcome(typed, runs, said, FAILED if done.failed else 0)
+            result = run_config(config, self._shared, print_tables=not several)
+            runs = tuple(map(str, result.folders.values()))
+            summary = f"{result.records} records, {result.failed} of them failed"
+            outcome = JobOutcome(typed, runs, summary, FAILED if result.failed else 0)
         except BaseException as error:
             if asks_to_stop(error) or isinstance(error, SystemExit):
                 raise
@@ -118,8 +129,14 @@ class Jobs:
         self.outcomes.append(outcome)
 
     def check(self, config: DictConfig, name: str = "") -> None:
-        """Make a job without running it; in a dry run print what it would do, in one line if it has a
-        name. Raises a UserError for what the job would be refused for."""
+        """Make a job without running it; in a dry run, print what it would do.
+
+        Args:
+            name: the job's name, where there are several: a dry run then prints one line of each.
+
+        Raises:
+            UserError: the reason for which the job would be refused.
+        """
         methods_of(Settings.of(config).methods)  # before the libraries of models are imported
         from kvbench.cli.build import build_job, settings_checked
         from kvbench.run.preview import print_dry_run
@@ -131,54 +148,96 @@ class Jobs:
 
     @property
     def folders(self) -> list[Path]:
-        """The experiments that have new records or had them already."""
-        return list(dict.fromkeys(Path(run).parents[2] for o in self.outcomes for run in o.runs))
+        """The folders of the experiments that the jobs belong to, in the order of the jobs."""
+        runs = (run for outcome in self.outcomes for run in outcome.runs)
+        return list(dict.fromkeys(Path(run).parents[2] for run in runs))
 
     @property
     def status(self) -> int:
-        """The command's exit status: 0, 2 if all that is wrong is usage, else 1."""
-        return min((o.status for o in self.outcomes if o.status), default=0)
+        """The command's exit status: 0 if no job failed, 2 if every job that failed was a wrong command,
+        else 1."""
+        statuses = [outcome.status for outcome in self.outcomes]
+        return min(filter(None, statuses), default=0)
 
     def print_summary(self) -> None:
-        """One line about all jobs, and one for each that failed."""
+        """Print one line about all jobs, and one for each that failed."""
         count = sum(outcome.status != 0 for outcome in self.outcomes)
         head = f"{count} of them failed" if count else "all well"
         print(f"\n{len(self.outcomes)} jobs, {head}")
-        called = names([outcome.overrides for outcome in self.outcomes])
-        for name, outcome in zip(called, self.outcomes, strict=True):
+        job_names = names([outcome.overrides for outcome in self.outcomes])
+        for name, outcome in zip(job_names, self.outcomes, strict=True):
             if outcome.status:
-                print(errors.presentable(f"  {name}: {outcome.said}"))
+                print(errors.presentable(f"  {name}: {outcome.summary}"))
 
 
 def names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """What sets each job apart from the others: of its overrides those that not all have."""
+    """A name for each job: its overrides that not all jobs have; ``job 1`` and so on where it has none.
+
+    Args:
+        jobs: the overrides of each job.
+    """
     common = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
-    own = (" ".join(text for text in overrides if text not in common) for overrides in jobs)
-    return [errors.redact(name) or f"job {number}" for number, name in enumerate(own, 1)]
+    distinct = (" ".join(text for text in overrides if text not in common) for overrides in jobs)
+    return [errors.redact(name) or f"job {number}" for number, name in enumerate(distinct, 1)]
 
 
 class Sweeper(sweeper.Sweeper):
-    """Checks every job of a sweep before the first runs; in a dry run tells each as it is planned.
+    """Checks every job of a sweep before the first runs; in a dry run, prints what each would do.
 
     Args:
-        params: ``hydra.sweeper.params``, the sweep that an experiment brings.
+        max_batch_size: of Hydra's own sweeper, whose config this one shares; it has no effect.
+        params: ``hydra.sweeper.params``, the sweep that an experiment defines.
     """
 
     def __init__(self, max_batch_size: int | None = None, params: Any = None) -> None:
         self.params = params or {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
-        """Take the command's config and launcher. Hydra calls it before `sweep`."""
+        """Keep the command's jobs and config, and make its launcher. Hydra calls this before `sweep`."""
         self.jobs: Jobs = task_function
-        self.loader, self.settings = hydra_context.config_loader, config
+        self.loader, self.command_config = hydra_context.config_loader, config
         with explaining():
             self.launcher: Any = Plugins.instance().instantiate_launcher(
                 hydra_context=hydra_context, task_function=task_function, config=config
             )
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Run the jobs of these overrides, each split into its shards, with launcher=gpus into as many
-        as there are workers; refuses the first wrong one."""
+        """Check every job of the sweep, and run them all, each split into its shards.
+
+        Args:
+            arguments: the overrides of the command.
+
+        Raises:
+            UserError: a job is wrong; none has run then.
+        """
+        jobs = self._jobs_of(arguments)
+        # The settings of all jobs are checked before the first job is made, which imports torch.
+        checked = [self._checked(overrides) for overrides in jobs]
+        parts: list[list[str]] = []
+        for number, name in enumerate(names(jobs), 1):
+            config, settings = checked[number - 1]
+            HydraConfig.instance().set_config(config)
+            if config.launcher.name == "slurm":
+                config.device = "cpu"  # this machine need not have the devices of the nodes
+            count = shard_count(settings)
+            if number == 1:
+                print(settings.announcement(len(jobs) * count), flush=True)
+            self.jobs.check(config, f"job {number}: {name}" if len(jobs) > 1 else "")
+            if count == 1:
+                parts.append(list(jobs[number - 1]))
+            else:
+                shards = [f"shard={index}/{count}" for index in range(1, count + 1)]
+                parts += [[*jobs[number - 1], shard] for shard in shards]
+        if self.command_config.dry_run:
+            print(f"{len(parts)} jobs; launcher={self.command_config.launcher.name}")
+            return []
+        self.jobs.names = names(parts)
+        self.jobs.print_tables = len(parts) > 1 or self.command_config.launcher.name != "local"
+        return self.launcher.launch(parts, 0)
+
+    def _jobs_of(self, arguments: Sequence[str]) -> Sequence[Sequence[str]]:
+        """The overrides of each job: a job for every combination of the values of `params` and of the
+        arguments."""
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # Hydra loads it anew
 
         params = [f"{key}={value}" for key, value in self.params.items()]
@@ -186,122 +245,147 @@ class Sweeper(sweeper.Sweeper):
             parser = OverridesParser.create(config_loader=self.loader)
             parsed = parser.parse_overrides([*params, *arguments])
             (jobs,) = BasicSweeper.split_arguments(parsed, None)
-        # What is wrong with any job is told before the first one is made, which imports torch.
-        configs = []
-        for overrides in jobs:
-            with explaining():
-                config = self.loader.load_sweep_config(self.settings, list(overrides))
-            HydraConfig.instance().set_config(config)
-            settings = Settings.of(config)
-            settings.check_places()
-            configs.append((config, settings))
-        parts: list[list[str]] = []
-        for number, (overrides, name) in enumerate(zip(jobs, names(jobs), strict=True), 1):
-            config, settings = configs[number - 1]
-            HydraConfig.instance().set_config(config)
-            if config.launcher.name == "slurm":
-                config.device = "cpu"  # jobs run on a node's devices
-            if None not in (settings.shards, settings.shard):
-                said = f"shards is {settings.shards} and shard is given, too"
-                raise UserError(f"{said}; allowed: one of them")
-            count = settings.shards or 1
-            if settings.shards is settings.shard is None and config.launcher.name == "gpus":
-                count = len(devices_of(settings.launcher, settings.device))
-            if number == 1:
-                print(settings.announcement(len(jobs) * count), flush=True)
-            self.jobs.check(config, f"job {number}: {name}" if len(jobs) > 1 else "")
-            of = (
-                [[f"shard={index}/{count}"] for index in range(1, count + 1)] if count > 1 else [[]]
-            )
-            parts += [[*overrides, *shard] for shard in of]
-        if self.settings.dry_run:
-            print(f"{len(parts)} jobs; launcher={self.settings.launcher.name}")
-            return []
-        self.jobs.names = names(parts)
-        return self.launcher.launch(parts, 0)
+        return jobs
+
+    def _checked(self, overrides: Sequence[str]) -> tuple[DictConfig, Settings]:
+        """The config of one job and its settings, checked as far as can be without torch."""
+        with explaining():
+            config = self.loader.load_sweep_config(self.command_config, list(overrides))
+        HydraConfig.instance().set_config(config)
+        settings = Settings.of(config)
+        settings.check_places()
+        return config, settings
+
+
+def shard_count(settings: Settings) -> int:
+    """The number of shards that a job is split into: `shards`; with launcher=gpus the number of workers
+    where neither `shards` nor `shard` is set; else 1.
+
+    Raises:
+        UserError: `shards` and `shard` are both set, or see `devices_of`.
+    """
+    if None not in (settings.shards, settings.shard):
+        raise UserError(
+            f"shards is {settings.shards} and shard is given, too; allowed: one of them"
+        )
+    if settings.shards is settings.shard is None and settings.launcher["name"] == "gpus":
+        return len(devices_of(settings.launcher, settings.device))
+    return settings.shards or 1
 
 
 class Launcher(launcher.Launcher):
-    """Runs the jobs of a sweep in other processes, each by `work`, and tells as they end.
+    """Runs each job of a sweep by `work` in another process, and prints a line as each ends.
 
     Attributes:
-        folder: for scripts, outcomes and logs, made for this user alone.
+        folder: of scripts, outcomes and logs; no other user can read it.
     """
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
-        """Take the command's jobs and config. Hydra's sweeper calls it before `launch`."""
+        """Keep the command's jobs and config. Hydra calls this before `launch`."""
         self.jobs, self.config = task_function, config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run the jobs of these overrides, and return what Hydra expects of each.
+        """Run the jobs, and add their outcomes to those of the command.
+
+        Args:
+            job_overrides: the overrides of each job.
+            initial_job_idx: part of Hydra's interface; jobs are numbered from 0 here.
+
+        Returns:
+            An empty list: the outcomes take the place of what Hydra's launchers return.
 
         Raises:
-            StoreError: a folder below `results_dir` is a link.
+            OSError: the folder cannot be made, or a link in it leads out of `results_dir`.
         """
         self.folder = Path(self.config.hydra.sweep.dir).expanduser()
         make_folder(self.folder, Path(self.config.results_dir).expanduser())
         self.folder.chmod(0o700)
         self.names, self.outcomes = names(job_overrides), dict[int, JobOutcome]()
-        self.overrides = [filter_overrides(list(each)) for each in job_overrides]
-        own: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra, resolve=False)
-        orders = ([self.jobs.argv, [*own, *each, "hydra.mode=RUN"]] for each in job_overrides)
-        self.run([(f"{self.folder}/{n}.json", json.dumps(o)) for n, o in enumerate(orders)])
+        self.overrides = [filter_overrides(list(overrides)) for overrides in job_overrides]
+        hydras: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra, resolve=False)
+        orders = []
+        for number, overrides in enumerate(job_overrides):
+            order = [self.jobs.argv, [*hydras, *overrides, "hydra.mode=RUN"]]
+            orders.append((f"{self.folder}/{number}.json", json.dumps(order)))
+        self.run(orders)
         self.jobs.outcomes.extend(self.outcomes[number] for number in sorted(self.outcomes))
         return []
 
     @abstractmethod
     def run(self, orders: Sequence[tuple[str, str]]) -> None:
-        """Have each order, `work`'s arguments, carried out; `ended` is called for every one."""
+        """Call `work` with each order's arguments in another process, and `ended` when that ends."""
 
-    def ended(self, number: int, how: str, log: Path) -> None:
-        """Take the outcome of a job; if it left none, it ended as `how` says."""
-        told = self.folder / f"{number}.json"
-        outcome = JobOutcome(self.overrides[number], (), f"job {how}; log: {log}", FAILED)
-        if told.exists():
-            outcome = JobOutcome(**json.loads(told.read_text()))
+    def ended(self, number: int, failure: str, log: Path) -> None:
+        """Read the outcome that a job has written, and print a line about it.
+
+        Args:
+            number: of the job, from 0.
+            failure: how the job ended if it has written no outcome.
+            log: the file with its output, which the line about a failure names.
+        """
+        path = self.folder / f"{number}.json"
+        if path.exists():
+            outcome = JobOutcome(**json.loads(path.read_text()))
+        else:
+            summary = f"job {failure}; log: {log}"
+            outcome = JobOutcome(self.overrides[number], (), summary, FAILED)
         self.outcomes[number] = outcome
-        complain(f"{len(self.outcomes)} done: {self.names[number]}: {outcome.said}")
+        complain(f"{len(self.outcomes)} done: {self.names[number]}: {outcome.summary}")
 
 
 def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
-    """The GPUs of each worker as CUDA_VISIBLE_DEVICES names them; empty: the CPU. More workers than
-    GPUs share them in turn.
+    """The value of CUDA_VISIBLE_DEVICES for each worker: its GPUs, or empty text for the CPU. More
+    workers than GPUs share these.
 
     Args:
         launcher: the config of ``launcher=gpus``, with `workers` and `gpus_per_worker`.
-        device: the config's device; one that names a GPU is refused, as are too few GPUs.
+        device: the config's device.
+
+    Raises:
+        UserError: a setting of the launcher is not allowed, the device names one GPU, or there are too
+            few GPUs for a worker.
     """
     from torch.cuda import device_count
 
-    workers, each = launcher["workers"], launcher["gpus_per_worker"] or 1
+    workers, per_worker = launcher["workers"], launcher["gpus_per_worker"] or 1
     for name in ("workers", "gpus_per_worker"):
         if not fits(Count | None, launcher[name]):
             raise UserError(refusal(f"launcher.{name}", launcher[name], Count | None))
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device is {device!r}; allowed with launcher=gpus: auto, cuda, cpu")
-    count = 0 if device == "cpu" else device_count()  # asks the driver, starts nothing on a GPU
-    if count < each and (count or device == "cuda" or workers is None):
+    count = 0 if device == "cpu" else device_count()  # asks the driver, takes no memory of a GPU
+    if count < per_worker and (count or device == "cuda" or workers is None):
         raise UserError(
-            f"launcher=gpus finds {count or 'no'} GPU, and gpus_per_worker is {each}; allowed: a "
+            f"launcher=gpus finds {count or 'no'} GPU, and gpus_per_worker is {per_worker}; allowed: a "
             "machine with GPUs, or device=cpu and launcher.workers=N for N workers on its CPUs"
         )
     if not count:
         return [""] * workers
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     gpus = [name.strip() for name in visible.split(",")]
-    gpus = gpus if gpus[0].startswith("MIG-") else gpus[:count]  # of several MIG, torch counts one
-    groups = [",".join(gpus[at : at + each]) for at in range(0, len(gpus) - each + 1, each)]
+    if not gpus[0].startswith("MIG-"):  # of several MIG instances, torch counts one
+        gpus = gpus[:count]  # CUDA ignores names after the first that is not there
+    starts = range(0, len(gpus) - per_worker + 1, per_worker)
+    groups = [",".join(gpus[start : start + per_worker]) for start in starts]
     return [groups[index % len(groups)] for index in range(workers or len(groups))]
 
 
 class GpuLauncher(Launcher):
-    """``launcher=gpus``: one worker per GPU; whichever is free takes the next job."""
+    """``launcher=gpus``: a process per job, and one job at a time on each GPU.
+
+    submitit's local executor does not take its place: it refuses GPUs named by UUID or as MIG instances,
+    starts all jobs at once and ends each after a time limit. Its jobs also outlive a command that is
+    killed, and on SIGINT they are killed within a second, in the middle of an example.
+    """
 
     def run(self, orders: Sequence[tuple[str, str]]) -> None:
-        """Carry out each order in a process group of its own: the command tells it of the terminal's
-        Ctrl-C. A worker's standard input stays open for as long as the command lives, see `_watch`."""
+        """Start a process for each order as soon as a GPU is free.
+
+        A worker is in a process group of its own, so that Ctrl-C in the terminal reaches the command
+        alone. When the command ends, however it ends, the worker's standard input ends, see `_watch`.
+        """
         free = deque(devices_of(self.config.launcher, self.config.device))
         threads = str(max(1, (os.cpu_count() or 1) // len(free)))
         waiting = deque(enumerate(orders))
@@ -321,15 +405,16 @@ class GpuLauncher(Launcher):
                 if worker.poll() is not None:
                     del running[number]
                     free.append(device)
-                    how = f"{number} ended without a result (exit status {worker.returncode})"
-                    self.ended(number, how, self.folder / f"{number}.log")
+                    failure = f"{number} ended without a result (exit status {worker.returncode})"
+                    self.ended(number, failure, self.folder / f"{number}.log")
 
 
 def work(outcome: str, order: str) -> None:
     """Run a job in this process and write its outcome.
 
     Args:
-        outcome: the file to write. order: JSON of the command as typed and the job's overrides.
+        outcome: the file to write.
+        order: JSON of the command line as typed and the job's overrides.
     """
     argv, overrides = json.loads(order)
     jobs = Jobs(argv)
@@ -338,15 +423,16 @@ def work(outcome: str, order: str) -> None:
     replace(Path(outcome), json.dumps(asdict(jobs.outcomes[0])).encode())
 
 
-_end_process = os._exit  # which `kvbench.engine.guard` takes from a method's code
+_end_process = os._exit  # `kvbench.engine.guard` replaces os._exit while a method's code runs
 
 
 def _watch() -> None:
-    """End a worker after its example when its standard input ends: the command is no more."""
+    """Wait for the end of standard input, which means that the command has ended; then end this worker
+    after the example in progress, or after 30 seconds."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(30)  # to finish the example
-    _end_process(FAILED)  # what hangs hears no signal
+    time.sleep(30)  # for the example in progress
+    _end_process(FAILED)  # a worker that hangs handles no signal
 
 
 if __name__ == "__main__":

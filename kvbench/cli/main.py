@@ -1,8 +1,8 @@
-"""The command line: Hydra composes model x methods x task; errors are one line and an exit status.
+"""The command line ``kvbench``: Hydra composes the config of model, methods and task, and jobs are run.
 
-Exit status: 0 all well, 1 examples failed (their records say why), 2 wrong usage, 130 interrupted,
-143 terminated after the example in progress.
-This module imports no torch, so that --help, list, show and usage errors come at once.
+An error is one line on stderr. Exit status: 0 no failure, 1 examples failed (their records say why) or
+something else failed while running, 2 a wrong command, 130 interrupted, 143 terminated after the example
+in progress. This module imports no torch, so that --help, list, show and refusals come at once.
 """
 
 from __future__ import annotations
@@ -48,11 +48,18 @@ kvbench show <name>
   Decide what the papers claim (results/claims.yaml) on one model. All of it
   takes about 40 minutes of one core with model=smollm2_135m; claims= chooses.""",
 }
-"""What --help says of each command."""
+"""The help text of each command."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``kvbench`` and ``python -m kvbench``."""
+    """Entry point of ``kvbench`` and ``python -m kvbench``.
+
+    Args:
+        argv: the words after the program's name, those of the process by default.
+
+    Raises:
+        SystemExit: always, with the exit status.
+    """
     wait_asleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments or [""])[0], arguments[1:]
@@ -78,20 +85,24 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 status = run(arguments)
     except (KeyboardInterrupt, Terminated) as stop:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another ends at once, untraced
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once, no traceback
         status = TERMINATED if isinstance(stop, Terminated) else 130
         ended = "terminated" if status == TERMINATED else "interrupted"
         complain(f"{ended}; what is done is on disk, the same command goes on from there")
     except BrokenPipeError:  # kvbench list methods | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = FAILED
-    except Exception as error:  # noqa: BLE001 - what is wrong is told, whatever it is
+    except Exception as error:  # noqa: BLE001 - every error becomes a line and an exit status
         _, status = report_error(error)
     sys.exit(status)
 
 
 def list_kind(arguments: Sequence[str]) -> int:
-    """``kvbench list <kind>``."""
+    """``kvbench list <kind>``: print a line about each choice of a kind, e.g. methods; returns 0.
+
+    Raises:
+        UserError: there is no such kind.
+    """
     kind = " ".join(arguments).removesuffix("s") + "s"
     if kind not in KINDS:
         allowed = ", ".join(KINDS)
@@ -104,9 +115,17 @@ def list_kind(arguments: Sequence[str]) -> int:
 
 
 def show_config(arguments: Sequence[str]) -> int:
-    """``kvbench show key=value ...``: the config these overrides compose to, resolved; above it, as
-    comments, how the experiment differs from the paper that it stands beside. ``kvbench show <name>``
-    does so for a paper's table or figure; where no experiment makes it, it says what does."""
+    """``kvbench show``: print the config that overrides compose to; returns 0.
+
+    Comments above it say how the experiment differs from its paper. ``kvbench show <name>`` does so for
+    a paper's table or figure; where no experiment makes it, see `about_item`.
+
+    Args:
+        arguments: overrides, or the name of a table or figure.
+
+    Raises:
+        UserError: the overrides cannot be composed, or a setting is not allowed.
+    """
     from kvbench.report.papers import specs_of
 
     name = arguments[0].removeprefix("experiment=") if len(arguments) == 1 else ""
@@ -118,7 +137,7 @@ def show_config(arguments: Sequence[str]) -> int:
         arguments = [f"experiment={name}"]
     with hydra_of_conf() as hydra:
         settings = Settings.of(composed(hydra, expanded(arguments)))
-    specs_of(settings.paper_table)  # refuses what is none
+    specs_of(settings.paper_table)  # raises an error where it is no table
     for line in settings.differs or ():
         print(redact(f"# differs from the paper: {line}"))
     print(redact(OmegaConf.to_yaml(vars(settings))), end="")
@@ -126,12 +145,19 @@ def show_config(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a job, or the jobs of a sweep; print what they came to; return the exit status."""
+    """Run a job, or the jobs of a sweep; print their results; return the exit status.
+
+    Args:
+        arguments: options and overrides, as typed.
+
+    Raises:
+        UserError: the command is wrong; a job that fails is a line and a status instead.
+    """
     options = _parsed(arguments)
     if options.help or not arguments:
-        _print_help(whole=options.help)
+        _print_help(complete=options.help)
         return 0
-    if options.shell_completion:  # what is typed so far is in the environment
+    if options.shell_completion:  # the shell passes the words typed so far in the environment
         with hydra_of_conf() as hydra:
             hydra.shell_completion("config", options.overrides)
         return 0
@@ -141,9 +167,9 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     jobs = Jobs([sys.argv[0], *arguments])
     with hydra_of_conf() as hydra:
-        every = composed(hydra, overrides, RunMode.MULTIRUN)
-        shards = OmegaConf.select(every, "shards") is not None
-        if options.multirun or shards or every.hydra.mode == RunMode.MULTIRUN:
+        common = composed(hydra, overrides, RunMode.MULTIRUN)
+        has_shards = OmegaConf.select(common, "shards") is not None
+        if options.multirun or has_shards or common.hydra.mode == RunMode.MULTIRUN:
             hydra.multirun("config", jobs, overrides)
         else:
             config = composed(hydra, overrides)
@@ -154,41 +180,44 @@ def run(arguments: Sequence[str]) -> int:
                 jobs.check(config)
             else:
                 hydra.run("config", jobs, overrides)
-    with finished_first():  # SIGTERM after the last example leaves no experiment without its page
+    with finished_first():  # after the last example, SIGTERM waits until the pages are written
         _finish(jobs)
     return jobs.status
 
 
 def _finish(jobs: Jobs) -> None:
-    """Print what the jobs came to, and write the pages of their experiments."""
-    several = len(jobs.outcomes) > 1
-    if jobs.folders:  # a job that was refused waits for no library that results need
+    """Print the results of the jobs, and write the pages of their experiments."""
+    if jobs.folders:  # without results, the libraries of reports are not imported
         from kvbench.cli.build import finish, print_scores
-    if several:
+    if jobs.print_tables:
         for folder in jobs.folders:
             print_scores(folder)
-        if jobs.folders or jobs.status:
-            jobs.print_summary()
+    if len(jobs.outcomes) > 1 and (jobs.folders or jobs.status):
+        jobs.print_summary()
     for folder in jobs.folders:
         finish(folder)
 
 
-def _print_help(*, whole: bool) -> None:
-    """conf/help.txt: its first part, or all of it with what there is to choose from."""
+def _print_help(*, complete: bool) -> None:
+    """Print the first part of conf/help.txt, or all of it with the names that each group has."""
     first, _, rest = (config_dir() / "help.txt").read_text("utf-8").partition("\n\n\n")
     groups = "\n".join(
         fill(f"  {group}: {', '.join(catalogue(group))}", 80, subsequent_indent="    ")
         for group in GROUPS
     )
-    print(first + ("\n\n" + rest.rstrip().format(groups=groups) if whole else ""))
+    print(first)
+    if complete:
+        print("\n" + rest.rstrip().format(groups=groups))
 
 
 def _overrides_of(options: argparse.Namespace) -> list[str]:
-    """The overrides as Hydra takes them, with what the options and a sweep add to them."""
+    """The overrides for Hydra: `expanded`, and those that the options stand for. A sweep over tasks or
+    models gets one experiment name, so that all of its jobs are on one page."""
     overrides = expanded(options.overrides)
-    given = dict(text.partition("=")[::2] for text in overrides)
-    swept = {key for key in ("task", "model") if re.match(r"[^\[{'\"(]*[,(]", given.get(key, ""))}
-    if swept and not {"experiment", "experiment_name"} & set(given):  # one page for all of them
+    values = dict(text.partition("=")[::2] for text in overrides)
+    several = re.compile(r"[^\[{'\"(]*[,(]")  # a,b or range(2), no list or quoted text
+    swept = {key for key in ("task", "model") if several.match(values.get(key, ""))}
+    if swept and not {"experiment", "experiment_name"} & set(values):
         name = "'${folder:${model.name}}'" if "task" in swept else "'${task_label}'"
         overrides.append(f"experiment_name={'sweep' if len(swept) > 1 else name}")
     if options.verbose:
@@ -201,19 +230,23 @@ def _overrides_of(options: argparse.Namespace) -> list[str]:
 
 
 def _print_hydra(options: argparse.Namespace, overrides: list[str]) -> None:
-    """What Hydra tells of a command without running it: ``--cfg``, ``--info``, ``--hydra-help``."""
-    with hydra_of_conf() as hydra, redirect_stdout(StringIO()) as told, explaining():
+    """Print what Hydra's own options ask for without a run: ``--cfg``, ``--info``, ``--hydra-help``."""
+    with hydra_of_conf() as hydra, redirect_stdout(StringIO()) as output, explaining():
         if options.hydra_help:
             hydra.hydra_help("config", get_args_parser(), options)
         elif options.info:
             hydra.show_info(options.info, "config", overrides)
         else:
             hydra.show_cfg("config", overrides, options.cfg, options.package, options.resolve)
-    print(redact(told.getvalue()), end="")
+    print(redact(output.getvalue()), end="")
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line, and its overrides."""
+    """The options of a command line, and its words without a dash as `overrides`.
+
+    Raises:
+        UserError: an unknown option; where it is the name of a key, the line says how to write it.
+    """
     parser = argparse.ArgumentParser("kvbench", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-m", "--multirun", action="store_true")
@@ -231,14 +264,21 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
     def refuse(message: str) -> NoReturn:
         known = [option for action in parser._actions for option in action.option_strings]
-        unknown = message.partition("unrecognized arguments: ")[2].split()[:1]
-        hint = nearest(unknown[0], known) if unknown else ""
-        key, _, value = unknown[0].lstrip("-").partition("=") if unknown else ("", "", "")
-        for name in (key, key.removesuffix("s")):
-            if name in GROUPS or name in hints_of(Settings):
-                after = [*arguments, ""][[*arguments, *unknown].index(unknown[0]) + 1 :]
-                hint = f" (write {name}={value or next(iter(after), '') or '...'})"
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        hint = _meant_by(unknown[0], arguments, known) if unknown else ""
         raise UserError(f"{message}{hint}; allowed: key=value and {', '.join(known)}")
 
     parser.error = refuse  # type: ignore[method-assign]
     return parser.parse_intermixed_args(list(arguments))
+
+
+def _meant_by(option: str, arguments: Sequence[str], known: Sequence[str]) -> str:
+    """A hint at what an unknown option means: ``key=value`` where it has the name of a key, as in
+    ``--model x``, else the nearest known option."""
+    key, _, value = option.lstrip("-").partition("=")
+    for name in (key.removesuffix("s"), key):
+        if name in GROUPS or name in hints_of(Settings):
+            position = arguments.index(option) if option in arguments else len(arguments)
+            following = [*arguments[position + 1 :], ""][0]
+            return f" (write {name}={value or following or '...'})"
+    return nearest(option, known)

@@ -1,8 +1,9 @@
-"""``kvbench reproduce <name>|all [key=value ...]``: a paper's table or figure, by one command.
+"""``kvbench reproduce <name>|all [key=value ...]``: makes a table or figure of a paper by one command.
 
-Where it takes several runs, they run one after another, on one page; a script of scripts/papers runs
-in a process of its own. ``limit=`` is of every dataset where there are several; with a model that comes
-with the package the rest is made small, too, and stands by itself, with nothing published beside it.
+Several runs of an item run one after another, on one page; a script of scripts/papers runs in a process
+of its own. ``limit=`` is the number of examples of each dataset where there are several. With a model
+that is part of the package, everything else is made small, too; such a run has a folder of its own, and
+no published numbers beside it.
 """
 
 from __future__ import annotations
@@ -28,67 +29,140 @@ from kvbench.errors import UserError, nearest, needs_extra
 
 Run = Callable[[Sequence[str]], int]
 ALL = "all"
+SMALL_MODELS = ("recall_mini", "tiny_random")
+"""Models of the package. They read no English."""
 FIXTURES = "${FIXTURES}"
 INVENTED = (FIXTURES, "haystack=generated", "dataset_name=null", "task.files=[]")
 """In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
 OF_JOBS = {"batch_size", "decode", "dry_run", "example_timeout"}
 OF_JOBS |= {"launcher", "logger", "retry_failed", "shards"}
-"""Keys that mean nothing to a script."""
+"""Keys of jobs, which scripts do not have."""
 
 
 def reproduce(arguments: Sequence[str], run: Run) -> int:
-    """Run what makes an item, or an experiment, or all items; of ``all``, every item is tried.
+    """Make an item, an experiment, or all items; returns the largest exit status.
 
     Args:
-        arguments: its name, then overrides.
-        run: runs one command line and returns its exit status, of which the largest is returned.
+        arguments: its name, then overrides. Of ``all``, the next item is tried when one fails.
+        run: runs one command line and returns its exit status.
+
+    Raises:
+        UserError: see `command_lines`; of ``all``, only for overrides that cannot be read.
     """
     name, *overrides = arguments
-    with explaining():  # once, whatever is made
+    with explaining():  # before anything is made, so that ``all`` says it once
         OverridesParser.create().parse_overrides(list(overrides))
     dry = "dry_run=true" in overrides
-    if name != ALL:
-        lines = command_lines(name, overrides)
-        for line in getattr(item_called(name), "differs", ()):
-            print(f"differs from the paper: {line}", flush=True)
-        return max(
-            run_script(f"papers/{line[0][7:]}", line[1:], dry)
-            if line[0][:7] == "script="
-            else run(line)
-            for line in lines
-        )
+    if name == ALL:
+        return _reproduce_all(overrides, run, dry)
+    lines = command_lines(name, overrides)
+    for difference in getattr(item_called(name), "differs", ()):
+        print(f"differs from the paper: {difference}", flush=True)
+    statuses = []
+    for first, *others in lines:
+        if first.startswith("script="):
+            script = first.removeprefix("script=")
+            statuses.append(run_script(f"papers/{script}", others, dry))
+        else:
+            statuses.append(run([first, *others]))
+    return max(statuses)
+
+
+def _reproduce_all(overrides: Sequence[str], run: Run, dry: bool) -> int:
+    """Make every item, and an index of all pages; returns the largest exit status."""
     from kvbench.report.page import write_index
 
     statuses = [0]
     for name, item in paper_items().items():
         print(f"\n{name}" + (f": {item.no_data}" if item.no_data else ""), flush=True)
+        if item.no_data:
+            continue
         try:
-            statuses += [] if item.no_data else [reproduce([name, *overrides], run)]
-        except Exception as error:  # noqa: BLE001 - the others are tried all the same
+            statuses.append(reproduce([name, *overrides], run))
+        except Exception as error:  # noqa: BLE001 - the next item is tried all the same
             statuses.append(report_error(error)[1])
     if not dry:
-        given = dict(text.partition("=")[::2] for text in overrides)
-        pages = Path(given.get("results_dir", "runs")).expanduser().glob("*/report.html")
-        print(f"page: {write_index([page.parent for page in sorted(pages)])}")
+        results = Path(_values_of(overrides).get("results_dir", "runs")).expanduser()
+        pages = sorted(results.glob("*/report.html"))
+        print(f"page: {write_index([page.parent for page in pages])}")
     return max(statuses)
 
 
-def run_script(name: str, given: Sequence[str], dry: bool = False) -> int:
-    """Run a script of scripts/; its exit status. In a dry run the script only checks its settings."""
-    place = Path("scripts", f"{name}.py")
-    file = config_dir().resolve().parent / place
+def run_script(name: str, arguments: Sequence[str], dry: bool = False) -> int:
+    """Run a script of scripts/ in a process of its own; returns its exit status.
+
+    Args:
+        name: its path below scripts/, without ``.py``.
+        dry: print the command, and let the script check its settings only.
+
+    Raises:
+        UserError: the script is not installed.
+    """
+    path = Path("scripts", f"{name}.py")
+    file = config_dir().resolve().parent / path
     if not file.is_file():
-        raise UserError(f"{place} is not installed; allowed: kvbench's repository, where it is")
+        raise UserError(f"{path} is not installed; allowed: kvbench's repository, where it is")
+    command = [sys.executable, str(file), *arguments]
     if dry:
-        print(shlex.join(["python", str(place), *given]), flush=True)
-        given = [*given, "dry_run=true"]
-    return subprocess.run([sys.executable, file, *given], check=False).returncode
+        print(shlex.join(["python", str(path), *arguments]), flush=True)
+        command.append("dry_run=true")
+    return subprocess.run(command, check=False).returncode
 
 
 def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of every run that an item or experiment takes, ``experiment=`` first; or a
-    script's arguments, ``script=`` first. An unknown name, a package that is not installed and a
-    folder that is not named are refused."""
+    """The overrides of every run that an item or an experiment takes, ``experiment=`` first; of an item
+    that a script makes, the script's arguments, ``script=`` first.
+
+    Args:
+        name: of an item or an experiment, also an older name.
+        overrides: those of the user, which take the place of the item's own.
+
+    Raises:
+        UserError: an unknown name, an item without data, a package that is not installed, or an
+            environment variable with the folder of the item's files that is not set.
+    """
+    item = _item_to_make(name)
+    values = _values_of(overrides)
+    small = values.get("model") in SMALL_MODELS
+    if item.script:
+        first = [f"script={item.script}", f"name={item.name}{'_small' if small else ''}"]
+        if small:
+            first.append(f"small='{_small_sentence(item, values)}'")
+        typed = [word for word in overrides if re.split(r"[.=]", word)[0] not in OF_JOBS]
+    else:
+        config = _config_of(item, name)
+        first = [f"experiment={item.experiment}"]
+        if small:
+            first += _apart_from_paper(item, config, values)
+        typed = list(overrides)
+        if "per_dataset" in config.task:
+            typed = [re.sub("^limit=", "task.per_dataset=", word) for word in typed]
+    smaller = shlex.split(item.small.replace(FIXTURES, _fixtures())) if small else []
+    typed_keys = _values_of(typed).keys()
+    for number, line in enumerate(item.runs):
+        if line.startswith("experiment="):
+            yield from command_lines(line.removeprefix("experiment="), overrides)
+            continue
+        words = shlex.split(line) if small else _with_environment(line, item)
+        if number and "model" in values and any(word.startswith("model=") for word in words):
+            continue  # a run of another model of the paper's
+        if small and _is_invented(item):
+            words = [re.sub("^task_label=", "task_label=fixture_", word) for word in words]
+        settings = {word.partition("=")[0]: word for word in (*words, *smaller)}
+        yield [*first, *(word for key, word in settings.items() if key not in typed_keys), *typed]
+
+
+def _values_of(overrides: Sequence[str]) -> dict[str, str]:
+    """The values of overrides by their keys."""
+    return dict(word.partition("=")[::2] for word in overrides)
+
+
+def _item_to_make(name: str) -> PaperItem:
+    """The item of this name; of an experiment that makes no item, one that stands for it.
+
+    Raises:
+        UserError: an unknown name, or an item without data.
+    """
     known = sorted({*catalogue("experiments"), *paper_items()})
     item = item_called(name) or (PaperItem(experiment=name) if name in known else None)
     if item is None:
@@ -96,51 +170,57 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         raise UserError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
     if item.no_data:
         raise UserError(f"{name} has no experiment: {item.no_data}")
-    given = dict(text.partition("=")[::2] for text in overrides)
-    small = given.get("model") in ("recall_mini", "tiny_random")  # they read no English
-    # in a wheel they are in the package
-    places = config_dir().parent / "fixtures", config_dir().resolve().parent / "tests" / "data"
-    invented = next(str(place) for place in places if place.is_dir())
-    less = item.small.replace(FIXTURES, invented) if small else ""
-    if item.script:
-        own = [text for text in overrides if re.split(r"[.=]", text)[0] not in OF_JOBS]
-        first = [f"script={item.script}", f"name={item.name}{'_small' * small}"]
-        first += [f"small='{_small_sentence(item, given)}'"] if small else []
-    else:
-        with hydra_of_conf() as hydra:
-            config = composed(hydra, [f"experiment={item.experiment}"])
-        its = re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task))
-        if its and find_spec("lm_eval") is None:
-            raise UserError(f"{name}: " + needs_extra("lm-eval", "lm-eval"))
-        several = "per_dataset" in config.task
-        own = [re.sub("^limit=", "task.per_dataset=", t) if several else t for t in overrides]
-        first = [f"experiment={item.experiment}"]
-        first += _by_itself(item, config, given) if small else []
-    for number, line in enumerate(item.runs):
-        if line.startswith("experiment="):
-            yield from command_lines(line.partition("=")[2], overrides)
-            continue
-        words = [word if small else os.path.expandvars(word) for word in shlex.split(line)]
-        for unset in re.findall(r"\$\{(\w+)\}", "" if small else " ".join(words)):
-            raise UserError(
-                f"{unset} is not set; {item.name} needs {item.needs}: allowed: {unset}=<folder> in "
-                "the environment or of make"
-            )
-        if number and "model" in given and any(word.startswith("model=") for word in words):
-            continue
-        if small and _is_invented(item):
-            words = [re.sub("^task_label=", "task_label=fixture_", word) for word in words]
-        settings = {word.partition("=")[0]: word for word in (*words, *shlex.split(less))}
-        asked = {word.partition("=")[0] for word in own}
-        yield [*first, *(word for key, word in settings.items() if key not in asked), *own]
+    return item
 
 
-def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]:
-    """What keeps a small run apart from the paper's: folder, no published table, a line that says so."""
+def _config_of(item: PaperItem, name: str) -> Any:
+    """The config of an item's experiment.
+
+    Raises:
+        UserError: its task needs lm-eval, which is not installed.
+    """
+    with hydra_of_conf() as hydra:
+        config = composed(hydra, [f"experiment={item.experiment}"])
+    needs_lm_eval = re.search(
+        r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task)
+    )
+    if needs_lm_eval and find_spec("lm_eval") is None:
+        raise UserError(f"{name}: " + needs_extra("lm-eval", "lm-eval"))
+    return config
+
+
+def _fixtures() -> str:
+    """The folder of invented texts: of the package where it is installed, else of the repository."""
+    in_package = config_dir().parent / "fixtures"
+    in_repository = config_dir().resolve().parent / "tests" / "data"
+    return str(in_package if in_package.is_dir() else in_repository)
+
+
+def _with_environment(line: str, item: PaperItem) -> list[str]:
+    """The words of an item's run with the values of the environment variables that they name.
+
+    Raises:
+        UserError: such a variable is not set.
+    """
+    words = [os.path.expandvars(word) for word in shlex.split(line)]
+    unset = re.search(r"\$\{(\w+)\}", " ".join(words))
+    if unset:
+        raise UserError(
+            f"{unset[1]} is not set; {item.name} needs {item.needs}: allowed: {unset[1]}=<folder> in "
+            "the environment or of make"
+        )
+    return words
+
+
+def _apart_from_paper(item: PaperItem, config: Any, values: dict[str, str]) -> list[str]:
+    """The overrides that keep a small run apart from the paper's: its folder, no published table, the
+    sentence that its page begins with, and the name of a task with invented texts."""
     words = [f"experiment_name={config.experiment_name}_small", "paper_table=null"]
-    words.append(f"small='{_small_sentence(item, given)}'")
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    return [*words, f"task_label='fixture_{plain['task_label']}'"] if _is_invented(item) else words
+    words.append(f"small='{_small_sentence(item, values)}'")
+    if _is_invented(item):
+        unresolved: Any = OmegaConf.to_container(config, resolve=False)
+        words.append(f"task_label='fixture_{unresolved['task_label']}'")
+    return words
 
 
 def _is_invented(item: PaperItem) -> bool:
@@ -148,13 +228,18 @@ def _is_invented(item: PaperItem) -> bool:
     return any(part in item.small for part in INVENTED)
 
 
-def _small_sentence(item: PaperItem, given: dict[str, str]) -> str:
-    """The sentence that a small run's page, tables and figures begin with: what it reduces."""
-    parts = [f"model {given.get('model')}"]
+def _small_sentence(item: PaperItem, values: dict[str, str]) -> str:
+    """The sentence that a small run's page, tables and figures begin with: what is smaller in it than in
+    the paper's run.
+
+    Args:
+        values: of the user's overrides, by key.
+    """
+    parts = [f"model {values.get('model')}"]
     if _is_invented(item):
         parts.append("invented texts")
-    if "limit" in given:
-        parts.append(f"{given['limit']} examples of each dataset")
+    if "limit" in values:
+        parts.append(f"{values['limit']} examples of each dataset")
     smaller = [word for word in shlex.split(item.small) if FIXTURES not in word]
     sentence = f"A small run, not that of the paper: {', '.join(parts)}"
     changed = " ".join(smaller).replace("'", "")

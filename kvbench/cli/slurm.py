@@ -1,7 +1,7 @@
-"""``launcher=slurm``: the jobs of a sweep as Slurm job arrays, through submitit.
+"""``launcher=slurm``: runs the jobs of a sweep as one Slurm job array, through submitit.
 
-A job that dies (killed, cancelled, its node lost) leaves the others alone and is found dead without
-Slurm's accounting; one that is preempted or whose time is over goes on where it was.
+The other jobs go on when one ends without a result (killed, cancelled, its node lost); noticing that
+does not need Slurm's accounting. A job that is preempted, or whose time is over, continues where it was.
 """
 
 from __future__ import annotations
@@ -38,20 +38,29 @@ ENDED = frozenset(
         "gone",
     }
 )
-"""Slurm's states in which a job has ended, and ``gone`` for a job that squeue no longer lists. A job
-that was preempted and goes back into the queue is PENDING."""
+"""Slurm's states in which a job has ended, and ``gone`` for a job that squeue does not list any more. A
+preempted job that is back in the queue is PENDING."""
 LATE = 60.0
-"""Seconds by which a network file system may show a result late."""
+"""How much later than the end of a job a network file system may show its result, in seconds."""
 
 
 class Work:
-    """Runs `kvbench.cli.jobs.work` in the process that Slurm started; submitit pickles this object to
-    put the job back into the queue."""
+    """Calls `kvbench.cli.jobs.work` in the process that Slurm started. submitit pickles this object when
+    it submits the job, and when it puts it back into the queue."""
 
     def __call__(self, outcome: str, order: str) -> None:
-        """Run the job. When Slurm announces the end of its time, submitit puts it back into the queue
-        and exits, or raises an error if it cannot. Both are raised as `Terminated`, so that they are not
-        recorded as a failure of the example that runs."""
+        """Run the job.
+
+        When Slurm signals that the job's time is about to end, submitit's handler puts the job back into
+        the queue and exits, or raises an error if it cannot. Either becomes `Terminated` here: it would
+        otherwise be recorded as a failure of the example in progress.
+
+        Args:
+            outcome, order: see `work`.
+
+        Raises:
+            Terminated: the job's time is about to end.
+        """
         from submitit import JobEnvironment
 
         number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
@@ -60,25 +69,34 @@ class Work:
         def handle(number: int, frame: FrameType | None) -> None:
             try:
                 requeue(number, frame)
-            except BaseException as done:
-                raise Terminated from done
+            except BaseException as error:
+                raise Terminated from error
 
         signal.signal(number, handle)
         os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
         work(outcome, order)
 
     def checkpoint(self, *order: str) -> Any:
-        """What submitit runs when the job comes out of the queue again."""
+        """The call that submitit makes when the job starts again.
+
+        Args:
+            order: the arguments of `__call__`.
+        """
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *order)
 
 
 class SlurmLauncher(Launcher):
-    """Submits the jobs, and waits until each has a result or can have none any more."""
+    """``launcher=slurm``: submits the jobs, and waits until each has written its outcome or has ended
+    without one."""
 
     def run(self, orders: Sequence[tuple[str, str]]) -> None:
-        """Carry out each order as a job of Slurm's; refused where there is no Slurm, or by it."""
+        """Submit a job for each order, and wait for all of them.
+
+        Raises:
+            UserError: see `_submitted`.
+        """
         jobs = dict(enumerate(self._submitted(orders)))
         arrays = sorted({job.job_id.partition("_")[0] for job in jobs.values()})
         where = f"{' '.join(arrays)}; logs: {self.folder}"
@@ -96,8 +114,8 @@ class SlurmLauncher(Launcher):
                     continue
                 since = ended_at.setdefault(number, time.monotonic())
                 if has_result or time.monotonic() - since >= LATE:
-                    how = f"{job.job_id} ended without a result ({state})"
-                    self.ended(number, how, jobs.pop(number).paths.stderr)
+                    failure = f"{job.job_id} ended without a result ({state})"
+                    self.ended(number, failure, jobs.pop(number).paths.stderr)
 
     def _submitted(self, orders: Sequence[tuple[str, str]]) -> list[Any]:
         """Submit the orders as one job array.
@@ -115,27 +133,34 @@ class SlurmLauncher(Launcher):
         }
         cpus, timeouts = options["cpus_per_task"], options.pop("max_num_timeout")
         options |= {
-            # since Slurm 22.05, srun takes no CPUs from sbatch
+            # Since Slurm 22.05, srun does not take the number of CPUs over from sbatch.
             "srun_args": [] if cpus is None else [f"--cpus-per-task={cpus}"],
             "additional_parameters": {"requeue": True, **(options.pop("sbatch") or {})},
-            "signal_delay_s": 120,  # before the time limit: put the job back into the queue
+            "signal_delay_s": 120,  # before the time limit, for what `Work` does then
             "setup": list(options["setup"]),
             "name": "kvbench",
         }
-        everywhere = ("name", "gpus_per_node", "cpus_per_task", "mem_gb", "timeout_min")
-        options = {
-            k if k in everywhere else f"slurm_{k}": v for k, v in options.items() if v is not None
+        shared = ("name", "gpus_per_node", "cpus_per_task", "mem_gb", "timeout_min")
+        options = {  # submitit prefixes the options that not all of its executors share
+            key if key in shared else f"slurm_{key}": value
+            for key, value in options.items()
+            if value is not None
         }
         warnings_of_submitit = io.StringIO()
-        # Within a job, sbatch would read the variables that describe that job as options.
-        kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k[:7] == "SBATCH_"}
+        # If this command runs within a Slurm job itself, sbatch would take the variables that describe
+        # that job for options. submitit removes them all, of which these are options of the user's.
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "SLURM_CONF" or name.startswith("SBATCH_")
+        }
         try:
             executor = submitit.AutoExecutor(self.folder, "slurm", slurm_max_num_timeout=timeouts)
             executor.update_parameters(**options)
             with redirect_stderr(warnings_of_submitit), submitit.helpers.clean_env():
                 os.environ.update(kept)
                 jobs = executor.map_array(Work(), *zip(*orders, strict=True))
-        except FailedJobError as error:  # what sbatch said is in it
+        except FailedJobError as error:  # its message contains sbatch's
             errors = re.findall(r"^sbatch: error: (.*)", str(error), re.MULTILINE)
             line = errors[0] if errors else first_line(error)
             raise UserError(f"Slurm refused the jobs: {line}") from error
@@ -148,8 +173,12 @@ class SlurmLauncher(Launcher):
 
 
 def states_of(arrays: Sequence[str]) -> dict[str, str] | None:
-    """The state of every job of these arrays, in Slurm's words, by job id; None if Slurm does not
-    answer. It asks squeue, which unlike sacct needs no accounting."""
+    """The state of every job, by job id; None if Slurm does not answer. squeue is asked, since sacct
+    needs Slurm's accounting.
+
+    Args:
+        arrays: ids of job arrays.
+    """
     command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T"]
     states: dict[str, str] = {}
     for array in arrays:

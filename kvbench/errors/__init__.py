@@ -1,5 +1,5 @@
-"""What a user is told when something is wrong: one line that names the thing, its value and what is
-allowed, without secrets, whatever the error's own message is."""
+"""Error messages for users: one line that names the setting or file, its value and what is allowed, with
+no secret and no control character in it, whatever the message of the error itself."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from urllib.parse import quote
 T = TypeVar("T")
 
 FAILED, USAGE = 1, 2
-"""Exit statuses: something failed; the command cannot be followed."""
+"""Exit statuses: something failed while running; the command itself is wrong."""
 
 
 class UserError(Exception):
-    """An error whose message is one line for the user: the thing, its value, what is allowed.
+    """An error whose message is one line for the user: what is wrong, its value, what is allowed.
 
     Attributes:
         status: the command's exit status.
@@ -43,7 +43,8 @@ def nearest(word: str, allowed: Sequence[str]) -> str:
 
 
 def presentable(text: str) -> str:
-    """One line: no line ends, no control characters, no secrets, and of a very long one both ends."""
+    """`text` as one line without secrets and control characters. Of more than 1,000 characters the first
+    700 and the last 300 stay."""
     text = redact(text)
     if len(text) > 1000:
         text = f"{text[:700]} [...] {text[-300:]}"
@@ -51,30 +52,30 @@ def presentable(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text whose characters are all to be seen: control characters, escape sequences, line ends, marks
-    that turn the direction of writing and halves of characters stand as their codes."""
+    """`text` with the escape code, e.g. ``\\x1b``, of every character that is not visible: control
+    characters, line ends, marks of the writing direction, halves of surrogate pairs."""
     if text.isprintable():
         return text
-    unseen = ("Cc", "Cf", "Cs", "Zl", "Zp")
-    return "".join(ascii(c)[1:-1] if unicodedata.category(c) in unseen else c for c in text)
+    invisible = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return "".join(ascii(c)[1:-1] if unicodedata.category(c) in invisible else c for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """`printable` of every line; line ends stay."""
+    """`text` with `printable` applied to each line, so that line ends stay."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
 def text_of(error: BaseException) -> str:
-    """The error's message. Some errors fail to tell it: then that."""
+    """The error's message, or a remark where making the message raises an error itself."""
     try:
         return str(error)
-    except BaseException as failure:  # noqa: BLE001 - code of whoever wrote the error's class
+    except BaseException as failure:  # noqa: BLE001 - __str__ of any library's error runs here
         return f"(its message is not to be had: {type(failure).__name__})"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message and what it announces; the error's type where it has
-    none."""
+    """The first line of the error's message, with the second where the first ends in a colon; the name
+    of the error's type where the message is empty."""
     lines = redact(text_of(error)).strip().splitlines()
     if not lines:
         return type(error).__name__
@@ -82,7 +83,7 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one line: its type and the first line of its message."""
+    """The name of the error's type and the first line of its message."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"
 
@@ -93,21 +94,21 @@ def traceback_of(error: BaseException) -> str:
 
 
 class LogLine(logging.Formatter):
-    """Log messages, tracebacks included, without secrets: any library's, and Hydra's, which repeat what
-    was typed."""
+    """Formats log messages and their tracebacks without secrets: messages of any library, among them
+    Hydra's, which repeat the overrides that the user typed."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text, without secrets and control characters."""
+        """The log record as text, without secrets and control characters; line ends stay."""
         return "\n".join(map(printable, redact(super().format(record)).split("\n")))
 
 
 def complain(message: str, program: str = "kvbench") -> None:
-    """One line on stderr, whatever is in the message; see `presentable`."""
+    """Print the message on stderr as one line, see `presentable`, after the program's name."""
     print(f"{program}: {presentable(message)}", file=sys.stderr, flush=True)
 
 
 def disk_line(error: OSError) -> str:
-    """The file, where one is known, and what is wrong with it."""
+    """One line for an error of the file system: the file, where one is known, and the reason."""
     where = f"{error.filename}: " if error.filename else ""
     return where + (error.strerror or " ".join(str(error).split()) or type(error).__name__)
 
@@ -122,25 +123,27 @@ _SECRET_VARIABLE = re.compile(
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|(?:wandb_v1_|local-)[A-Za-z0-9_]{20,}"  # W&B, beside the bare 40 hex digits below
-    r"|(?:sk|ghp|gho|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,})\b"  # others of the trade
+    r"|(?:sk|ghp|gho|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,})\b"  # OpenAI, GitHub, GitLab, Slack
     r"|(?<=://)[^/\s@:]+:[^/\s@]+(?=@)"  # user:password@host
 )
 _BARE_KEY = re.compile(rf"((?:{_NAMES})['\"]?\s*[=:]\s*['\"]?)([^\s,'\"}}\]]+)", re.IGNORECASE)
 
 
 def names_a_secret(key: str) -> bool:
-    """Whether a config key, e.g. ``hydra.job.env_set.HF_TOKEN``, is one whose value must not be kept."""
+    """Whether a config key, e.g. ``hydra.job.env_set.HF_TOKEN``, has the name of a secret, whose value
+    results must not hold."""
     return bool(_SECRET_NAME.search(key))
 
 
 def redact(value: T, known: Sequence[str] | None = None) -> T:
-    """`value` (text, or JSON values that hold text) without tokens and keys.
+    """A copy of `value` with `HIDDEN` in place of tokens and keys.
 
-    Hidden are the values of the environment's variables that are named like a secret, what follows
-    such a name and ``=`` or ``:``, and what is shaped like a token of a known service.
+    Replaced are the values of environment variables that are named like a secret, any text that
+    follows such a name and ``=`` or ``:``, and text in the shape of a known service's tokens.
 
     Args:
-        known: those values, where they are known.
+        value: text, or JSON values that hold text.
+        known: the result of `environment_secrets`, which is called where it is None.
     """
     known = environment_secrets() if known is None else known
     redacted: Any = value
@@ -161,19 +164,21 @@ def redact(value: T, known: Sequence[str] | None = None) -> T:
 
 
 def without_keys(text: str) -> str:
-    """`text`, or JSON, without the values of the environment's variables named like a secret."""
+    """`text`, which may be JSON, with `HIDDEN` in place of the values of environment variables that are
+    named like a secret."""
     for secret in environment_secrets():
         text = text.replace(secret, HIDDEN)
     return text
 
 
 def environment_secrets() -> list[str]:
-    """Secrets of the environment, as they are and as a URL and JSON have them, the longest first."""
-    found = {
+    """The values of environment variables that are named like a secret, each also as it is written in a
+    URL and in JSON; the longest first, so that no part of one is replaced before all of it."""
+    secrets = {
         value
         for name, value in os.environ.items()
-        if _SECRET_VARIABLE.search(name) and len(value) >= 8  # hiding every "1" would garble
+        if _SECRET_VARIABLE.search(name) and len(value) >= 8  # to hide every "1" would garble text
     }
-    forms = (quote(value, safe="") for value in found)
-    written = (json.dumps(value, ensure_ascii=False)[1:-1] for value in found)
-    return sorted({*found, *forms, *written}, key=len, reverse=True)
+    in_urls = {quote(value, safe="") for value in secrets}
+    in_json = {json.dumps(value, ensure_ascii=False)[1:-1] for value in secrets}
+    return sorted(secrets | in_urls | in_json, key=len, reverse=True)

@@ -1,13 +1,13 @@
-"""Options checked by their type hints, in one line that names the option, its value and what is allowed.
+"""Checks options by their type hints; a refusal is one line with the option, its value, what is allowed.
 
-An option is a field of a dataclass (a method, a task, a probe, a budget). Its hint says what is allowed,
-bounds included::
+An option is a field of a dataclass: a method, a task, a probe, a budget. Its hint says which values are
+allowed, bounds included::
 
     rate: Share = 0.25
     kernel_size: Annotated[int, Ge(1)] = 5
     pooling: Literal["avgpool", "maxpool"] = "avgpool"
 
-pydantic decides whether a value fits: strictly, so that "4" and true are no integers.
+pydantic checks the values in its strict mode, in which "4" and true are no integers.
 """
 
 from __future__ import annotations
@@ -41,52 +41,51 @@ Distinct = Annotated[Sequence[T], Predicate(lambda v: len(set(v)) == len(v) > 0)
 """A list of one or more values, none of them twice."""
 
 
-def check_options(made: Any, of: str, error: type[UserError]) -> None:
-    """Refuse the first option of a dataclass that its hint does not allow.
-
-    Lists become tuples, a single value where a list is asked for a tuple of one and null an empty one,
-    so that what a YAML file gives can be hashed.
+def check_options(instance: Any, prefix: str, error: type[UserError]) -> None:
+    """Check every option of a dataclass's instance by its hint, and set it to the value of `fitted`.
 
     Args:
-        of: what the option's name follows, e.g. ``budget.``.
-        error: what is raised.
+        prefix: what the message has before the option's name, e.g. ``budget.``.
+        error: the class of the error.
 
     Raises:
-        UserError: `error`; one line.
+        UserError: `error`, for the first option whose hint does not allow its value.
     """
-    for name, hint in hints_of(type(made)).items():  # type: ignore[arg-type]
-        value = getattr(made, name)
+    for name, hint in hints_of(type(instance)).items():  # type: ignore[arg-type]
+        value = getattr(instance, name)
         try:
             fitting = fitted(hint, value)
         except ValueError:
-            raise error(refusal(of + name, value, hint)) from None
+            raise error(refusal(prefix + name, value, hint)) from None
         if fitting is not value:
-            object.__setattr__(made, name, fitting)
+            object.__setattr__(instance, name, fitting)
 
 
 def fitted(hint: Any, value: Any) -> Any:
-    """The value as its hint has it.
+    """The value in the form that can be hashed, if its hint allows it: lists as tuples. Where the hint
+    is a list, a single value becomes a tuple of one, and None an empty tuple.
 
     Raises:
-        ValueError: the hint does not allow it.
+        ValueError: the hint does not allow the value.
     """
-    checked = () if value is None and get_origin(hint) is Sequence else _frozen(value)
+    frozen = () if value is None and get_origin(hint) is Sequence else _frozen(value)
     try:
-        _adapter(hint).validate_python(checked)
+        _adapter(hint).validate_python(frozen)
     except ValidationError:
-        if isinstance(checked, tuple) or not _asks_for_list(hint):
+        if isinstance(frozen, tuple) or not _allows_list(hint):
             raise
-        checked = (checked,)
-        _adapter(hint).validate_python(checked)
-    return value if checked == value and isinstance(value, Hashable) else checked
+        frozen = (frozen,)
+        _adapter(hint).validate_python(frozen)
+    return value if frozen == value and isinstance(value, Hashable) else frozen
 
 
-def _asks_for_list(hint: Any) -> bool:
+def _allows_list(hint: Any) -> bool:
+    """Whether a list is among the values that a hint allows."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _asks_for_list(parts[0])
+        return _allows_list(parts[0])
     return origin in (Sequence, tuple) or (
-        origin in (Union, UnionType) and any(map(_asks_for_list, parts))
+        origin in (Union, UnionType) and any(map(_allows_list, parts))
     )
 
 
@@ -100,29 +99,29 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def refusal(key: str, value: object, hint: Any) -> str:
-    """One line: the key, its value, what its hint allows."""
+    """One line for a value that is not allowed: the key, its value, what its hint allows."""
     shown = list(value) if isinstance(value, tuple) else value
     return f"{key} is {shown!r}; allowed: {allowed(hint)}"
 
 
 @cache
-def hints_of(made_by: Any) -> dict[str, Any]:
-    """Hints of a dataclass's options by name; none where they cannot be read at run time, as those that
-    name what is imported for type checkers only."""
-    if not is_dataclass(made_by):
+def hints_of(dataclass: Any) -> dict[str, Any]:
+    """The hints of a dataclass's options, by name. Empty for any other object, and where a hint names a
+    class that is imported for type checkers only and so cannot be read at run time."""
+    if not is_dataclass(dataclass):
         return {}
     try:
-        hints = get_type_hints(made_by, include_extras=True)
+        hints = get_type_hints(dataclass, include_extras=True)
     except NameError:
         return {}
-    return {field.name: hints[field.name] for field in fields(made_by) if field.init}
+    return {field.name: hints[field.name] for field in fields(dataclass) if field.init}
 
 
 def allowed(hint: Any, *, many: bool = False) -> str:
-    """What a hint allows, in words.
+    """The values that a hint allows, in words, e.g. "an integer >= 1".
 
     Args:
-        many: words for several such values.
+        many: name several such values, e.g. "integers >= 1".
     """
     origin, parts = get_origin(hint), get_args(hint)
     if hint in _PLAIN:
@@ -157,12 +156,19 @@ _PLAIN: dict[Any, tuple[str, str]] = {
 
 
 def _annotated(hint: Any, extras: Sequence[object], many: bool) -> str:
-    """Words for a hint with bounds; a text among the extras says it all, or adds to a list's words."""
-    said = [extra for extra in extras if isinstance(extra, str)]
-    if said and get_origin(hint) is Sequence:
-        return f"{allowed(hint, many=many)}, {said[0]}"
-    if said:
-        return said[0]
+    """The values that an ``Annotated`` hint allows, in words.
+
+    Args:
+        hint: its first part.
+        extras: its other parts: bounds, and text, which describes the values. Of a list, the text is
+            added to the words of the list.
+        many: see `allowed`.
+    """
+    texts = [extra for extra in extras if isinstance(extra, str)]
+    if texts and get_origin(hint) is Sequence:
+        return f"{allowed(hint, many=many)}, {texts[0]}"
+    if texts:
+        return texts[0]
     least = next((extra for extra in extras if isinstance(extra, Ge | Gt)), None)
     most = next((extra for extra in extras if isinstance(extra, Le | Lt)), None)
     low = least.ge if isinstance(least, Ge) else least.gt if least else None
@@ -179,12 +185,14 @@ def _annotated(hint: Any, extras: Sequence[object], many: bool) -> str:
 
 @cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
+    """pydantic's strict check of a hint."""
     config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
     return TypeAdapter(_instances(hint), config=config)
 
 
 def _instances(hint: Any) -> Any:
-    """The hint with "an instance of" for every class of ours: what is inside has checked itself."""
+    """The hint with two changes: an instance of a dataclass is checked for its type alone, since its own
+    options were checked when it was made, and text must consist of characters that UTF-8 has."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return Annotated[(_instances(parts[0]), *parts[1:])]
@@ -192,7 +200,9 @@ def _instances(hint: Any) -> Any:
         return Union[tuple(map(_instances, parts))]  # noqa: UP007
     if origin in (Sequence, list):
         return tuple.__class_getitem__((_instances(parts[0]), ...))
-    if hint is str:  # without halves of characters, which the command line can bring
+    if (
+        hint is str
+    ):  # the command line turns bytes that are not UTF-8 into halves of surrogate pairs
         return Annotated[str, Predicate(lambda text: text.encode(errors="ignore").decode() == text)]
     if isinstance(hint, type) and is_dataclass(hint):
         return Annotated[Any, Predicate(lambda value: isinstance(value, hint))]

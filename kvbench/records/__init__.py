@@ -1,1 +1,1 @@
-"""Append-only records on disk; knows nothing but files."""
+"""The files of results: records, manifests, shards. Knows nothing of models, methods or tasks."""

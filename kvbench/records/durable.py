@@ -1,5 +1,5 @@
-"""Writing so that neither a killed process nor a power cut loses or halves what was written, and so
-that links in a results folder from elsewhere make nobody write or remove what lies outside it."""
+"""Writing files and folders that survive a killed process and a power cut: content is on disk as a whole
+or not at all. Symbolic links in a results folder never lead a write or a removal out of that folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from pathlib import Path
 
 
 def replace(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write `path` in one step: another file, then renamed; with `sync`, both are on disk on return.
+    """Write `path` in one step: the content goes to a temporary file, which is renamed to `path`.
 
-    What a killed process left under the other name is written anew: whoever writes `path` holds a
-    lock. Where `path` is a link, the link is replaced, not the file it leads to.
+    A temporary file that a killed process left is overwritten, since the caller holds a lock on
+    `path`. Where `path` is a link, the link is replaced, not the file that it leads to.
+
+    Args:
+        sync: wait until content and name are on disk.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the file system refuses; `path` is then as it was.
     """
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
@@ -30,7 +33,7 @@ def replace(path: Path, content: bytes, *, sync: bool = True) -> None:
         os.replace(temporary, path)
         if sync:
             sync_folder(path.parent)
-    except OSError:  # on a full disk half a file would take the room of records
+    except OSError:  # on a full disk, half a file would take the space that records need
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
@@ -39,23 +42,23 @@ def replace(path: Path, content: bytes, *, sync: bool = True) -> None:
 def append(path: Path, data: bytes, size: int) -> int:
     """Add `data` to a file of `size` bytes and wait until it is on disk; returns the new size.
 
-    Whatever stops it, what was written is taken back.
+    If anything interrupts the write, an exception of any kind, the file is cut back to `size` bytes.
 
     Raises:
-        OSError: the file system refuses, or the file is not there or has another size, which is then
-            left as it is.
+        OSError: the file system refuses, the file does not exist, or it has another size; a file of
+            another size is left as it is.
     """
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(file).st_size != size:
             raise OSError(errno.ESTALE, "was changed while a run wrote to it", str(path))
         try:
-            rest = data
-            while rest:
-                rest = rest[os.write(file, rest) :]
+            unwritten = data
+            while unwritten:
+                unwritten = unwritten[os.write(file, unwritten) :]
             os.fsync(file)
         except BaseException:
-            with suppress(OSError):  # then it has another size at the next call
+            with suppress(OSError):  # if this fails, the next call refuses the file by its size
                 os.ftruncate(file, size)
             raise
     finally:
@@ -64,11 +67,11 @@ def append(path: Path, data: bytes, size: int) -> int:
 
 
 def make_folder(folder: Path, root: Path | None = None) -> None:
-    """Make a folder and its parents; their names survive a power cut.
+    """Make a folder and its parents, and wait until their names are on disk.
 
     Args:
-        root: the folder and what is in it must not leave it; it may be a link itself, e.g. to a scratch
-            disk.
+        root: a folder that `folder` and the files in it must lie in once links are followed. `root`
+            itself may be a link, e.g. to a scratch disk.
 
     Raises:
         OSError: the file system refuses, or a link or ``..`` leads out of `root`.
@@ -83,12 +86,18 @@ def make_folder(folder: Path, root: Path | None = None) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk: syncing a file leaves its name to luck."""
+    """Wait until the names of a folder's files are on disk, which syncing a file does not ensure.
+
+    A file system that cannot sync folders is left to itself.
+
+    Raises:
+        OSError: the file system fails to write them.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # as some network file systems
             raise
     finally:
         os.close(handle)

@@ -47,7 +47,7 @@ class Curve:
         x, y: record fields.
         level: the record field that the task sets; y is averaged over the records of one level.
         unit: record field of the independent repetitions, which intervals resample.
-        fit_most: the highest level that the slope is fitted to (None: all levels).
+        fit_most: the highest level that takes part in the fit of the slope (None: all do).
         guides: slopes of straight lines that are drawn in grey, for comparison.
         expected: the predicted slope of a method, by the beginning of the method's name.
         compare: method whose curve the others' values are divided by, at the last fitted level.
@@ -84,9 +84,10 @@ def as_json(figures: Iterable[Figure]) -> list[dict[str, Any]]:
 def task_kind(meta: Mapping[str, Any]) -> TaskKind:
     """What the task with this ``task_meta`` measures: its ``kind``, "scores" where it names none.
     Manifests written before that key existed name the kind among their figures."""
-    named = [meta.get("kind"), *(figure.get("kind") for figure in meta.get("figures") or ())]
+    names = [meta.get("kind")]
+    names += [figure.get("kind") for figure in meta.get("figures") or ()]
     kinds: tuple[TaskKind, ...] = get_args(TaskKind)
-    return next((kind for kind in kinds if kind in named), "scores")
+    return next((kind for kind in kinds if kind in names), "scores")
 
 
 def figures_in(meta: Mapping[str, Any]) -> tuple[Figure, ...]:
@@ -95,11 +96,13 @@ def figures_in(meta: Mapping[str, Any]) -> tuple[Figure, ...]:
     Raises:
         ValueError: a figure is of no kind above, lacks a key, or holds a value of a wrong type.
     """
-    kinds = get_args(TaskKind)
-    asked_for = [figure for figure in meta.get("figures") or () if figure.get("kind") not in kinds]
+    task_kinds = get_args(TaskKind)  # in older manifests, see `task_kind`
+    figures = [
+        figure for figure in meta.get("figures") or () if figure.get("kind") not in task_kinds
+    ]
     try:
-        return _FIGURES.validate_python(asked_for)
+        return _FIGURES.validate_python(figures)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"task_meta.figures: {where}: {first['msg']}") from error
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise ValueError(f"task_meta.figures: {place}: {problem['msg']}") from error

@@ -1,4 +1,4 @@
-"""What a run on disk is, and reading it.
+"""The files of a run on disk, and functions that read them.
 
 A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<hash8>``:
 
@@ -6,11 +6,11 @@ A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<has
     records-<i>of<k>.jsonl   the same, of the i-th of k shards of the run (`kvbench.records.shards`)
     manifest.json        resolved config, versions, code revision, hardware, seed
     examples.json        the example ids that the command which ran last asked for, a list
-    .lock*               held by whoever is writing; none holds results
+    .lock*               locks of the processes that write; they hold no results
 
-The records of a run are those of all its files together. Of several records of one example the first
-with status ok counts, or else the first: records.jsonl before the shards' files, these by name.
-`kvbench.records.store` writes them.
+The records of a run are those of all its files together. Of several records of one example, the first
+whose status is ok counts; if none is ok, the first. Files are read in the order of `record_files`.
+`kvbench.records.store` writes these files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ EXAMPLES = "examples.json"
 
 
 def record_files(folder: Path) -> list[Path]:
-    """The records files of a run folder, in the order in which they count."""
+    """The records files of a run folder: records.jsonl, then those of shards by name."""
     name = re.compile(r"records(-\d+of\d+)?\.jsonl")
     paths = [path for path in folder.glob("records*.jsonl") if name.fullmatch(path.name)]
     return sorted(paths, key=lambda path: (path.name != RECORDS, path.name))
@@ -46,14 +46,14 @@ def record_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One run folder as it was found on disk.
+    """One run folder as it was read from disk.
 
     Attributes:
-        folder: where it lies.
+        folder: its path.
         manifest: the parsed manifest.json.
         records: one row per record, in the order written; every common field is a column.
-        asked: the example ids that the command which ran last asked for, all shards' together; None
-            where nothing says so, as of runs that were made before this was kept.
+        asked: ids of the examples that the latest command was to run, those of all its shards. None
+            where there is no examples.json, which older runs lack.
     """
 
     folder: Path
@@ -65,17 +65,16 @@ class Run:
 def load_runs(experiment_folder: str | Path) -> list[Run]:
     """Every run below ``<results>/<experiment>``, sorted by folder; changes nothing on disk.
 
-    A half-written last line is ignored, and of two records of one example the first counts.
-    Numeric common fields come as floats, NaN where null.
+    A half-written last line is ignored. Common fields that are numbers are floats, NaN where null.
 
     Raises:
-        StoreError: no such folder, a run without a manifest, or a file that is broken otherwise.
+        StoreError: no such folder, a run without a manifest, or a file that cannot be read.
     """
     folder = Path(experiment_folder)
     if not folder.is_dir():
         raise StoreError(f"no results in {folder}: the folder does not exist")
     files = [*folder.glob(f"*/*/*/{MANIFEST}"), *folder.glob("*/*/*/records*.jsonl")]
-    # a run that was killed before its manifest was written has nothing to show
+    # A run that was killed before its manifest was written has an empty records file: left out.
     folders = {path.parent for path in files if path.name == MANIFEST or path.stat().st_size}
     return [load_run(path) for path in sorted(folders)]
 
@@ -84,9 +83,9 @@ def load_run(folder: Path) -> Run:
     """One run folder, as `load_runs` reads it.
 
     Raises:
-        StoreError: no manifest, or a file that is broken.
+        StoreError: no manifest, or a file that cannot be read.
     """
-    import pandas as pd  # not above: slow to import, and whoever writes records needs none
+    import pandas as pd  # not above: slow to import, and writing records does without
 
     if not (folder / MANIFEST).exists():
         raise StoreError(f"{folder} has records but no {MANIFEST}")
@@ -103,16 +102,22 @@ def load_run(folder: Path) -> Run:
 def refuse_structures(
     folder: Path, rows: list[dict[str, Any]], task_meta: Mapping[str, Any]
 ) -> None:
-    """Refuse lists and objects in fields that examples are grouped by.
+    """Refuse lists and objects in the record fields that a report groups examples by.
+
+    Args:
+        folder: of the run, which the error names.
+        rows: its records.
+        task_meta: of its manifest; ``breakdown`` and ``unit`` name such fields.
 
     Raises:
-        StoreError: naming the folder, the example and the field.
+        StoreError: one line with the folder, the example and the field.
     """
-    breakdown = task_meta.get("breakdown") or []
-    named = breakdown if isinstance(breakdown, list) else []
-    names = {"context_id", "sample", str(task_meta.get("unit")), *map(str, named)}
+    breakdown = task_meta.get("breakdown")
+    groups = {"context_id", "sample", str(task_meta.get("unit"))}
+    if isinstance(breakdown, list):
+        groups |= set(map(str, breakdown))
     for number, row in enumerate(rows, 1):
-        for name in names & row.keys():
+        for name in groups & row.keys():
             if isinstance(row[name], dict | list):
                 kind = "an object" if isinstance(row[name], dict) else "a list"
                 raise StoreError(
@@ -122,22 +127,22 @@ def refuse_structures(
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run folder, one per example: those of all its files.
+    """The records of a run folder, those of all its files, one per example.
 
-    They come in the order written; those of several shards line by line in turn, so that complete
-    shards give about the order of a run that was not split.
+    They are in the order written. Of several files they are taken in turn, a line of each, so that
+    the shards of a complete run give about the order of a run that was not split.
 
     Raises:
-        StoreError: a broken file.
+        StoreError: a file cannot be read.
     """
-    every = [file_records(path) for path in record_files(folder)]
-    counted: dict[str, dict[str, Any]] = {}
-    for record in (record for file in every for record in file):
-        before = counted.get(record["example_id"])
-        if before is None or (before["status"] != "ok" and record["status"] == "ok"):
-            counted[record["example_id"]] = record
-    in_turn = (record for row in zip_longest(*every) for record in row if record is not None)
-    return [record for record in in_turn if counted[record["example_id"]] is record]
+    files = [file_records(path) for path in record_files(folder)]
+    counting: dict[str, dict[str, Any]] = {}  # the record of each example that counts
+    for record in chain.from_iterable(files):
+        earlier = counting.get(record["example_id"])
+        if earlier is None or (earlier["status"] != "ok" and record["status"] == "ok"):
+            counting[record["example_id"]] = record
+    in_turn = (record for row in zip_longest(*files) for record in row if record is not None)
+    return [record for record in in_turn if counting[record["example_id"]] is record]
 
 
 def file_records(path: Path) -> list[dict[str, Any]]:
@@ -146,7 +151,7 @@ def file_records(path: Path) -> list[dict[str, Any]]:
     Raises:
         StoreError: a line is no record; the message names the file and the line.
     """
-    lines, _ = whole_lines(path)
+    lines, _ = complete_lines(path)
     return [
         parsed(schema.RECORD, line, f"{path}, line {number}")
         for number, line in enumerate(lines, 1)
@@ -154,10 +159,10 @@ def file_records(path: Path) -> list[dict[str, Any]]:
 
 
 def recorded(folder: Path) -> set[str]:
-    """example_ids that have a record in a run folder; none where there is no folder.
+    """The ids of the examples that have a record in a run folder; none where there is no folder.
 
     Raises:
-        StoreError: a broken file.
+        StoreError: a file cannot be read.
     """
     return {record["example_id"] for record in read_records(folder)}
 
@@ -166,7 +171,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The parsed manifest.json.
 
     Raises:
-        StoreError: it is not there, broken, or of a version that this kvbench does not read.
+        StoreError: it does not exist, is no manifest, or is of a format that this kvbench does not
+            read.
     """
     with disk_errors(path):
         content = regular_bytes(path)
@@ -175,7 +181,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read_examples(folder: Path) -> frozenset[str] | None:
-    """The example ids that the command which ran last asked for; None where there is no such file.
+    """The ids of examples.json, which the latest command was to run; None where there is no such file.
 
     Raises:
         StoreError: the file is no list of texts.
@@ -188,11 +194,11 @@ def read_examples(folder: Path) -> frozenset[str] | None:
     return frozenset(parsed(schema.EXAMPLES, content, f"{path} (it may be removed)"))
 
 
-def whole_lines(path: Path) -> tuple[list[bytes], int]:
-    """The complete lines of a records file, and how many bytes they take.
+def complete_lines(path: Path) -> tuple[list[bytes], int]:
+    """The lines of a records file without its newlines, and how many bytes they take with them.
 
-    The last line is torn when it has no newline, or when it is not JSON: after a power cut, a file
-    system may have grown the file without the bytes.
+    A last line without a newline is left out. So is one that is no JSON: after a power cut, a file
+    system may have made the file longer without having written the bytes.
 
     Raises:
         StoreError: the file cannot be read.
@@ -208,10 +214,10 @@ def whole_lines(path: Path) -> tuple[list[bytes], int]:
 
 
 def regular_bytes(path: Path) -> bytes:
-    """What a regular file holds. (Reading a pipe would wait for its writer, a device for ever.)
+    """The content of a regular file. A pipe or a device is refused: reading it might never end.
 
     Raises:
-        StoreError: it is none.
+        StoreError: the path leads to something else than a regular file.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise StoreError(f"cannot use {path}: no regular file")
@@ -220,10 +226,11 @@ def regular_bytes(path: Path) -> bytes:
 
 @contextmanager
 def disk_errors(path: Path, kept: int | None = None) -> Iterator[None]:
-    """Say in one line what the file system refuses about `path`.
+    """Turn an `OSError` into a `StoreError` of one line.
 
     Args:
-        kept: records that are there whatever happens.
+        path: the file or folder that is read or written.
+        kept: the number of earlier records, which the line says are intact.
 
     Raises:
         StoreError: in place of an `OSError`.

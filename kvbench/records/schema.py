@@ -1,4 +1,5 @@
-"""What a line of a records file and a manifest may hold, whoever wrote them.
+"""The keys of a record, which is a line of a records file, and of a manifest, with the types of their
+values. Files are checked as they are read, since anybody may have written them.
 
 Keys that are not named here may hold any JSON value.
 """
@@ -15,10 +16,11 @@ from kvbench.errors import FAILED, UserError
 from kvbench.records.figures import TaskKind
 
 FORMAT = 1
-"""Of manifest and records; raised when an older kvbench would misread them. Absent means 1."""
+"""The version of manifest and records; it is raised when an older kvbench would misread them. A manifest
+without one is of format 1."""
 Text = str | None
 Number = float | None
-Truth = bool | None
+Flag = bool | None
 
 _checked = with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
 
@@ -43,8 +45,8 @@ class Record(TypedDict):
     cache_bytes: Number
     exact_bytes: Number
     ratio: Number
-    compressed: Truth
-    saves_memory: Truth
+    compressed: Flag
+    saves_memory: Flag
     prefill_s: Number
     compress_s: Number
     decode_s: Number
@@ -74,7 +76,7 @@ class BudgetPart(TypedDict, total=False):
 
 @_checked
 class Config(TypedDict, total=False):
-    """What a report asks of a run's config, or of the part of it that is the run's identity."""
+    """The keys that a report reads of a run's config, or of the part of it that identifies the run."""
 
     budget: BudgetPart | None
     sampling: dict[str, Any] | None
@@ -84,8 +86,8 @@ class Config(TypedDict, total=False):
 
 
 @_checked
-class About(TypedDict, total=False):
-    """What a task says about its scores."""
+class TaskMeta(TypedDict, total=False):
+    """How a task's scores are to be read, and the fields that a report breaks them down by."""
 
     score_unit: str
     lower_is_better: bool
@@ -100,7 +102,7 @@ class About(TypedDict, total=False):
 
 @_checked
 class Manifest(TypedDict, total=False):
-    """What made a run's records."""
+    """The config, versions and hardware that a run's records were made with."""
 
     format: Annotated[int, Ge(1), Le(FORMAT)]
     experiment: Text
@@ -111,7 +113,7 @@ class Manifest(TypedDict, total=False):
     seed: int | None
     config: Config | None
     identity: Config | None
-    task_meta: About | None
+    task_meta: TaskMeta | None
     hardware: dict[str, Any] | None
     versions: dict[str, Any] | None
     earlier_starts: list[dict[str, Any]]
@@ -128,32 +130,33 @@ MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
 EXAMPLES: TypeAdapter[Any] = TypeAdapter(list[str])
 
 
-def parsed(kind: TypeAdapter[Any], content: bytes, where: str) -> Any:
-    """A record from its line, a manifest or a list of example ids from its file; common fields that
-    are numbers come as floats.
+def parsed(adapter: TypeAdapter[Any], content: bytes, where: str) -> Any:
+    """A record from its line, or a manifest or a list of example ids from its file. Common fields that
+    are numbers become floats.
 
     Args:
-        kind: `RECORD`, `MANIFEST` or `EXAMPLES`.
-        where: whose content it is, which an error names with the key and what it may hold.
+        adapter: `RECORD`, `MANIFEST` or `EXAMPLES`, which checks the content.
+        content: JSON.
+        where: the file, and its line, that an error begins with.
 
     Raises:
-        StoreError: it is none.
+        StoreError: the content does not fit; one line with the key, its value and what is allowed.
     """
     try:
-        return kind.validate_json(content)
+        return adapter.validate_json(content)
     except ValidationError as error:
         raise StoreError(f"{where}: {_explanation(error)}") from error
 
 
 def _explanation(error: ValidationError) -> str:
-    """The first thing that is wrong, or all keys that are missing."""
+    """The first problem that pydantic found, or all keys that are missing."""
     problems = error.errors(include_url=False)
     first = problems[0]
     if first["type"] == "json_invalid":
         return f"not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
     if not first["loc"]:
         return "not a JSON object"
-    missing = [str(one["loc"][0]) for one in problems if one["type"] == "missing"]
+    missing = [str(problem["loc"][0]) for problem in problems if problem["type"] == "missing"]
     if missing:
         return f"lacks {', '.join(missing)}"
     allowed = first["msg"].replace("Input should be ", "").replace("'", "")

@@ -1,8 +1,8 @@
-"""Shards: one run split by example over several processes, each with a records file of its own.
+"""Shards: the examples of one run split over several processes, each with a records file of its own.
 
-``shard=i/k`` is the i-th of k parts, counted from 1. Every part of every shard count writes to the
-same run folder (`kvbench.records.read` reads all of them as one), so shards need no merging, and a later
-run, with another k or none, does only what no part has done.
+``shard=i/k`` is the i-th of k parts, counted from 1. All shards, of whatever k, write into one run
+folder, whose files `kvbench.records.read` reads as one run. So shards need no merging, and a later
+command, with another k or none, runs only the examples that no shard has run.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Shard:
 
     @staticmethod
     def parse(text: object) -> Shard | None:
-        """``"i/k"`` as a shard, None for None.
+        """The shard that ``"i/k"`` names; None for None, which means that a run is not split.
 
         Raises:
-            UserError: anything else.
+            UserError: `text` is neither.
         """
         if text is None:
             return None
@@ -46,24 +46,24 @@ class Shard:
 
     @property
     def suffix(self) -> str:
-        """What tells this part's records file from the others'."""
+        """``<i>of<k>``, which the name of this shard's records file ends with."""
         return f"{self.index}of{self.count}"
 
     def select(self, units: Sequence[T]) -> list[T]:
         """This shard's part of `units`, in their order.
 
-        Of every k units in a row (the 1st to the k-th, the k+1-th to the 2k-th ...) each shard gets
-        one, so that a balanced prefix gives balanced parts. From one such block to the next, whose
-        turn it is moves on by k times the golden ratio: units that come round in a cycle, e.g. of
-        prompt lengths, are then spread evenly whatever the cycle's length (Weyl: its multiples are
-        equidistributed along every arithmetic progression), where dealing in turn would give all the
-        long prompts to one shard.
+        Of every block of k units in a row each shard gets one, so that any first part of the list is
+        split evenly, too. The shards take the units of a block in turn; the shard that begins moves on
+        by k times the golden ratio (modulo k) from one block to the next. If the same shard always
+        began, units that come in a cycle, e.g. of prompt lengths, could give all the long prompts to
+        one shard. Multiples of the golden ratio are equidistributed along every arithmetic progression
+        (Weyl), so that cycles of every length are split evenly.
         """
-        golden_ratio = 0x9E3779B97F4A7C15  # its fractional part, of 2**64: floats would drift
-        mine = []
+        golden_ratio = 0x9E3779B97F4A7C15  # its fractional part times 2**64; floats would drift
+        own = []
         for number, unit in enumerate(units):
             block = number // self.count
-            moved = (block * golden_ratio % 2**64) * self.count >> 64
-            if (number + moved) % self.count == self.index - 1:
-                mine.append(unit)
-        return mine
+            shift = (block * golden_ratio % 2**64) * self.count >> 64
+            if (number + shift) % self.count == self.index - 1:
+                own.append(unit)
+        return own

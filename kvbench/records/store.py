@@ -1,16 +1,14 @@
-"""Append-only records on disk: one JSON line per (example, method), safe to kill at any moment.
+"""Writes the files of a run: one JSON line per example and method, safe to kill at any moment.
 
-Where they lie and what counts as a record is in `kvbench.records.read`.
+`kvbench.records.read` says which files there are and which records count. What is promised:
 
-What is promised:
-
-- what `RecordStore.append` returned from is on disk, names of files and folders included;
-- a record is either there as a whole line or not there; what a killed process left half-written
-  is dropped when the folder is next opened for writing, and ignored by readers;
-- an error while writing (no space left, say) takes back what it wrote, so earlier records stay;
+- when `RecordStore.append` returns, the record is on disk, with the names of its file and folders;
+- a record is a whole line or none: readers ignore a line that a killed process left half-written, and
+  it is removed when the folder is next opened for writing;
+- an error while writing, e.g. no space left, removes what was written of that record; earlier ones stay;
 - two processes never write one file at once;
 - NaN and infinities become ``null``: JSON has neither, and a score that is not a number is missing;
-- a key or password of the environment that stands in a prompt or an answer is replaced.
+- a key or password of the environment that occurs in a prompt or an answer is replaced.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from kvbench.records.durable import append, make_folder, replace, sync_folder
 from kvbench.records.read import (
     EXAMPLES,
     MANIFEST,
+    complete_lines,
     disk_errors,
     file_records,
     read_manifest,
     read_records,
-    whole_lines,
 )
 from kvbench.records.schema import FORMAT, RECORD, StoreError, parsed
 
-EACH_START = ("started", "command", "shard", "code_revision", "versions", "hardware")
-"""Manifest keys that tell one start of a run from another."""
+START_KEYS = ("started", "command", "shard", "code_revision", "versions", "hardware")
+"""The manifest keys that differ from one start of a run to another, kept of every start."""
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -52,10 +50,11 @@ def config_hash(config: Mapping[str, Any]) -> str:
         StoreError: a value that is neither a JSON value nor a path.
     """
 
-    def number(text: str) -> float:
-        return int(value) if (value := float(text)).is_integer() else value
+    def parse_number(text: str) -> float:
+        value = float(text)
+        return int(value) if value.is_integer() else value
 
-    plain = json.loads(json.dumps(jsonable(config, "config")), parse_float=number)
+    plain = json.loads(json.dumps(jsonable(config, "config")), parse_float=parse_number)
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -63,16 +62,21 @@ def config_hash(config: Mapping[str, Any]) -> str:
 def run_folder(
     results_dir: str | Path, experiment: str, model: str, task: str, method: str, config_hash: str
 ) -> Path:
-    """``<results_dir>/<experiment>/<model>/<task>/<method>-<config_hash>``, names made safe."""
+    """``<results_dir>/<experiment>/<model>/<task>/<method>-<config_hash>``, each name by `safe_name`.
+
+    Raises:
+        StoreError: a name has no character that a folder's name may have.
+    """
     names = (experiment, model, task, f"{method}-{config_hash}")
     return Path(results_dir).joinpath(*map(safe_name, names))
 
 
 def safe_name(name: str) -> str:
-    """`name` as one path component: no separators, no leading dot, at most 120 bytes.
+    """`name` as one path component: no separators, no leading dot, at most 120 bytes. Of a longer name
+    both ends stay, with a hash between them.
 
     Raises:
-        StoreError: nothing is left of it.
+        StoreError: it has no character that a folder's name may have.
     """
     safe = re.sub(r"[^\w.+=@,-]+", "_", name).lstrip(".")
     if not safe:
@@ -86,22 +90,28 @@ def safe_name(name: str) -> str:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
-    """Write ``manifest.json`` in one step: readers see the old file or the new one, never half. The
-    starts before this one, which the manifest that is there tells of, stay under ``earlier_starts``; of
-    several shards that start at once, every one.
+    """Write ``manifest.json`` in one step: readers see the old file or the new one, never half of one.
+
+    The `START_KEYS` of the manifest that is replaced are added to ``earlier_starts``. A lock makes
+    shards that start at once take turns, so that each of them is kept.
+
+    Returns:
+        The file's path.
 
     Raises:
-        StoreError: a value that is not JSON, a broken manifest, another process holds it, or the file
-            system refuses.
+        StoreError: a value that is not JSON, a broken manifest, another process holds the lock for a
+            minute, or the file system refuses.
     """
     path = folder / MANIFEST
     with disk_errors(path):
         make_folder(folder)
         try:
             with FileLock(str(folder / ".lock-manifest"), timeout=60):
-                before = [read_manifest(path)] if path.is_file() else []
-                starts = [start for one in before for start in one.get("earlier_starts", [])]
-                starts += [{key: one.get(key) for key in EACH_START} for one in before]
+                starts: list[dict[str, Any]] = []
+                if path.is_file():
+                    previous = read_manifest(path)
+                    starts = previous.get("earlier_starts", [])
+                    starts.append({key: previous.get(key) for key in START_KEYS})
                 content = {"format": FORMAT, "earlier_starts": starts, **manifest}
                 text = json.dumps(jsonable(content, "manifest"), indent=2)
                 replace(path, f"{text}\n".encode())
@@ -111,7 +121,10 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
 
 
 def write_examples(folder: Path, example_ids: Collection[str]) -> Path:
-    """Write ``examples.json``, what a command asks a run for, in one step.
+    """Write ``examples.json``, the ids of the examples that a command is to run, in one step.
+
+    Returns:
+        The file's path.
 
     Raises:
         StoreError: the file system refuses.
@@ -131,14 +144,14 @@ class RecordStore:
                 if example.id not in store.done:
                     store.append(record_of(example))
 
-    Entering takes the folder's lock and drops a half-written last line.
+    Entering takes the lock of the file that is written and removes a half-written last line.
 
     Args:
-        folder: made if missing.
-        lock_timeout: seconds to wait for another process that writes here; 0 does not wait, -1
-            waits for ever.
-        shard: suffix of the shard whose file is written, None for records.jsonl. What the folder's
-            other files hold counts as done.
+        folder: the run's folder, made if missing.
+        lock_timeout: seconds to wait for another process that writes the same file; 0 does not wait,
+            -1 waits without limit.
+        shard: suffix of the shard whose file is written, None for records.jsonl. Examples with a record
+            in another file of the folder count as done.
         root: the results folder, which no link may lead out of.
 
     Raises:
@@ -185,19 +198,19 @@ class RecordStore:
 
     @property
     def done(self) -> set[str]:
-        """example_ids that have a record, whatever its status."""
+        """The ids of the examples that have a record of any status."""
         return set(self._done)
 
     @property
     def failed(self) -> set[str]:
-        """example_ids whose record has a status other than ok."""
+        """The ids of the examples whose record has a status other than ok."""
         return {example_id for example_id, status in self._done.items() if status != "ok"}
 
     def drop_failed(self) -> None:
-        """Forget the records whose status is not ok, so that their examples run again.
+        """Remove the records whose status is not ok, so that their examples run again.
 
-        The file is replaced in one step: readers see the old records or the remaining ones. Other
-        shards' files stay as they are: a new record with status ok counts before theirs.
+        The file is replaced in one step: readers see the old records or the remaining ones. The files
+        of other shards are not changed: a new record whose status is ok counts before theirs.
 
         Raises:
             StoreError: the file system refuses; the records are then as they were.
@@ -205,7 +218,7 @@ class RecordStore:
         failed = self.failed
         if not failed:
             return
-        lines = zip(whole_lines(self.path)[0], file_records(self.path), strict=True)
+        lines = zip(complete_lines(self.path)[0], file_records(self.path), strict=True)
         kept = [line + b"\n" for line, record in lines if record["example_id"] not in failed]
         with disk_errors(self.path, len(self._done)):
             replace(self.path, b"".join(kept))
@@ -217,7 +230,7 @@ class RecordStore:
         """Write one record; it is on disk on return.
 
         Returns:
-            False when the example already has a record: the first one stays, nothing is written.
+            Whether it was written: False when the example already has a record, which stays.
 
         Raises:
             StoreError: a common field is missing, the status is unknown, a value is not JSON, or
@@ -243,17 +256,23 @@ class RecordStore:
         return True
 
     def _open(self) -> None:
+        """Make the file where it is missing, remove a half-written last line and read what is done."""
         if not self.path.exists():
             self.path.touch()
             sync_folder(self.folder)
-        _, self._size = whole_lines(self.path)
+        _, self._size = complete_lines(self.path)
         if self.path.stat().st_size > self._size:
             os.truncate(self.path, self._size)
         self._done = {row["example_id"]: row["status"] for row in read_records(self.folder)}
 
 
 def jsonable(value: Any, where: str) -> Any:
-    """`value` as JSON types; NaN and infinities become None, numpy and torch scalars numbers."""
+    """`value` as JSON types. NaN and infinities become None, tuples and arrays lists, scalars of numpy
+    and torch numbers, and paths text.
+
+    Raises:
+        StoreError: a value of another type; `where` and its key are named.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The command line: what it answers at once, what it tells of a run, how it ends."""
+"""The command line: what it prints without torch, what it prints of a run, and its exit status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.command import SHORT, composed, main, refusal_of
 from kvbench.catalogue import KINDS, catalogue, config_dir
 from kvbench.engine.prefill import PrefillState
 from kvbench.errors import HIDDEN
-from kvbench.run import session
+from kvbench.run import progress, session
 from kvbench.run.plan import TaskPlan
 from kvbench.run.progress import Progress
 
@@ -37,17 +37,17 @@ def printed() -> str:
         "    except SystemExit as stop: assert stop.code == 0, words\n"
         "assert not {'torch', 'transformers', 'wandb', 'pandas'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_help_and_list_name_what_there_is_in_short_lines(printed: str) -> None:
     for word in ("Choose one", "snapkv", "longeval_lines", "dry_run=true"):
         assert word in printed
-    helped = printed.partition("exact ")[0]
-    assert not re.search(r"\b_\w+", helped), "what other YAML files are made of"
-    assert "reproduce <name>|all" in helped
+    help_text = printed.partition("exact ")[0]
+    assert not re.search(r"\b_\w+", help_text), "parts of other YAML files are no choice"
+    assert "reproduce <name>|all" in help_text
     assert max(map(len, printed.partition("adakv  ")[0].splitlines())) <= 80
 
 
@@ -60,19 +60,19 @@ def test_show_prints_a_config_with_everything_filled_in(printed: str) -> None:
 
 
 def test_the_first_line_comes_before_torch() -> None:
-    """Importing it takes longer than anybody likes to look at nothing."""
-    told = "import builtins, sys\nreal = builtins.__import__\n"
-    told += "def spy(name, *rest):\n    if name == 'torch' and 'torch' not in sys.modules:\n"
-    told += "        print('IMPORTED', flush=True); sys.exit(9)\n    return real(name, *rest)\n"
-    told += "builtins.__import__ = spy\nfrom kvbench.cli.main import main\nmain(sys.argv[1:])\n"
+    """Importing torch takes seconds, in which a user would see nothing."""
+    script = "import builtins, sys\nreal = builtins.__import__\n"
+    script += "def spy(name, *rest):\n    if name == 'torch' and 'torch' not in sys.modules:\n"
+    script += "        print('IMPORTED', flush=True); sys.exit(9)\n    return real(name, *rest)\n"
+    script += "builtins.__import__ = spy\nfrom kvbench.cli.main import main\nmain(sys.argv[1:])\n"
     sweep = ["-m", "model=recall_mini", "task=needle,longeval_lines", "limit=1"]
-    command = [sys.executable, "-c", told, *sweep]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    first, second = done.stdout.splitlines()
+    command = [sys.executable, "-c", script, *sweep]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    first, second = process.stdout.splitlines()
     assert first.endswith(
         ": 2 jobs, the first: recall_mini x needle, 8 methods -> runs/recall_mini"
     )
-    assert second == "IMPORTED", done.stderr
+    assert second == "IMPORTED", process.stderr
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,35 +130,38 @@ def test_the_model_of_an_experiment_or_of_prompts_is_its_own() -> None:
     )
 
 
-def test_a_job_says_at_once_what_it_does_and_a_model_is_loaded_once(
+def test_a_sweep_shows_its_progress_and_loads_a_model_once(
     capsys: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     loaded: list[str] = []
-    real = session.load_model
+    real_load_model = session.load_model
 
-    def load(spec: Any, **how: Any) -> Any:
+    def load(spec: Any, **options: Any) -> Any:
         loaded.append(spec.name)
-        return real(spec, **how)
+        return real_load_model(spec, **options)
 
     monkeypatch.setattr(session, "load_model", load)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
     status, out, err = main(capsys, *SHORT, "-m", "budget.rate=0.5,0.25")
     assert (status, loaded) == (0, ["tiny_random"]), err
     jobs = [line for line in out.splitlines() if line.startswith("job ")]
     assert jobs == ["job 1 of 2: budget.rate=0.5", "job 2 of 2: budget.rate=0.25"]
     assert out.count(": score, %") == 1, "the tables of all jobs, once, at the end"
-    first, second, last = (line.partition("longeval_lines: ")[2] for line in err.splitlines()[:3])
-    assert first == "loading the data and the model"
-    assert re.fullmatch(r"0/2, prefill of \d+ tokens: layer 1 of 4", second)
-    assert last.startswith("2/2, done, about 0 s left; exact ")
+    lines = [line.partition("longeval_lines: ")[2] for line in err.splitlines()]
+    assert lines[0] == "loading the data and the model"
+    prefill = re.compile(r"0/2, prefill of \d+ tokens: layer 1 of 4")
+    assert any(map(prefill.fullmatch, lines))
+    assert any(line.startswith("2/2, done, about 0 s left; exact ") for line in lines)
     again = main(capsys, *SHORT, "budget.rate=0.25")[2]
     assert again.endswith("longeval_lines: 2/2, 2 of 2 on disk\n")
 
 
-def test_time_left_is_told_from_the_first_tokens() -> None:
-    """Of 100 to read and 2 x 50 to generate, after 100 + 2 in ten seconds, with as much once more."""
-    told: list[str] = []
-    progress = Progress(lambda now, _: told.append(str(now)))
+def test_the_time_left_is_estimated_from_the_first_tokens() -> None:
+    """Each of two prompts has 100 tokens to read and 2 x 50 to generate; the first 100 + 2 took ten
+    seconds."""
+    shown: list[str] = []
+    progress = Progress(lambda now, _: shown.append(str(now)))
     example = SimpleNamespace(n=100, example=SimpleNamespace(max_new_tokens=50))
     units = [(SimpleNamespace(examples=(example,)), {"exact": 1, "h2o": 2})] * 2
     progress.begin(units, 3)
@@ -170,10 +173,10 @@ def test_time_left_is_told_from_the_first_tokens() -> None:
         model(input_ids=torch.zeros(1, 100), kvbench=state)
         state.on_compress("h2o")
         model(input_ids=torch.zeros(2, 1), kvbench=SimpleNamespace(forks=forks))
-    assert told[0] == "loading the data and the model"
-    assert told[1:3] == ["1/3, 1 of 3 on disk", "1/3, prefill of 100 tokens: layer 1 of 1"]
-    assert told[3].startswith("1/3, prefill of 100 tokens: h2o compresses layer 1 of 1, about ")
-    assert told[4] == "1/3, decoding 2 methods, token 1 of 50, about 30 s left"
+    assert shown[0] == "loading the data and the model"
+    assert shown[1:3] == ["1/3, 1 of 3 on disk", "1/3, prefill of 100 tokens: layer 1 of 1"]
+    assert shown[3].startswith("1/3, prefill of 100 tokens: h2o compresses layer 1 of 1, about ")
+    assert shown[4] == "1/3, decoding 2 methods, token 1 of 50, about 30 s left"
     assert progress.left == pytest.approx(10 * 298 / 102, abs=0.1)
     progress.unit_done()
     assert progress.left == pytest.approx(10, abs=0.1)
@@ -190,15 +193,15 @@ class OneLayer(torch.nn.Module):
 
 def test_a_sweep_has_one_folder(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    places = {
+    folders = {
         "seed=0,1": "runs/longeval_lines-tiny_random/",
         "task=longeval_lines,longeval_redundant": "runs/tiny_random/",
         "model=tiny_random,recall_mini": "runs/longeval_lines/",
     }
-    for swept, place in places.items():
+    for swept, folder in folders.items():
         words = [word for word in SHORT if word.partition("=")[0] != swept.partition("=")[0]]
         status, out, err = main(capsys, *words, "-m", swept, "dry_run=true")
-        assert (status, err, out.count(f"; {place}")) == (0, "", 2)
+        assert (status, err, out.count(f"; {folder}")) == (0, "", 2)
 
 
 def test_reproduce_alone_is_the_list(capsys: Any) -> None:
@@ -231,10 +234,10 @@ def test_every_command_has_help_and_claims_asks_for_a_model(capsys: Any, command
         assert "minutes" in err
 
 
-def test_a_dry_run_says_what_would_be_and_leaves_nothing(
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
     capsys: Any, tmp_path: Any, monkeypatch: Any
 ) -> None:
-    """Of one job all, of several a line for each."""
+    """The whole plan of one job; of several jobs a line for each."""
     monkeypatch.chdir(tmp_path)
     status, out, err = main(capsys, *SHORT, "dry_run=true")
     assert (status, err) == (0, "")
@@ -275,36 +278,37 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("planted")
 def test_a_config_is_shown_without_secrets(tmp_path: Path) -> None:
     for value in (TYPED, "'${oc.env:HF_TOKEN}'"):
-        found = ended(["show", f"model.revision={value}", *RUN, "logger=none"], folder=tmp_path)
-        assert not leaks(tmp_path, found.out + found.err)
-        assert found.status == 0, found.err
-        assert f"revision: {HIDDEN}" in found.out
+        words = ["show", f"model.revision={value}", *RUN, "logger=none"]
+        result = ended(words, folder=tmp_path)
+        assert not leaks(tmp_path, result.out + result.err)
+        assert result.status == 0, result.err
+        assert f"revision: {HIDDEN}" in result.out
 
 
 @pytest.mark.usefixtures("planted")
-def test_a_bug_is_told_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one line, as a traceback, and in the table that ends a sweep."""
-    told = f"GET https://me:{SECRETS['HF_TOKEN']}@hub {SECRETS['MY_PASSWORD']} failed"
+def test_a_bug_is_reported_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one line, as a traceback, and in the summary that ends a sweep."""
+    message = f"GET https://me:{SECRETS['HF_TOKEN']}@hub {SECRETS['MY_PASSWORD']} failed"
 
     def units(*_: Any) -> None:
-        raise AssertionError(told)
+        raise AssertionError(message)
 
     monkeypatch.setattr(TaskPlan, "units", units)
     sweep = ["-m", f"model.revision={TYPED},main"]
-    found = ended([*RUN, "logger=none", *sweep], folder=tmp_path)
-    assert not leaks(tmp_path, found.out + found.err)
-    assert found.status == 1
-    assert "Traceback" in found.err
-    assert f"AssertionError: GET https://{HIDDEN}@hub {HIDDEN} failed" in found.err
-    assert f"model.revision={HIDDEN}" in found.out
-    assert "2 of them failed" in found.out
+    result = ended([*RUN, "logger=none", *sweep], folder=tmp_path)
+    assert not leaks(tmp_path, result.out + result.err)
+    assert result.status == 1
+    assert "Traceback" in result.err
+    assert f"AssertionError: GET https://{HIDDEN}@hub {HIDDEN} failed" in result.err
+    assert f"model.revision={HIDDEN}" in result.out
+    assert "2 of them failed" in result.out
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:
     line = f"{shlex.quote(sys.executable)} -m kvbench list methods | head -1"
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, env=dict(os.environ))
-    assert done.stderr == ""
-    assert done.stdout.startswith("adakv")
+    process = subprocess.run(line, shell=True, capture_output=True, text=True, env=dict(os.environ))
+    assert process.stderr == ""
+    assert process.stdout.startswith("adakv")
 
 
 def test_hydra_s_own_options_work_as_in_any_of_its_programs(
@@ -318,6 +322,12 @@ def test_hydra_s_own_options_work_as_in_any_of_its_programs(
     status, out, err = main(capsys, "--info", "defaults", "task=needle")
     assert (status, err) == (0, "")
     assert "task/needle" in out
+    assert "Hydra" in main(capsys, "--hydra-help")[1]
+    assert composed("+experiment=demo") == composed("experiment=demo")
+    assert not list(tmp_path.iterdir())
+
+
+def test_shell_completion_knows_the_tasks(capsys: Any, monkeypatch: Any) -> None:
     status, out, _ = main(capsys, "-sc", "install=bash")
     assert status == 0
     assert "hydra_bash_completion" in out
@@ -325,9 +335,6 @@ def test_hydra_s_own_options_work_as_in_any_of_its_programs(
     monkeypatch.setenv("COMP_POINT", str(len("kvbench task=longeval_l")))
     status, out, _ = main(capsys, "-sc", "query=bash")
     assert (status, out.split()) == (0, ["task=longeval_lines", "task=longeval_lines_context"])
-    assert composed("+experiment=demo") == composed("experiment=demo")
-    assert "Hydra" in main(capsys, "--hydra-help")[1]
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_is_not_continued_with_another_decode(

@@ -62,12 +62,12 @@ def chosen_by(method: Any, budget: Budget, layer: LayerKV) -> list[tuple[tuple[i
     weights = (
         torch.zeros_like(kept.positions) if kept.log_weights is None else kept.log_weights
     ).exp()
-    found = []
+    middle = range(budget.sink, layer.n - budget.window)
+    chosen = []
     for positions, row in zip(kept.positions[0].tolist(), weights[0].tolist(), strict=True):
         entries = zip(positions, (round(w, 4) for w in row), strict=True)
-        inside = range(budget.sink, layer.n - budget.window)
-        found.append(tuple((p - budget.sink, w) for p, w in entries if p in inside))
-    return found
+        chosen.append(tuple((p - budget.sink, w) for p, w in entries if p in middle))
+    return chosen
 
 
 @pytest.mark.parametrize("rate", [0.95, 0.9, 0.8, 0.5, 0.3, 0.25])
@@ -103,8 +103,8 @@ def test_uniform_in_the_subset_is_balancekv_without_balance(rate: float) -> None
 def test_twenty_per_cent_is_twenty_per_cent(
     experiment: str, more: list[str], released: dict[tuple[int, int], float]
 ) -> None:
-    """`released`: --hh-ratio of h2o_suite.py, of which int(ratio * prompt) entries are heavy and as many
-    recent; about a fifth of prompt and answer, which the table's name for it is."""
+    """`released` has the --hh-ratio of h2o_suite.py: int(ratio * prompt) entries are heavy hitters, as
+    many are recent, and together they are about a fifth of prompt and answer, as the table says."""
     config = composed(f"experiment={experiment}", "device=cpu", *more)
     job: Any = build_job(config)
     settings = job.plan._settings()
@@ -114,9 +114,9 @@ def test_twenty_per_cent_is_twenty_per_cent(
         for label, (method, budget) in job.methods.items():
             if not method.uses_budget:
                 continue
-            held = budget.with_share(setting.rate).capacity(n)
-            assert abs(held - 2 * int(released[n, new] * n)) <= 1, label
-            assert held / (n + new) == pytest.approx(0.2, abs=0.013)
+            capacity = budget.with_share(setting.rate).capacity(n)
+            assert abs(capacity - 2 * int(released[n, new] * n)) <= 1, label
+            assert capacity / (n + new) == pytest.approx(0.2, abs=0.013)
     assert job.methods["h2o"][0].evicts
     assert job.methods["local"][0].evicts
     runs = paper_items()[experiment].runs

@@ -1,10 +1,11 @@
-"""Sweeps: a job that fails leaves the others alone, workers share a queue, the end says it all."""
+"""Sweeps: the other jobs go on when one fails, workers share a queue, and the summary names all jobs."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import time
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from support.command import main
 from support.workers import SMALL, TINY, records, start, stop_all, wait_for
 
 from kvbench.cli import slurm
-from kvbench.cli.jobs import FAILED, USAGE, JobOutcome, Jobs, devices_of, names
+from kvbench.cli.jobs import FAILED, USAGE, GpuLauncher, JobOutcome, Jobs, devices_of, names
 from kvbench.errors import LogLine, UserError
 from kvbench.run.termination import Terminated
 
@@ -48,35 +50,61 @@ def test_the_exit_status_and_the_names_of_a_sweeps_jobs() -> None:
     cases = {(0, 0): 0, (0, FAILED): FAILED, (USAGE, 0): USAGE, (USAGE, FAILED, 0): FAILED}
     for statuses, status in cases.items():
         jobs = Jobs(["kvbench"])
-        jobs.outcomes += [JobOutcome(status=one) for one in statuses]
+        jobs.outcomes += [JobOutcome(status=job_status) for job_status in statuses]
         assert jobs.status == status
     sweep = [["limit=2", "task=a", "seed=0"], ["limit=2", "task=b", "seed=0"]]
     assert names(sweep) == ["task=a", "task=b"]
     assert names([["limit=2"], ["limit=2"]]) == ["job 1", "job 2"]
 
 
-def test_shards_and_workers_make_the_same_records(capsys: Any, tmp_path: Path) -> None:
-    once, shards, workers = (tmp_path / name for name in ("once", "shards", "workers"))
+def test_shards_and_a_worker_make_the_same_records(capsys: Any, tmp_path: Path) -> None:
+    once, shards, worker = (tmp_path / name for name in ("once", "shards", "worker"))
     assert main(capsys, *TINY, f"results_dir={once}")[0] == 0
-    more = {shards: ["shards=2"], workers: ["launcher=gpus", "launcher.workers=2"]}
-    for folder, words in more.items():
+    for folder, words in (
+        (shards, ["shards=2"]),
+        (worker, ["launcher=gpus", "launcher.workers=1"]),
+    ):
         status, out, err = main(capsys, *TINY, f"results_dir={folder}", *words)
         assert status == 0, err
-        assert "2 jobs, all well" in out
+        assert ("2 jobs, all well" in out) is (folder == shards)
+        assert out.count(": score, %") == 1, "the table"
         assert out.count("page: ") == 1
-        assert not list(folder.rglob("multirun.yaml"))
         assert records(folder) == records(once)
-        manifest = json.loads(next(folder.rglob("manifest.json")).read_text())
-        typed = f"results_dir={folder} {' '.join(words)}"
-        assert manifest["command"].endswith(typed), "what the user typed"
-    assert err.count(" done: shard=") == 2
-    check_nobody_else_reads(workers)
+        check_command(folder, words)
+    (logs,) = worker.glob("*/.workers/*")
+    assert logs.stat().st_mode & 0o077 == 0, "logs may hold secrets"
 
 
-def check_nobody_else_reads(results: Path) -> None:
-    """What workers print may hold what is secret."""
-    (logs,) = results.glob("*/.workers/*")
-    assert logs.stat().st_mode & 0o077 == 0
+def check_command(results: Path, words: list[str]) -> None:
+    """Manifests hold the command as typed, and Hydra leaves no file of its own."""
+    manifest = json.loads(next(results.rglob("manifest.json")).read_text())
+    assert manifest["command"].endswith(f"results_dir={results} {' '.join(words)}")
+    assert not list(results.rglob("multirun.yaml"))
+
+
+def test_workers_share_a_queue_and_each_sees_its_own_gpu(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs that are refused before torch is imported name the variable in their refusal; one whose
+    process dies is named, too."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    config = {"launcher": {"workers": None, "gpus_per_worker": 1}, "device": "auto"}
+    config |= {"results_dir": str(tmp_path)}
+    config |= {"hydra": {"sweep": {"dir": str(tmp_path / "logs")}, "overrides": {"hydra": []}}}
+    jobs, launcher = Jobs(["kvbench"]), GpuLauncher()
+    launcher.setup(hydra_context=None, task_function=jobs, config=OmegaConf.create(config))
+    shown = "limit=${oc.env:CUDA_VISIBLE_DEVICES}"
+    launcher.launch([[shown, "seed=0"], [shown, "seed=1"], [shown, "seed=2"], ["seed=["]], 0)
+    *refused, died = jobs.outcomes
+    gpus = [re.findall(r"limit is '(\S+)'; allowed: an integer", job.summary) for job in refused]
+    assert sorted(gpus[:2]) == [["GPU-a"], ["GPU-b"]]
+    assert gpus[2] in gpus[:2]
+    assert [job.status for job in jobs.outcomes] == [USAGE, USAGE, USAGE, FAILED]
+    log = tmp_path / "logs" / "3.log"
+    assert died.summary == f"job 3 ended without a result (exit status 1); log: {log}"
+    assert "no viable alternative at input" in log.read_text()
+    assert capsys.readouterr().err.count(" done: ") == 4
 
 
 def test_without_slurm_launcher_slurm_says_so(
@@ -95,10 +123,10 @@ def test_without_slurm_launcher_slurm_says_so(
 def test_the_end_of_a_jobs_time_is_no_failure_of_an_example(
     fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def submitits(number: int, frame: Any) -> None:
+    def requeue(number: int, frame: Any) -> None:
         raise fault
 
-    before = signal.signal(signal.SIGUSR2, submitits)
+    before = signal.signal(signal.SIGUSR2, requeue)
     monkeypatch.setattr(slurm, "work", lambda *_: signal.raise_signal(signal.SIGUSR2))
     try:
         with pytest.raises(Terminated):
@@ -127,32 +155,40 @@ def test_verbose_logs_show_no_secrets(
 
 
 def test_workers_share_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def given(workers: int | None, device: str = "auto", each: int = 1) -> list[str]:
-        return devices_of({"workers": workers, "gpus_per_worker": each}, device)
+    def devices(workers: int | None, device: str = "auto", per_worker: int = 1) -> list[str]:
+        return devices_of({"workers": workers, "gpus_per_worker": per_worker}, device)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    assert given(None) == ["0", "1", "2"]
-    assert given(4, "cuda") == ["0", "1", "2", "0"]
-    assert given(2, "cpu") == ["", ""]
-    assert given(None, each=2) == ["0,1"]
-    assert given(2, each=3) == ["0,1,2", "0,1,2"]
+    assert devices(None) == ["0", "1", "2"]
+    assert devices(4, "cuda") == ["0", "1", "2", "0"]
+    assert devices(2, "cpu") == ["", ""]
+    assert devices(None, per_worker=2) == ["0,1"]
+    assert devices(2, per_worker=3) == ["0,1,2", "0,1,2"]
     with pytest.raises(UserError, match="finds 3 GPU, and gpus_per_worker is 4"):
-        given(None, each=4)
-    # as CUDA counts them: those before the first that is not there, and one MIG instance
-    for visible, count, devices in (
+        devices(None, per_worker=4)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for workers, device in ((None, "auto"), (2, "cuda")):
+        with pytest.raises(UserError, match="finds no GPU"):
+            devices(workers, device)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "devices"),
+    [
         ("4,GPU-5ebe9f43,7", 3, ["4", "GPU-5ebe9f43", "7"]),
         (" 0, 2", 2, ["0", "2"]),
         ("0,-1,2", 1, ["0"]),
         ("MIG-1f2b,MIG-77aa", 1, ["MIG-1f2b", "MIG-77aa"]),
-    ):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
-        assert given(None) == devices
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    for workers, device in ((None, "auto"), (2, "cuda")):
-        with pytest.raises(UserError, match="finds no GPU"):
-            given(workers, device)
+    ],
+)
+def test_workers_take_the_gpus_that_cuda_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: str, count: int, devices: list[str]
+) -> None:
+    """Those before the first that is not there; of MIG instances all, though CUDA counts one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    assert devices_of({"workers": None, "gpus_per_worker": 1}, "auto") == devices
 
 
 def children(pid: int) -> list[int]:

@@ -4,18 +4,22 @@ published numbers and what READMEs and make say agree."""
 from __future__ import annotations
 
 import re
+import runpy
+import sys
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from support.command import composed, main, refusal_of
 from support.paths import ROOT
 
 from kvbench.cli import reproduce as reproducing
 from kvbench.cli.catalogue import experiment_called, paper_items
-from kvbench.cli.config import expanded
+from kvbench.cli.config import Settings, expanded
 from kvbench.cli.reproduce import command_lines, reproduce
 from kvbench.errors import UserError
 from kvbench.records.read import load_runs
@@ -33,61 +37,77 @@ GENERATED = {"balancekv_figure4", "h2o_figure5", "streaming_llm_figure3", "subge
 GENERATED |= {"clustergen_table1"}
 """Items whose small runs read texts that a task makes."""
 NEEDED = {"balancekv_figure4": ["task.haystack_files=[x]"], "subgen_table1": ["task.files=[x]"]}
+SCRIPTS = ROOT / "scripts/papers"
+
+
+@cache
+def config_of(name: str) -> DictConfig:
+    """The config of an item's experiment."""
+    return composed(f"experiment={MADE[name].experiment}", *NEEDED.get(name, []))
 
 
 def test_the_list_has_every_number_of_the_papers() -> None:
     """As printed: BalanceKV v3 has four figures and six tables, H2O v3 14 figures and 12 tables."""
     for paper, kind, count in [
-        *(("balancekv", "figure", 4), ("balancekv", "table", 6)),
-        *(("h2o", "figure", 14), ("h2o", "table", 12)),
+        ("balancekv", "figure", 4),
+        ("balancekv", "table", 6),
+        ("h2o", "figure", 14),
+        ("h2o", "table", 12),
     ]:
-        own = [item.id for item in ITEMS.values() if item.paper == paper]
-        ids = (re.fullmatch(rf"{kind}(\d+)[a-z]?", name) for name in own)
-        assert {int(match[1]) for match in ids if match} == set(range(1, count + 1))
+        ids = [item.id for item in ITEMS.values() if item.paper == paper]
+        matches = (re.fullmatch(rf"{kind}(\d+)[a-z]?", item_id) for item_id in ids)
+        assert {int(match[1]) for match in matches if match} == set(range(1, count + 1))
+
+
+def test_every_item_says_what_it_shows_and_what_makes_it() -> None:
     for item in ITEMS.values():
         assert item.alias or (item.shows and (item.needs or item.no_data))
         assert not (item.no_data and item.experiment in EXPERIMENTS)
-        assert not item.script or (ROOT / "scripts/papers" / f"{item.script}.py").is_file()
-        for old in item.was:
-            assert experiment_called(old) == item.experiment
+        assert not item.script or (SCRIPTS / f"{item.script}.py").is_file()
+
+
+def test_an_older_name_is_its_item() -> None:
+    for item in ITEMS.values():
+        for old_name in item.was:
+            assert experiment_called(old_name) == item.experiment
     assert expanded(["experiment=table5,table6,demo"]) == [
         "experiment=balancekv_table5,balancekv_table6,demo"
     ]
 
 
 def test_an_alias_is_its_item_and_nothing_else() -> None:
-    said = yaml.safe_load((ROOT / "results/paper/experiments.yaml").read_text())
+    papers = yaml.safe_load((ROOT / "results/paper/experiments.yaml").read_text())
     aliases = {name: item.alias for name, item in ITEMS.items() if item.alias}
     assert aliases["clustergen_table1"] == "subgen_table1"
     for name in aliases:
         paper, _, number = name.partition("_")
-        assert set(said[paper]["items"][number]) == {"alias"}
+        assert set(papers[paper]["items"][number]) == {"alias"}
     assert len(list(command_lines("clustergen_table1", ["model=recall_mini"]))) == 3
 
 
 def test_a_status_is_what_a_page_shows() -> None:
     for name in COMPOSED:
-        table = composed(f"experiment={MADE[name].experiment}", *NEEDED.get(name, [])).paper_table
-        assert (MADE[name].status == "published") is bool(table), name
+        assert (MADE[name].status == "published") is bool(config_of(name).paper_table), name
     assert {ITEMS[name].status for name in ("h2o_figure6", "h2o_figure8", "h2o_figure2d")} == {
         "ours"
     }
 
 
 def test_experiments_and_published_files_are_in_the_list() -> None:
-    for name, said in EXPERIMENTS.items():
-        if (name.partition("_")[0] in PAPERS and "table" in name) or said.get("paper_table"):
+    for name, experiment in EXPERIMENTS.items():
+        is_table = name.partition("_")[0] in PAPERS and "table" in name
+        if is_table or experiment.get("paper_table"):
             assert name in ITEMS, f"{name} is not in results/paper/experiments.yaml"
         if name in ITEMS:
-            assert said["experiment_name"] in ITEMS
-            assert name.startswith(said["experiment_name"])
+            assert experiment["experiment_name"] in ITEMS
+            assert name.startswith(experiment["experiment_name"])
     for path in (ROOT / "results/paper").glob("*.csv"):
         assert path.stem in (*ITEMS, "models"), f"{path.name} is in no line of experiments.yaml"
 
 
 def test_every_experiment_says_how_it_differs_from_its_paper(capsys: Any) -> None:
     for name in COMPOSED:
-        config = composed(f"experiment={MADE[name].experiment}", *NEEDED.get(name, []))
+        config = config_of(name)
         assert config.differs or name == "balancekv_theorem3_1", name
         specs: Any = OmegaConf.to_container(config.paper_table) if config.paper_table else []
         for spec in specs if isinstance(specs, list) else [specs]:
@@ -101,15 +121,14 @@ def test_every_experiment_says_how_it_differs_from_its_paper(capsys: Any) -> Non
 
 def test_a_missing_file_is_a_line_that_says_where_it_comes_from() -> None:
     for name in ("demo_official", "subgen_table1", "balancekv_figure4"):
-        said = refusal_of([f"experiment={name}", "model=recall_mini"])
-        assert re.fullmatch(
-            r"a file is missing: task\.\w+=\[.*\], of .*git clone .*", said or ""
-        ), said
+        refusal = refusal_of([f"experiment={name}", "model=recall_mini"]) or ""
+        pattern = r"a file is missing: task\.\w+=\[.*\], of .*git clone .*"
+        assert re.fullmatch(pattern, refusal), refusal
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_command_composes_as_on_the_shipped_model(every: bool) -> None:
-    """The first line of each, or all of them: apart from the paper's runs, nothing published beside."""
+def test_every_command_composes_on_the_shipped_model(every: bool) -> None:
+    """The first line of each, or all of them."""
     for name in COMPOSED:
         lines = list(command_lines(name, ["model=recall_mini", "limit=2", "device=cpu"]))
         assert lines
@@ -117,35 +136,65 @@ def test_every_command_composes_as_on_the_shipped_model(every: bool) -> None:
             assert line[0] == lines[0][0] or line[0] in MADE[name].runs
             assert {"limit=2", "task.per_dataset=2"} & set(line)
         for line in lines if every else lines[:1]:
-            one = [word for word in line if not re.match(r"[\w.]+=[^\[{']*,", word)]  # of a sweep
-            assert refusal_of(one) is None, line
-            config = composed(*one)
-            assert config.paper_table is None
-            assert config.experiment_name.endswith("_small")
-            assert config.small.startswith("A small run, not that of the paper: model recall_mini")
-            is_of_fixtures = any("fixtures" in w or "tests/data" in w for w in one)
-            invented = is_of_fixtures or name in GENERATED
-            assert config.task_label.startswith("fixture_") is invented, one
-            assert ("invented texts" in config.small) is invented
+            check_small_run(name, line)
 
 
-def test_a_script_says_how_it_differs(capsys: Any) -> None:
-    status, out, err = main(capsys, "reproduce", "h2o_figure2b", "dry_run=true")
-    assert (status, err) == (0, "")
-    first, second = out.splitlines()
-    assert first.startswith("differs from the paper: attention is summed by position here")
-    assert second == "python scripts/papers/attention_mass.py name=h2o_figure2b"
+def check_small_run(name: str, line: Sequence[str]) -> None:
+    """A line's config is allowed, its folder and table are not the paper's, and its page says that it is
+    small and where its texts are invented."""
+    swept = re.compile(r"[\w.]+=[^\[{']*,")
+    words = [word for word in line if not swept.match(word)]
+    settings = Settings.of(composed(*words))
+    assert settings.paper_table is None
+    assert settings.experiment_name.endswith("_small")
+    sentence = settings.small or ""
+    assert sentence.startswith("A small run, not that of the paper: model recall_mini")
+    reads_fixtures = any("fixtures" in word or "tests/data" in word for word in words)
+    is_invented = reads_fixtures or name in GENERATED
+    assert settings.task_label.startswith("fixture_") is is_invented, words
+    assert ("invented texts" in sentence) is is_invented
 
 
-def test_a_dry_run_of_a_script_checks_its_settings(capfd: Any) -> None:
-    """Before anything is downloaded: MPT's own field, and one that its config does not have."""
+def test_a_script_has_its_arguments_and_its_exit_status_is_the_commands(
+    capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "scripts/papers/attention_mass.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("import sys\nprint(*sys.argv[1:])\nsys.exit(2)\n")
+    monkeypatch.setattr(reproducing, "config_dir", lambda: tmp_path / "conf")
+    status, out, err = main(capfd, "reproduce", "h2o_figure2b", "limit=2", "dry_run=true")
+    assert (status, err) == (2, "")
+    difference, command, printed = out.splitlines()
+    assert difference.startswith("differs from the paper: attention is summed by position here")
+    assert command == "python scripts/papers/attention_mass.py name=h2o_figure2b limit=2"
+    assert printed == "name=h2o_figure2b limit=2 dry_run=true"
+
+
+@pytest.mark.parametrize(
+    ("field", "status", "printed"),
+    [
+        ("max_seq_len", 0, "settings checked: model MPT-7B (MptConfig), task LongBench\n"),
+        ("max_length_of_all", 2, "'max_length_of_all', which MptConfig does not have; allowed: "),
+    ],
+)
+def test_a_dry_run_of_a_script_checks_its_settings(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+    status: int,
+    printed: str,
+) -> None:
+    """Before anything is downloaded: a field that MPT's config has, and one that it does not have."""
+    script = str(SCRIPTS / "clusterability.py")
     (panel,) = [line for line in command_lines("clustergen_figure1", []) if "model=_mpt_7b" in line]
-    assert reproducing.run_script("papers/clusterability", panel[1:], dry=True) == 0
-    assert "settings checked: model MPT-7B (MptConfig), task LongBench" in capfd.readouterr().out
-    wrong = [word.replace("max_seq_len", "max_length_of_all") for word in panel[1:]]
-    assert reproducing.run_script("papers/clusterability", wrong, dry=True) == 2
-    said = capfd.readouterr().err
-    assert "model.config names 'max_length_of_all', which MptConfig does not have" in said
+    words = [word.replace("max_seq_len", field) for word in panel[1:]]
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setattr(sys, "argv", [script, *words, "dry_run=true"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(script, run_name="__main__")
+    assert (stop.value.code or 0) == status
+    output = capsys.readouterr()
+    assert printed in (output.err if status else output.out)
 
 
 def test_show_knows_every_item(capsys: Any) -> None:
@@ -154,9 +203,9 @@ def test_show_knows_every_item(capsys: Any) -> None:
             continue
         status, out, err = main(capsys, "show", name)
         assert (status, err) == (0, "")
-        told = yaml.safe_load(out)
-        assert told["shows"] == item.shows
-        assert told.get("differs", []) == list(item.differs)
+        facts = yaml.safe_load(out)
+        assert facts["shows"] == item.shows
+        assert facts.get("differs", []) == list(item.differs)
     status, out, err = main(capsys, "show", "h2o_table8")  # by an experiment
     assert (status, err) == (0, "")
     assert yaml.safe_load(out)["experiment_name"] == "h2o_table8"
@@ -186,9 +235,9 @@ def test_a_command_reads_the_papers_files_or_invented_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LONGEVAL", str(tmp_path))
-    found = lines_of("subgen_table1", "task.seed=3")
-    assert [line[1] for line in found] == [f"task_label=longeval_{n}" for n in (200, 300, 400)]
-    assert all(f"task.files=[{tmp_path}/" in line[2] for line in found)
+    papers = lines_of("subgen_table1", "task.seed=3")
+    assert [line[1] for line in papers] == [f"task_label=longeval_{n}" for n in (200, 300, 400)]
+    assert all(f"task.files=[{tmp_path}/" in line[2] for line in papers)
     monkeypatch.delenv("LONGEVAL")
     small = lines_of("subgen_table1", "model=recall_mini")
     assert all("task.files=[]" in line and not any("LONGEVAL" in w for w in line) for line in small)
@@ -197,7 +246,7 @@ def test_a_command_reads_the_papers_files_or_invented_ones(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("subgen_table1", "LONGEVAL is not set; subgen_table1 needs LongChat"),
         ("figure4", "ESSAYS is not set; balancekv_figure4 needs"),
@@ -206,11 +255,11 @@ def test_a_command_reads_the_papers_files_or_invented_ones(
     ],
 )
 def test_a_command_that_lacks_something_says_what(
-    monkeypatch: pytest.MonkeyPatch, name: str, said: str
+    monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
     for variable in ("LONGEVAL", "ESSAYS"):
         monkeypatch.delenv(variable, raising=False)  # make exports it
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         lines_of(name)
 
 
@@ -223,12 +272,12 @@ def test_longbenchs_templates_need_lm_eval(monkeypatch: pytest.MonkeyPatch) -> N
 def test_all_visits_every_name_whatever_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    asked: list[str] = []
+    experiments: list[str] = []
 
     def run(line: Any) -> int:
-        asked.append(line[0].partition("=")[2])
-        if len(asked) < 3:
-            raise [UserError("no"), OSError("full")][len(asked) - 1]
+        experiments.append(line[0].partition("=")[2])
+        if len(experiments) < 3:
+            raise [UserError("no"), OSError("full")][len(experiments) - 1]
         folder = next(word.partition("=")[2] for word in line if word[:15] == "experiment_name")
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "report.html").write_text("<p>")
@@ -236,16 +285,14 @@ def test_all_visits_every_name_whatever_fails(
 
     scripts: list[str] = []
     monkeypatch.setattr(
-        reproducing, "run_script", lambda _, given, dry: scripts.append(given[0]) or 0
+        reproducing, "run_script", lambda _, words, dry: scripts.append(words[0]) or 0
     )
     words = ["all", "model=recall_mini", "limit=2", f"results_dir={tmp_path}"]
     assert reproduce(words, run) == 2
-    out = capsys.readouterr().out.splitlines()
-    assert [
-        line.partition(":")[0] for line in out if line and ITEMS.get(line.partition(":")[0])
-    ] == [*ITEMS]
-    made = {script.removeprefix("name=").removesuffix("_small") for script in scripts}
-    assert {*asked, *made} == {experiment_called(name) for name in MADE}
+    heads = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [head for head in heads if head in ITEMS] == list(ITEMS)
+    by_scripts = {script.removeprefix("name=").removesuffix("_small") for script in scripts}
+    assert {*experiments, *by_scripts} == {experiment_called(name) for name in MADE}
     order = re.findall(r'href="(\w+)/report.html"', (tmp_path / "index.html").read_text())
     assert order.index("balancekv_table2_small") < order.index("subgen_table2_small")
 
@@ -261,5 +308,5 @@ def test_reproduce_runs_what_it_says(capsys: Any, tmp_path: Path) -> None:
     narrow = ["task.datasets=[trec]", "task.max_input=300", "method=[exact,uniform]"]
     assert main(capsys, "reproduce", "balancekv_table6", *words, *narrow)[0] == 0
     runs = load_runs(tmp_path / "balancekv_table6_small")
-    assert {found.manifest["method"] for found in runs} == {"exact", "uniform"}
-    assert {len(found.records) for found in runs} == {1}
+    assert {run.manifest["method"] for run in runs} == {"exact", "uniform"}
+    assert {len(run.records) for run in runs} == {1}

@@ -1,5 +1,5 @@
-"""What cannot be followed is one line, and nothing is written; nothing that a config names is called
-before it is found to be of the kind that is asked for."""
+"""A wrong command is refused in one line, and nothing is written; nothing that a config names is called
+before it is checked to be a class of the expected kind."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pydoc import locate
 from typing import Any
 
 import pytest
-from support.cli_cases import BASE, ended, with_base
+from support.cli_cases import BASE, Ended, ended, with_base
+from support.paths import ROOT
 
-import kvbench
 from kvbench.catalogue import catalogue, config_dir
 from kvbench.cli.declared import declared_options
 from kvbench.errors.options import allowed, hints_of
@@ -119,7 +119,7 @@ ALONE: list[tuple[str, str]] = [
     ("--cfg", "argument -c/--cfg: expected one argument"),
     ("--cfg nothing", "argument -c/--cfg: invalid choice: 'nothing'"),
 ]
-"""Command lines that are refused before torch is imported, each with a part of what is said of it."""
+"""Command lines that are refused before torch is imported, each with a part of its message."""
 MADE: list[tuple[str, str]] = [
     ("budget.rate=0", "budget.rate is 0; allowed: a number in (0, 1]"),
     (
@@ -167,14 +167,13 @@ MADE: list[tuple[str, str]] = [
     ("launcher=slurm launcher.partitoin=x", "unknown key of launcher 'partitoin'"),
     ("+methods.snapkv.zzz=1", "unknown key 'zzz' of methods.snapkv; allowed:"),
 ]
-"""The same of jobs that are made first."""
+"""Command lines whose jobs are made first, with a base of other overrides."""
 
 
-AT_ONCE = [[words.split(" "), said] for words, said in ALONE]
-REFUSED: list[tuple[list[str], str]] = [
-    *((with_base([], words.split(" ")), said) for words, said in ALONE),
-    *((with_base([*BASE, "method=[snapkv,h2o]"], words.split(" ")), said) for words, said in MADE),
-]
+AT_ONCE = [(line.split(" "), message) for line, message in ALONE]
+REFUSED: list[tuple[list[str], str]] = []
+for line, message in MADE:
+    REFUSED.append((with_base([*BASE, "method=[snapkv,h2o]"], line.split(" ")), message))
 REFUSED += [
     (["seed=" + "[" * 3000 + "]" * 3000], "maximum recursion depth exceeded"),
     (["\x13\x1b[31mred\r"], r"\x13\x1b[31mred\r"),
@@ -186,48 +185,57 @@ REFUSED += [
 
 
 def make_files(folder: Path) -> None:
-    """What the commands name: files of rows without any, and with a broken one."""
+    """The files that the commands name: an empty one, and one whose second line is no JSON."""
     (folder / "empty.jsonl").touch()
-    whole = json.dumps({"context": "a", "question": "b", "answers": "c"})
-    (folder / "broken.jsonl").write_text(f"{whole}\nno\n")
+    row = json.dumps({"context": "a", "question": "b", "answers": "c"})
+    (folder / "broken.jsonl").write_text(f"{row}\nno\n")
 
 
-@pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: str(value)[-40:])
-def test_what_cannot_be_followed_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:
+def check_refused(result: Ended, message: str) -> None:
+    """The command ended with one line that has the message in it."""
+    assert result.problem() is None, result
+    assert result.status == 2, result
+    assert len(result.err.splitlines()) == 1
+    assert result.err.startswith("kvbench: ")
+    assert message in result.err
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=lambda value: str(value)[-40:])
+def test_a_wrong_job_is_refused_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:
+    check_refused(ended(words, folder=tmp_path), message)
+    assert not list(tmp_path.iterdir())
+
+
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None
+from dataclasses import asdict
+from pathlib import Path
+from support.cli_cases import ended
+results = [ended(words, folder=Path.cwd()) for words in json.load(sys.stdin)]
+print(json.dumps([asdict(result) for result in results]))
+"""
+
+
+def test_a_wrong_command_is_refused_at_once(tmp_path: Path) -> None:
+    """Without a banner, and without torch, whose import takes seconds: here it fails."""
     make_files(tmp_path)
-    found = ended(words, folder=tmp_path)
-    assert found.problem() is None, found
-    assert found.status == 2
-    assert [words, said] not in AT_ONCE or not found.out, "no banner"
-    assert len(found.err.splitlines()) == 1
-    assert found.err.startswith("kvbench: ")
-    assert said in found.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "empty.jsonl"]
-
-
-def test_they_are_refused_without_torch(tmp_path: Path) -> None:
-    """It takes seconds to import; here it cannot be."""
-    make_files(tmp_path)
-    script = "import json, sys\nsys.modules['torch'] = None\nfrom kvbench.cli.main import main\n"
-    script += "for words in json.loads(sys.argv[1]):\n"
-    script += "    try: main(words)\n"
-    script += "    except SystemExit as stop: assert stop.code == 2, words\n"
-    commands = [
-        words
-        for words, _ in ((words.split(" "), said) for words, said in ALONE)
-        if words[:2] != ["reproduce", "all"]
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(commands)],
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        input=json.dumps([words for words, _ in AT_ONCE]),
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(kvbench.__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "torch" not in done.stderr.replace("no torch", "")
-    assert done.stdout == ""
+    assert process.returncode == 0, process.stderr
+    results = [Ended(**fields) for fields in json.loads(process.stdout)]
+    for (words, message), result in zip(AT_ONCE, results, strict=True):
+        assert not result.out, words
+        assert "torch" not in result.err.replace("no torch", ""), result
+        check_refused(result, message)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "empty.jsonl"]
 
 
 @pytest.mark.parametrize("kind", ["methods", "tasks"])
@@ -249,23 +257,23 @@ def test_options_are_declared_in_the_source_as_their_classes_have_them(kind: str
 
 @pytest.mark.parametrize("dry", ["dry_run=true", "dry_run=false", "-m"])
 def test_nothing_that_a_config_names_is_called(tmp_path: Path, dry: str) -> None:
-    made = tmp_path / "made"
-    ways = {
-        "os.mkdir": [f"+methods.x.path={made}"],
-        "os.system": [f"+methods.x.command='touch {made}'"],
+    mark = tmp_path / "mark"
+    targets = {
+        "os.mkdir": [f"+methods.x.path={mark}"],
+        "os.system": [f"+methods.x.command='touch {mark}'"],
         "this.d": [],  # a module that prints when it is imported
     }
-    for target, options in ways.items():
+    for target, options in targets.items():
         words = [*BASE[:-2], "limit=1", "method=[exact]", f"+methods.x._target_={target}", *options]
-        found = ended([*words, dry], folder=tmp_path)
-        assert found.status == 2
-        assert f"methods.x._target_ is '{target}'; allowed: a Method" in found.err
-        assert "Zen" not in found.out
-        assert not made.exists()
+        result = ended([*words, dry], folder=tmp_path)
+        assert result.status == 2
+        assert f"methods.x._target_ is '{target}'; allowed: a Method" in result.err
+        assert "Zen" not in result.out
+        assert not mark.exists()
     user = tmp_path / "conf" / "method"
     user.mkdir(parents=True)
-    yaml = f"# @package methods.evil\n_target_: os.mkdir\npath: {made}\n"
+    yaml = f"# @package methods.evil\n_target_: os.mkdir\npath: {mark}\n"
     (user / "evil.yaml").write_text(yaml)
-    found = ended([*BASE, f"--config-dir={user.parent}", "method=[evil]"], folder=tmp_path)
-    assert "methods.evil._target_ is 'os.mkdir'; allowed: a Method" in found.err
-    assert not made.exists()
+    result = ended([*BASE, f"--config-dir={user.parent}", "method=[evil]"], folder=tmp_path)
+    assert "methods.evil._target_ is 'os.mkdir'; allowed: a Method" in result.err
+    assert not mark.exists()

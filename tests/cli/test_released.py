@@ -1,4 +1,4 @@
-"""Predictions that somebody published become an experiment of ours."""
+"""scripts/released.py: predictions that others published become an experiment."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def test_released_predictions_stand_beside_the_same_examples(tmp_path: Path, cap
     names = {"experiment": "table1", "task": "longbench", "method": "snapkv"}
     run = write_run(tmp_path / "results", **names, records=records, task_meta=LONGBENCH_META)
     (tmp_path / "pred").mkdir()
-    said = [("the 42", 2, 102), ("no", 3, 102), ("a fox", 1, 101), ("x", 0, 7)]
-    rows = [{"pred": text, "answers": ANSWERS[i], "length": n} for text, i, n in said]
+    predictions = [("the 42", 2, 102), ("no", 3, 102), ("a fox", 1, 101), ("x", 0, 7)]
+    rows = [{"pred": text, "answers": ANSWERS[i], "length": n} for text, i, n in predictions]
     lines = "".join(json.dumps(row | {"all_classes": None}) + "\n" for row in rows)
     (tmp_path / "pred" / "qasper.jsonl").write_text(lines)
     pair_released([f"run={run}", f"predictions={tmp_path / 'pred'}"])
     assert "3 of 4 examples matched" in capsys.readouterr().out
-    (found,) = load_runs(tmp_path / "results" / "table1_released")
-    scores = found.records.set_index("example_id")["score"].to_dict()
+    (released,) = load_runs(tmp_path / "results" / "table1_released")
+    scores = released.records.set_index("example_id")["score"].to_dict()
     # F1 of "a fox" against "a red fox", articles left out: precision 1, recall 1/2
     assert scores == pytest.approx({"qasper-1": 2 / 3, "qasper-2": 1.0, "qasper-3": 0.0})
-    assert found.records["ratio"].isna().all()
-    for words, problem in (([], "takes run="), ([f"run={tmp_path}", "predictions=x"], "a run's f")):
-        with pytest.raises(UserError, match=problem):
+    assert released.records["ratio"].isna().all()
+    for words, message in (([], "takes run="), ([f"run={tmp_path}", "predictions=x"], "a run's f")):
+        with pytest.raises(UserError, match=message):
             pair_released(words)

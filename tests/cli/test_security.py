@@ -1,5 +1,6 @@
-"""Nothing from elsewhere is executed, no secret is written, no file lands where it should not, and no
-name or text of other people's results means anything."""
+"""Nothing from elsewhere is executed, no secret is written, no file is written outside its folder, and
+names and texts in other people's results are data only: never paths, markup, formulas or control codes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import ast
 import json
 import os
 import unicodedata
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from kvbench.report.__main__ import main
 UNSAFE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
 CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "np.load", "numpy.load"}
 CALLS |= {"os.system", "yaml.unsafe_load", "yaml.full_load"}
-SAFE_WORDS = {"allow_pickle": "False", "shell": "False", "weights_only": "True"}
+SAFE_VALUES = {"allow_pickle": "False", "shell": "False", "weights_only": "True"}
 
 
 def test_the_package_unpickles_and_evaluates_nothing() -> None:
@@ -42,12 +45,15 @@ def test_the_package_unpickles_and_evaluates_nothing() -> None:
                 assert (node.module or "").partition(".")[0] not in UNSAFE, file
             elif isinstance(node, ast.Call):
                 assert ast.unparse(node.func) not in CALLS, (file, node.lineno)
-                for word in node.keywords:
-                    said = ast.unparse(word.value)
-                    assert said == SAFE_WORDS.get(word.arg or "", said), (file, node.lineno)
-                    if word.arg == "trust_remote_code":
-                        called = ast.unparse(node.func)
-                        assert "ModelSpec" in called or said.startswith("spec."), file
+                for keyword in node.keywords:
+                    value = ast.unparse(keyword.value)
+                    assert value == SAFE_VALUES.get(keyword.arg or "", value), (file, node.lineno)
+                    if keyword.arg == "trust_remote_code":
+                        function = ast.unparse(node.func)
+                        assert "ModelSpec" in function or value.startswith("spec."), file
+
+
+def test_no_model_runs_code_of_its_own_by_default() -> None:
     for path in (PACKAGE / "conf").rglob("*.yaml"):
         assert "trust_remote_code: true" not in path.read_text(), path
     assert not ModelSpec(name="a", path="b").trust_remote_code
@@ -82,13 +88,13 @@ def test_code_and_pickles_of_a_model_folder_are_refused_in_one_line(tmp_path: Pa
     mark = tmp_path / "owned"
     folder = model_folder(tmp_path / "model", mark)
     words = [*SMALL, "logger=none", "device=cpu", "model=hf", f"model.path={folder}"]
-    for needed in ("safetensors", "trust_remote_code"):
-        found = ended(words, folder=tmp_path)
-        assert found.problem() is None, found
-        assert found.status == 2
-        assert needed in found.err
+    for requirement in ("safetensors", "trust_remote_code"):
+        result = ended(words, folder=tmp_path)
+        assert result.problem() is None, result
+        assert result.status == 2
+        assert requirement in result.err
         assert not mark.exists()
-        assert not (tmp_path / "runs").exists(), "nothing was begun"
+        assert not (tmp_path / "runs").exists(), "no job was started"
         (folder / "evil.py").write_text(CODE.format(mark=str(mark)))
         for name, fields in CLASSES.items():
             path = folder / name
@@ -97,24 +103,24 @@ def test_code_and_pickles_of_a_model_folder_are_refused_in_one_line(tmp_path: Pa
     assert mark.exists()
 
 
-class Telling(SnapKV):
-    """A method whose error tells what it should not."""
+class Leaking(SnapKV):
+    """A method whose error's message contains secrets."""
 
     def compress(self, layer: Any, budget: Any, generator: Any) -> Any:
         raise ValueError(f"GET https://me:secret99@hub?token={os.environ['HF_TOKEN']} failed")
 
 
-def test_no_secret_is_written_or_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys in the environment, one that a user typed, and one in an error, which is a record."""
+def test_no_secret_is_written_or_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in the environment, one that a user typed, and one in an error that a record holds."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
     words = [*RUN, "logger=wandb", "logger.mode=offline", f"model.revision={TYPED}", "-v"]
-    words += ["methods.snapkv._target_=test_security.Telling"]
-    found = ended(words, folder=tmp_path)
-    assert found.status == 1, found.err
-    assert not leaks(tmp_path, found.out + found.err)
+    words += ["methods.snapkv._target_=test_security.Leaking"]
+    result = ended(words, folder=tmp_path)
+    assert result.status == 1, result.err
+    assert not leaks(tmp_path, result.out + result.err)
     files = {path.name for path in written(tmp_path)}
     assert {"manifest.json", "records.jsonl", "report.html"} <= files
     assert any(name.endswith(".wandb") for name in files), "W&B wrote its run"
@@ -124,22 +130,22 @@ def test_no_secret_is_written_or_said(tmp_path: Path, monkeypatch: pytest.Monkey
     assert manifest["identity"]["model"]["revision"] == HIDDEN
     assert manifest["identity"]["model"]["trust_remote_code"] is False
     assert f"model.revision={HIDDEN}" in manifest["command"]
-    told = f"ValueError: GET https://{HIDDEN}@hub?token={HIDDEN} failed"
-    assert list(runs["snapkv"].records["error"]) == [told]
+    message = f"ValueError: GET https://{HIDDEN}@hub?token={HIDDEN} failed"
+    assert list(runs["snapkv"].records["error"]) == [message]
 
 
 def test_a_secret_in_prompts_and_answers_is_replaced(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In records, on the page and in W&B's files; scores are those of the true texts."""
+    """In records, on the page and in W&B's files."""
     secret = 'q"uo\\te é secret'
     monkeypatch.setenv("MY_PASSWORD", secret)
     rows = tmp_path_factory.mktemp("data") / "rows.jsonl"
     row = {"context": f"The word is {secret}. " * 30, "question": f"{secret}?", "answers": secret}
     rows.write_text(json.dumps(row))
     words = ["task=jsonl", f"task.files=[{rows}]", *RUN[3:], "logger=wandb", "logger.mode=offline"]
-    found = ended([*words, "results_dir=runs"], folder=tmp_path)
-    assert found.status == 0, found.err
+    result = ended([*words, "results_dir=runs"], folder=tmp_path)
+    assert result.status == 0, result.err
     forms = [form.encode() for form in (secret, json.dumps(secret)[1:-1])]
     for path, content in written(tmp_path).items():
         assert not [form for form in forms if form in content], path
@@ -149,15 +155,15 @@ def test_a_secret_in_prompts_and_answers_is_replaced(
     assert record["prompt_tail"].endswith(f"{HIDDEN}?\n") or HIDDEN in record["prompt_tail"]
 
 
-TOLD = [f"revision {TYPED}", "https://user:pass@host/x", "api_key=abc", "{'HF_TOKEN': 'abc'}"]
-TOLD += ["password: abc", "ghp_abcdefghijklmnop1234"]
+SECRET = [f"revision {TYPED}", "https://user:pass@host/x", "api_key=abc", "{'HF_TOKEN': 'abc'}"]
+SECRET += ["password: abc", "ghp_abcdefghijklmnop1234"]
 PLAIN = ["chunk_tokens=512 max_new_tokens=8 tokenizer=x", "non-finite logits at new token 3"]
 PLAIN += ["task.key=a-b", "abc/def:80@x"]
 
 
 def test_what_is_hidden_and_what_is_not() -> None:
-    for text in (*TOLD, *PLAIN):
-        assert (redact(text) != text) is (text in TOLD), text
+    for text in (*SECRET, *PLAIN):
+        assert (redact(text) != text) is (text in SECRET), text
         assert redact({"a": [text]}) == {"a": [redact(text)]}
     for name in ("HF_TOKEN", "a.api_key", "secret", "my_password", "AWS_SECRET_ACCESS_KEY"):
         assert names_a_secret(name), name
@@ -167,29 +173,33 @@ def test_what_is_hidden_and_what_is_not() -> None:
 
 # Results from elsewhere.
 
-WRONG: list[tuple[str, str, Any]] = [
-    *[("records", name, value) for name in ("seed", "status") for value in ([], "x", 1.5)],
-    *[("records", name, value) for name in ("score", "ratio") for value in ([], "x", True)],
-    *[("records", name, value) for name in ("dataset", "error") for value in ({}, 5, "\ud800")],
-    *[("records", "example_id", value) for value in (None, ["a"], "\udfff")],
-    *[("records", name, "x") for name in ("entries", "answers", "compressed")],
-    *[("manifest", key, value) for key in ("identity", "task_meta", "config") for value in ([], 5)],
-    *[("manifest", key, value) for key in ("model", "method") for value in ([], 5, "\ud800")],
-    *[("manifest", "seed", value) for value in ([], "x", 1.5)],
-    *[("manifest", "earlier_starts", value) for value in (5, None, {}, [5])],
+WRONG: list[tuple[str, Sequence[str], Sequence[Any]]] = [
+    ("records", ("seed", "status"), ([], "x", 1.5)),
+    ("records", ("score", "ratio"), ([], "x", True)),
+    ("records", ("dataset", "error"), ({}, 5, "\ud800")),
+    ("records", ("example_id",), (None, ["a"], "\udfff")),
+    ("records", ("entries", "answers", "compressed"), ("x",)),
+    ("manifest", ("identity", "task_meta", "config"), ([], 5)),
+    ("manifest", ("model", "method"), ([], 5, "\ud800")),
+    ("manifest", ("seed",), ([], "x", 1.5)),
+    ("manifest", ("earlier_starts",), (5, None, {}, [5])),
 ]
+"""Files of a run, keys of them, and values that these keys may not have."""
 
 
 def change(path: Path, key: str, value: Any) -> None:
     """Set a key, ``a.b`` being b within a, in a manifest or in the second line of a records file."""
-    lines = path.read_text().split("\n") if path.suffix == ".jsonl" else ["", path.read_text()]
-    content = inner = json.loads(lines[1])
+    if path.suffix == ".jsonl":
+        first, text, *others = path.read_text().split("\n")
+    else:
+        text = path.read_text()
+    content = inner = json.loads(text)
     *above, last = key.split(".")
     for part in above:
         inner = inner.setdefault(part, {})
     inner[last] = value
-    lines[1] = json.dumps(content)
-    path.write_text("\n".join(lines if path.suffix == ".jsonl" else lines[1:]))
+    changed = json.dumps(content)
+    path.write_text("\n".join([first, changed, *others]) if path.suffix == ".jsonl" else changed)
 
 
 def test_a_value_of_a_wrong_type_is_named_in_one_line(tmp_path: Path) -> None:
@@ -197,20 +207,26 @@ def test_a_value_of_a_wrong_type_is_named_in_one_line(tmp_path: Path) -> None:
     run = write_run(tmp_path, task="t", method="exact", records=rows, task_meta=LINES_META)
     files = {path.stem: path for path in run.iterdir() if path.suffix}
     before = {name: path.read_bytes() for name, path in files.items()}
-    for name, key, value in WRONG:
-        change(files[name], key, value)
-        with pytest.raises(StoreError, match=r"^[^\n]{,1500}$") as error:
-            load_runs(tmp_path / "demo")
-        half = isinstance(value, str) and not value.isascii()
-        assert ("not JSON" if half else key) in str(error.value), (key, value)
-        assert files[name].name in str(error.value)
-        files[name].write_bytes(before[name])
-    for key in set(COMMON_FIELDS) - {"example_id", "status"}:
-        change(files["records"], key, None)
-    assert load_run(run).records["score"].isna()[1], "null is fine"
+    for name, keys, values in WRONG:
+        for key, value in product(keys, values):
+            change(files[name], key, value)
+            with pytest.raises(StoreError, match=r"^[^\n]{,1500}$") as error:
+                load_runs(tmp_path / "demo")
+            is_half_a_character = isinstance(value, str) and not value.isascii()
+            assert ("not JSON" if is_half_a_character else key) in str(error.value), (key, value)
+            assert files[name].name in str(error.value)
+            files[name].write_bytes(before[name])
     change(files["manifest"], "seed", "x")
-    found = ended([str(tmp_path / "demo")], main=main)
-    assert (found.problem(), found.status) == (None, 1)
+    result = ended([str(tmp_path / "demo")], main=main)
+    assert (result.problem(), result.status) == (None, 1)
+
+
+def test_null_is_allowed_in_a_record(tmp_path: Path) -> None:
+    rows = [{"example_id": f"e{i}", "num_lines": 5, "score": 1.0} for i in range(3)]
+    run = write_run(tmp_path, task="t", method="exact", records=rows, task_meta=LINES_META)
+    for key in set(COMMON_FIELDS) - {"example_id", "status"}:
+        change(run / "records.jsonl", key, None)
+    assert load_run(run).records["score"].isna()[1]
 
 
 def test_a_pipe_and_a_structure_in_a_forged_folder_are_one_line(tmp_path: Path) -> None:
@@ -218,9 +234,9 @@ def test_a_pipe_and_a_structure_in_a_forged_folder_are_one_line(tmp_path: Path) 
         tmp_path, task="t", records=[{"example_id": "a", "score": 1.0, "num_lines": {}}]
     )
     change(run / "manifest.json", "task_meta.breakdown", ["num_lines"])
-    found = ended([str(tmp_path / "demo")], main=main)
-    assert found.status == 1
-    assert "record 1 ('a'): num_lines is an object; allowed: text, a number or null" in found.err
+    result = ended([str(tmp_path / "demo")], main=main)
+    assert result.status == 1
+    assert "record 1 ('a'): num_lines is an object; allowed: text, a number or null" in result.err
     (run / "records.jsonl").unlink()
     os.mkfifo(run / "records.jsonl")
     with pytest.raises(StoreError, match=r"records\.jsonl: no regular file"):
@@ -231,8 +247,8 @@ def test_a_ratio_that_no_figure_can_show_does_not_end_the_report(tmp_path: Path)
     for method, ratio in (("exact", 1.0), ("snapkv", 0.0), ("uniform", 1e308), ("h2o", -1.0)):
         rows = [{"example_id": f"e{i}", "score": 0.5, "ratio": ratio} for i in range(12)]
         write_run(tmp_path, method=method, records=rows, task_meta=LINES_META)
-    found = ended([str(tmp_path / "demo"), "--list"], main=main)
-    assert (found.problem(), found.status) == (None, 0), found.err[-2000:]
+    result = ended([str(tmp_path / "demo"), "--list"], main=main)
+    assert (result.problem(), result.status) == (None, 0), result.err[-2000:]
 
 
 def test_a_secret_does_not_become_a_folders_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,37 +264,44 @@ NAMES = [ATTACK, QUOTES, UP, "/tmp/escape", "\x1b]0;owned\x07", "\u202egnp.exe",
 NAMES += ["$\\frac{", "=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "é" * 300, "x" * 100_000]
 
 
-def test_names_and_texts_of_other_peoples_results_mean_nothing(tmp_path: Path) -> None:
-    """In every field that is shown, or could become a file's name."""
-    inside, name = tmp_path / "results", f"{UP}{QUOTES}\x1b]0;owned\x07"
-    for method in ("exact", f"m{name}"):
-        rows = [
-            {"example_id": f"{one}{i}", "dataset": one, "num_lines": one, "prediction": one}
-            | {"answers": [one], "prompt_tail": f"</script>{one}", "score": 0.5}
-            for i, one in enumerate(NAMES)
-        ]
-        rows += [{**row, "example_id": f"e{row['example_id']}", "status": "error"} for row in rows]
-        for row in rows[len(NAMES) :]:
-            row["error"] = row["dataset"]
-        run = write_run(inside, task="t", method=method, records=rows, task_meta=LINES_META)
+def write_hostile_runs(folder: Path) -> None:
+    """Two runs with a name of `NAMES` in every field that is shown or could become a file's name."""
+    run_name = f"{UP}{QUOTES}\x1b]0;owned\x07"
+    for method in ("exact", f"m{run_name}"):
+        rows: list[dict[str, Any]] = []
+        for i, name in enumerate(NAMES):
+            row = {"example_id": f"{name}{i}", "dataset": name, "num_lines": name, "score": 0.5}
+            row |= {"prediction": name, "answers": [name], "prompt_tail": f"</script>{name}"}
+            failed = {"example_id": f"e{name}{i}", "status": "error", "error": name}
+            rows += [row, {**row, **failed}]
+        run = write_run(folder, task="t", method=method, records=rows, task_meta=LINES_META)
         for key in ("model", "task", "config_hash"):
-            change(run / "manifest.json", key, name)
-        change(run / "manifest.json", "task_meta.breakdown", ["num_lines", name])
+            change(run / "manifest.json", key, run_name)
+        change(run / "manifest.json", "task_meta.breakdown", ["num_lines", run_name])
+
+
+def test_names_and_texts_of_other_peoples_results_are_data_only(tmp_path: Path) -> None:
+    inside = tmp_path / "results"
+    write_hostile_runs(inside)
     before = {path for path in tmp_path.rglob("*") if not path.is_relative_to(inside)}
-    found = ended([str(inside / "demo"), "--list"], folder=tmp_path, main=main)
-    assert found.problem() is None, found.err[-2000:]
-    unseen = {c for c in found.out + found.err if unicodedata.category(c) in ("Cc", "Cf", "Zl")}
-    assert unseen <= {"\n"}
+    result = ended([str(inside / "demo"), "--list"], folder=tmp_path, main=main)
+    assert result.problem() is None, result.err[-2000:]
+    printed = set(result.out + result.err)
+    assert {c for c in printed if unicodedata.category(c) in ("Cc", "Cf", "Zl")} <= {"\n"}
     assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(inside)} == before
     assert not Path("/tmp/escape").exists()
     for path, content in written(inside / "demo").items():
         assert len(path.name.encode()) <= 210
-        text = content.decode(errors="replace")
-        if path.suffix in (".html", ".md", ".tex"):
-            for part in ("<img src=x", "<svg onload", "<script>document"):
-                assert part not in text, path
-        if path.suffix in (".html", ".md", ".tex", ".csv"):
-            assert not {"\x1b", "\x07", "\u202e"} & set(text), path
-        if path.suffix == ".csv":
-            cells = [cell.strip('"') for line in text.splitlines() for cell in line.split(",")]
-            assert not [c for c in cells if c.startswith(("=1", "+cmd", "@SUM"))], path
+        check_harmless(path, content.decode(errors="replace"))
+
+
+def check_harmless(path: Path, text: str) -> None:
+    """A file of a report has no markup, control codes or formulas of the results' in it."""
+    if path.suffix in (".html", ".md", ".tex"):
+        for part in ("<img src=x", "<svg onload", "<script>document"):
+            assert part not in text, path
+    if path.suffix in (".html", ".md", ".tex", ".csv"):
+        assert not {"\x1b", "\x07", "\u202e"} & set(text), path
+    if path.suffix == ".csv":
+        cells = [cell.strip('"') for line in text.splitlines() for cell in line.split(",")]
+        assert not [c for c in cells if c.startswith(("=1", "+cmd", "@SUM"))], path

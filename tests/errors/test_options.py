@@ -26,7 +26,7 @@ class Inner:
     size: Count = 1
 
 
-HINTS: list[tuple[Any, list[Any], list[Any], str]] = [  # values that fit, others, what is said
+HINTS: list[tuple[Any, list[Any], list[Any], str]] = [  # hint, allowed values, refused ones, words
     (Count, [1, 10**30], [0, True, "4", 1.0, None, [1, 2]], "an integer >= 1"),
     (Odd, [1, 5], [4, -1], "an odd integer >= 1"),
     (Share, [0.5, 1], [0, 1.5, True, "x", float("nan")], "a number in (0, 1]"),
@@ -49,10 +49,10 @@ HINTS: list[tuple[Any, list[Any], list[Any], str]] = [  # values that fit, other
 
 
 def test_what_a_hint_allows() -> None:
-    for hint, fitting, others, words in HINTS:
-        for value in fitting:
+    for hint, allowed, refused, words in HINTS:
+        for value in allowed:
             fitted(hint, value)
-        for value in others:
+        for value in refused:
             with pytest.raises(ValueError, match=r"."):
                 fitted(hint, value)
         assert refusal("key", None, hint).startswith(f"key is None; allowed: {words}")

@@ -1,5 +1,5 @@
-"""Killed processes, power cuts, full disks and links: what a run's folder may hold, and what becomes of
-it."""
+"""What killed processes, power cuts, full disks and links may leave in a run's folder, and what the next
+reader and the next job make of it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ from kvbench.run.runner import run_job
 
 INNER = Path("model") / "task" / "m-00000000"
 EXACT = {"exact": build_method("exact")}
-PRECIOUS = b"what a person wrote\n"
-
-
-def ids(root: Path) -> list[str]:
-    (run,) = load_runs(root)
-    return list(run.records["example_id"])
+FOREIGN = b"what a person wrote\n"
 
 
 # Power cuts and full disks.
@@ -58,10 +53,11 @@ def test_what_a_power_cut_may_leave_of_the_last_line(tmp_path: Path, tail: str) 
     before = path.read_bytes()
     record = make_record("c", prediction="caffé")
     line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-    for torn in (
-        [TAILS[tail](line)] if tail != "cut" else [line[:end] for end in range(0, len(line), 9)]
-    ):
-        expected = ["a", "b", "c"] if tail == "zeros after" else ["a", "b"]
+    tails = [TAILS[tail](line)]
+    if tail == "cut":
+        tails += [line[:end] for end in range(0, len(line), 9)]
+    expected = ["a", "b", "c"] if tail == "zeros after" else ["a", "b"]
+    for torn in tails:
         path.write_bytes(before + torn)
         assert [row["example_id"] for row in read_records(folder)] == expected
         assert path.read_bytes() == before + torn, "a reader changes nothing"
@@ -75,17 +71,17 @@ def test_a_record_counts_when_it_and_its_names_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    real = os.fsync
+    real_fsync = os.fsync
 
     def fsync(handle: int) -> None:
         synced.append(os.readlink(f"/proc/self/fd/{handle}"))
-        real(handle)
+        real_fsync(handle)
 
     monkeypatch.setattr(durable.os, "fsync", fsync)
     folder = tmp_path / "results" / INNER
     with RecordStore(folder) as records:
-        above = {str(p) for p in (folder, *folder.parents) if p.is_relative_to(tmp_path)}
-        assert above <= set(synced)
+        folders = {str(p) for p in (folder, *folder.parents) if p.is_relative_to(tmp_path)}
+        assert folders <= set(synced)
         synced.clear()
         records.append(make_record("a", status="error"))
         assert synced == [str(folder / "records.jsonl")]
@@ -95,22 +91,22 @@ def test_a_record_counts_when_it_and_its_names_are_on_disk(
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
-@pytest.mark.parametrize("where", ["write", "fsync"])
+@pytest.mark.parametrize("function", ["write", "fsync"])
 def test_what_stops_a_write_leaves_no_half_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, failure: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, failure: BaseException
 ) -> None:
-    real = os.write
+    real_write = os.write
 
-    def stopped(file: int, data: bytes = b"") -> None:
+    def failing(file: int, data: bytes = b"") -> None:
         if data:
-            real(file, data[:9])
+            real_write(file, data[:9])
         raise failure
 
     fill(tmp_path, ["a"])
     before = (tmp_path / "records.jsonl").read_bytes()
     with RecordStore(tmp_path) as records:
         with monkeypatch.context() as patch:
-            patch.setattr(durable.os, where, stopped)
+            patch.setattr(durable.os, function, failing)
             with pytest.raises((KeyboardInterrupt, StoreError)) as error:
                 records.append(make_record("b"))
         if isinstance(failure, OSError):
@@ -118,80 +114,96 @@ def test_what_stops_a_write_leaves_no_half_line(
             assert "the 1 earlier records are intact" in str(error.value)
         assert records.path.read_bytes() == before
         assert records.append(make_record("b"))
-        records.path.write_bytes(before)
+
+
+def test_a_file_that_somebody_else_changes_or_removes_is_not_written(tmp_path: Path) -> None:
+    with RecordStore(tmp_path) as records:
+        records.append(make_record("a"))
+        records.path.write_bytes(records.path.read_bytes() * 2)
         with pytest.raises(StoreError, match="was changed while a run wrote to it"):
-            records.append(make_record("c"))
+            records.append(make_record("b"))
         records.path.unlink()
         with pytest.raises(StoreError, match=r"was removed or moved .* the same command runs"):
-            records.append(make_record("c"))
+            records.append(make_record("b"))
 
 
 # Kills.
 
 
-def survives(server: ForkServer, folder: Path, count: int, seed: int) -> None:
-    """Kill `count` jobs, each in a folder that earlier kills left as it is, and compare what a last
-    start makes of it with a job that nobody disturbed."""
-    draw = random.Random(seed)
-    whole = folder / "whole"
-    whole.mkdir()
-    begun = time.monotonic()
-    assert server.job(whole).wait() == 0
-    seconds = time.monotonic() - begun
-    expected = rows_below(whole)
-    kills = finished = 0
-    torn = folder / "0"
-    torn.mkdir()
-    while kills < count or finished == 0:
-        if kills < count and draw.random() < 0.5:  # anywhere in the code
-            child = server.job(torn)
-            time.sleep(draw.uniform(0.0, seconds))
-            if child.running():
-                child.signal(signal.SIGKILL)
-        elif kills < count:  # at a change of the disk, or in it
-            child = server.job(torn, (int(draw.expovariate(1 / 12)), draw.random()))
-        else:
-            child = server.job(torn)
-        status = child.wait()
-        assert status in (0, -signal.SIGKILL), child.err.read_text()
-        kills += status != 0
-        found = rows_below(torn)
-        for name, some in found.items():
-            assert some == expected[name][: len(some)], "a record is there as it should be, or not"
-        if status == 0:
-            assert found == expected
-            assert not list(torn.glob("e/*/*/*/.*.new")), "nothing is left over"
-            for path in torn.glob("e/*/*/*/manifest.json"):
-                assert json.loads(path.read_text())["method"] == path.parent.name[:-9]
-            finished += 1
-            torn = folder / str(finished)
-            torn.mkdir()
+def start_and_kill(server: ForkServer, folder: Path, draw: random.Random, seconds: float) -> int:
+    """Start a job that is to be killed, half of the time anywhere in its code and else at or in a change
+    that it makes to the disk; returns its exit status, 0 where it ended first.
+
+    Args:
+        seconds: how long a job takes.
+    """
+    if draw.random() < 0.5:
+        child = server.job(folder)
+        time.sleep(draw.uniform(0.0, seconds))
+        if child.running():
+            child.signal(signal.SIGKILL)
+    else:
+        child = server.job(folder, (int(draw.expovariate(1 / 12)), draw.random()))
+    status = child.wait()
+    assert status in (0, -signal.SIGKILL), child.err.read_text()
+    return status
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
+def check_finished(folder: Path) -> None:
+    """A job that finished left a manifest in each run's folder and no temporary file."""
+    assert not list(folder.glob("e/*/*/*/.*.new"))
+    for path in folder.glob("e/*/*/*/manifest.json"):
+        assert json.loads(path.read_text())["method"] == path.parent.name[:-9]
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_kill_points(server: ForkServer, tmp_path: Path, count: int) -> None:
-    survives(server, tmp_path, count, seed=count)
+    """So many jobs are killed, each in the folder that earlier kills left. At any time the records are
+    the first ones of an undisturbed job's; when a job finishes, they are all of them."""
+    draw = random.Random(count)
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    begin = time.monotonic()
+    assert server.job(undisturbed).wait() == 0
+    seconds = time.monotonic() - begin
+    expected = rows_below(undisturbed)
+    kills = finished = 0
+    while kills < count or finished == 0:
+        folder = tmp_path / str(finished)
+        folder.mkdir(exist_ok=True)
+        if kills < count:
+            status = start_and_kill(server, folder, draw, seconds)
+        else:
+            status = server.job(folder).wait()
+        records = rows_below(folder)
+        for name, rows in records.items():
+            assert rows == expected[name][: len(rows)]
+        if status == 0:
+            assert records == expected
+            check_finished(folder)
+        finished += status == 0
+        kills += status != 0
 
 
 # Manifests of other versions.
 
 BROKEN = [b"", b'{"a', b"[]", b"\xff\xfe", b"null", b"[" * 99_999]
-BROKEN += [json.dumps({"format": written}).encode() for written in (FORMAT + 1, 0, "2", 1.5, True)]
+BROKEN += [json.dumps({"format": value}).encode() for value in (FORMAT + 1, 0, "2", 1.5, True)]
 
 
 def test_a_manifest_of_another_version_or_none_is_one_line(tmp_path: Path) -> None:
     path = run_job(make_job(tmp_path, EXACT, limit=1)).folders["exact"] / "manifest.json"
     for content in BROKEN:
         path.write_bytes(content)
-        of_format = b"format" in content
-        says = "format is .*; allowed: " if of_format else r"\(move it away"
-        for act in (lambda: load_runs(tmp_path / "e"), lambda: run_job(make_job(tmp_path, EXACT))):
-            with pytest.raises(StoreError, match=rf"^[^\n]*{says}[^\n]*$"):
-                act()
+        message = "format is .*; allowed: " if b"format" in content else r"\(move it away"
+        with pytest.raises(StoreError, match=rf"^[^\n]*{message}[^\n]*$"):
+            load_runs(tmp_path / "e")
+        with pytest.raises(StoreError, match=rf"^[^\n]*{message}[^\n]*$"):
+            run_job(make_job(tmp_path, EXACT))
         assert path.read_bytes() == content
     path.unlink()
-    whole = run_job(make_job(tmp_path / "whole", EXACT))
-    assert records_of(run_job(make_job(tmp_path, EXACT))) == records_of(whole)
+    fresh = run_job(make_job(tmp_path / "fresh", EXACT))
+    assert records_of(run_job(make_job(tmp_path, EXACT))) == records_of(fresh)
 
 
 # Links.
@@ -208,7 +220,7 @@ def test_a_job_writes_through_no_link(tmp_path: Path) -> None:
         names.append("/".join((*parts, name)))
     victim = tmp_path / "victim"
     (victim / "inner").mkdir(parents=True)
-    (victim / "thesis.doc").write_bytes(PRECIOUS)
+    (victim / "thesis.doc").write_bytes(FOREIGN)
     job = make_job(tmp_path / "results", EXACT, limit=1)
     for name in names:
         for target in ("thesis.doc", "inner", "nothing yet"):
@@ -218,8 +230,8 @@ def test_a_job_writes_through_no_link(tmp_path: Path) -> None:
             link.symlink_to(victim / target)
             with pytest.raises(StoreError, match=r"^[^\n]*$"):
                 run_job(job)
-            found = {path.name for path in victim.rglob("*")}
-            assert found == {"inner", "thesis.doc"}, (name, target)
-            assert (victim / "thesis.doc").read_bytes() == PRECIOUS, (name, target)
+            files = {path.name for path in victim.rglob("*")}
+            assert files == {"inner", "thesis.doc"}, (name, target)
+            assert (victim / "thesis.doc").read_bytes() == FOREIGN, (name, target)
             link.unlink()
     assert run_job(job).written == 1

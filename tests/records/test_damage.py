@@ -1,4 +1,4 @@
-"""Random damage to a results folder: the report is made, or one line names the file that is wrong."""
+"""Random damage to a results folder: the report is made, or one line names the run that is damaged."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ def keys_within(content: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ..
         parts = list(enumerate(content))
     else:
         parts = []
-    paths = []
+    paths: list[tuple[Any, ...]] = []
     for key, inner in parts:
-        paths += [(*above, key), *keys_within(inner, (*above, key))]
+        path = (*above, key)
+        paths.append(path)
+        paths += keys_within(inner, path)
     return paths
 
 
 def damage_json(text: str, rng: random.Random) -> str:
-    """One value of a JSON text replaced by another, left out, or wrapped."""
+    """The JSON text with one value replaced by another, left out, or wrapped in a list."""
     content = json.loads(text)
     *above, last = rng.choice(keys_within(content))
     inner = content
@@ -75,19 +77,19 @@ def test_a_damaged_folder_is_reported_or_refused_in_one_line(seed: int, tmp_path
         ]
         write_run(tmp_path, method=method, records=rows, task_meta=LINES_META)
     files = sorted((tmp_path / "demo").rglob("*.json*"))
-    whole = {path: path.read_bytes() for path in files}
+    undamaged = {path: path.read_bytes() for path in files}
     rng = random.Random(seed)
     refused = 0
     for number in range(40 if seed == 0 else 400):
         damaged = rng.choice(files)
         damage(damaged, rng)
-        found = ended([str(tmp_path / "demo")], main=main)
-        told = (seed, number, damaged.name, found.err[-1500:])
-        assert found.problem() is None, told
-        assert found.status in (0, 1), told
-        if found.status:
+        result = ended([str(tmp_path / "demo")], main=main)
+        context = (seed, number, damaged.name, result.err[-1500:])
+        assert result.problem() is None, context
+        assert result.status in (0, 1), context
+        if result.status:
             refused += 1
-            assert damaged.parent.name in found.err, told
-        for path, content in whole.items():
+            assert damaged.parent.name in result.err, context
+        for path, content in undamaged.items():
             path.write_bytes(content)
     assert refused > 5, "the damage is noticed"

@@ -1,4 +1,4 @@
-"""Records come back as written, whoever else writes, and however the process before ended."""
+"""The store of records: what is written is read back, and what cannot be written or read is named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvbench.records.store import RecordStore, config_hash, run_folder, safe_nam
 INNER = Path("model") / "task" / "m-00000000"
 
 
-def test_hash_and_folder() -> None:
+def test_a_configs_hash_depends_on_its_values_alone() -> None:
     first = {"a": 1, "b": {"c": (1, 2.0)}}
     assert config_hash(first) == config_hash({"b": {"c": [1.0, 2]}, "a": 1})
     assert config_hash({"a": 1}) != config_hash({"a": 2})
@@ -40,6 +40,9 @@ def test_hash_and_folder() -> None:
     assert config_hash({"a": 0.25}) == "cbd07179"
     with pytest.raises(StoreError, match="config: a holds a object"):
         config_hash({"a": object()})
+
+
+def test_a_runs_folder_is_made_of_safe_names() -> None:
     folder = run_folder("r", "demo", "../Qwen/Qwen 3", "t", "snap:kv", "0123abcd")
     assert folder == Path("r/demo/_Qwen_Qwen_3/t/snap_kv-0123abcd")
     with pytest.raises(StoreError, match="cannot name a folder"):
@@ -54,14 +57,22 @@ def test_names_of_folders_are_bounded_in_bytes(tmp_path: Path) -> None:
     assert safe_name("é" * 300) != safe_name("é" * 301)
 
 
+def test_a_store_knows_which_examples_are_done_and_writes_each_once(tmp_path: Path) -> None:
+    with RecordStore(tmp_path) as records:
+        assert records.append(make_record("b"))
+        assert records.append(make_record("a", status="oom", score=None, error="out of memory"))
+        assert not records.append(make_record("b", score=0.0))
+        assert (records.done, records.failed) == ({"a", "b"}, {"a"})
+    assert records.path.read_bytes().count(b"\n") == 2
+    with pytest.raises(StoreError, match="is not open"):
+        records.append(make_record("z"))
+
+
 def test_records_come_back_as_written(tmp_path: Path) -> None:
     folder = tmp_path / INNER
-    odd = make_record("b", prediction="a\u2028b\n\0<é", depth=50, answers=["x"])
     with RecordStore(folder) as records:
-        assert records.append(odd)
-        assert records.append(make_record("a", status="oom", score=None, error="out of memory"))
-        assert not records.append(make_record("b", score=0.0)), "the first one stays"
-        assert (records.done, records.failed) == ({"a", "b"}, {"a"})
+        records.append(make_record("b", prediction="a\u2028b\n\0<é", depth=50, answers=["x"]))
+        records.append(make_record("a", status="oom", score=None))
     write_manifest(folder, {"model": "model", "seed": 0})
     (run,) = load_runs(tmp_path)
     assert run.manifest == {"format": 1, "earlier_starts": [], "model": "model", "seed": 0}
@@ -69,11 +80,14 @@ def test_records_come_back_as_written(tmp_path: Path) -> None:
     assert run.records["prediction"][0] == "a\u2028b\n\0<é"
     assert (run.records["depth"][0], run.records["score"][0]) == (50, 1.0)
     assert math.isnan(run.records["score"][1])
-    with (folder / "records.jsonl").open("a") as file:
-        file.write(json.dumps(make_record("b", score=0.0)) + "\n")
-    assert load_runs(tmp_path)[0].records["score"][0] == 1.0, "the first of two counts"
-    with pytest.raises(StoreError, match="is not open"):
-        records.append(make_record("z"))
+
+
+def test_of_two_records_of_an_example_the_first_counts(tmp_path: Path) -> None:
+    fill(tmp_path, ["a"])
+    write_manifest(tmp_path, {})
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write(json.dumps(make_record("a", score=0.0)) + "\n")
+    assert list(load_run(tmp_path).records["score"]) == [1.0]
 
 
 def test_only_files_of_a_runs_own_names_are_read_and_numbers_are_floats(tmp_path: Path) -> None:
@@ -81,45 +95,50 @@ def test_only_files_of_a_runs_own_names_are_read_and_numbers_are_floats(tmp_path
         records.append(make_record("a", prompt_tokens=3))
     write_manifest(tmp_path, {})
     for name in ("records-old.jsonl", "records_copy.jsonl", "records-1of2.jsonl.jsonl"):
-        (tmp_path / name).write_text(json.dumps(make_record("of somebody else")) + "\n")
+        (tmp_path / name).write_text(json.dumps(make_record("not of this run")) + "\n")
     records = load_run(tmp_path).records
     assert list(records["example_id"]) == ["a"]
     assert {str(records[name].dtype) for name in NUMBER_FIELDS} == {"float64"}
 
 
-def test_a_folder_whose_names_may_not_be_on_disk_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "raises"), [(errno.EIO, True), (errno.EINVAL, False), (errno.ENOTSUP, False)]
+)
+def test_a_folder_that_cannot_be_synced_is_an_error_unless_its_file_system_syncs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, raises: bool
 ) -> None:
-    """But for file systems that cannot sync folders at all."""
-    for code, told in ((errno.EIO, True), (errno.EINVAL, False), (errno.ENOTSUP, False)):
-        monkeypatch.setattr(durable.os, "fsync", Mock(side_effect=OSError(code, "no")))
-        with pytest.raises(OSError, match="no") if told else nullcontext():
-            durable.sync_folder(tmp_path)
+    monkeypatch.setattr(durable.os, "fsync", Mock(side_effect=OSError(code, "no")))
+    with pytest.raises(OSError, match="no") if raises else nullcontext():
+        durable.sync_folder(tmp_path)
 
 
-def test_values_json_does_not_know(tmp_path: Path) -> None:
+def test_values_that_json_does_not_have_become_values_that_it_has(tmp_path: Path) -> None:
     values = {"score": float("nan"), "ratio": np.float32(np.inf), "capacity": np.int64(3)}
     values["entries"] = {"mean": np.arange(2.0), "max": (1, 2)}
     with RecordStore(tmp_path) as records:
         records.append(make_record("a", **values, prediction="half a pair \ud800"))
-        refused = {"status": "fine", "example_id": 3, "extra": object()}
-        for key, value in refused.items():
-            with pytest.raises(StoreError, match=key):
-                records.append(make_record("b") | {key: value})
-        with pytest.raises(StoreError, match=r"example 'b': lacks experiment, model, .*error"):
-            records.append({"example_id": "b"})
     record = json.loads((tmp_path / "records.jsonl").read_text())
     assert (record["score"], record["ratio"], record["capacity"]) == (None, None, 3)
     assert record["entries"] == {"mean": [0.0, 1.0], "max": [1, 2]}
     assert record["prediction"] == "half a pair ?"
 
 
-def test_broken_folders_are_named(tmp_path: Path) -> None:
+def test_a_record_that_readers_would_refuse_is_not_written(tmp_path: Path) -> None:
+    with RecordStore(tmp_path) as records:
+        for key, value in {"status": "fine", "example_id": 3, "extra": object()}.items():
+            with pytest.raises(StoreError, match=key):
+                records.append(make_record("b") | {key: value})
+        with pytest.raises(StoreError, match=r"example 'b': lacks experiment, model, .*error"):
+            records.append({"example_id": "b"})
+        assert records.path.read_bytes() == b""
+
+
+def test_a_run_without_records_is_empty_and_one_without_a_manifest_is_named(tmp_path: Path) -> None:
     folder = tmp_path / INNER
     with pytest.raises(StoreError, match=r"no results in .*nowhere"):
         load_runs(tmp_path / "nowhere")
     fill(folder, [])
-    assert load_runs(tmp_path) == [], "killed before its manifest: nothing to show"
+    assert load_runs(tmp_path) == [], "killed before its manifest was written"
     write_manifest(folder, {"seed": 1})
     (run,) = load_runs(tmp_path)
     assert run.records.empty
@@ -128,23 +147,34 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
     (folder / "manifest.json").unlink()
     with pytest.raises(StoreError, match="records but no manifest"):
         load_runs(tmp_path)
+
+
+BROKEN_LINES = [
+    ("{", "line 1: not JSON"),
+    ("[1]", "line 1: not a JSON object"),
+    ("\0" * 50, "line 1: not JSON"),
+    (json.dumps(make_record("b"))[:-20], "line 1: not JSON"),
+    ("[" * 99_999, "line 1: not JSON"),
+    ('{"example_id": "a"}', "line 1: .*lacks experiment"),
+    (json.dumps(make_record("a", score="high")), "line 1: score is 'high'; allowed: a valid"),
+]
+
+
+def test_a_broken_line_is_named_and_its_file_is_not_changed(tmp_path: Path) -> None:
+    folder = tmp_path / INNER
     write_manifest(folder, {})
     path = folder / "records.jsonl"
-    second = path.read_text().splitlines()[1]
-    for bad, message in [
-        ("{", "line 1: not JSON"),
-        ("[1]", "line 1: not a JSON object"),
-        *((text, "line 1: not JSON") for text in ("\0" * 50, second[:-20], "[" * 99_999)),
-        ('{"example_id": "a"}', "line 1: .*lacks experiment"),
-        (json.dumps(make_record("a", score="high")), "line 1: score is 'high'; allowed: a valid"),
-    ]:
-        damaged = "\n".join([bad, second, ""])
+    for line, message in BROKEN_LINES:
+        damaged = "\n".join([line, json.dumps(make_record("b")), ""])
         path.write_text(damaged)
         with pytest.raises(StoreError, match=message):
             load_runs(tmp_path)
         with pytest.raises(StoreError, match="line 1"), RecordStore(folder):
             pass
-        assert path.read_text() == damaged, "nothing is touched"
+        assert path.read_text() == damaged
+
+
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(StoreError, match=r"cannot use .*: Not a directory"),
@@ -153,7 +183,7 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         pass
 
 
-def full(*_: object) -> None:
+def no_space_left(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -166,11 +196,11 @@ def test_a_manifest_is_replaced_whole_and_remembers_its_starts(
     assert [start["started"] for start in starts] == ["1", "2"]
     before = path.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "fsync", full)
+        patch.setattr(durable.os, "fsync", no_space_left)
         with pytest.raises(StoreError, match=r"no space left to write .*manifest"):
             write_manifest(tmp_path, {"a": 4})
     assert path.read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock-manifest", "manifest.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {".lock-manifest", "manifest.json"}
 
 
 def test_failed_records_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +209,7 @@ def test_failed_records_can_be_run_again(tmp_path: Path, monkeypatch: pytest.Mon
         records.append(make_record("b", status="oom", score=None))
         records.append(make_record("c"))
         with monkeypatch.context() as patch:
-            patch.setattr(durable.os, "fsync", full)
+            patch.setattr(durable.os, "fsync", no_space_left)
             with pytest.raises(StoreError, match="no space left"):
                 records.drop_failed()
         assert records.done == {"a", "b", "c"}, "a full disk keeps failed records too"
@@ -204,7 +234,7 @@ with RecordStore(sys.argv[1], lock_timeout=float(sys.argv[2])) as store:
 """
 
 
-def test_a_second_writer_waits_or_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+def test_a_second_writer_waits_or_is_refused(tmp_path: Path) -> None:
     def writer(timeout: float) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", WRITER, str(tmp_path), str(timeout)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -213,13 +243,13 @@ def test_a_second_writer_waits_or_is_told_who_holds_the_folder(tmp_path: Path) -
     first = writer(0)
     assert first.stdout is not None
     assert first.stdout.readline() == "ready\n"
-    held = r"is being written by another process; waited 0.[12] s: [^\n]*$"
-    with pytest.raises(StoreError, match=held), RecordStore(tmp_path, lock_timeout=0.2):
+    refusal = r"is being written by another process; waited 0.[12] s: [^\n]*$"
+    with pytest.raises(StoreError, match=refusal), RecordStore(tmp_path, lock_timeout=0.2):
         pass
     first.communicate("go\n")
     with RecordStore(tmp_path, lock_timeout=0.2) as records:
         assert len(records.done) == 3
-        with pytest.raises(StoreError, match=held), RecordStore(tmp_path, 0.1):
+        with pytest.raises(StoreError, match=refusal), RecordStore(tmp_path, 0.1):
             pass
         patient = writer(20)
         time.sleep(0.3)
@@ -228,12 +258,12 @@ def test_a_second_writer_waits_or_is_told_who_holds_the_folder(tmp_path: Path) -
     assert patient.returncode == 0
 
 
-def test_what_a_killed_process_left_beside_a_file_is_written_anew(tmp_path: Path) -> None:
+def test_a_temporary_file_of_a_killed_process_is_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     (tmp_path / ".manifest.json.new").write_bytes(b"half of")
     durable.replace(path, b"all of it")
     assert path.read_bytes() == b"all of it"
-    assert [one.name for one in tmp_path.iterdir()] == ["manifest.json"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(("value", "kind"), [([1], "a list"), ({"a": 1}, "an object")])
@@ -243,8 +273,8 @@ def test_fields_that_examples_are_grouped_by_hold_no_structures(
 ) -> None:
     meta = {"breakdown": ["length"], "unit": "prompt"}
     rows = [{"example_id": "a", "other": value}, {"example_id": "b", name: value}]
-    said = rf"^f, record 2 \('b'\): {name} is {kind}; allowed: text, a number or null$"
-    with pytest.raises(StoreError, match=said):
+    message = rf"^f, record 2 \('b'\): {name} is {kind}; allowed: text, a number or null$"
+    with pytest.raises(StoreError, match=message):
         refuse_structures(Path("f"), rows, meta)
     refuse_structures(Path("f"), rows[:1], meta)
     refuse_structures(Path("f"), rows[:1], {"breakdown": "length"})

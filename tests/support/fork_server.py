@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 PRELOADED = (
     *("kvbench.cli.main", "kvbench.cli.build", "kvbench.report.build", "kvbench.report.render"),
-    *("kvbench.run.preview", "support.jobs"),
+    *("kvbench.run.preview", "support.jobs", "transformers.models.llama.modeling_llama"),
 )
 
 

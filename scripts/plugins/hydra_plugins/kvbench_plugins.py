@@ -1,4 +1,4 @@
-"""Where Hydra looks for plugins: kvbench's launchers and sweeper, under names it accepts."""
+"""kvbench's launchers and sweeper, where Hydra looks for plugins: in the package hydra_plugins."""
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
