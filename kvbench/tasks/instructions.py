@@ -39,7 +39,7 @@ from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_context, encode_question
 from kvbench.tasks.instructions_checkers import CHECKS, GREETINGS, follows
-from kvbench.tasks.metrics import rouge_l_recall
+from kvbench.tasks.metrics_text import rouge_l_recall
 
 MOST = 8
 """Instructions of a prompt."""

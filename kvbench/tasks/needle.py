@@ -40,7 +40,7 @@ from kvbench.tasks.base import (
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
 from kvbench.tasks.encoding import check_template
 from kvbench.tasks.haystack import filler, place_needles
-from kvbench.tasks.metrics import Pairwise, containment, released_recall, rouge1, word_recall
+from kvbench.tasks.metrics_text import Pairwise, containment, released_recall, rouge1, word_recall
 from kvbench.tasks.words import words_of
 
 HAYSTACK, QUESTION = "{haystack}", "{question}"

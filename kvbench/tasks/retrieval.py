@@ -33,7 +33,8 @@ from kvbench.tasks.encoding import (
     split_template,
 )
 from kvbench.tasks.haystack import QUALITIES, THINGS
-from kvbench.tasks.metrics import METRICS, Key, containment, stands
+from kvbench.tasks.metrics import METRICS
+from kvbench.tasks.metrics_text import Key, containment, contains_any
 
 PAIRS, KEY, CONTEXT, QUESTION = "{pairs}", "{key}", "{context}", "{question}"
 
@@ -112,7 +113,7 @@ class KeyValue(HiddenKeys):
                 question=question.replace(KEY, pairs[place][0]),
                 answers=(pairs[place][1],),
                 dataset=f"{size} pairs",
-                settled=partial(stands, (pairs[place][1],)),
+                settled=partial(contains_any, (pairs[place][1],)),
                 fields={"num_pairs": size, "depth": int(10 * round(10 * place / max(1, size - 1)))},
             )
             for query, place in enumerate(places)

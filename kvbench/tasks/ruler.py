@@ -33,7 +33,7 @@ from kvbench.tasks.base import Example, Many, Task, TaskError, Tokens, balanced_
 from kvbench.tasks.data import file_digests
 from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting, split_template
 from kvbench.tasks.haystack import split_sentences
-from kvbench.tasks.metrics import METRICS, Key
+from kvbench.tasks.metrics_text import Key, contains_all
 from kvbench.tasks.ruler_data import (
     Collection,
     Essays,
@@ -440,7 +440,7 @@ def clean(prediction: str) -> str:
 def matched(task: str, prediction: str, references: Sequence[str]) -> float:
     """The share of references that stand in a cleaned prediction, whatever their case; of the qa tasks
     1 if any does."""
-    share = METRICS["contains_all"](prediction, Key(tuple(references)))["score"]
+    share = contains_all(prediction, Key(tuple(references)))["score"]
     return float(share > 0) if task in QA else share
 
 
