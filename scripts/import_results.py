@@ -28,7 +28,7 @@ import yaml
 from kvbench.errors import UserError, complain
 from kvbench.records.read import COMMON_FIELDS
 from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
-from kvbench.tasks.longbench import score as longbench_score
+from kvbench.tasks.longbench_datasets import score as longbench_score
 from kvbench.tasks.ruler import clean, matched
 
 SCORED = ("ruler", "longbench", "longbench-e")

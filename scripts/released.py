@@ -21,7 +21,7 @@ from typing import Any
 from kvbench.errors import UserError, complain, printable
 from kvbench.records.read import MANIFEST, read_manifest, read_records
 from kvbench.records.store import RecordStore, write_manifest
-from kvbench.tasks.longbench import score
+from kvbench.tasks.longbench_datasets import score
 
 MEASURED = ("entries", "cache_bytes", "exact_bytes", "ratio", "prefill_s", "compress_s", "decode_s")
 """Record fields that are measured in a run; published predictions have none of them."""

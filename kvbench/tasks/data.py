@@ -50,7 +50,7 @@ def read_text(task: str, path: str | Path) -> str:
 
 
 def texts_of_files(patterns: Sequence[str]) -> list[tuple[str, str]]:
-    """Read all text files that match; returns the name and text of each, sorted by path.
+    """Read all text files that match. Returns the name and text of each, sorted by path.
 
     Raises:
         TaskError: no file matches, or one cannot be read.
@@ -99,9 +99,13 @@ def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
     lines. Yields each row with its number from 1, which for JSON lines is the number of the line.
 
     JSON lines are not read by the JSON loader of `datasets`, because the loader guesses types (text like
-    2009-01-02 becomes a date), does not name the line of an error, and has crashed on broken files. Its
-    parquet loader is called directly, because `load_dataset` reports every use to a server, for which a
-    job without a network would wait.
+    2009-01-02 becomes a date), names not the line of an error but a row of the block that it was
+    reading, and has crashed on broken files. Its parquet loader is called directly, because
+    `load_dataset` reports every use to a server, for which a job without a network would wait.
+
+    Args:
+        task: the name of the task, for messages.
+        file: a path as for `_open`.
 
     Raises:
         TaskError: the message names the file and the line that is wrong.
@@ -164,18 +168,16 @@ def hub_rows(
     """Read the rows of a data set on the Hub by `datasets`.
 
     Args:
+        task: the name of the task, for messages.
         name: the data set's configuration; None for its only one.
         limit: how many of the first rows are read; None for all.
-
-    Args:
-        instead: what takes local files in place of the repository, for the error.
+        instead: the option that takes local files in place of the repository, for messages.
 
     Raises:
         TaskError: the data set cannot be read.
     """
     from datasets import load_dataset
 
-    where = " ".join(part for part in (repository, name, split) if part)
     try:
         if not hub_answers():
             raise ConnectionError("the Hub cannot be reached")
@@ -185,8 +187,9 @@ def hub_rows(
             )
             return [dict(row) for row in islice(rows, limit)]
     except Exception as problem:
+        data_set = " ".join(part for part in (repository, name, split) if part)
         raise TaskError(
-            f"{task}: cannot read {where}: {first_line(problem)}; allowed: a network, or {instead}"
+            f"{task}: cannot read {data_set}: {first_line(problem)}; allowed: a network, or {instead}"
         ) from problem
 
 
@@ -199,8 +202,8 @@ def texts_of_dataset(
     Raises:
         TaskError: the data set cannot be read, or has no such column.
     """
-    local = "task.haystack_files=[<file>]"
-    rows = hub_rows("needle", name, config, split, limit=limit, instead=local)
+    option = "task.haystack_files=[<file>]"
+    rows = hub_rows("needle", name, config, split, limit=limit, instead=option)
     for row in rows:
         if column not in row:
             raise TaskError(
@@ -269,8 +272,9 @@ class Source:
         """
         name = Path(file)
         if root.is_dir():
-            parquet = [name.with_suffix(".parquet").name, f"{name.stem}/*.parquet"]
-            for pattern in (file, name.name, *parquet, *(f"data/{shard}" for shard in parquet)):
+            parquet, shards = name.with_suffix(".parquet").name, f"{name.stem}/*.parquet"
+            in_data_folder = (f"data/{parquet}", f"data/{shards}")
+            for pattern in (file, name.name, parquet, shards, *in_data_folder):
                 if files := sorted(root.glob(pattern)):
                     return [str(path) for path in files]
         elif root.is_file():
@@ -291,11 +295,11 @@ class Source:
                 f"{self.task}: task.data is {self.data!r}, which does not exist; allowed: a folder or "
                 f"zip with {file}"
             )
-        fetched = f"; it comes with: hf download {self.dataset} {self.archive or self.file}"
-        raise TaskError(
-            f"{self.task}: no {file} in {str(root)!r}; allowed: a folder or zip with it"
-            + (f"{fetched} --repo-type dataset" if self.dataset and self.file else "")
-        )
+        message = f"{self.task}: no {file} in {str(root)!r}; allowed: a folder or zip with it"
+        if self.dataset and self.file:
+            fetched = self.archive or self.file
+            message += f"; it comes with: hf download {self.dataset} {fetched} --repo-type dataset"
+        raise TaskError(message)
 
     def _fetched(self, file: str) -> Path:
         """Fetch a file of the repository; returns its local path.
@@ -341,17 +345,18 @@ class Source:
         if not self.paths:
             assert self.dataset is not None
             stem = self.dataset.rpartition("/")[2]
-            where = (self.dataset, self.config, self.split, self.revision)
-            local = "task.files=[<file>]" if self.local is None else "task.data=<folder or zip>"
-            rows = hub_rows(self.task, *where, instead=local)
+            option = "task.files=[<file>]" if self.local is None else "task.data=<folder or zip>"
+            rows = hub_rows(
+                self.task, self.dataset, self.config, self.split, self.revision, instead=option
+            )
             for number, row in enumerate(rows, start=1):
                 yield f"{self.dataset} row {number}", stem, row
 
     def check_files(self) -> None:
-        """Read the local files that are named, to tell early what is wrong with one.
+        """Read the local files of `files` once, so that a wrong one is refused early.
 
         Raises:
-            TaskError: one is missing, holds no row or a broken one.
+            TaskError: a file is missing, has no row, or has a broken one.
         """
         for path in self.paths if self.files else ():
             if not sum(1 for _ in file_rows(self.task, path)):

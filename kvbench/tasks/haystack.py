@@ -2,9 +2,9 @@
 
 Generated text is deterministic, offline, and of tunable redundancy. A document is about a few
 *subjects* (a person, a place, a thing). Its sentences come from a small grammar and state a limited
-number of facts about them again and again in other words, as notes and reports do: that redundancy
-is what a compressed cache can live on. Everything is drawn from a ``random.Random``, whose output for
-a given seed is the same on every machine.
+number of facts about them again and again in other words, as notes and reports do. A compressed cache
+can use that redundancy. Everything is drawn from a ``random.Random``, whose output for a given seed is
+the same on every machine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import NamedTuple
 
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import TaskError
@@ -58,31 +60,33 @@ OPENERS = (
 
 
 def sentences(rng: random.Random, facts: int = 24) -> Iterator[str]:
-    """Sentences without end of a document about a few subjects, each with its full stop and without
-    white space around it; join them with single spaces. The facts are drawn at once.
+    """Endless sentences of a document about a few subjects, each with its full stop and without white
+    space around it. They are to be joined with single spaces. The facts are drawn at once, the
+    sentences one by one.
 
     Args:
-        facts: how many different facts the document states; fewer means more redundancy.
+        facts: how many different facts the document states; fewer facts are repeated more often.
     """
     people, places, things = rng.sample(PEOPLE, 6), rng.sample(PLACES, 6), rng.sample(THINGS, 8)
     kinds = (people, ACTIONS, QUALITIES, things, places, TIMES, REASONS)
-    known = [[rng.choice(kind) for kind in kinds] for _ in range(max(1, facts))]
-    return _told(rng, known)
+    drawn_facts = [[rng.choice(kind) for kind in kinds] for _ in range(max(1, facts))]
+    return _sentences_about(drawn_facts, rng)
 
 
-def _told(rng: random.Random, known: Sequence[Sequence[str]]) -> Iterator[str]:
+def _sentences_about(facts: Sequence[Sequence[str]], rng: random.Random) -> Iterator[str]:
+    """Endless sentences, each of which states some part of one of the facts."""
     while True:
-        who, does, how, what, where, when, why = rng.choice(known)
+        person, action, quality, thing, place, time, reason = rng.choice(facts)
         text = rng.choice(
             (
-                f"the {who} {does} the {how} {what} near the {where} {when}",
-                f"the {who} {does} the {what} {why}",
-                f"{when} the {who} {does} the {how} {what}",
-                f"the {how} {what} is in the {where}, {why}",
-                f"near the {where} the {who} {does} the {what} {when}",
-                f"the {what} of the {who} is {how} {when}",
-                f"the {where} is {how}, and the {who} {does} the {what}",
-                f"the {who} is at the {where} {when} {why}",
+                f"the {person} {action} the {quality} {thing} near the {place} {time}",
+                f"the {person} {action} the {thing} {reason}",
+                f"{time} the {person} {action} the {quality} {thing}",
+                f"the {quality} {thing} is in the {place}, {reason}",
+                f"near the {place} the {person} {action} the {thing} {time}",
+                f"the {thing} of the {person} is {quality} {time}",
+                f"the {place} is {quality}, and the {person} {action} the {thing}",
+                f"the {person} is at the {place} {time} {reason}",
             )
         )
         if rng.random() < 0.25:
@@ -91,54 +95,83 @@ def _told(rng: random.Random, known: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def generated_haystack(seed: int | str, facts: int = 24) -> Iterator[str]:
-    """`sentences` of the document with this seed."""
+    """The `sentences` of the document with this seed."""
     return sentences(random.Random(f"kvbench haystack {seed}"), facts)
 
 
-def filler(
+class Filler(NamedTuple):
+    """The text around the needles of a prompt.
+
+    Attributes:
+        name: the name of the text, which is the unit that intervals resample.
+        pieces: the token ids of its sentences, one list each.
+    """
+
+    name: str
+    pieces: list[list[int]]
+
+
+def make_filler(
     texts: Sequence[tuple[str, str]],
     seed: int,
     number: int,
-    need: int,
+    tokens: int,
     begin: list[int],
     encoder: PromptEncoder,
     facts: int,
-) -> tuple[str, list[list[int]]]:
-    """What filler `number` is called, and token ids of its sentences, one list each, of at least `need`
-    tokens: only length and depth of the prompts made of it differ, as in the protocol.
-
-    Of several documents each filler begins at another one, as long as there are others.
+) -> Filler:
+    """Make filler `number`, of at least `tokens` tokens. It depends on no length or depth, so that the
+    prompts that are made of it differ in these only, as in the protocol.
 
     Args:
-        texts: names and texts of documents; none for generated filler (of so many `facts`).
-        begin: tokens that stand before the first sentence.
+        texts: the names and texts of documents. Each filler begins with another document, as long as
+            there are others, and goes on with those after it. Without documents the filler is
+            generated.
+        begin: the token ids before the first sentence.
+        facts: the number of facts that a generated filler states; see `sentences`.
+
+    Raises:
+        TaskError: the documents have no tokens.
     """
+    if texts:
+        order = list(range(len(texts)))
+        random.Random(f"kvbench needle {seed}").shuffle(order)
+        first = order[number % len(texts)]
+        name = texts[first][0]
+        pieces = _encoded(_sentences_from(texts, first, encoder), tokens, encoder)
+    else:
+        name = f"seed {seed}, {number}"
+        generated = generated_haystack(f"needle {seed} {number}", facts)
+        with_blanks = (f" {text}" if index else text for index, text in enumerate(generated))
+        pieces = _encoded(with_blanks, tokens, encoder)
+    pieces[0] = begin + pieces[0]
+    return Filler(name, pieces)
+
+
+def _encoded(texts: Iterator[str], tokens: int, encoder: PromptEncoder) -> list[list[int]]:
+    """Encode as many of the texts as have at least `tokens` tokens, one list each."""
     pieces: list[list[int]] = []
     total = 0
-    if not texts:
-        for sentence in generated_haystack(f"needle {seed} {number}", facts):
-            pieces.append(encoder.encode_text(" " + sentence if pieces else sentence))
-            total += len(pieces[-1])
-            if total >= need:
-                break
-        pieces[0] = begin + pieces[0]
-        return f"seed {seed}, {number}", pieces
-    order = list(range(len(texts)))
-    random.Random(f"kvbench needle {seed}").shuffle(order)
-    first = order[number % len(texts)]
-    text = 0
-    while total < need:
-        document = texts[(first + text) % len(texts)][1]
-        for sentence in split_sentences(document if text == 0 else "\n\n" + document):
-            pieces.append(encoder.encode_text(sentence))
-            total += len(pieces[-1])
-            if total >= need:
-                break
-        text += 1
-        if text >= len(texts) and not total:
-            raise TaskError("needle: the haystack's texts have no tokens")
-    pieces[0] = begin + pieces[0]
-    return texts[first][0], pieces
+    while total < tokens:
+        pieces.append(encoder.encode_text(next(texts)))
+        total += len(pieces[-1])
+    return pieces
+
+
+def _sentences_from(
+    texts: Sequence[tuple[str, str]], first: int, encoder: PromptEncoder
+) -> Iterator[str]:
+    """The sentences of document `first` and of those after it, endlessly, with a blank line between
+    documents.
+
+    Raises:
+        TaskError: the documents have no tokens.
+    """
+    if not any(encoder.encode_text(text[:100]) for _, text in texts):
+        raise TaskError("needle: the haystack's texts have no tokens")
+    yield from split_sentences(texts[first][1])
+    for index in count(first + 1):
+        yield from split_sentences("\n\n" + texts[index % len(texts)][1])
 
 
 SENTENCE = re.compile(r".+?(?:[.!?]+[\"'\u201d\u2019)\]]*(?=\s|$)|$)", re.DOTALL)
@@ -146,7 +179,7 @@ SENTENCE = re.compile(r".+?(?:[.!?]+[\"'\u201d\u2019)\]]*(?=\s|$)|$)", re.DOTALL
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cut a text after each sentence end; the pieces joined are the text."""
+    """Cut a text after the end of each sentence; the pieces joined are the text."""
     return SENTENCE.findall(text)
 
 
@@ -157,59 +190,70 @@ def place_needles(
     length: int,
     room: int,
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Filler with needles in it, of `room` tokens.
+    """Insert needles into filler that is cut so that both together have `room` tokens.
 
     Args:
-        pieces: token ids of the filler's sentences.
-        needles: token ids of each, within the text and at its very start.
-        depths: of each, percentage of the filler before it; it goes to the nearest sentence end at or
-            before that (at 100 per cent: last, wherever the filler is cut).
-        length: of the whole prompt, for the message.
+        pieces: the token ids of the filler's sentences.
+        needles: for each needle its token ids inside the text, and those at the very start of it.
+        depths: for each needle the percentage of the filler that lies before it. The needle is put at
+            the nearest end of a sentence at or before that; at 100 per cent it is put last, wherever
+            the filler is cut.
+        length: the number of tokens of the whole prompt, for the message.
 
     Returns:
-        Token ids, and of each needle where it begins and how many tokens it has.
+        the token ids, and for each needle the place of its first token and the number of its tokens.
 
     Raises:
         TaskError: there is no room for any filler.
     """
-    budget = room - sum(len(inner) for inner, _ in needles)
-    for _ in range(4):  # a needle at the very start may have another number of tokens
-        kept, ends = _cut(pieces, budget)
-        total = len(kept)
-        places = [
-            total if depth == 100 else max(e for e in ends if e <= depth / 100 * total + 1e-9)
-            for depth in depths
+    filler_tokens = room - sum(len(inside) for inside, _ in needles)
+    # Where a needle is the very start of the text it may have another number of tokens, and the filler
+    # is then cut anew.
+    for _ in range(4):
+        filler, ends = _cut(pieces, filler_tokens)
+        places = [_place(depth, ends, len(filler)) for depth in depths]
+        inserted = [
+            inside if place else at_start
+            for (inside, at_start), place in zip(needles, places, strict=True)
         ]
-        put = [needle[not place] for needle, place in zip(needles, places, strict=True)]
-        used = sum(map(len, put))
-        if budget == room - used:
+        remaining = room - sum(map(len, inserted))
+        if filler_tokens == remaining:
             break
-        budget = room - used
-    if budget < 0 or not kept:
+        filler_tokens = remaining
+    if filler_tokens < 0 or not filler:
         raise TaskError(
             f"needle: length {length} is too short for needle, question and filler; "
-            f"at least {length + 1 - budget} tokens"
+            f"at least {length + 1 - filler_tokens} tokens"
         )
     context: list[int] = []
     spans = [(-1, 0)] * len(needles)
-    last = 0
-    for place, number in sorted((place, number) for number, place in enumerate(places)):
-        context += kept[last:place]
-        spans[number] = len(context), len(put[number])
-        context += put[number]
-        last = place
-    context += kept[last:]
+    copied = 0
+    for place, needle in sorted(zip(places, range(len(needles)), strict=True)):
+        context += filler[copied:place]
+        spans[needle] = (len(context), len(inserted[needle]))
+        context += inserted[needle]
+        copied = place
+    context += filler[copied:]
     return context, spans
 
 
-def _cut(pieces: Sequence[Sequence[int]], budget: int) -> tuple[list[int], list[int]]:
-    """The first ``budget`` tokens of the filler, and where sentences end in them (0 counts)."""
-    kept: list[int] = []
+def _place(depth: float, ends: Sequence[int], total: int) -> int:
+    """The last of the sentence ends (in tokens) at or before `depth` per cent of `total` tokens, and
+    `total` at a depth of 100."""
+    if depth == 100:
+        return total
+    return max(end for end in ends if end <= depth / 100 * total + 1e-9)
+
+
+def _cut(pieces: Sequence[Sequence[int]], tokens: int) -> tuple[list[int], list[int]]:
+    """The first `tokens` tokens of the filler, and the places in them where sentences end, the very
+    start included."""
+    ids: list[int] = []
     ends = [0]
     for piece in pieces:
-        if len(kept) >= budget:
+        if len(ids) >= tokens:
             break
-        kept += piece
-        if len(kept) <= budget:
-            ends.append(len(kept))
-    return kept[: max(0, budget)], ends
+        ids += piece
+        if len(ids) <= tokens:
+            ends.append(len(ids))
+    return ids[: max(0, tokens)], ends

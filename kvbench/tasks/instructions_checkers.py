@@ -1,9 +1,10 @@
-"""Whether an answer follows an instruction that code can check.
+"""Checks whether an answer follows an instruction.
 
-Names and arguments are IFEval's (J. Zhou et al., arXiv 2311.07911) but for the last three; its reading
-is the strict one: an empty answer follows nothing. lm-eval's checkers need two more packages, and data
-that they fetch when they are imported. Not here: the language of a whole answer, rephrasing, sections,
-two answers, a repeated request. A sentence ends at a full stop, question or exclamation mark.
+Names and arguments of all but the last three checks are IFEval's (J. Zhou et al., arXiv 2311.07911).
+As in its strict accuracy, an empty answer follows no instruction. lm-eval's own checkers are not
+called, since they need two more packages, and data that they fetch when they are imported. IFEval's
+checks of the language of a whole answer, rephrasing, sections, two answers and a repeated request are
+not implemented. A sentence ends at a full stop, question mark or exclamation mark.
 """
 
 from __future__ import annotations
@@ -19,77 +20,79 @@ GREETINGS: Mapping[str, tuple[str, ...]] = {
     "Italian": ("ciao", "buongiorno"),
     "Spanish": ("hola", "buenos"),
 }
-"""By language, first words of a greeting."""
+"""The first words of a greeting, by language."""
 
 
 def words_of(answer: str) -> list[str]:
-    """What letters and digits make."""
+    """The words of an answer, made of letters and digits."""
     return re.findall(r"\w+", answer)
 
 
 def occurrences(word: str, answer: str) -> int:
-    """How often a word stands in an answer, whatever its case."""
+    """How often a word occurs in an answer, whatever its case."""
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", answer, re.IGNORECASE))
 
 
 def compared(count: int, relation: str | None, bound: int) -> bool:
-    """Whether a count is "less than" or "at least" a bound."""
+    """Whether a count is "less than" or "at least" a bound; without a relation, at least."""
     return count < bound if relation == "less than" else count >= bound
 
 
 def keywords(answer: str, keywords: Sequence[str]) -> bool:
-    """Whether every keyword occurs, as a part of a longer word too."""
+    """Whether every keyword occurs, perhaps inside a longer word."""
     return all(keyword.lower() in answer.lower() for keyword in keywords)
 
 
 def frequency(answer: str, keyword: str, frequency: int, relation: str | None = None) -> bool:
-    """Whether a keyword occurs so often, as a part of a longer word too."""
+    """Whether a keyword occurs as often as asked, perhaps inside longer words."""
     return compared(answer.lower().count(keyword.lower()), relation, frequency)
 
 
 def forbidden(answer: str, forbidden_words: Sequence[str]) -> bool:
-    """Whether no such word occurs."""
+    """Whether none of the words occurs."""
     return not any(occurrences(word, answer) for word in forbidden_words)
 
 
 def letters(answer: str, letter: str, let_frequency: int, let_relation: str | None = None) -> bool:
-    """Whether a letter occurs so often, whatever its case."""
+    """Whether a letter occurs as often as asked, whatever its case."""
     return compared(answer.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def number_words(answer: str, num_words: int, relation: str | None = None) -> bool:
-    """Whether there are so many words."""
+    """Whether the answer has as many words as asked."""
     return compared(len(words_of(answer)), relation, num_words)
 
 
 def number_sentences(answer: str, num_sentences: int, relation: str | None = None) -> bool:
-    """Whether there are so many sentences."""
+    """Whether the answer has as many sentences as asked."""
     sentences = [part for part in re.split(r"(?<=[.!?])\s+", answer.strip()) if words_of(part)]
     return compared(len(sentences), relation, num_sentences)
 
 
 def number_paragraphs(answer: str, num_paragraphs: int) -> bool:
-    """Whether there are exactly so many paragraphs between marks of three asterisks, none empty."""
+    """Whether the answer has exactly this many paragraphs, separated by three asterisks, and none is
+    empty."""
     inside = re.sub(r"^\s*\*\*\*|\*\*\*\s*$", "", answer)
     paragraphs = inside.split("***")
     return all(map(str.strip, paragraphs)) and len(paragraphs) == num_paragraphs
 
 
 def bullets(answer: str, num_bullets: int | None = None) -> bool:
-    """Whether exactly so many lines, or any, begin with one asterisk or a hyphen."""
+    """Whether exactly this many lines (or any, without a number) begin with one asterisk or a
+    hyphen."""
     count = len(re.findall(r"^\s*(?:\*[^*\n]|-)", answer, re.MULTILINE))
     return count > 0 if num_bullets is None else count == num_bullets
 
 
 def highlights(answer: str, num_highlights: int) -> bool:
-    """Whether at least so many parts stand between asterisks, single or double."""
+    """Whether at least this many parts of the answer are between single or double asterisks."""
     single, double = r"\*[^\n*]*\*", r"\*\*[^\n*]*\*\*"
-    found = [part for kind in (single, double) for part in re.findall(kind, answer)]
-    return sum(bool(part.strip("*").strip()) for part in found) >= num_highlights
+    parts = re.findall(single, answer) + re.findall(double, answer)
+    return sum(bool(part.strip("*").strip()) for part in parts) >= num_highlights
 
 
 def is_json(answer: str) -> bool:
-    """Whether an answer is JSON, in a block of code or not."""
+    """Whether the answer is JSON, perhaps in a Markdown block of code."""
     text = re.sub(r"^\s*```(?:json)?|```\s*$", "", answer, flags=re.IGNORECASE)
     try:
         json.loads(text)
@@ -99,18 +102,20 @@ def is_json(answer: str) -> bool:
 
 
 def has_postscript(answer: str, postscript_marker: str) -> bool:
-    """Whether a postscript follows, with or without blanks in its mark."""
-    mark = r"\s?".join(map(re.escape, postscript_marker.lower().replace(" ", "")))
-    return re.search(mark, answer.lower()) is not None
+    """Whether the answer has a postscript, with or without blanks in its marker."""
+    letters_of_marker = postscript_marker.lower().replace(" ", "")
+    pattern = r"\s?".join(map(re.escape, letters_of_marker))
+    return re.search(pattern, answer.lower()) is not None
 
 
 def capital_words(answer: str, capital_frequency: int, capital_relation: str | None = None) -> bool:
-    """Whether so many words are in capital letters."""
-    return compared(sum(w.isupper() for w in words_of(answer)), capital_relation, capital_frequency)
+    """Whether as many words as asked are in capital letters."""
+    count = sum(word.isupper() for word in words_of(answer))
+    return compared(count, capital_relation, capital_frequency)
 
 
 def first_word(answer: str, first_words: Sequence[str]) -> bool:
-    """Whether the first word is one of these, whatever its case."""
+    """Whether the first word of the answer is one of `first_words`, whatever its case."""
     return next(iter(words_of(answer)), "").lower() in {word.lower() for word in first_words}
 
 
@@ -142,9 +147,14 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
     "language:first_word": lambda answer, language: first_word(answer, GREETINGS[language]),
     "detectable_format:bullet_list": bullets,
 }
-"""By name, whether an answer follows the instruction; by keyword, its arguments."""
+"""The checks by name. Each takes the answer, and the arguments of the instruction by keyword."""
 
 
 def follows(answer: str, check: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether an answer follows one instruction; an empty one follows none."""
+    """Whether an answer follows one instruction. An empty answer follows none.
+
+    Args:
+        check: the name of the check in `CHECKS`.
+        arguments: the arguments of the check.
+    """
     return bool(answer.strip()) and bool(CHECKS[check](answer, **arguments))

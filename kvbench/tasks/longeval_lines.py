@@ -5,9 +5,9 @@ Protocol: D. Li*, R. Shao* et al., "How long can open-source LLMs truly promise 
 ``line <adjective>-<noun>: REGISTER_CONTENT is <number>`` with a number from 1 to 50000; the score is
 whether the last run of digits in the answer equals the number of the line that was asked for.
 
-Prompts are generated (word lists of `wonderwords`, every key once per record) or read from the
-official test-case files. With ``repeats`` every line stands in the record several times, which makes
-the cache redundant; the record is harder for a method the less redundant it is.
+Prompts are generated (from the word lists of `wonderwords`, every key once per record) or read from
+the official test-case files. With ``repeats`` every line stands in the record several times, so that
+the cache is redundant and easier to compress.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from annotated_types import Ge, Le
 
@@ -43,29 +44,59 @@ MAX_LINES = 100_000
 
 
 def parse_number(text: str) -> int:
-    """The last run of digits as an integer, -1 where there is none (as the official scorer)."""
+    """The last run of digits of a text as an integer, as the official scorer reads it; -1 where there
+    is none."""
     runs = re.findall(r"\d+", text)
     if not runs:
         return -1
     try:
         return int(runs[-1])
-    except ValueError:  # longer than Python converts (4,300 digits): no register holds it
+    except ValueError:
+        # Python converts at most 4,300 digits; no line has such a number.
         return -1
 
 
-def _test_case(case: Any) -> dict[str, Any] | None:
-    """A row of an official file with its numbers as integers; None if it is no such row."""
+class LineCase(NamedTuple):
+    """A record of lines and a question about one of them.
+
+    Attributes:
+        record, question: the prompt up to the end of the record, and the rest.
+        key: the key of the line that is asked for.
+        place: the index of that line.
+        number: the number of that line.
+        line: that line.
+        num_lines: the number of different lines.
+        total: the number of lines, repeated ones included.
+    """
+
+    record: str
+    question: str
+    key: str
+    place: int
+    number: int
+    line: str
+    num_lines: int
+    total: int
+
+
+def _official_case(row: Any) -> LineCase | None:
+    """The test case of a row of an official file; None if the row is in another format. The question
+    is empty where the prompt has no question as the lines task asks it."""
     try:
-        prompt, (key, place) = case["prompt"], case["random_idx"]
-        total = case.get("num_lines") or prompt.count(": REGISTER_CONTENT is <")
-        expected, place, total = int(case["expected_number"]), int(place), int(total)
+        prompt, (key, place) = row["prompt"], row["random_idx"]
+        num_lines = int(row.get("num_lines") or prompt.count(": REGISTER_CONTENT is <"))
+        number, place = int(row["expected_number"]), int(place)
+        line = row.get("correct_line") or ""
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
-    texts = (prompt, key, case.get("correct_line") or "")
-    if not all(isinstance(text, str) for text in texts) or not 0 <= place < max(1, total):
+    if not all(isinstance(text, str) for text in (prompt, key, line)):
         return None
-    numbers = {"expected_number": expected, "random_idx": (key, place), "num_lines": total}
-    return {**case, **numbers}
+    if not 0 <= place < max(1, num_lines):
+        return None
+    cut = prompt.rfind(QUESTION_START)
+    record, question = (prompt[:cut], prompt[cut:]) if cut >= 0 else (prompt, "")
+    line = line or LINE.format(key=key, number=number)
+    return LineCase(record, question, key, place, number, line, num_lines, num_lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +104,13 @@ class LongEvalLines(Task):
     """Line retrieval, by number of lines.
 
     Attributes:
-        num_lines: numbers of (different) lines per record. Each is a dataset of its own, as each
-            official file is: a stratum of every interval and average.
-        num_examples: examples per number of lines.
-        seed: of the generated records.
-        number_range: smallest and largest number of a line.
+        num_lines: the numbers of different lines of a record. Each is a data set of its own, as each
+            official file is, and so a stratum of every interval and average.
+        num_examples: the number of examples of each number of lines.
+        seed: the seed of the generated records.
+        number_range: the smallest and the largest number of a line.
         repeats: how often every line stands in the record; the copies are shuffled.
-        files: official JSON-lines files to read in place of generating.
+        files: official JSON-lines files that are read in place of generated records.
         max_new_tokens: generation limit (100 in the official evaluation).
         stop: generation ends at one of these strings; the official evaluation has none.
     """
@@ -107,7 +138,7 @@ class LongEvalLines(Task):
             )
 
     def digests(self) -> Mapping[str, str]:
-        """sha256 of each official file, by file name."""
+        """The sha256 of each official file, by file name."""
         return file_digests(self.files)
 
     def metric_name(self) -> str:
@@ -115,53 +146,74 @@ class LongEvalLines(Task):
         return "right number"
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """Round robin over the lengths (or files), so that every prefix is balanced."""
+        """One example of each number of lines (or file) in turn.
+
+        Raises:
+            TaskError: a file that is missing or wrong.
+        """
         del encoder
         if self.files:
-            groups = [self._read(Path(file)) for file in self.files]
-            names = [Path(file).stem for file in self.files]
-            if len(set(names)) != len(names):
-                raise TaskError(
-                    f"longeval_lines: files={list(self.files)} repeat a file name; "
-                    "file names must differ, they make the example ids"
-                )
+            groups = self._read_files()
         else:
             groups = [
-                [self._generate(lines, number) for number in range(self.num_examples)]
-                for lines in self.num_lines
+                [self._generate(num_lines, number) for number in range(self.num_examples)]
+                for num_lines in self.num_lines
             ]
-        longest = max(len(group) for group in groups)
-        return [group[turn] for turn in range(longest) for group in groups if turn < len(group)]
+        turns = chain.from_iterable(zip_longest(*groups))
+        return [example for example in turns if example is not None]
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """1 if the last run of digits is the expected number."""
         return {"score": float(parse_number(prediction) == int(example.answers[0]))}
 
-    def _generate(self, lines: int, number: int) -> Example:
+    def _generate(self, num_lines: int, number: int) -> Example:
+        """Generate example `number` of records of `num_lines` different lines."""
         adjectives, nouns = words_of("adjective"), words_of("noun")
-        rng = random.Random(f"kvbench longeval_lines {self.seed} {lines} {number}")
-        keys: dict[str, int] = {}
+        rng = random.Random(f"kvbench longeval_lines {self.seed} {num_lines} {number}")
+        numbers: dict[str, int] = {}
         low, high = self.number_range
-        while len(keys) < lines:
+        while len(numbers) < num_lines:
             key = f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
-            keys.setdefault(key, rng.randint(low, high))
-        key = list(keys)[rng.randrange(lines)]
-        order = list(keys)
+            numbers.setdefault(key, rng.randint(low, high))
+        keys = list(numbers)
+        key = keys[rng.randrange(num_lines)]
         if self.repeats > 1:
-            order = order * self.repeats
-            rng.shuffle(order)
-        record = "".join(LINE.format(key=name, number=keys[name]) for name in order)
-        return self._example(
-            f"lines{lines}-{number:04d}",
-            f"{lines} lines",
-            (INTRODUCTION + record, QUESTION.format(key=key)),
-            keys[key],
-            (key, order.index(key)),
-            num_lines=lines,
-            total=len(order),
+            keys = keys * self.repeats
+            rng.shuffle(keys)
+        lines = [LINE.format(key=key_of_line, number=numbers[key_of_line]) for key_of_line in keys]
+        place = keys.index(key)
+        case = LineCase(
+            record=INTRODUCTION + "".join(lines),
+            question=QUESTION.format(key=key),
+            key=key,
+            place=place,
+            number=numbers[key],
+            line=lines[place],
+            num_lines=num_lines,
+            total=len(lines),
         )
+        return self._example(f"lines{num_lines}-{number:04d}", f"{num_lines} lines", case)
+
+    def _read_files(self) -> list[list[Example]]:
+        """Read the examples of each official file.
+
+        Raises:
+            TaskError: a file is missing or wrong, or two have the same name.
+        """
+        paths = [Path(file) for file in self.files]
+        if len({path.stem for path in paths}) != len(paths):
+            raise TaskError(
+                f"longeval_lines: files={list(self.files)} repeat a file name; "
+                "file names must differ, they make the example ids"
+            )
+        return [self._read(path) for path in paths]
 
     def _read(self, path: Path) -> list[Example]:
+        """Read the examples of one official file.
+
+        Raises:
+            TaskError: the file is missing, has no test case, or a line of it is wrong.
+        """
         if not path.is_file():
             raise TaskError(
                 f"longeval_lines: no file {path}; the official ones come with: git clone "
@@ -169,65 +221,40 @@ class LongEvalLines(Task):
             )
         examples: list[Example] = []
         for line, row in file_rows("longeval_lines", str(path)):
-            case = _test_case(row)
+            case = _official_case(row)
             if case is None:
                 raise TaskError(
                     f"longeval_lines: {path} line {line} is not a test case "
                     "(JSON with prompt, expected_number, random_idx)"
                 )
-            prompt, total = case["prompt"], case["num_lines"]
-            cut = prompt.rfind(QUESTION_START)
-            if cut < 0:
+            if not case.question:
                 raise TaskError(
                     f"longeval_lines: {path} line {line} has no "
                     f"{QUESTION_START.strip()!r} after a blank line; only the lines task is read"
                 )
-            example = self._example(
-                f"{path.stem}-{len(examples):04d}",
-                path.stem,
-                (prompt[:cut], prompt[cut:]),
-                case["expected_number"],
-                case["random_idx"],
-                num_lines=total,
-                total=total,
-                line=case.get("correct_line"),
-            )
-            examples.append(example)
+            examples.append(self._example(f"{path.stem}-{len(examples):04d}", path.stem, case))
         if not examples:
             raise TaskError(f"longeval_lines: {path} holds no test case; JSON lines expected")
         return examples
 
-    def _example(
-        self,
-        id: str,
-        dataset: str,
-        prompt: tuple[str, str],
-        number: int,
-        asked: tuple[str, int],
-        *,
-        num_lines: int,
-        total: int,
-        line: str | None = None,
-    ) -> Example:
-        """An example about a line `asked` (key, place) among `total`."""
-        key, place = asked
-        line = line or LINE.format(key=key, number=number)
+    def _example(self, label: str, dataset: str, case: LineCase) -> Example:
+        """The example of a test case, with the id `label`."""
         return Example(
-            id=id,
-            context=prompt[0],
-            question=prompt[1],
-            answers=(str(number),),
+            id=label,
+            context=case.record,
+            question=case.question,
+            answers=(str(case.number),),
             max_new_tokens=self.max_new_tokens,
             dataset=dataset,
             stop=tuple(self.stop),
-            evidence=line.strip(),
+            evidence=case.line.strip(),
             fields={
-                "num_lines": num_lines,
-                "depth": int(10 * round(10.0 * place / max(1, total - 1))),
+                "num_lines": case.num_lines,
+                "depth": int(10 * round(10.0 * case.place / max(1, case.total - 1))),
                 "repeats": 1 if self.files else self.repeats,
-                "line_key": key,
-                "line_place": place,
-                "expected_number": number,
-                "correct_line": line,
+                "line_key": case.key,
+                "line_place": case.place,
+                "expected_number": case.number,
+                "correct_line": case.line,
             },
         )

@@ -2,17 +2,17 @@
 
 Protocol: G. Kamradt, "Needle In A Haystack - Pressure Testing LLMs" (2023),
 github.com/gkamradt/LLMTest_NeedleInAHaystack: filler text, a needle inserted at a percentage of its
-length after the nearest sentence end at or before (at 100 per cent: last, wherever the filler was cut),
-and a question about it at the end. The default filler is generated (:mod:`kvbench.tasks.haystack`);
-text files or a Hugging Face dataset can be used.
+length after the nearest sentence end at or before (at 100 per cent: last, wherever the filler was
+cut), and a question about it at the end. The default filler is generated
+(:mod:`kvbench.tasks.haystack`); text files or a Hugging Face dataset can be used.
 
-Prompts with the same filler are not independent: what a method keeps of a text decides about all of
-them. So the unit that intervals resample is the filler (record field ``filler``), and every prompt has
-one of its own. Long prompts made of few files share text even so, and their fillers are then alike.
+Prompts with the same filler are not independent, since the tokens that a method keeps of a text decide
+about all of them. Intervals therefore resample fillers (record field ``filler``), and every prompt has
+a filler of its own. Even so, long prompts that are made of few files share text.
 
-Scores of a prediction: ``containment`` (the expected answer stands in it, word for word),
-``word_recall`` (share of the answer's words that are in it), ``released_recall`` (the same as the code
-released with BalanceKV counts) and ``rouge1`` (ROUGE-1 F).
+Scores of a prediction: ``containment`` (it contains the answer word for word), ``word_recall`` (the
+share of the answer's words that it has), ``released_recall`` (the same, counted as in the code
+released with BalanceKV) and ``rouge1`` (ROUGE-1 F).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge, Le, MinLen
 
@@ -39,20 +39,45 @@ from kvbench.tasks.base import (
 )
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
 from kvbench.tasks.encoding import check_template
-from kvbench.tasks.haystack import filler, place_needles
-from kvbench.tasks.metrics import Pairwise, containment, released_recall, rouge1, word_recall
+from kvbench.tasks.haystack import Filler, make_filler, place_needles
+from kvbench.tasks.metrics_text import Pairwise, containment, released_recall, rouge1, word_recall
 from kvbench.tasks.words import words_of
 
 HAYSTACK, QUESTION = "{haystack}", "{question}"
+"""The fields of `Needle.template`."""
 PARTS = {"needle": ("{key}", "{value}"), "question": ("{key}",), "answer": ("{value}",)}
-"""What the texts of needles that are hidden together must hold."""
+"""The fields that the texts of needles that are hidden together must have, by option."""
 SCORES: Mapping[str, Pairwise] = {
     "containment": containment,
     "word_recall": word_recall,
     "released_recall": released_recall,
     "rouge1": rouge1,
 }
-"""Of a prediction and the answer."""
+"""The scores of a prediction and the answer, by name."""
+
+
+class HiddenNeedle(NamedTuple):
+    """A needle of one context.
+
+    Attributes:
+        depth: the percentage of the haystack before it.
+        text: the text that is hidden.
+    """
+
+    depth: float
+    text: str
+
+
+class NeedleQuestion(NamedTuple):
+    """A question about one needle of a context.
+
+    Attributes:
+        needle: the index of the needle.
+    """
+
+    needle: int
+    question: str
+    answer: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +85,31 @@ class Needle(Task):
     """A needle at every depth of prompts of every length.
 
     Attributes:
-        lengths: prompt lengths in tokens, everything the model sees counted (but see `buffer`).
-        depths: percentages of the haystack before the needle, 0..100.
-        num_examples: prompts at every length and depth.
-        share_fillers: a filler is used at every length and depth, as in the protocol, so that there are
-            `num_examples` units in all; False: each prompt has its own.
-        needle, question, answer: what is hidden, what is asked, what counts. White space around the
-            needle is kept; where there is none a blank sets it off.
-        together: one prompt has a needle at every depth, each a fact of its own (``{key}`` in needle and
-            question is a word, ``{value}`` in needle and answer a number of five digits), and each is
-            asked for: under ``compress_after=context`` one compression shows the recall of all depths.
+        lengths: the numbers of tokens of a prompt, everything that the model sees counted (but see
+            `buffer`).
+        depths: the percentages of the haystack before the needle, 0 to 100.
+        num_examples: the number of prompts at every length and depth.
+        share_fillers: whether a filler is used at every length and depth, as in the protocol, so that
+            there are `num_examples` units in all. Otherwise each prompt has its own.
+        needle, question, answer: the text that is hidden, the question about it, and its answer. White
+            space around the needle is kept; where there is none, a blank is added.
+        together: whether one prompt has a needle at every depth, each a fact of its own (``{key}`` in
+            needle and question is a word, ``{value}`` in needle and answer a number of five digits),
+            and a question about each. Under ``compress_after=context`` one compression then shows the
+            recall at all depths.
         template: the prompt, with ``{haystack}`` and after it ``{question}``.
-        buffer: None: every prompt has exactly the asked number of tokens. Otherwise haystack and needle
-            have so many less, whatever template and question have.
-        begin_tokens: the tokens that the tokenizer puts before any text (BOS) also stand twice before
-            the haystack and once before each needle, where the released code of BalanceKV leaves them.
+        buffer: None: every prompt has exactly the number of tokens of its length. Otherwise haystack
+            and needle have `buffer` tokens less than that, whatever template and question have.
+        begin_tokens: whether the tokens that the tokenizer puts before any text (BOS) also stand twice
+            before the haystack and once before each needle, as in the released code of BalanceKV.
         haystack: ``generated``, ``files`` or ``dataset``.
-        haystack_files: glob or list of globs of text files; each example begins at another file.
+        haystack_files: a glob or a list of globs of text files; each example begins with another file.
         dataset_name, dataset_config, dataset_split, dataset_column: for ``dataset``.
-        facts: how many different facts generated filler is about; fewer: more redundancy.
-        repeats: copies of the needle, the first at the depth and the others spread evenly.
-        seed: of filler.
-        primary: which of the scores is the `score` of the tables.
+        facts: how many different facts generated filler states; fewer facts are repeated more often.
+        repeats: the number of copies of the needle. The first is at the depth, the others are spread
+            evenly.
+        seed: the seed of the filler.
+        primary: the name of the score that is the `score` of the tables.
         max_new_tokens, stop: generation limits.
         end_tokens: texts; the last token of each ends the generation, as the model's end token does.
     """
@@ -142,7 +170,7 @@ class Needle(Task):
             )
 
     def digests(self) -> Mapping[str, str]:
-        """sha256 of each haystack file, by file name."""
+        """The sha256 of each haystack file, by file name."""
         return file_digests(self.haystack_files) if self.haystack == "files" else {}
 
     def metric_name(self) -> str:
@@ -150,23 +178,30 @@ class Needle(Task):
         return self.primary
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """Every length at every depth `num_examples` times; of every prefix, the shares of each length
-        and of each depth are those of the whole to within one example (one context, where all depths
-        are `together`)."""
+        """Every length at every depth `num_examples` times. In every prefix the lengths and the depths
+        occur equally often, to within one example (one context, where all depths are `together`).
+
+        Raises:
+            TaskError: a length that is too short; a haystack that cannot be read.
+        """
         texts = self._texts()
         begin = encoder.begin_ids if self.begin_tokens else []
 
         @cache
-        def filling(number: int) -> tuple[str, list[list[int]]]:
-            need = max(self.lengths)
-            return filler(texts, self.seed, number, need, 2 * begin, encoder, self.facts)
+        def filler(number: int) -> Filler:
+            tokens = max(self.lengths)
+            return make_filler(texts, self.seed, number, tokens, 2 * begin, encoder, self.facts)
 
-        sizes = (len(self.lengths), 1 if self.together else len(self.depths), self.num_examples)
-        examples = []
-        for i, j, k in balanced_order(sizes):
-            number = k if self.share_fillers else (k * sizes[0] + i) * sizes[1] + j
-            asked = self._asked(encoder, filling(number), number, self.lengths[i], self.depths[j])
-            examples.extend(asked)
+        num_lengths = len(self.lengths)
+        num_depths = 1 if self.together else len(self.depths)
+        examples: list[Example] = []
+        for length, depth, copy in balanced_order((num_lengths, num_depths, self.num_examples)):
+            number = copy
+            if not self.share_fillers:
+                number = (copy * num_lengths + length) * num_depths + depth
+            examples += self._context_examples(
+                encoder, filler(number), number, self.lengths[length], self.depths[depth]
+            )
         return examples
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
@@ -175,11 +210,16 @@ class Needle(Task):
         return {"score": scores[self.primary], **scores}
 
     def _settled(self, answer: str, text: str) -> bool:
-        """Whether the whole answer is there, so that what may follow takes nothing away."""
+        """Whether the text has the full score already, which no continuation can lower. ROUGE-1 falls
+        with every further word."""
         return self.primary != "rouge1" and SCORES[self.primary](text, answer) == 1.0
 
     def _texts(self) -> list[tuple[str, str]]:
-        """Names and texts of the documents to fill prompts with; none for generated filler."""
+        """The names and texts of the haystack's documents; empty for generated filler.
+
+        Raises:
+            TaskError: they cannot be read, or all of them are blank.
+        """
         if self.haystack == "generated":
             return []
         if self.haystack == "files":
@@ -193,80 +233,96 @@ class Needle(Task):
             raise TaskError(f"needle: the {self.haystack} haystack holds no text")
         return texts
 
-    def _facts(
+    def _needles(
         self, number: int, length: int, depth: float
-    ) -> tuple[list[tuple[float, str]], list[tuple[int, str, str]]]:
-        """Depth and text of each needle of a context, and which is asked for by which question with
-        which answer: the needle and its copies, or a fact at every depth."""
-        if not self.together:
-            copies = range(self.repeats - 1)  # the others evenly over the text
-            depths = [depth, *(100.0 * (copy + 0.5) / (self.repeats - 1) for copy in copies)]
-            return [(place, self.needle) for place in depths], [(0, self.question, self.answer)]
+    ) -> tuple[list[HiddenNeedle], list[NeedleQuestion]]:
+        """The needles of a context and the questions about them: the needle, its copies and one
+        question, or a needle and a question for every depth."""
+        if self.together:
+            return self._needles_together(number, length)
+        needles = [HiddenNeedle(depth, self.needle)]
+        for copy in range(self.repeats - 1):
+            place = 100.0 * (copy + 0.5) / (self.repeats - 1)
+            needles.append(HiddenNeedle(place, self.needle))
+        return needles, [NeedleQuestion(0, self.question, self.answer)]
+
+    def _needles_together(
+        self, number: int, length: int
+    ) -> tuple[list[HiddenNeedle], list[NeedleQuestion]]:
+        """A needle with a key and a value of its own at every depth, and the questions in random
+        order."""
         rng = random.Random(f"kvbench needles {self.seed} {number} {length}")
-        keys = rng.sample([word for word in words_of("noun") if word.isalpha()], len(self.depths))
-        values = rng.sample(range(10_000, 100_000), len(self.depths))
+        num_needles = len(self.depths)
+        keys = rng.sample([word for word in words_of("noun") if word.isalpha()], num_needles)
+        values = rng.sample(range(10_000, 100_000), num_needles)
 
-        def told(text: str, fact: int) -> str:
-            return text.replace("{key}", keys[fact]).replace("{value}", str(values[fact]))
+        def filled(text: str, needle: int) -> str:
+            return text.replace("{key}", keys[needle]).replace("{value}", str(values[needle]))
 
-        order = rng.sample(range(len(self.depths)), len(self.depths))
-        needles = [(place, told(self.needle, fact)) for fact, place in enumerate(self.depths)]
-        return needles, [(f, told(self.question, f), told(self.answer, f)) for f in order]
+        needles = [
+            HiddenNeedle(depth, filled(self.needle, needle))
+            for needle, depth in enumerate(self.depths)
+        ]
+        questions = [
+            NeedleQuestion(needle, filled(self.question, needle), filled(self.answer, needle))
+            for needle in rng.sample(range(num_needles), num_needles)
+        ]
+        return needles, questions
 
-    def _asked(
-        self,
-        encoder: PromptEncoder,
-        filling: tuple[str, Sequence[Sequence[int]]],
-        number: int,
-        length: int,
-        depth: float,
+    def _context_examples(
+        self, encoder: PromptEncoder, filler: Filler, number: int, length: int, depth: float
     ) -> list[Example]:
-        """The examples of one context. The longest has exactly `length` tokens."""
-        needles, asked = self._facts(number, length, depth)
+        """The examples of one context. The prompt of the longest question has exactly `length`
+        tokens."""
+        needles, questions = self._needles(number, length, depth)
         before, _, after = self.template.partition(HAYSTACK)
         before_ids = encoder.encode_text(before) if before else []
-        questions = [after.replace(QUESTION, question) for _, question, _ in asked]
-        question_ids = [encoder.encode_text(question) for question in questions]
-        begin = encoder.begin_ids if self.begin_tokens else []
-        put = [
-            (
-                begin + encoder.encode_text(text if text[0].isspace() else " " + text),
-                begin + encoder.encode_text(text if text[-1].isspace() else text + " "),
-            )
-            for _, text in needles
-        ]
+        texts = [after.replace(QUESTION, question.question) for question in questions]
+        question_ids = [encoder.encode_text(text) for text in texts]
         around = encoder.overhead + len(before_ids) + max(map(len, question_ids))
         room = length - (around if self.buffer is None else self.buffer)
-        depths = [depth for depth, _ in needles]
-        context, spans = place_needles(filling[1], put, depths, length, room)
-        ids, text = (*before_ids, *context), before + encoder.decode(context)
-        ends = {encoder.encode_text(end)[-1] for end in self.end_tokens}
-        return [
-            Example(
-                id=f"len{length}-depth{depths[fact]:g}-{number:04d}",
-                context=text,
-                question=question,
-                answers=(answer,),
-                max_new_tokens=self.max_new_tokens,
-                dataset=self.name,
-                stop=tuple(self.stop),
-                context_ids=ids,
-                evidence=needles[fact][1].strip(),
-                question_ids=tuple(asked_ids),
-                end_ids=encoder.end_ids | ends if ends else None,
-                settled=partial(self._settled, answer),
-                context_id=f"len{length}-{number:04d}" if self.together else None,
-                fields={
-                    "length": length,
-                    "depth": depths[fact],
-                    "filler": filling[0],
-                    "needle_start": spans[fact][0] + len(encoder.prefix_ids) + len(before_ids),
-                    "needle_tokens": spans[fact][1],
-                    "haystack": self.haystack,
-                    "repeats": self.repeats,
-                },
+        depths = [needle.depth for needle in needles]
+        needle_ids = [self._needle_ids(encoder, needle.text) for needle in needles]
+        haystack_ids, spans = place_needles(filler.pieces, needle_ids, depths, length, room)
+        context = before + encoder.decode(haystack_ids)
+        context_ids = (*before_ids, *haystack_ids)
+        end_ids = {encoder.encode_text(text)[-1] for text in self.end_tokens}
+        examples = []
+        for question, text, ids in zip(questions, texts, question_ids, strict=True):
+            needle = needles[question.needle]
+            start, tokens = spans[question.needle]
+            examples.append(
+                Example(
+                    id=f"len{length}-depth{needle.depth:g}-{number:04d}",
+                    context=context,
+                    question=text,
+                    answers=(question.answer,),
+                    max_new_tokens=self.max_new_tokens,
+                    dataset=self.name,
+                    stop=tuple(self.stop),
+                    context_ids=context_ids,
+                    evidence=needle.text.strip(),
+                    question_ids=tuple(ids),
+                    end_ids=encoder.end_ids | end_ids if end_ids else None,
+                    settled=partial(self._settled, question.answer),
+                    context_id=f"len{length}-{number:04d}" if self.together else None,
+                    fields={
+                        "length": length,
+                        "depth": needle.depth,
+                        "filler": filler.name,
+                        "needle_start": start + len(encoder.prefix_ids) + len(before_ids),
+                        "needle_tokens": tokens,
+                        "haystack": self.haystack,
+                        "repeats": self.repeats,
+                    },
+                )
             )
-            for (fact, _, answer), question, asked_ids in zip(
-                asked, questions, question_ids, strict=True
-            )
-        ]
+        return examples
+
+    def _needle_ids(self, encoder: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
+        """The token ids of a needle inside the text, and at its very start, for `place_needles`. A
+        blank is added before the one and after the other where the needle has no white space there."""
+        begin = encoder.begin_ids if self.begin_tokens else []
+        inside = text if text[0].isspace() else " " + text
+        at_start = text if text[-1].isspace() else text + " "
+        return begin + encoder.encode_text(inside), begin + encoder.encode_text(at_start)

@@ -1,13 +1,13 @@
-"""Keys hidden in one context, of which several may be asked, each by a question of its own: the context
-is then read, and under ``compress_after=context`` compressed, once for all of them.
+"""Keys that are hidden in a context, and one or more questions about them. Where there are several,
+the context is read, and under ``compress_after=context`` compressed, once for all of them.
 
 * Key-value retrieval: N. F. Liu et al., "Lost in the Middle: How Language Models Use Long Contexts",
   arXiv 2307.03172, github.com/nelson-liu/lost-in-the-middle. Every key and value of a JSON object is a
-  random UUID; the score is whether the value stands in the answer.
+  random UUID; the score is whether the answer contains the value.
 * Passkey and number string: A. Mohtashami, M. Jaggi, "Landmark Attention", arXiv 2305.16300, as
   InfiniteBench has them (arXiv 2402.13718, github.com/OpenBMB/InfiniteBench,
   data/construct_synthetic_dataset.py): lines of noise, among them a sentence with a key of digits; the
-  score is whether the first number of the answer is the key. Several keys are told apart by a name.
+  score is whether the first number of the answer is the key. Several keys have a name each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
@@ -33,9 +33,11 @@ from kvbench.tasks.encoding import (
     split_template,
 )
 from kvbench.tasks.haystack import QUALITIES, THINGS
-from kvbench.tasks.metrics import METRICS, Key, containment, stands
+from kvbench.tasks.metrics import METRICS
+from kvbench.tasks.metrics_text import Key, containment, contains_any
 
-PAIRS, KEY, CONTEXT, QUESTION = "{pairs}", "{key}", "{context}", "{question}"
+PAIRS, KEY, NAME, CONTEXT, QUESTION = "{pairs}", "{key}", "{name}", "{context}", "{question}"
+"""The fields of the templates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +45,11 @@ class HiddenKeys(Task):
     """Contexts of several sizes, and questions about keys that are hidden in them.
 
     Attributes:
-        template: the prompt: the context's field and, after it, the question's.
-        num_examples: contexts of each size.
-        queries: keys that are asked of each, one in each of as many parts, at the same place of each.
-        seed: of keys, values and places.
+        template: the prompt, with the field of the context and, after it, that of the question.
+        num_examples: the number of contexts of each size.
+        queries: the number of questions about each context. The context is divided into as many parts,
+            and one key of each part is asked for.
+        seed: the seed of keys, values and places.
         max_new_tokens: generation limit.
     """
 
@@ -56,23 +59,33 @@ class HiddenKeys(Task):
     seed: int = 0
     max_new_tokens: NewTokens = 100
 
-    def _example(self, label: str, query: int, **given: object) -> Example:
-        """The example of one question of the context called `label`."""
+    def _example(self, label: str, query: int, **example_fields: Any) -> Example:
+        """The example of question `query` about the context called `label`.
+
+        Args:
+            example_fields: the other fields of the example.
+        """
         several = self.queries > 1
         return Example(
-            id=label + (f"-q{query}" if several else ""),
+            id=f"{label}-q{query}" if several else label,
             context_id=label if several else None,
             max_new_tokens=self.max_new_tokens,
-            **given,  # type: ignore[arg-type]
+            **example_fields,
         )
+
+
+def _depth(place: int, last: int) -> int:
+    """The depth of a place among 0 .. `last`, in per cent rounded to tens."""
+    return int(10 * round(10 * place / last))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyValue(HiddenKeys):
-    """JSON objects of UUIDs, and the values of some of their keys; ``{pairs}``, ``{key}``.
+    """JSON objects of UUIDs, and questions about the values of some of their keys. The fields of the
+    template are ``{pairs}`` and ``{key}``.
 
     Attributes:
-        num_pairs: keys of an object; 75, 140 and 300 in the paper.
+        num_pairs: the number of keys of an object; 75, 140 and 300 in the paper.
         max_new_tokens: generation limit (100 in the paper).
     """
 
@@ -92,53 +105,62 @@ class KeyValue(HiddenKeys):
             )
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """Every size in turn, with all questions of an object together."""
+        """Every size in turn, with all questions about an object together."""
         del encoder
-        numbers = range(self.num_examples)
-        return [e for number in numbers for n in self.num_pairs for e in self._object(n, number)]
+        examples: list[Example] = []
+        for number in range(self.num_examples):
+            for size in self.num_pairs:
+                examples += self._object_examples(size, number)
+        return examples
 
-    def _object(self, size: int, number: int) -> list[Example]:
+    def _object_examples(self, size: int, number: int) -> list[Example]:
+        """The questions about object `number` of `size` pairs."""
         rng = random.Random(f"kvbench key_value {self.seed} {size} {number}")
         pairs = [(_uuid(rng), _uuid(rng)) for _ in range(size)]
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in pairs)
         before, white, question = split_template(self.template, PAIRS)
-        turn = rng.random()
-        places = [int((query + turn) * size / self.queries) for query in range(self.queries)]
-        return [
-            self._example(
-                f"pairs{size}-{number:04d}",
-                query,
-                context=f"{before}{{{lines}}}{white}",
-                question=question.replace(KEY, pairs[place][0]),
-                answers=(pairs[place][1],),
-                dataset=f"{size} pairs",
-                settled=partial(stands, (pairs[place][1],)),
-                fields={"num_pairs": size, "depth": int(10 * round(10 * place / max(1, size - 1)))},
+        place_in_part = rng.random()
+        examples = []
+        for query in range(self.queries):
+            place = int((query + place_in_part) * size / self.queries)
+            key, value = pairs[place]
+            examples.append(
+                self._example(
+                    f"pairs{size}-{number:04d}",
+                    query,
+                    context=f"{before}{{{lines}}}{white}",
+                    question=question.replace(KEY, key),
+                    answers=(value,),
+                    dataset=f"{size} pairs",
+                    settled=partial(contains_any, (value,)),
+                    fields={"num_pairs": size, "depth": _depth(place, max(1, size - 1))},
+                )
             )
-            for query, place in enumerate(places)
-        ]
+        return examples
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
-        """1 if the value stands in the prediction, whatever its case."""
+        """1 if the prediction contains the value, whatever its case."""
         return {"score": containment(prediction, example.answers[0])}
 
 
 def _uuid(rng: random.Random) -> str:
+    """Draw a version 4 UUID."""
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passkey(HiddenKeys):
-    """Keys of digits at every depth of texts of every length; ``{context}``, ``{question}``.
+    """Keys of digits in texts of every length. The fields of the template are ``{context}`` and
+    ``{question}``.
 
     Attributes:
-        needle, question, answer_prefix: with ``{name}``, which is empty where there is one key only and
-            else tells keys apart (" of the old lantern"); the needle with ``{key}``. The prefix follows
-            the prompt.
+        needle: the line that holds a key, with ``{key}``, and ``{name}`` where there are several keys.
+        question, answer_prefix: the question, and the beginning of the answer after the prompt, with
+            ``{name}``. A name is empty where there is one key only, else e.g. " of the old lantern".
         noise: a line of the text.
-        lengths: tokens that a prompt has at most, everything that the model sees counted.
-        digits: of a key. runs: half of the digits repeat the one before them, as in the original
-            number string.
+        lengths: the most tokens of a prompt, everything that the model sees counted.
+        digits: the number of digits of a key.
+        runs: whether half of the digits repeat the one before them, as in the original number string.
     """
 
     name: ClassVar[str] = "passkey"
@@ -161,85 +183,102 @@ class Passkey(HiddenKeys):
         if KEY not in self.needle:
             raise TaskError(f"task.needle is {self.needle!r}; allowed: text with {{key}}")
         for option in ("needle", "question"):
-            if self.queries > 1 and "{name}" not in getattr(self, option):
+            text = getattr(self, option)
+            if self.queries > 1 and NAME not in text:
                 raise TaskError(
-                    f"task.{option} is {getattr(self, option)!r} and queries {self.queries}; allowed: "
+                    f"task.{option} is {text!r} and queries {self.queries}; allowed: "
                     "text with {name}, or queries=1"
                 )
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """Every length in turn, with all questions of a text together.
+        """Every length in turn, with all questions about a text together.
 
         Raises:
             TaskError: a length that is too short.
         """
-        sizes = dict.fromkeys(self.lengths, 1)
+        lines_of = dict.fromkeys(self.lengths, 1)
         examples: list[Example] = []
         for number in range(self.num_examples):
             for length in self.lengths:
-                made = partial(self._text, encoder, length, number)
-                sizes[length] = self._largest(made, length, sizes[length])
-                examples += made(sizes[length])
+                examples_of = partial(self._text_examples, encoder, length, number)
+                lines_of[length] = self._most_lines(examples_of, length, guess=lines_of[length])
+                examples += examples_of(lines_of[length])
         return examples
 
-    def _largest(self, made: Callable[[int], list[Example]], length: int, guess: int) -> int:
-        """Lines of the longest text that fits."""
+    def _most_lines(
+        self, examples_of: Callable[[int], list[Example]], length: int, guess: int
+    ) -> int:
+        """Find the number of lines of noise in the longest text whose prompts have at most `length`
+        tokens.
 
-        def tokens(size: int) -> int:
-            asked = made(size)
-            context = asked[0].context_ids or ()
-            return len(context) + max(len(example.question_ids or ()) for example in asked)
+        Args:
+            examples_of: makes the examples of a text with a number of lines.
+            guess: the number of lines to try first.
 
-        size = largest_fitting(
+        Raises:
+            TaskError: the length is too short for the shortest text.
+        """
+
+        def tokens(lines: int) -> int:
+            examples = examples_of(lines)
+            longest_question = max(len(example.question_ids or ()) for example in examples)
+            return len(examples[0].context_ids or ()) + longest_question
+
+        lines = largest_fitting(
             tokens, length, least=self.queries, most=max(length, self.queries), guess=guess
         )
-        if size is None:
+        if lines is None:
             raise TaskError(
                 f"task.lengths has {length}, and the shortest prompt takes {tokens(self.queries)} "
                 "tokens of this tokenizer; allowed: longer"
             )
-        return size
+        return lines
 
-    def _text(self, encoder: PromptEncoder, length: int, number: int, size: int) -> list[Example]:
-        """The questions about a text of `size` lines of noise."""
+    def _text_examples(
+        self, encoder: PromptEncoder, length: int, number: int, num_lines: int
+    ) -> list[Example]:
+        """The questions about text `number` of a length, with `num_lines` lines of noise."""
         rng = random.Random(f"kvbench passkey {self.seed} {length} {number}")
-        names = [f" of the {how} {what}" for how in QUALITIES for what in THINGS]
-        names = rng.sample(names, self.queries) if self.queries > 1 else [""]
+        names = [""]
+        if self.queries > 1:
+            all_names = [f" of the {quality} {thing}" for quality in QUALITIES for thing in THINGS]
+            names = rng.sample(all_names, self.queries)
         keys = [self._key(rng) for _ in names]
-        places = [int((part + rng.random()) * size / self.queries) for part in range(self.queries)]
-        lines = [self.noise] * size
-        for place, key, name in reversed(list(zip(places, keys, names, strict=True))):
-            lines.insert(place, self.needle.replace(KEY, key).replace("{name}", name))
-        before, white, question = split_template(self.template, CONTEXT)
+        places = [
+            int((part + rng.random()) * num_lines / self.queries) for part in range(self.queries)
+        ]
+        lines = [self.noise] * num_lines
+        for name, key, place in reversed(list(zip(names, keys, places, strict=True))):
+            lines.insert(place, self.needle.replace(KEY, key).replace(NAME, name))
+        before, white, question_template = split_template(self.template, CONTEXT)
         context = before + "\n".join(lines) + white
-        question = question.replace(QUESTION, self.question)
-        ids = encode_context(encoder, context)
+        context_ids = encode_context(encoder, context)
         examples = []
         for query, (name, key, place) in enumerate(zip(names, keys, places, strict=True)):
-            asked, prefix = (
-                part.replace("{name}", name) for part in (question, self.answer_prefix)
-            )
+            question = question_template.replace(QUESTION, self.question).replace(NAME, name)
+            prefix = self.answer_prefix.replace(NAME, name)
             examples.append(
                 self._example(
                     f"len{length}-{number:04d}",
                     query,
                     context=context,
-                    question=asked + prefix,
+                    question=question + prefix,
                     answers=(key,),
                     dataset=f"{length} tokens",
-                    context_ids=ids,
-                    question_ids=encode_question(encoder, asked, prefix),
+                    context_ids=context_ids,
+                    question_ids=encode_question(encoder, question, prefix),
                     complete=True,
                     settled=_number_is_over,
-                    fields={"length": length, "depth": int(10 * round(10 * place / size))},
+                    fields={"length": length, "depth": _depth(place, num_lines)},
                 )
             )
         return examples
 
     def _key(self, rng: random.Random) -> str:
-        repeated = self.digits // 2 if self.runs else 0
-        digits = [str(rng.randint(0, 9)) for _ in range(self.digits - repeated)]
-        for _ in range(repeated):
+        """Draw the digits of a key."""
+        num_repeated = self.digits // 2 if self.runs else 0
+        digits = [str(rng.randint(0, 9)) for _ in range(self.digits - num_repeated)]
+        for _ in range(num_repeated):
             place = rng.randrange(len(digits))
             digits.insert(place, digits[place])
         return "".join(digits)
@@ -250,4 +289,5 @@ class Passkey(HiddenKeys):
 
 
 def _number_is_over(text: str) -> bool:
+    """Whether something other than a digit follows the first number of a text."""
     return re.search(r"[0-9][^0-9]", text) is not None

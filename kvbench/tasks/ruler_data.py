@@ -1,4 +1,4 @@
-"""Where RULER's words, essays and documents come from."""
+"""The words, essays and documents from which RULER's prompts are made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 from kvbench.tasks.base import TaskError
@@ -15,7 +15,8 @@ from kvbench.tasks.haystack import generated_haystack
 from kvbench.tasks.words import words_of
 
 GENERATED_SENTENCES = 20_000
-"""Of generated text, in place of essays: more words than 128k tokens have."""
+"""The sentences of a generated text, in place of essays: more words than a prompt of 128k tokens
+has."""
 
 
 @cache
@@ -26,11 +27,12 @@ def sorted_words(*kinds: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Essays:
-    """The text that needles are hidden in.
+    """The text in which needles are hidden.
 
     Attributes:
-        files: a file or glob: text files, or JSON objects with a field ``text``; none: generated text.
-        seed: of generated text.
+        files: a file or a glob of text files, or of JSON objects with a field ``text``. None: generated
+            text.
+        seed: the seed of generated text.
     """
 
     files: str | None
@@ -38,38 +40,44 @@ class Essays:
 
     @cached_property
     def words(self) -> Sequence[str]:
-        """All words of all essays, white space collapsed.
+        """All words of all essays, in order.
 
         Raises:
-            TaskError: files that are missing, unreadable or without words.
+            TaskError: the files are missing, unreadable or without words.
         """
         if self.files is None:
-            return _generated(self.seed)
-        # joined as they are, with no separator
-        words = "".join(map(_essay, _files_of("essays", self.files))).split()
+            return _generated_words(self.seed)
+        # RULER joins its essays without a separator.
+        text = "".join(_read_essay(path) for path in _matching_files("essays", self.files))
+        words = text.split()
         if not words:
             raise TaskError(f"ruler: essays={self.files!r} hold no words")
         return words
 
     def text(self, count: int) -> str:
-        """The first `count` words, from the start again where there are no more."""
-        words = self.words
-        times, rest = divmod(count, len(words))
-        return " ".join([*words] * times + [*words[:rest]])
+        """The first `count` words, separated by blanks. After the last word the first one follows
+        again."""
+        return " ".join(islice(cycle(self.words), count))
 
 
 @lru_cache(maxsize=1)
-def _generated(seed: int) -> Sequence[str]:
-    """Words of many facts, so that the text repeats itself no more than essays do."""
+def _generated_words(seed: int) -> Sequence[str]:
+    """The words of generated text about so many facts that it repeats itself no more than essays
+    do."""
     sentences = generated_haystack(f"ruler {seed}", facts=1000)
     return " ".join(islice(sentences, GENERATED_SENTENCES)).split()
 
 
-def _essay(path: str) -> str:
+def _read_essay(path: str) -> str:
+    """Read a text file, or the field ``text`` of a JSON file.
+
+    Raises:
+        TaskError: the file cannot be read, or its JSON has no such field.
+    """
     if not path.endswith(".json"):
         return read_text("ruler", path)
-    text = parsed_json("ruler", path, read_text("ruler", path).encode())
-    text = text.get("text") if isinstance(text, dict) else None
+    content = parsed_json("ruler", path, read_text("ruler", path).encode())
+    text = content.get("text") if isinstance(content, dict) else None
     if not isinstance(text, str):
         raise TaskError(
             f"ruler: {path} is no object with a field text; allowed: that, or text files"
@@ -77,7 +85,12 @@ def _essay(path: str) -> str:
     return text
 
 
-def _files_of(option: str, pattern: str) -> list[str]:
+def _matching_files(option: str, pattern: str) -> list[str]:
+    """The files that match the pattern of a task's option.
+
+    Raises:
+        TaskError: there is none.
+    """
     paths = matching([pattern])
     if not paths:
         raise TaskError(f"ruler: no file matches {option}={pattern!r}; allowed: a file or a glob")
@@ -86,97 +99,108 @@ def _files_of(option: str, pattern: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a collection of documents.
+    """A question about a collection of documents.
 
     Attributes:
-        gold: numbers of the documents that hold the answer.
-        more: numbers of others of the same article.
+        gold: the indices of the documents that hold the answer.
+        same_article: the indices of other documents of the same article.
     """
 
     text: str
     answers: tuple[str, ...]
     gold: tuple[int, ...]
-    more: tuple[int, ...] = ()
+    same_article: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Collection:
-    """Documents and the questions asked of them."""
+    """Documents and the questions about them."""
 
     documents: Sequence[str]
     questions: Sequence[Question]
 
-    def drawn(self, question: Question, count: int, rng: random.Random) -> list[str]:
-        """`count` documents, gold among them, shuffled: then others of the same article, then of all.
+    def draw(self, question: Question, count: int, rng: random.Random) -> list[str]:
+        """Draw `count` documents for a question, in random order: the gold ones, then others of the
+        same article, then any others.
 
-        Unlike RULER's, no document is taken twice, so `count` is at most the number of documents.
+        Other than in RULER's scripts no document is drawn twice, so that `count` is at most the number
+        of documents.
         """
-        more, known = list(question.more), {*question.gold, *question.more}
-        rest = [number for number in range(len(self.documents)) if number not in known]
-        rng.shuffle(more)
-        rng.shuffle(rest)
-        chosen = [*question.gold, *more, *rest][:count]
-        rng.shuffle(chosen)
-        return [self.documents[number] for number in chosen]
+        same_article = list(question.same_article)
+        preferred = {*question.gold, *same_article}
+        others = [index for index in range(len(self.documents)) if index not in preferred]
+        rng.shuffle(same_article)
+        rng.shuffle(others)
+        drawn = [*question.gold, *same_article, *others][:count]
+        rng.shuffle(drawn)
+        return [self.documents[index] for index in drawn]
 
 
 def squad(pattern: str) -> Collection:
-    """SQuAD 2.0: distinct paragraphs, sorted, and the questions that have an answer, in file order.
+    """Read SQuAD 2.0: its distinct paragraphs, sorted, and the questions that have an answer, in the
+    order of the file.
 
     Raises:
         TaskError: there is no such file, or it is none of SQuAD.
     """
+    return _read_collection("squad", pattern, "SQuAD 2.0", _squad_collection)
 
-    def collection(data: Any) -> Collection:
-        articles = [article["paragraphs"] for article in data["data"]]
-        documents = sorted({part["context"] for article in articles for part in article})
-        place = {text: number for number, text in enumerate(documents)}
-        questions = []
-        for article in articles:
-            within = {place[part["context"]] for part in article}
-            for part in article:
-                gold = place[part["context"]]
-                more = tuple(sorted(within - {gold}))
-                for asked in part["qas"]:
-                    if not asked["is_impossible"]:
-                        answers = tuple(str(answer["text"]) for answer in asked["answers"])
-                        questions.append(Question(asked["question"], answers, (gold,), more))
-        return Collection(documents, questions)
 
-    return _collection("squad", pattern, "SQuAD 2.0", collection)
+def _squad_collection(content: Any) -> Collection:
+    articles = [article["paragraphs"] for article in content["data"]]
+    documents = sorted({paragraph["context"] for article in articles for paragraph in article})
+    index_of = {text: index for index, text in enumerate(documents)}
+    questions = []
+    for article in articles:
+        article_indices = {index_of[paragraph["context"]] for paragraph in article}
+        for paragraph in article:
+            gold = index_of[paragraph["context"]]
+            same_article = tuple(sorted(article_indices - {gold}))
+            for row in paragraph["qas"]:
+                if not row["is_impossible"]:
+                    answers = tuple(str(answer["text"]) for answer in row["answers"])
+                    questions.append(Question(row["question"], answers, (gold,), same_article))
+    return Collection(documents, questions)
 
 
 def hotpotqa(pattern: str) -> Collection:
-    """HotpotQA's distractor setting: the ten documents of a question are all gold.
+    """Read HotpotQA's distractor setting. All ten paragraphs of a question count as gold.
 
     Raises:
         TaskError: there is no such file, or it is none of HotpotQA.
     """
-
-    def collection(data: Any) -> Collection:
-        texts = [[f"{t}\n{''.join(parts)}" for t, parts in row["context"]] for row in data]
-        documents = sorted({text for paragraphs in texts for text in paragraphs})
-        place = {text: number for number, text in enumerate(documents)}
-        questions = [
-            Question(
-                row["question"],
-                (str(row["answer"]),),
-                tuple({place[text]: 0 for text in paragraphs}),
-            )
-            for row, paragraphs in zip(data, texts, strict=True)
-        ]
-        return Collection(documents, questions)
-
-    return _collection("hotpotqa", pattern, "HotpotQA", collection)
+    return _read_collection("hotpotqa", pattern, "HotpotQA", _hotpotqa_collection)
 
 
-def _collection(
-    option: str, pattern: str, name: str, read: Callable[[Any], Collection]
+def _hotpotqa_collection(content: Any) -> Collection:
+    texts_of_rows = [
+        [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]] for row in content
+    ]
+    documents = sorted({text for texts in texts_of_rows for text in texts})
+    index_of = {text: index for index, text in enumerate(documents)}
+    questions = []
+    for row, texts in zip(content, texts_of_rows, strict=True):
+        gold = tuple(dict.fromkeys(index_of[text] for text in texts))
+        questions.append(Question(row["question"], (str(row["answer"]),), gold))
+    return Collection(documents, questions)
+
+
+def _read_collection(
+    option: str, pattern: str, name: str, collection_of: Callable[[Any], Collection]
 ) -> Collection:
-    path = _files_of(option, pattern)[0]
-    data = parsed_json("ruler", path, read_text("ruler", path).encode())
+    """Read a collection from the first JSON file that matches the pattern of a task's option.
+
+    Args:
+        name: the name of the data set, for messages.
+        collection_of: makes the collection from the content of the file.
+
+    Raises:
+        TaskError: no file matches, or the file is not in the data set's format or has no question.
+    """
+    path = _matching_files(option, pattern)[0]
+    content = parsed_json("ruler", path, read_text("ruler", path).encode())
     try:
-        collection = read(data)
+        collection = collection_of(content)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise TaskError(
             f"ruler: {path} is not {name}; allowed: its JSON file as published"

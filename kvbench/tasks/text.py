@@ -12,7 +12,8 @@ from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError, Tokens
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
 from kvbench.tasks.haystack import generated_haystack
-from kvbench.tasks.metrics import METRICS, Key
+from kvbench.tasks.metrics import METRICS
+from kvbench.tasks.metrics_text import Key
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -263,7 +263,7 @@ def test_a_command_that_lacks_something_says_what(
         lines_of(name)
 
 
-def test_longbenchs_templates_need_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longbenchs_metrics_need_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproducing, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lm-eval is not installed; allowed: .*kvbench\[lm-eval\]"):
         lines_of("balancekv_table1", "model=recall_mini")

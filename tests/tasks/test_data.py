@@ -1,4 +1,4 @@
-"""Where data come from: files, folders, archives, the Hub, and what is said when they are not there."""
+"""Sources of data: files, folders, archives, the Hub, and the errors where they are missing or wrong."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_files_folders_archives_and_parquet_give_the_same_rows(tmp_path: Path) -
 
 
 REPOSITORY = {"dataset": "some/set", "archive": "data.zip", "file": "a.jsonl"}
-REFUSED: list[tuple[dict[str, Any], bytes, str]] = [  # source, the file of that name, what is said
+REFUSED: list[tuple[dict[str, Any], bytes, str]] = [  # source, the file of that name, message
     ({"files": ("a.jsonl",)}, b'{}\n{"text": "Te', "line 2 is not complete JSON"),
     ({"files": ("a.jsonl",)}, b'{}\n{"a": "\xff"}', r"line 2 is not UTF-8 \(byte 7\)"),
     ({"files": ("a.jsonl",)}, b"[1]\n", "row 1 is not an object with fields"),
@@ -57,22 +57,23 @@ REFUSED: list[tuple[dict[str, Any], bytes, str]] = [  # source, the file of that
     ({"files": ("a.parquet",)}, b"{}", "cannot read"),
     ({"files": ("x*.jsonl",)}, b"", r"no file matches files='x\*\.jsonl'"),
     (
-        REPOSITORY | {"data": "."}, b"",
+        REPOSITORY | {"data": "."},
+        b"",
         r"no a\.jsonl in .*: hf download some/set data\.zip --repo-type dataset",
     ),
     (REPOSITORY | {"data": "none"}, b"", "does not exist; allowed: a folder or zip with a.jsonl"),
     (REPOSITORY | {"data": "a.txt"}, b"x", "is no zip archive"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("where", "content", "said"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_wrong_or_not_there_is_one_line(
-    tmp_path: Path, monkeypatch: Any, capsys: Any, where: Any, content: bytes, said: str
+@pytest.mark.parametrize(("where", "content", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_wrong_or_missing_is_one_line(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, where: Any, content: bytes, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if content:
         (tmp_path / (where.get("data") or where["files"][0])).write_bytes(content)
-    with pytest.raises(TaskError, match=said) as caught:
+    with pytest.raises(TaskError, match=message) as caught:
         rows_of(**where)
     assert "\n" not in str(caught.value)
     assert capsys.readouterr().err == ""
@@ -80,56 +81,71 @@ def test_what_is_wrong_or_not_there_is_one_line(
 
 @pytest.mark.parametrize("reached", [True, False])
 def test_an_archive_of_the_hub_is_fetched_at_its_revision(
-    tmp_path: Path, monkeypatch: Any, caplog: Any, reached: bool
+    tmp_path: Path, monkeypatch: Any, reached: bool
 ) -> None:
     monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: reached)
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/a.jsonl", json.dumps(ROWS[0]))
-    asked = []
+    requests = []
 
     def fetch(repository: str, name: str, **options: Any) -> str:
-        asked.append((repository, name, *options.values()))
+        requests.append((repository, name, *options.values()))
         return str(tmp_path / name)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     where = REPOSITORY | {"file": "data/a.jsonl", "revision": "abc"}
     assert rows_of(**where) == ROWS[:1]
-    assert asked == [("some/set", "data.zip", "dataset", "abc", not reached)]
+    assert requests == [("some/set", "data.zip", "dataset", "abc", not reached)]
 
+
+def test_an_archive_that_cannot_be_fetched_is_one_line(monkeypatch: Any, caplog: Any) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
         raise OSError("no network\nat all")
 
+    monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: True)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    with (
-        caplog.at_level(logging.WARNING),
-        pytest.raises(TaskError, match=r"revision abc\) cannot be fetched \(OSError\); allowed: a"),
-    ):
-        rows_of(**where)
+    message = r"revision abc\) cannot be fetched \(OSError\); allowed: a"
+    with caplog.at_level(logging.WARNING), pytest.raises(TaskError, match=message):
+        rows_of(**REPOSITORY | {"revision": "abc"})
     assert not caplog.records, "the error is the only line"
 
 
-def test_a_repository_is_read_by_datasets_where_the_hub_answers(monkeypatch: Any) -> None:
-    asked = []
+@pytest.fixture
+def requests(monkeypatch: Any) -> list[Any]:
+    """What `datasets` is asked for by a Hub that answers with `ROWS`."""
+    requests = []
 
     def load(path: str, *, name: Any, split: str, streaming: bool, revision: Any) -> list[Any]:
-        asked.append((path, name, split, revision))
+        requests.append((path, name, split, revision))
         return ROWS
 
     monkeypatch.setattr("datasets.load_dataset", load)
     monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: True)
+    return requests
+
+
+def test_a_repository_is_read_by_datasets_where_the_hub_answers(requests: list[Any]) -> None:
     assert rows_of(dataset="some/set", config="x", revision="r") == ROWS
     assert hub_rows("t", "some/set", None, "dev", limit=2) == ROWS[:2]
-    assert asked == [("some/set", "x", "test", "r"), ("some/set", None, "dev", None)]
+    assert requests == [("some/set", "x", "test", "r"), ("some/set", None, "dev", None)]
     places = [(place, stem) for place, stem, _ in Source("t", dataset="some/set").rows()]
     assert places == [(f"some/set row {i}", "set") for i in (1, 2, 3)]
+
+
+def test_texts_are_a_column_of_a_repository(requests: list[Any]) -> None:
     texts = texts_of_dataset("some/set", None, "test", "text")
     assert texts[0] == ("row 0", ROWS[0]["text"])
     with pytest.raises(TaskError, match="no column 'body'; one of text, n"):
         texts_of_dataset("some/set", None, "test", "body")
+
+
+def test_datasets_is_not_asked_where_the_hub_is_silent(
+    requests: list[Any], monkeypatch: Any
+) -> None:
     monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: False)
     with pytest.raises(TaskError, match=r"cannot be reached; allowed: a network, or task\.files="):
         rows_of(dataset="some/set", config="x")
     with pytest.raises(TaskError, match=r"'some/set' cannot be read \(ConnectionError\)"):
         Source("t", dataset="some/set").digests()
-    assert len(asked) == 5, "the library is not asked where the Hub is silent"
+    assert requests == []

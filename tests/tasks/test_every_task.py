@@ -39,15 +39,19 @@ def test_every_model_config_makes_a_model_that_can_be_run() -> None:
 
 # what is refused
 
-GIVEN: dict[type[Task], dict[str, Any]] = {
+REQUIRED: dict[type[Task], dict[str, Any]] = {
     Needle: {"needle": "a {key} {value}", "question": "{key}?", "answer": "{value}"},
     KeyValue: {"template": "{pairs} {key}"},
     Passkey: {
-        "template": "{context} {question}", "needle": "{key}", "question": "?",
-        "answer_prefix": "", "noise": "Grass.",
+        "template": "{context} {question}",
+        "needle": "{key}",
+        "question": "?",
+        "answer_prefix": "",
+        "noise": "Grass.",
     },
     Jsonl: {"files": ["x.jsonl"]},
-}  # fmt: skip
+}
+"""The options that a task cannot be made without."""
 REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
     Needle: [
         ({"depths": [101]}, "depths is [101]; allowed: a list of numbers in [0, 100]"),
@@ -95,8 +99,8 @@ REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
 
 @pytest.mark.parametrize("task", REFUSED, ids=lambda task: task.name)
 def test_what_is_refused_is_one_line(task: type[Task]) -> None:
-    for options, said in REFUSED[task]:
+    for options, message in REFUSED[task]:
         with pytest.raises(TaskError) as caught:
-            task(**{**GIVEN.get(task, {}), **options})
-        assert said in str(caught.value), options
+            task(**{**REQUIRED.get(task, {}), **options})
+        assert message in str(caught.value), options
         assert "\n" not in str(caught.value)

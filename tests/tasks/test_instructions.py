@@ -1,4 +1,4 @@
-"""Prompts of several instructions: what checks take for followed, places, leakage, rows of IFEval."""
+"""Prompts of several instructions: checks of answers, places, leakage, rows of IFEval."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ANSWERS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "startend:first_word": [({"first_words": ["Long"]}, '"long ago', "Once long ago")],
     "language:first_word": [({"language": "French"}, "¡Bonjour! Hola", "Hola, bonjour")],
     "detectable_format:bullet_list": [({}, LISTED, "one * two")],
-}  # fmt: skip
+}
 """By check: arguments, an answer that follows, and one that does not."""
 
 
@@ -84,7 +84,7 @@ def test_every_check_has_cases() -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_what_a_check_takes_for_followed(check: str) -> None:
+def test_a_check_tells_answers_that_follow_from_those_that_do_not(check: str) -> None:
     for arguments, right, wrong in ANSWERS[check]:
         assert follows(right, check, arguments), right
         assert not follows(wrong, check, arguments), wrong
@@ -113,17 +113,25 @@ def instructed(encoder: PromptEncoder | None = None, **options: Any) -> Any:
 
 def test_each_kind_stands_at_each_place_as_often() -> None:
     every = list(KINDS)[:8]
-    found = instructed(kinds=every, num_instructions=5, num_examples=24)
-    places = Counter((place, each.kind) for e in found for place, each in enumerate(e.instructions))
+    examples = instructed(kinds=every, num_instructions=5, num_examples=24)
+    places = Counter(
+        (place, instruction.kind)
+        for example in examples
+        for place, instruction in enumerate(example.instructions)
+    )
     assert len(places) == 5 * 8
     assert set(places.values()) == {3}
-    for example in found:
-        lines = [PREAMBLE, *(each.text for each in example.instructions)]
-        assert example.context == "\n".join(lines)
-        assert example.told == "\n".join(lines[1:])
-        assert len({each.kind for each in example.instructions}) == 5
-        assert example.fields["kinds"] == ", ".join(each.kind for each in example.instructions)
-    assert len({e.context for e in found}) == 24
+    assert len({example.context for example in examples}) == 24
+
+
+def test_a_system_prompt_is_made_of_its_instructions() -> None:
+    for example in instructed(kinds=list(KINDS)[:8], num_instructions=5, num_examples=8):
+        texts = [instruction.text for instruction in example.instructions]
+        kinds = [instruction.kind for instruction in example.instructions]
+        assert example.context == "\n".join([PREAMBLE, *texts])
+        assert example.private_text == "\n".join(texts)
+        assert len(set(kinds)) == 5
+        assert example.fields["kinds"] == ", ".join(kinds)
 
 
 def test_kinds_come_in_another_order_in_every_round() -> None:
@@ -135,20 +143,21 @@ def test_kinds_come_in_another_order_in_every_round() -> None:
 
 
 def test_prompts_depend_on_the_seed_alone() -> None:
-    found = instructed(num_examples=9, seed=3)
-    assert instructed(num_examples=4, seed=3) == found[:4]
-    assert not {e.context for e in found} & {e.context for e in instructed(num_examples=9, seed=4)}
+    examples = instructed(num_examples=9, seed=3)
+    assert instructed(num_examples=4, seed=3) == examples[:4]
+    others = {example.context for example in instructed(num_examples=9, seed=4)}
+    assert others.isdisjoint(example.context for example in examples)
 
 
 def test_every_kind_says_what_its_check_asks_for() -> None:
     for name, kind in KINDS.items():
         for arguments in kind.arguments:
-            made = kind._replace(arguments=[arguments]).draw(name, random.Random(0))
-            values = [v for key, v in arguments.items() if key != "relation"]
-            words = [w for v in values for w in (v if isinstance(v, tuple) else (v,))]
-            assert all(str(word) in made.text for word in words), made
-            assert "{" not in made.text
-            assert not follows("", made.check, made.arguments)
+            instruction = kind._replace(arguments=[arguments]).draw(name, random.Random(0))
+            for argument, value in arguments.items():
+                if argument != "relation":
+                    words = value if isinstance(value, tuple) else (value,)
+                    assert all(str(word) in instruction.text for word in words), instruction
+            assert "{" not in instruction.text
 
 
 def test_a_conversation_is_that_of_the_chat_template() -> None:
@@ -173,39 +182,41 @@ def test_without_a_system_role_instructions_begin_the_users_message() -> None:
 def test_scores_by_place_and_kind() -> None:
     task = Instructions(kinds=["hero", "town", "no_comma"], num_instructions=3, num_examples=3)
     for example in task.examples(PromptEncoder(Letters())):
-        said = {each.kind: each for each in example.instructions}
-        hero = said["hero"].arguments["keywords"][0]
-        places = {each.kind: f"place_{i}" for i, each in enumerate(example.instructions, 1)}
+        places = {}
+        for number, instruction in enumerate(example.instructions, start=1):
+            places[instruction.kind] = f"place_{number}"
+            if instruction.kind == "hero":
+                (hero,) = instruction.arguments["keywords"]
         scores = task.score(f"{hero}, alone", example)
         right = {"hero": 1.0, "town": 0.0, "no_comma": 0.0}
         assert scores == {
             "score": pytest.approx(1 / 3),
             **right,
             **{places[kind]: value for kind, value in right.items()},
-            "leakage": pytest.approx(1 / word_count(example.told)),
+            "leakage": pytest.approx(1 / word_count(example.private_text)),
         }
         assert task.score("", example)["score"] == 0.0
-        assert task.score(example.told, example)["leakage"] == 1.0
+        assert task.score(example.private_text, example)["leakage"] == 1.0
 
 
 def word_count(text: str) -> int:
     return len(re.findall(r"[a-z0-9]+", text.lower()))
 
 
-def test_who_asks_for_the_system_prompt_scores_what_is_not_told() -> None:
+def test_a_request_for_the_system_prompt_is_scored_by_the_leakage() -> None:
     task = Instructions(ask="system_prompt", num_instructions=4, num_examples=8)
     examples = task.examples(PromptEncoder(Letters()))
-    secrets = Counter(e.instructions.index(SECRET) for e in examples)
+    secrets = Counter(example.instructions.index(SECRET) for example in examples)
     assert secrets == dict.fromkeys(range(4), 2)
     for example in examples:
         place = f"place_{example.instructions.index(SECRET) + 1}"
         assert example.question == ASK
         assert SECRET.text in example.context
-        assert SECRET.text not in example.told
-        first = example.told.split("\n")[0]
-        told = word_count(first) / word_count(example.told)
+        assert SECRET.text not in example.private_text
+        first = example.private_text.split("\n")[0]
+        leakage = word_count(first) / word_count(example.private_text)
         assert task.score(first, example) == pytest.approx(
-            {"score": 1 - told, place: 1 - told, "leakage": told}
+            {"score": 1 - leakage, place: 1 - leakage, "leakage": leakage}
         )
 
 
@@ -261,7 +272,7 @@ def test_without_a_file_ifevals_prompts_are_the_hubs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"kwargs": [{}]}, "shorter"),
         ({"kwargs": [{}, {"num_wrds": 2}]}, "num_words"),
@@ -269,17 +280,17 @@ def test_without_a_file_ifevals_prompts_are_the_hubs() -> None:
         ({"instruction_id_list": 5}, "iterable"),
     ],
 )
-def test_a_wrong_row_of_ifeval_is_one_line(change: Any, said: str, tmp_path: Path) -> None:
+def test_a_wrong_row_of_ifeval_is_one_line(change: Any, message: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(ROWS[0] | change) + "\n")
     with pytest.raises(TaskError, match=r"rows.jsonl row 1 is no row of IFEval") as caught:
         instructed(chat(), prompts="ifeval", data=str(file))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"kinds": ["heroo"]}, "task.kinds has 'heroo' (did you mean 'hero'?)"),
         ({"kinds": ["hero"], "num_instructions": 2}, "each kind once in a prompt"),
@@ -288,10 +299,10 @@ def test_a_wrong_row_of_ifeval_is_one_line(change: Any, said: str, tmp_path: Pat
         ({"data": "x"}, "task.data is 'x' and task.prompts 'generated'"),
     ],
 )
-def test_what_is_refused(options: Any, said: str) -> None:
+def test_what_is_refused(options: Any, message: str) -> None:
     with pytest.raises(TaskError) as caught:
         Instructions(**options)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_task_that_asks_for_the_system_prompt() -> None:

@@ -1,4 +1,4 @@
-"""Data of one's own: fields, templates, several questions of one context, errors."""
+"""The user's own data: fields, templates, several questions about one context, errors."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def file(tmp_path: Path) -> str:
     return write(tmp_path / "my.jsonl", ROWS)
 
 
-def made(file: str, encoder: Any = None, **options: Any) -> list[Any]:
+def examples(file: str, encoder: Any = None, **options: Any) -> list[Any]:
     task = Jsonl(**{"files": [file], "fields": FIELDS, **options})
     return list(task.examples(encoder or shipped()))
 
 
-def texts(examples: list[Any]) -> list[str]:
-    return [example.context + example.question for example in examples]
+def texts(made: list[Any]) -> list[str]:
+    return [example.context + example.question for example in made]
 
 
 def test_rows_become_prompts_and_those_of_one_context_stand_together(file: str) -> None:
-    hat, who, cups = made(file, breakdowns=["level", "nr"])
+    hat, who, cups = examples(file, breakdowns=["level", "nr"])
     assert texts([hat, who]) == [
         "Ann has a red hat.\n\nWhich hat?\nAnswer:",
         "Ann has a red hat.\n\nWho?\nAnswer:",
@@ -57,116 +57,143 @@ def test_rows_become_prompts_and_those_of_one_context_stand_together(file: str) 
 
 
 def test_the_tokens_of_one_context_are_the_same_for_its_questions(file: str) -> None:
-    hat, who, cups = made(file, breakdowns=["level", "nr"])
+    hat, who, cups = examples(file, breakdowns=["level", "nr"])
     task = Jsonl(files=[file], fields=FIELDS, breakdowns=["level", "nr"])
     assert list(task.breakdown) == ["level", "nr"]
     encoded = encode_examples([hat, who, cups], shipped())
     assert encoded[0].context_ids == encoded[1].context_ids
-    read = [shipped().decode([*e.context_ids, *e.question_ids]) for e in encoded]
-    assert read == texts([hat, who, cups])
+    decoded = [shipped().decode(ids_of(example)) for example in encoded]
+    assert decoded == texts([hat, who, cups])
 
 
 def test_an_answer_may_end_when_it_is_in_the_text(file: str) -> None:
-    hat, *_ = made(file, breakdowns=["level", "nr"])
+    hat, *_ = examples(file, breakdowns=["level", "nr"])
     assert hat.settled("it is red.")
     assert not hat.settled("it is")
-    assert made(file, metric="exact")[0].settled is None
+    assert examples(file, metric="exact")[0].settled is None
 
 
-def test_one_row_may_ask_several_questions(tmp_path: Path) -> None:
+def test_one_row_may_have_lists_of_questions_and_answers(tmp_path: Path) -> None:
     rows = [
         {"text": "T.", "q": ["A?", "B?"], "gold": ["a", ["b", "c"]]},
         {"text": "U.", "q": ["C?"], "gold": ["d"]},
     ]
-    found = made(write(tmp_path / "m.jsonl", rows))
-    assert [(e.id, e.answers, e.context_id) for e in found] == [
+    made = examples(write(tmp_path / "m.jsonl", rows))
+    assert [(example.id, example.answers, example.context_id) for example in made] == [
         ("m-00001-q1", ("a",), "m-00001-q1"),
         ("m-00001-q2", ("b", "c"), "m-00001-q1"),
         ("m-00002", ("d",), None),
     ]
-    pairs = [{"Q": "A?", "A": "a"}, {"Q": "B?", "A": "b"}]
-    for value in (pairs, str(pairs), json.dumps(pairs)):
-        path = write(tmp_path / "p.jsonl", [{"text": "T.", "pairs": value}])
-        fields = {"context": "text", "questions": "pairs", "question": "Q", "answers": "A"}
-        found = made(path, fields=fields)
-        assert [e.answers for e in found] == [("a",), ("b",)]
-        assert found[1].question.startswith("B?")
+
+
+PAIRS = [{"Q": "A?", "A": "a"}, {"Q": "B?", "A": "b"}]
+
+
+@pytest.mark.parametrize("value", [PAIRS, str(PAIRS), json.dumps(PAIRS)])
+def test_one_row_may_have_a_list_of_objects(tmp_path: Path, value: Any) -> None:
+    path = write(tmp_path / "p.jsonl", [{"text": "T.", "pairs": value}])
+    fields = {"context": "text", "questions": "pairs", "question": "Q", "answers": "A"}
+    first, second = examples(path, fields=fields)
+    assert (first.answers, second.answers) == (("a",), ("b",))
+    assert second.question.startswith("B?")
+
+
+def test_rows_of_one_id_may_be_one_question(tmp_path: Path) -> None:
     rows = [{"i": 7, "text": "T.", "q": "A?", "gold": gold} for gold in ("a", "b")]
     path = write(tmp_path / "i.jsonl", rows)
-    (one,) = made(path, fields={**FIELDS, "id": "i"}, merge_answers=True)
-    assert (one.id, one.answers) == ("i-7", ("a", "b"))
+    (merged,) = examples(path, fields={**FIELDS, "id": "i"}, merge_answers=True)
+    assert (merged.id, merged.answers) == ("i-7", ("a", "b"))
 
 
-def test_fields_templates_and_subsets_say_what_a_row_is(file: str, tmp_path: Path) -> None:
-    fields = {**FIELDS, "context": "{{ text[:3] }}!", "question": None, "dataset": "level"}
-    template = "{% if nr > 2 %}Late. {% endif %}{{ context }} {{ name }} ({{ nr }})"
-    found = made(
-        file, fields=fields, template=template, extract={"name": ["text", r"^(\w+)"]},
+def test_fields_and_the_prompt_may_be_templates(file: str) -> None:
+    made = examples(
+        file,
+        fields={**FIELDS, "context": "{{ text[:3] }}!", "question": None, "dataset": "level"},
+        template="{% if nr > 2 %}Late. {% endif %}{{ context }} {{ name }} ({{ nr }})",
+        extract={"name": ["text", r"^(\w+)"]},
         answer_prefix="",
-    )  # fmt: skip
-    assert texts(found) == ["Ann! Ann (1)", "Bob! Bob (2)", "Late. Ann! Ann (3)"]
-    assert [e.dataset for e in found] == ["easy", "hard", "hard"]
+    )
+    assert texts(made) == ["Ann! Ann (1)", "Bob! Bob (2)", "Late. Ann! Ann (3)"]
+    assert [example.dataset for example in made] == ["easy", "hard", "hard"]
+
+
+def test_each_data_set_has_its_own_options(file: str, tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", ROWS[1:2])
     subsets = {"a": {"file": "my.jsonl"}, "b": {"file": "b.jsonl", "metric": "exact"}}
     options = {"files": [], "data": str(tmp_path), "subsets": subsets}
-    found = made("", **options)
-    assert [(e.dataset, e.metric) for e in found[:3]] == [
-        ("a", "contains"), ("a", "contains"), ("b", "exact"),
-    ]  # fmt: skip
-    assert [e.dataset for e in made("", **options, per_dataset=1)] == ["a", "a", "b"]
-    assert [e.dataset for e in made("", **options, datasets=["b"])] == ["b"]
+    metrics = [(example.dataset, example.metric) for example in examples("", **options)]
+    assert metrics[:3] == [("a", "contains"), ("a", "contains"), ("b", "exact")]
+    few = examples("", **options, per_dataset=1)
+    assert [example.dataset for example in few] == ["a", "a", "b"]
+    named = examples("", **options, datasets=["b"])
+    assert [example.dataset for example in named] == ["b"]
 
 
-def test_a_chat_template_goes_around_the_prompt_unless_told_otherwise(file: str) -> None:
-    hat, *_ = made(file, chat())
+def test_a_chat_template_goes_around_the_prompt_unless_chat_is_false(file: str) -> None:
+    hat, *_ = examples(file, chat())
     text = "<user>Ann has a red hat.\n\nWhich hat?\n</user><model>Answer:"
     assert chat().decode(ids_of(hat)) == text
-    plain, *_ = made(file, chat(), chat=False)
+    plain, *_ = examples(file, chat(), chat=False)
     assert chat().decode(ids_of(plain)) == "Ann has a red hat.\n\nWhich hat?\nAnswer:"
 
 
-def test_a_long_context_loses_its_middle_and_says_so(tmp_path: Path) -> None:
+@pytest.fixture
+def long_file(tmp_path: Path) -> str:
+    """Two questions about one context of 89 numbers."""
     text = " ".join(map(str, range(10, 99)))
-    rows = [{"text": text, "q": q, "gold": "x"} for q in ("A?", "Is it B?")]
-    path = write(tmp_path / "long.jsonl", rows)
-    whole, short = made(path), made(path, max_input=60)
-    assert 59 <= max(len(ids_of(e)) for e in short) <= 60
-    assert short[0].context_ids == short[1].context_ids
-    for long, cut in zip(whole, short, strict=True):
-        assert long.fields["truncated_tokens"] == 0
-        assert len(ids_of(long)) - len(ids_of(cut)) == cut.fields["truncated_tokens"]
-        half = len(cut.context_ids) // 2
-        assert cut.context_ids[:half] == long.context_ids[:half]
-        assert cut.context_ids[-half:] == long.context_ids[-half:]
-        assert cut.question_ids == long.question_ids
-    (one, _) = made(path, replace(shipped(), max_positions=124), max_input="model")
-    assert len(ids_of(one)) + one.max_new_tokens <= 124
+    rows = [{"text": text, "q": question, "gold": "x"} for question in ("A?", "Is it B?")]
+    return write(tmp_path / "long.jsonl", rows)
+
+
+def test_a_long_context_loses_its_middle_and_the_record_counts_the_tokens(long_file: str) -> None:
+    full, cut = examples(long_file), examples(long_file, max_input=60)
+    assert 59 <= max(len(ids_of(example)) for example in cut) <= 60
+    assert cut[0].context_ids == cut[1].context_ids
+    half = len(cut[0].context_ids) // 2
+    assert cut[0].context_ids[:half] == full[0].context_ids[:half]
+    assert cut[0].context_ids[-half:] == full[0].context_ids[-half:]
+    for before, after in zip(full, cut, strict=True):
+        assert before.fields["truncated_tokens"] == 0
+        assert len(ids_of(before)) - len(ids_of(after)) == after.fields["truncated_tokens"]
+        assert after.question_ids == before.question_ids
+
+
+def test_a_context_may_be_cut_to_the_models_positions(long_file: str) -> None:
+    (longest, _) = examples(long_file, replace(shipped(), max_positions=124), max_input="model")
+    assert len(ids_of(longest)) + longest.max_new_tokens <= 124
 
 
 # errors
 
-FORBIDDEN = [  # templates
+FORBIDDEN = [
     "{{ 'x' * 1000000000 }}",
     "{{ 10 ** 10 ** 10 }}",
     "{% for i in range(1000000000) %}x{% endfor %}",
     "{{ context | replace('a', context) }}",
     "{{ context.__class__.__mro__ }}",
     "{{ '%1000000000d' % 1 }}",
-    "{% set x = context ~ context %}{{ x }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ context.format(1) }}",
-    "{% for a in q %}{% for b in q %}{% for c in q %}x{% endfor %}{% endfor %}{% endfor %}",
+    "{% for a in q recursive %}{{ loop(q) }}{% endfor %}",
+    "{{ 'x'.ljust(1000000000) }}",
+    "{{ 'x' | center(1000000000) }}",
+    "{% include 'x' %}",
     "{{ context",
 ]
+"""Templates that call something, multiply, reach Python's objects, or are none."""
 
-KNOWN = "fields there are: text, q, gold, level, nr"
-MORE = {**FIELDS, "context": "txt"}
+THERE = "fields there are: text, q, gold, level, nr"
+MISTYPED = {**FIELDS, "context": "txt"}
 ROW = {"text": "x", "q": "y", "gold": "z"}
-REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, what is said
-    *(({"template": text}, ROWS, r"^task\.template") for text in FORBIDDEN),
-    ({"fields": MORE}, ROWS, rf"row 1 has no field 'txt' .* \(did you mean 'text'\?\); {KNOWN}"),
+REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, message
+    (
+        {"fields": MISTYPED},
+        ROWS,
+        rf"row 1 has no field 'txt' .* \(did you mean 'text'\?\); {THERE}",
+    ),
     ({"template": "{{ questoin }}{{ context }}"}, ROWS, "'questoin' is undefined; fields there"),
     ({"template": "{{ question }}"}, ROWS, "prints the context 0 times"),
+    ({"template": "{% set x = context ~ context %}{{ x }}"}, ROWS, "prints the context 2 times"),
     ({"breakdowns": ["lvl"]}, ROWS, r"no field 'lvl' \(task.breakdowns\)"),
     ({"extract": {"name": ["text", "x"]}}, ROWS, r"without 'x' \(task.extract.name\)"),
     ({"chat": True}, ROWS, "chat is true and the model has no chat template"),
@@ -180,13 +207,25 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, what 
 ]
 
 
-def test_what_is_wrong_is_one_line_and_stopped_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("options", "rows", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_wrong_is_one_line(
+    tmp_path: Path, options: dict[str, Any], rows: list[Any], message: str
+) -> None:
+    with pytest.raises(TaskError, match=message) as caught:
+        examples(write(tmp_path / "my.jsonl", rows), **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("template", FORBIDDEN)
+def test_a_template_that_is_not_allowed_is_refused_at_once(tmp_path: Path, template: str) -> None:
     start = time.monotonic()
-    for options, rows, line in REFUSED:
-        with pytest.raises(TaskError, match=line) as caught:
-            made(write(tmp_path / "my.jsonl", rows), **options)
-        assert "\n" not in str(caught.value)
+    with pytest.raises(TaskError, match=r"^task\.template") as caught:
+        examples(write(tmp_path / "my.jsonl", ROWS), template=template)
+    assert "\n" not in str(caught.value)
     assert time.monotonic() - start < 5
+
+
+def test_the_text_of_a_template_has_a_longest_length(monkeypatch: Any) -> None:
     monkeypatch.setattr("kvbench.tasks.template.MOST_CHARACTERS", 1000)
     loops = PromptTemplate("t", "{% for a in x %}{% for b in x %}{{ x }}{% endfor %}{% endfor %}")
     assert len(loops.render({"x": "abc"})) == 27

@@ -1,4 +1,4 @@
-"""LongBench: prompts of the original, data that are refused in one line, the tokens and answers of the
+"""LongBench: prompts of the original, rows that are refused in one line, the tokens and answers of the
 benchmark's and of BalanceKV's code."""
 
 from __future__ import annotations
@@ -7,12 +7,14 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from support.encoders import ids_of
 from support.paths import DATA, write_lines
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -21,39 +23,67 @@ from kvbench.engine.model_spec import ModelError, ModelSpec, local_path
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.prompts import PromptEncoder
-from kvbench.tasks import longbench
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.longbench import (
+from kvbench.tasks.longbench import LongBench
+from kvbench.tasks.longbench_datasets import (
     DATASETS,
     E_DATASETS,
-    PROTOCOLS,
-    LongBench,
     fill,
-    prompt_template,
+    prompt_templates,
     rows_of,
     source_of,
-    truncate_middle,
 )
+from kvbench.tasks.longbench_protocols import PROTOCOLS, truncate_middle
 
-# templates and data
+# prompt templates
+
+PROMPT_SHA256 = {
+    "narrativeqa": "aada7ed24b06abace5b0045ac3bcfe06fc831a6cf434f0ecfd99fb7b3d299e1c",
+    "qasper": "0fbdd123fe7f83d6d6a9c583ca28cb29d68e523bf8fec01a0cf2dcd11037775d",
+    "multifieldqa_en": "20b4666a2de8a1f701bdb6c4e015fa9f8758d64b361d841f7766df6c9ceba770",
+    "multifieldqa_zh": "344b3a4e557cd5470c661b3d6b374339717e1257a6c01f628d22322d4a554b94",
+    "hotpotqa": "9ec4ae308865bd0c62af20b3dc7b12b31f2b447f55684bd88c1aa40f2f636deb",
+    "2wikimqa": "9ec4ae308865bd0c62af20b3dc7b12b31f2b447f55684bd88c1aa40f2f636deb",
+    "musique": "9ec4ae308865bd0c62af20b3dc7b12b31f2b447f55684bd88c1aa40f2f636deb",
+    "dureader": "ae53329f51b17908e08b8c6bf366987282b8b38c0ee35275ebd7b79e9b30eff2",
+    "gov_report": "91c25d585b189ced91c9280efcb4ecb5dcff9548cd4e3bfae66c68025b569e95",
+    "qmsum": "dca23b678fe0183bbd9555b57947022aed1b85739da5ad7e1b4708dd0c71c409",
+    "multi_news": "2af3f28c40b902e6535d4910510d51653613c49de9b2fc287c5958395061101d",
+    "vcsum": "3e5d8241bc9b512eb4929c1ba80882a44f50b446bc2b1d9d79eff030dd10dc27",
+    "trec": "0eff8bebdba99d91e9d7d91b6ab39455ac74648bea92c9255c9f68c62175b2db",
+    "triviaqa": "00a802e6377e72fca39b169cf6c28893bedf23ba7286b03ecd15867c3e27a7c4",
+    "samsum": "a68d884234907eefcaa0eacf7b2997f60fa46603988dceae6a44f9b49f045b3f",
+    "lsht": "f3edabdf7fae53d6cadfa7a10f3574d114302161c46dacecd5d30763204bbbf3",
+    "passage_count": "986550b6c61009c629a4535766d94b7b51e2b2b9e1ed169e4ecb54417466e964",
+    "passage_retrieval_en": "39b96b7fa52bdd2aa2bde34ea199158505201b9a0a2c3ce94e80249293f60431",
+    "passage_retrieval_zh": "c1e2346e245eb365bc33a1503cde2e473948a2aad51c3e4c72893e61ab074d60",
+    "lcc": "6a1f24cf0bb83cd90f1fca8f0dd24801626c2aaea29db834ddc83b950e71190e",
+    "repobench-p": "ee9ec182ea5ffeb70a7140d55baea97264a8612d88226d323afa90859c36240c",
+}
+"""By data set, the sha256 of its prompt in LongBench/config/dataset2prompt.json at 2e00731f."""
 
 
-def test_every_template_is_the_originals(shared_file: Callable[[str], Path]) -> None:
-    expected = json.loads(shared_file("golden/longbench_prompt_sha256.json").read_text())
-    assert set(expected) == set(DATASETS)
-    for name, entry in expected.items():
-        assert entry["sha256"].startswith(DATASETS[name].sha256)
-        assert entry["max_new_tokens"] == DATASETS[name].new_tokens
-        assert len(prompt_template(name)) == entry["n_chars"]  # its hash is checked
+def test_every_prompt_template_is_the_originals() -> None:
+    templates = prompt_templates()
+    digests = {name: sha256(text.encode()).hexdigest() for name, text in templates.items()}
+    assert digests == PROMPT_SHA256
+    assert digests.keys() == DATASETS.keys()
 
 
-def test_a_template_that_is_not_the_original_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in DATASETS:
-        assert "{context}" in prompt_template(name), "as it is installed, its hash is right"
-    prompt_template.cache_clear()
-    monkeypatch.setattr(longbench, "_template_of_lm_eval", lambda name: "Read {context}\n{input}")
-    with pytest.raises(TaskError, match="template of samsum in the installed lm-eval is not"):
-        prompt_template("samsum")
+def test_hashes_and_limits_are_the_benchmarks(shared_file: Callable[[str], Path]) -> None:
+    golden = json.loads(shared_file("golden/longbench_prompt_sha256.json").read_text())
+    assert {name: entry["sha256"] for name, entry in golden.items()} == PROMPT_SHA256
+    limits = {name: entry["max_new_tokens"] for name, entry in golden.items()}
+    assert limits == {name: dataset.new_tokens for name, dataset in DATASETS.items()}
+
+
+def test_braces_of_the_texts_stay() -> None:
+    prompt, cut = fill("A {context} B {input} C", "{input} {context} {x}", "{context}")
+    assert prompt == "A {input} {context} {x} B {context} C"
+    assert prompt[:cut] == "A {input} {context} {x}"
+
+
+# rows
 
 
 def test_the_published_data_have_the_format(shared_file: Callable[[str], Path]) -> None:
@@ -69,9 +99,10 @@ def test_rows_of_an_invented_file_are_those_of_the_published_format() -> None:
     raw = [json.loads(line) for line in (DATA / "qasper_e.jsonl").read_text().splitlines()]
     rows = {row["_id"]: row for row in rows_of(source_of("qasper_e", str(DATA)), "qasper_e")}
     assert len(rows) == len(raw)
-    for given in raw:
-        kept = ("context", "input", "answers", "length")
-        assert {key: rows[given["_id"]][key] for key in kept} == {key: given[key] for key in kept}
+    for raw_row in raw:
+        row = rows[raw_row["_id"]]
+        for field in ("context", "input", "answers", "length"):
+            assert row[field] == raw_row[field]
 
 
 def test_data_come_from_a_mirror_or_the_authors_archive() -> None:
@@ -82,9 +113,7 @@ def test_data_come_from_a_mirror_or_the_authors_archive() -> None:
 
 
 GOOD = {"_id": "a", "context": "c", "input": "i", "answers": ["x"], "length": 3}
-
-
-BAD: list[tuple[str, list[Any], str]] = [  # data set, rows, what is said
+WRONG_ROWS: list[tuple[str, list[Any], str]] = [  # data set, rows, message
     ("qasper", [GOOD, {"_id": "b"}], r"row 2: field context is missing; allowed: text"),
     ("qasper", [{**GOOD, "answers": []}], r"row 1: field answers is \[\]; allowed: a list"),
     ("qasper", [{**GOOD, "length": None}], r"length is None; allowed: an integer >= 0"),
@@ -95,19 +124,20 @@ BAD: list[tuple[str, list[Any], str]] = [  # data set, rows, what is said
 ]
 
 
-def test_bad_rows_are_one_line_and_a_parquet_mirror_has_other_names(tmp_path) -> None:
-    """It calls the input question; dates stay text."""
-    for name, rows, said in BAD:
-        write_lines(tmp_path / f"{name}_e.jsonl", rows)
-        with pytest.raises(TaskError, match=said) as caught:
-            rows_of(source_of(f"{name}_e", str(tmp_path)), name)
-        assert "\n" not in str(caught.value)
-        (tmp_path / f"{name}_e.jsonl").unlink()
+@pytest.mark.parametrize(("name", "rows", "message"), WRONG_ROWS, ids=range(len(WRONG_ROWS)))
+def test_a_wrong_row_is_one_line(tmp_path: Path, name: str, rows: list[Any], message: str) -> None:
+    write_lines(tmp_path / f"{name}_e.jsonl", rows)
+    with pytest.raises(TaskError, match=message) as caught:
+        rows_of(source_of(f"{name}_e", str(tmp_path)), name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_mirror_calls_the_input_question_and_its_dates_stay_text(tmp_path: Path) -> None:
     row = {**GOOD, "answers": ["2009-01-02"], "question": GOOD["input"]}
     del row["input"]
     pd.DataFrame([row]).to_parquet(tmp_path / "qasper_e.parquet")
-    (found,) = rows_of(source_of("qasper_e", str(tmp_path)), "qasper")
-    assert (list(found["answers"]), found["input"]) == (["2009-01-02"], "i")
+    (mirrored,) = rows_of(source_of("qasper_e", str(tmp_path)), "qasper")
+    assert (list(mirrored["answers"]), mirrored["input"]) == (["2009-01-02"], "i")
 
 
 # protocols
@@ -128,37 +158,35 @@ QWEN = (
 
 
 def encoder(family: str, template: str, special: list[str], stop: list[str], positions: int) -> Any:
-    """The shipped model's pieces, with special tokens (begin, end ...) and another's chat template."""
-    inner = AutoTokenizer.from_pretrained(local_path("asset:recall_mini")).backend_tokenizer
-    inner.add_special_tokens([token for token in special if token])
+    """The shipped model's tokenizer, with special tokens (begin, end ...) and a chat template."""
+    backend = AutoTokenizer.from_pretrained(local_path("asset:recall_mini")).backend_tokenizer
+    backend.add_special_tokens([token for token in special if token])
     bos, end, *_ = special
     if bos:
-        inner.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
         )
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos or None, eos_token=end)
-    made.chat_template = template
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=bos or None, eos_token=end
+    )
+    tokenizer.chat_template = template
     spec = ModelSpec(name="m", path="x", stop_tokens=stop)
-    return replace(prompt_encoder(made, spec), family=family, max_positions=positions)
+    return replace(prompt_encoder(tokenizer, spec), family=family, max_positions=positions)
 
 
 @pytest.fixture(scope="module")
-def llama() -> PromptEncoder:
+def llama() -> Any:
     special = ["<|bos|>", "<|eos|>", "<|eot_id|>", "<|head|>", "<|endhead|>"]
     return encoder("llama", LLAMA3, special, ["<|eot_id|>"], 131072)
 
 
 @pytest.fixture(scope="module")
-def qwen() -> PromptEncoder:
+def qwen() -> Any:
     return encoder("qwen2", QWEN, ["", "<|im_end|>", "<|im_start|>"], [], 32768)
 
 
 def examples(encoder: PromptEncoder, **options: Any) -> Any:
     return LongBench(data=str(DATA), per_dataset=1, **options).examples(encoder)
-
-
-def whole(example: Any) -> list[int]:
-    return [*example.context_ids, *example.question_ids]
 
 
 def in_chat(encoder: Any, text: str) -> list[int]:
@@ -168,90 +196,100 @@ def in_chat(encoder: Any, text: str) -> list[int]:
     )["input_ids"]
 
 
-def test_balancekv_prompts_llama_plainly(llama: PromptEncoder) -> None:
-    found = examples(llama)
-    assert [e.dataset for e in found] == list(E_DATASETS)
+def test_balancekv_prompts_llama_plainly(llama: Any) -> None:
+    made = examples(llama)
+    assert [example.dataset for example in made] == list(E_DATASETS)
     ends = {llama.tokenizer.convert_tokens_to_ids(token) for token in ("<|eos|>", "<|eot_id|>")}
-    for e in found:
-        assert whole(e) == llama.tokenizer.encode(e.context + e.question)
-        assert whole(e)[0] == llama.tokenizer.bos_token_id
-        assert e.end_ids == ends
-        assert e.complete
-        assert e.may_be_empty
+    for example in made:
+        assert ids_of(example) == llama.tokenizer.encode(example.context + example.question)
+        assert ids_of(example)[0] == llama.tokenizer.bos_token_id
+        assert example.end_ids == ends
+        assert example.complete
+        assert example.may_be_empty
 
 
-def test_balancekv_gives_qwen_its_template_on_six_data_sets(qwen: PromptEncoder) -> None:
-    for e in examples(qwen):
-        plain = e.dataset in QWEN_PLAIN
-        text = e.context + e.question
-        assert whole(e) == (qwen.tokenizer.encode(text) if plain else in_chat(qwen, text))
-        assert ("Default of this template." in qwen.decode(whole(e))) != plain
-        assert e.end_ids == {qwen.tokenizer.eos_token_id}
+def test_balancekv_gives_qwen_its_template_on_six_data_sets(qwen: Any) -> None:
+    for example in examples(qwen):
+        plain = example.dataset in QWEN_PLAIN
+        text = example.context + example.question
+        expected = qwen.tokenizer.encode(text) if plain else in_chat(qwen, text)
+        assert ids_of(example) == expected
+        assert ("Default of this template." in qwen.decode(ids_of(example))) != plain
+        assert example.end_ids == {qwen.tokenizer.eos_token_id}
 
 
-def test_the_benchmark_has_a_chat_for_all_but_few_shot_and_code(llama: PromptEncoder) -> None:
-    for e in examples(llama, protocol="longbench"):
-        text, plain = e.context + e.question, e.dataset in OFFICIAL_PLAIN
-        assert whole(e) == (llama.tokenizer.encode(text) if plain else in_chat(llama, text))
-        inside = e.context[len(e.context) // 2 :][:30]
-        assert inside in llama.decode(list(e.context_ids)), "a context is cut from its question"
-        assert inside not in llama.decode(list(e.question_ids))
+def test_the_benchmark_has_a_chat_for_all_but_few_shot_and_code(llama: Any) -> None:
+    for example in examples(llama, protocol="longbench"):
+        text = example.context + example.question
+        plain = example.dataset in OFFICIAL_PLAIN
+        expected = llama.tokenizer.encode(text) if plain else in_chat(llama, text)
+        assert ids_of(example) == expected
+        inside = example.context[len(example.context) // 2 :][:30]
+        assert inside in llama.decode(list(example.context_ids))
+        assert inside not in llama.decode(list(example.question_ids))
 
 
-def test_a_chat_model_that_the_protocol_does_not_know_is_refused(qwen: PromptEncoder) -> None:
+def test_a_chat_model_that_the_protocol_does_not_know_is_refused(qwen: Any) -> None:
     with pytest.raises(TaskError, match="does not say how to prompt a chat model of type 'gemma2'"):
         examples(replace(qwen, family="gemma2"), datasets=["qasper"])
-    (e,) = examples(replace(qwen, family="opt", chat=False), datasets=["qasper"])
-    assert whole(e) == qwen.tokenizer.encode(e.context + e.question)
+    (example,) = examples(replace(qwen, family="opt", chat=False), datasets=["qasper"])
+    assert ids_of(example) == qwen.tokenizer.encode(example.context + example.question)
 
 
-def test_the_middle_of_ids_goes_and_braces_of_the_text_stay() -> None:
-    prompt, at = fill("A {context} B {input} C", "{input} {context} {x}", "{context}")
-    assert prompt == "A {input} {context} {x} B {context} C"
-    assert prompt[:at] == "A {input} {context} {x}"
-    for n, limit in ((10, 10), (11, 10), (30, 10), (30, 11), (5, 100)):
-        ids, half = list(range(n)), limit // 2
-        for cut in range(n + 1):
-            found = truncate_middle(ids, cut, limit)
-            assert found.ids == (ids if n <= limit else ids[:half] + ids[-half:])
-            assert found.truncated == n - len(found.ids)
-            assert found.ids[: found.cut] == [i for i in found.ids if i < cut]
+def test_the_middle_of_token_ids_is_cut() -> None:
+    for length, limit in ((10, 10), (11, 10), (30, 10), (30, 11), (5, 100)):
+        ids, half = list(range(length)), limit // 2
+        for cut in range(length + 1):
+            prompt = truncate_middle(ids, cut, limit)
+            assert prompt.ids == (ids if length <= limit else ids[:half] + ids[-half:])
+            assert prompt.truncated == length - len(prompt.ids)
+            assert prompt.ids[: prompt.cut] == [i for i in prompt.ids if i < cut]
 
 
-def test_balancekv_truncates_ids_and_the_benchmark_text_before_the_template(llama, qwen) -> None:
+def test_balancekv_truncates_token_ids(qwen: Any) -> None:
     (full,) = examples(qwen, datasets=["qasper"])
     (short,) = examples(qwen, datasets=["qasper"], max_input=100)
-    assert whole(short) == whole(full)[:50] + whole(full)[-50:]
-    assert short.fields["truncated_tokens"] == len(whole(full)) - 100
+    assert ids_of(short) == ids_of(full)[:50] + ids_of(full)[-50:]
+    assert short.fields["truncated_tokens"] == len(ids_of(full)) - 100
     tight = replace(qwen, max_input=60)
     assert len(BALANCEKV.encode(tight, "trec", "x y " * 200, 9, 100).ids) == 60, "the smaller limit"
+
+
+def test_the_benchmark_truncates_text_before_the_chat_template(llama: Any) -> None:
     (full,) = examples(llama, datasets=["hotpotqa"], protocol="longbench")
     (short,) = examples(llama, datasets=["hotpotqa"], protocol="longbench", max_input=90)
     plain = llama.tokenizer.encode(full.context + full.question)
-    assert whole(short) == in_chat(llama, llama.decode(plain[:45]) + llama.decode(plain[-45:]))
+    text = llama.decode(plain[:45]) + llama.decode(plain[-45:])
+    assert ids_of(short) == in_chat(llama, text)
     assert full.question[-30:] in llama.tokenizer.decode(list(short.question_ids))
     assert short.fields["truncated_tokens"] == len(plain) - 90
+
+
+def test_the_benchmark_leaves_the_answer_room_in_the_models_positions(llama: Any) -> None:
     with pytest.raises(TaskError, match=r"allowed: model.max_input or task.max_input"):
         examples(replace(llama, max_positions=None), protocol="longbench")
     tight = replace(llama, max_positions=400)
-    for e in examples(tight, protocol="longbench", datasets=["qasper", "trec"]):
-        assert len(whole(e)) + e.max_new_tokens <= 400
+    for example in examples(tight, protocol="longbench", datasets=["qasper", "trec"]):
+        assert len(ids_of(example)) + example.max_new_tokens <= 400
     tiny, prompt = replace(llama, max_positions=20), "x y " * 50  # no room for prompt and answer
-    two = OFFICIAL.encode(llama, "trec", prompt, 9, 2)
-    assert OFFICIAL.encode(tiny, "trec", prompt, 9, None).ids == two.ids
+    of_two_tokens = OFFICIAL.encode(llama, "trec", prompt, 9, 2)
+    assert OFFICIAL.encode(tiny, "trec", prompt, 9, None).ids == of_two_tokens.ids
 
 
-def test_samsum_stops_at_a_newline_that_is_not_its_first_token(llama) -> None:
-    (e,) = examples(llama, datasets=["samsum"], protocol="longbench")
+def test_samsum_stops_at_a_newline_that_is_not_its_first_token(llama: Any) -> None:
+    (example,) = examples(llama, datasets=["samsum"], protocol="longbench")
     newline = llama.tokenizer.encode("\n", add_special_tokens=False)[-1]
-    assert e.end_ids == llama.end_ids | {newline}
-    assert not e.may_be_empty
-    stopping = Stopping(8, e.end_ids, may_be_empty=e.may_be_empty)
+    assert example.end_ids == llama.end_ids | {newline}
+    assert not example.may_be_empty
+    stopping = Stopping(8, example.end_ids, may_be_empty=example.may_be_empty)
     logits = torch.zeros(2, len(llama.tokenizer))
     logits[:, newline], logits[:, 7] = 2.0, 1.0
     assert stopping.first(logits).argmax(-1).tolist() == [7, 7]
     assert stopping.reached([7, newline])
     assert examples(llama, datasets=["qasper"], protocol="longbench")[0].end_ids is None
+
+
+def test_a_stop_token_that_the_tokenizer_lacks_is_refused(llama: Any) -> None:
     spec = ModelSpec(name="m", path="x", stop_tokens=["<|nothing|>"])
     with pytest.raises(ModelError, match=r"names '<\|nothing\|>', which the tokenizer of 'x' does"):
         prompt_encoder(llama.tokenizer, spec)
@@ -267,37 +305,53 @@ def released(prediction: str, dataset: str, llama: bool) -> str:
 
 
 PREDICTIONS = [
-    *("", " \n ", "Ashe", "  Ashe\nNo", "\n\nAshe  river", "Ashe \nNo", "a  b\nc", "a\n  b", "x\n"),
-    *("x \n\n y", "    return 1\n    x", "\tA\tB  C"),
+    "",
+    " \n ",
+    "Ashe",
+    "  Ashe\nNo",
+    "\n\nAshe  river",
+    "Ashe \nNo",
+    "a  b\nc",
+    "a\n  b",
+    "x\n",
+    "x \n\n y",
+    "    return 1\n    x",
+    "\tA\tB  C",
 ]
+CUT_DATASETS = ["qasper", "gov_report", "samsum", "trec", "lcc"]
 
 
-def test_answers_are_cut_as_in_the_released_code_and_nothing_follows_a_settled_one(
-    llama, qwen
-) -> None:
-    names, settled = ["qasper", "gov_report", "samsum", "trec", "lcc"], 0
-    for encoder, dataset, said in itertools.product((llama, qwen), names, PREDICTIONS):
-        expected = released(said, dataset, encoder is llama)
-        assert BALANCEKV.answer(encoder, dataset, said) == expected
+def test_answers_are_cut_as_in_the_released_code(llama: Any, qwen: Any) -> None:
+    cases = itertools.product((llama, qwen), CUT_DATASETS, PREDICTIONS)
+    for encoder, dataset, prediction in cases:
+        expected = released(prediction, dataset, encoder is llama)
+        assert BALANCEKV.answer(encoder, dataset, prediction) == expected
+
+
+def test_the_score_of_a_settled_answer_does_not_change(llama: Any, qwen: Any) -> None:
+    settled = 0
     for encoder, protocol in itertools.product((llama, qwen), PROTOCOLS):
-        task = LongBench(data=str(DATA), per_dataset=1, protocol=protocol, datasets=names)
-        for e, prediction in itertools.product(task.examples(encoder), PREDICTIONS):
+        task = LongBench(data=str(DATA), per_dataset=1, protocol=protocol, datasets=CUT_DATASETS)
+        for example, prediction in itertools.product(task.examples(encoder), PREDICTIONS):
             for start in itertools.accumulate(prediction):
-                if e.settled(start):
+                if example.settled(start):
                     settled += 1
-                    assert task.score(start, e) == task.score(prediction, e)
+                    assert task.score(start, example) == task.score(prediction, example)
     assert settled > 100
 
 
 # the task
 
 
-def test_datasets_take_turns_and_the_full_benchmark_leaves_chinese_to_be_asked_for(llama) -> None:
+def test_data_sets_take_turns(llama: Any) -> None:
     task = LongBench(data=str(DATA), per_dataset=2, datasets=["lcc", "trec"])
-    found = task.examples(llama)
+    made = task.examples(llama)
     ids = ["lcc-lcc-00", "trec-trec-00", "lcc-lcc-01", "trec-trec-01"]
-    assert [e.id for e in found] == ids
-    assert found[1].fields["length_bucket"] == "0-4k"
+    assert [example.id for example in made] == ids
+    assert made[1].fields["length_bucket"] == "0-4k"
     assert set(task.digests()) == {"lcc_e", "trec_e"}
+
+
+def test_the_full_benchmark_runs_chinese_data_sets_only_where_they_are_named() -> None:
     assert len(LongBench(split="full").datasets or ()) == 16
     assert LongBench(split="full", datasets=["dureader"]).datasets == ("dureader",)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -15,16 +17,11 @@ from rouge_score.rouge_scorer import RougeScorer
 from support.paths import ROOT
 
 from kvbench.tasks.base import Example, TaskError
-from kvbench.tasks.longbench import bucket, score
+from kvbench.tasks.longbench_datasets import bucket, score
 from kvbench.tasks.longeval_lines import LongEvalLines, parse_number
-from kvbench.tasks.metrics import (
-    METRICS,
-    Key,
-    containment,
-    released_recall,
-    rouge1,
-    word_recall,
-)
+from kvbench.tasks.metrics import METRICS, check_metric
+from kvbench.tasks.metrics_benchmarks import lm_eval_module
+from kvbench.tasks.metrics_text import Key, containment, released_recall, rouge1, word_recall
 from kvbench.tasks.ruler import Ruler, clean
 
 CASES = json.loads((ROOT / "tests/data/metrics.json").read_text(encoding="utf-8"))
@@ -35,12 +32,35 @@ and LongBench's own below."""
 def test_every_metric_scores_its_cases() -> None:
     for name, cases in CASES.items():
         for prediction, answers, choices, expected in cases:
-            found = METRICS[name](prediction, Key(tuple(answers), tuple(choices)))["score"]
-            assert found == pytest.approx(expected, abs=1e-6), (name, prediction)
+            scores = METRICS[name](prediction, Key(tuple(answers), tuple(choices)))
+            assert scores["score"] == pytest.approx(expected, abs=1e-6), (name, prediction)
 
 
-def test_a_box_holds_the_same_number_or_the_same_text() -> None:
-    for boxed, answers, wanted in (
+def test_without_lm_eval_a_metric_that_needs_it_is_refused(monkeypatch: Any) -> None:
+    """All others work."""
+    packages = {"lm_eval", "rouge", "jieba", "fuzzywuzzy"}
+    for module in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        monkeypatch.delitem(sys.modules, module)
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+    lm_eval_module.cache_clear()
+    refused: dict[str, str] = {}
+    for name, metric in METRICS.items():
+        try:
+            check_metric(name)
+        except TaskError as problem:
+            refused[name] = str(problem)
+        else:
+            assert metric("3", Key(('{"a": "3"}',), ("3", "4"), pattern="3"))["score"] <= 1
+    assert {"f1", "boxed"} <= refused.keys()
+    assert not {"contains", "code_similarity"} & refused.keys()
+    command = "allowed: pip install 'kvbench[lm-eval]'"
+    assert all(message.endswith(command) for message in refused.values())
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "score"),
+    [
         (r"\boxed{1,000}", ["1000.0"], 1.0),  # a number alone
         (r"\boxed{\frac12}", [r"\frac{1}{2}"], 1.0),  # a text alone
         (r"\boxed{x}", ["y"], 0.0),
@@ -48,57 +68,90 @@ def test_a_box_holds_the_same_number_or_the_same_text() -> None:
         (r"\boxed{3}", ["y", "3"], 1.0),
         (r"\boxed{x}", ["3"], 0.0),
         ("3", ["3"], 0.0),  # no box
-    ):
-        found = METRICS["boxed"](boxed, Key(tuple(answers)))
-        assert found == {"score": wanted, "null": float("boxed" not in boxed)}, boxed
+    ],
+)
+def test_a_box_holds_the_same_number_or_the_same_text(
+    prediction: str, answers: list[str], score: float
+) -> None:
+    scores = METRICS["boxed"](prediction, Key(tuple(answers)))
+    assert scores == {"score": score, "null": float("boxed" not in prediction)}
 
 
-def test_what_stands_beside_a_score() -> None:
+def test_rouge_scores_beside_the_primary_one() -> None:
     text, answer = "the old harbour was opened on Monday", "The harbour was opened on Sunday."
-    (theirs,) = Rouge().get_scores(text, answer)
-    found = METRICS["rouge_2"](text, Key((answer,)))
-    assert (found["score"], found["rouge1"]) == (theirs["rouge-2"]["f"], theirs["rouge-1"]["f"])
-    assert found["rougeL"] == pytest.approx(theirs["rouge-l"]["f"])
-    scores = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True).score(answer, text)
-    product = math.prod(one.fmeasure for one in scores.values())
+    (expected,) = Rouge().get_scores(text, answer)
+    scores = METRICS["rouge_2"](text, Key((answer,)))
+    assert scores["score"] == expected["rouge-2"]["f"]
+    assert scores["rouge1"] == expected["rouge-1"]["f"]
+    assert scores["rougeL"] == pytest.approx(expected["rouge-l"]["f"])
+    kinds = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True).score(answer, text)
+    product = math.prod(kind.fmeasure for kind in kinds.values())
     assert METRICS["rouge_geometric"](text, Key((answer,)))["score"] == product ** (1 / 3)
 
 
-def test_a_pattern_finds_the_answer_and_is_stopped_where_it_runs_for_ever(monkeypatch) -> None:
+def test_a_pattern_matches_the_answer() -> None:
     key = Key(("3",), pattern=r"#### (\d+)")
     assert METRICS["regex"]("so 5 + 5 #### 3", key) == {"score": 1.0}
     assert METRICS["regex"]("3", key) == {"score": 0.0}
-    monkeypatch.setattr("kvbench.tasks.metrics.REGEX_SECONDS", 0.2)
+    with pytest.raises(TaskError, match="no regular expressions"):
+        METRICS["regex"]("a", Key(("(",)))
+
+
+def test_a_pattern_that_runs_for_ever_is_stopped(monkeypatch: Any) -> None:
+    monkeypatch.setattr("kvbench.tasks.metrics_text.REGEX_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(TaskError, match=r"takes more than 0.2 s on one prediction"):
         METRICS["regex"]("a" * 60 + "!", Key(("x",), pattern=r"(a|aa|a?)+$"))
-    with pytest.raises(TaskError, match="no regular expressions"):
-        METRICS["regex"]("a", Key(("(",)))
     assert time.monotonic() - start < 5
 
 
 # needle
 
 
-def test_scores_of_a_needle() -> None:
-    answer = "eat a sandwich and sit in Dolores Park on a sunny day"
-    right = " Eat a sandwich and  sit in Dolores Park on a sunny day."
-    for said in (right, right.rstrip(".")):
-        assert containment(said, answer) == containment(said, answer + ".") == 1.0
-    assert containment("eat a sandwich", answer) == containment("day", ".") == 0.0
+ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "score"),
+    [
+        (" Eat a sandwich and  sit in Dolores Park on a sunny day.", ANSWER, 1.0),
+        (" Eat a sandwich and  sit in Dolores Park on a sunny day.", f"{ANSWER}.", 1.0),
+        (ANSWER, f"{ANSWER}.", 1.0),
+        ("eat a sandwich", ANSWER, 0.0),
+        ("day", ".", 0.0),
+    ],
+)
+def test_containment_ignores_case_blanks_and_the_last_full_stop(
+    prediction: str, answer: str, score: float
+) -> None:
+    assert containment(prediction, answer) == score
+
+
+def test_word_recall_counts_repetitions() -> None:
     assert word_recall("a sandwich, a day!", "eat a sandwich on a day") == pytest.approx(4 / 6)
     assert word_recall("", "eat") == word_recall("eat", "") == 0.0
+
+
+def test_rouge_1_of_words_that_are_not_stemmed() -> None:
     assert rouge1("eat a sandwich", "eat a sandwich") == 1.0
     assert rouge1("eat a", "eat a fine sandwich") == pytest.approx(2 / 3)
-    assert rouge1("eats", "eat") == 0.0, "words are not stemmed"
-    released = answer + "."  # 11 different words, which keep their punctuation
-    for response, share in (
+    assert rouge1("eats", "eat") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "share"),
+    [
         ("EAT A SANDWICH and sit in dolores park\ton a sunny\n\nday.", 11),
-        (answer, 10),
+        (ANSWER, 10),
         ("It is a story about a boy and a girl in a house on a hill.", 4),
-    ):
-        assert released_recall(response, released) == pytest.approx(share / 11), response
-        assert released_recall(response, "") == 0.0
+    ],
+)
+def test_released_recall_counts_different_words_with_their_punctuation(
+    prediction: str, share: int
+) -> None:
+    answer = f"{ANSWER}."  # 11 different words
+    assert released_recall(prediction, answer) == pytest.approx(share / 11)
+    assert released_recall(prediction, "") == 0.0
 
 
 # LongBench
@@ -109,32 +162,38 @@ def longbench(shared_file: Callable[[str], Path]) -> Any:
     return json.loads(shared_file("golden/longbench_metrics.json").read_text(encoding="utf-8"))
 
 
-def test_every_case_scored_by_the_original_code_scores_the_same(longbench) -> None:
+def test_every_case_scored_by_the_original_code_scores_the_same(longbench: Any) -> None:
     assert len(longbench["cases"]) == 342
     for case in longbench["cases"]:
-        found = score(case["dataset"], case["prediction"], case["answers"], case["all_classes"])
-        assert found == pytest.approx(case["score"], abs=1e-9), (case["dataset"], case["case"])
-    for dataset, whole in longbench["whole_set"].items():
+        actual = score(case["dataset"], case["prediction"], case["answers"], case["all_classes"])
+        assert actual == pytest.approx(case["score"], abs=1e-9), (case["dataset"], case["case"])
+
+
+def test_means_of_data_sets_are_those_of_the_original_code(longbench: Any) -> None:
+    """Over all cases of a data set, and over those of each length bucket."""
+    for dataset, expected in longbench["whole_set"].items():
         cases = [case for case in longbench["cases"] if case["dataset"] == dataset]
-        assert len(cases) == whole["n"]
-        scores = [
-            score(dataset, c["prediction"], c["answers"], whole["all_classes"]) for c in cases
-        ]
-        assert round(100 * sum(scores) / len(scores), 2) == pytest.approx(whole["scorer"], abs=1e-9)
-        for name, expected in whole["scorer_e"].items():
-            some = [s for s, c in zip(scores, cases, strict=True) if bucket(c["length"]) == name]
-            assert round(100 * sum(some) / len(some), 2) == pytest.approx(expected, abs=1e-9)
+        assert len(cases) == expected["n"]
+        scores: list[float] = []
+        by_bucket: dict[str, list[float]] = {}
+        for case in cases:
+            answers, classes = case["answers"], expected["all_classes"]
+            scores.append(score(dataset, case["prediction"], answers, classes))
+            by_bucket.setdefault(bucket(case["length"]), []).append(scores[-1])
+        assert round(100 * fmean(scores), 2) == pytest.approx(expected["scorer"], abs=1e-9)
+        for name, mean in expected["scorer_e"].items():
+            assert round(100 * fmean(by_bucket[name]), 2) == pytest.approx(mean, abs=1e-9)
 
 
-def test_code_similarity_ignores_an_installed_levenshtein(longbench, monkeypatch) -> None:
-    def wrong(*arguments: Any) -> None:
+def test_code_similarity_ignores_an_installed_levenshtein(longbench: Any, monkeypatch: Any) -> None:
+    def fail(*arguments: Any) -> None:
         raise AssertionError("the backend of fuzzywuzzy was asked")
 
-    monkeypatch.setattr("fuzzywuzzy.fuzz.SequenceMatcher", wrong)
+    monkeypatch.setattr("fuzzywuzzy.fuzz.SequenceMatcher", fail)
     for case in longbench["cases"]:
         if "score_levenshtein_backend" in case:
-            found = score(case["dataset"], case["prediction"], case["answers"])
-            assert found == pytest.approx(case["score"], abs=1e-9)
+            actual = score(case["dataset"], case["prediction"], case["answers"])
+            assert actual == pytest.approx(case["score"], abs=1e-9)
 
 
 @pytest.mark.slow
@@ -161,34 +220,42 @@ def test_longbench_scores_by_dataset() -> None:
 # LongEval, RULER
 
 
-def made(answers: Any, dataset: str = "x") -> Example:
-    given = {"id": "x", "context": "c", "question": "q", "max_new_tokens": 1}
-    return Example(answers=tuple(answers), dataset=dataset, **given)
+def example(answers: Any, dataset: str = "x") -> Example:
+    return Example(
+        id="x",
+        context="c",
+        question="q",
+        answers=tuple(answers),
+        max_new_tokens=1,
+        dataset=dataset,
+    )
 
 
-def test_lines_are_scored_as_by_the_official_scorer(shared_file) -> None:
+def test_lines_are_scored_as_by_the_official_scorer(shared_file: Any) -> None:
     golden = json.loads(shared_file("golden/longeval_scoring.json").read_text())
-    total = 0.0
+    scores = []
     for case in golden["cases"]:
         assert parse_number(case["output"]) == case["parsed"], case
-        found = LongEvalLines().score(case["output"], made([str(case["label"])]))["score"]
-        assert found == float(case["correct"]), case
-        total += found
-    assert total / golden["n"] == pytest.approx(golden["accuracy"])
-    assert parse_number("1" * 5000) == -1, "too long for an integer: wrong, no error"
+        scores.append(LongEvalLines().score(case["output"], example([str(case["label"])]))["score"])
+        assert scores[-1] == float(case["correct"]), case
+    assert fmean(scores) == pytest.approx(golden["accuracy"])
 
 
-def test_ruler_is_scored_as_by_the_official_scorer(shared_file) -> None:
+def test_a_number_too_long_for_an_integer_is_wrong_and_no_error() -> None:
+    assert parse_number("1" * 5000) == -1
+
+
+def test_ruler_is_scored_as_by_the_official_scorer(shared_file: Any) -> None:
     golden = json.loads(shared_file("golden/tasks/ruler_scoring.json").read_text())
     assert len(golden["cases"]) == 60
-    scores: dict[str, list[Any]] = {}
+    by_task: dict[str, list[Any]] = {}
     for case in golden["cases"]:
-        found = Ruler().score(case["prediction"], made(case["references"], case["task"]))
-        assert round(100 * found["score"], 2) == case["score"], case
+        scores = Ruler().score(case["prediction"], example(case["references"], case["task"]))
+        assert round(100 * scores["score"], 2) == case["score"], case
         assert clean(case["prediction"]) == case["postprocessed"]
-        scores.setdefault(case["task"], []).append(found)
+        by_task.setdefault(case["task"], []).append(scores)
     for name, expected in golden["whole_set"].items():
-        values = [each["score"] for each in scores[name]]
-        assert len(values) == expected["n"]
-        assert round(100 * sum(values) / len(values), 2) == expected["score"]
-        assert sum(each["null"] for each in scores[name]) == expected["nulls"]
+        assert len(by_task[name]) == expected["n"]
+        mean = fmean(scores["score"] for scores in by_task[name])
+        assert round(100 * mean, 2) == expected["score"]
+        assert sum(scores["null"] for scores in by_task[name]) == expected["nulls"]

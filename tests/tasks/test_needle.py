@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from support.encoders import Letters
+from support.encoders import Letters, ids_of
 from support.paths import ROOT
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -39,11 +39,10 @@ def task(**options: Any) -> Any:
 
 @pytest.mark.parametrize(("encoder", "repeats"), [(PLAIN, 3), (WRAPPED, 1)])
 def test_prompts_have_exactly_the_asked_length(encoder: Any, repeats: int) -> None:
-    found = task(repeats=repeats).examples(encoder)
-    assert len(found) == 10
-    for example in found:
-        total = len(example.context_ids) + len(example.question_ids) + encoder.overhead
-        assert total == example.fields["length"]
+    examples = task(repeats=repeats).examples(encoder)
+    assert len(examples) == 10
+    for example in examples:
+        assert len(ids_of(example)) + encoder.overhead == example.fields["length"]
         assert example.context == encoder.decode(example.context_ids)
         assert example.question == encoder.decode(example.question_ids)
         assert example.context.count(NEEDLE["needle"]) == repeats
@@ -67,23 +66,24 @@ def test_a_needle_at_the_very_start_may_have_another_number_of_tokens(start: int
 def test_a_begin_token_stands_in_the_filler_only_where_that_is_asked(with_begin_token: Any) -> None:
     tokenizer = with_begin_token
     encoder = PromptEncoder(tokenizer, (tokenizer.bos_token_id,))
-    for asked, count in ((False, 0), (True, 3)):
-        found = task(begin_tokens=asked, depths=[50], lengths=[500]).examples(encoder)
-        assert [list(one.context_ids).count(tokenizer.bos_token_id) for one in found] == [count]
+    for begin_tokens, count in ((False, 0), (True, 3)):
+        options = {"begin_tokens": begin_tokens, "depths": [50], "lengths": [500]}
+        (example,) = task(**options).examples(encoder)
+        assert list(example.context_ids).count(tokenizer.bos_token_id) == count
 
 
 def test_needle_follows_the_nearest_sentence_end_at_or_before_its_depth() -> None:
     for example in task().examples(PLAIN):
         text = example.context
-        at = text.index(NEEDLE["needle"])
-        before, after = text[:at], text[at + len(NEEDLE["needle"]) :]
-        assert example.fields["needle_start"] == max(0, at - 1)
+        place = text.index(NEEDLE["needle"])
+        before, after = text[:place], text[place + len(NEEDLE["needle"]) :]
+        assert example.fields["needle_start"] == max(0, place - 1)
         filler = len(text) - example.fields["needle_tokens"]
         target = example.fields["depth"] / 100 * filler
         start = len(before.rstrip())
         assert start <= target
         if example.fields["depth"] == 100:
-            assert at == len(text) - len(NEEDLE["needle"])
+            assert place == len(text) - len(NEEDLE["needle"])
             assert len(before) == filler + 1, "last, wherever the filler was cut"
             continue
         rest = before.rstrip() + after if start else after.lstrip()
@@ -95,17 +95,20 @@ def test_examples_depend_on_the_seed_alone_and_fillers_are_the_units() -> None:
     few = {example.id: example for example in task(seed=5, num_examples=1).examples(PLAIN)}
     own = task(seed=5, num_examples=3).examples(PLAIN)
     assert all(few.get(example.id, example) == example for example in own)
-    assert len({example.fields["filler"] for example in own}) == len(own), "each has its own"
-    found = task(seed=5, num_examples=3, share_fillers=True).examples(PLAIN)
-    texts: dict[str, set[str]] = {}
-    for example in found:
-        first = example.context.replace(NEEDLE["needle"], "").split(".")[0].strip()
-        texts.setdefault(example.fields["filler"], set()).add(first)
-    assert [len(first) for first in texts.values()] == [1, 1, 1], "one filler, one first sentence"
-    assert len(set.union(*texts.values())) == 3
+    fillers = {example.fields["filler"] for example in own}
+    assert len(fillers) == len(own), "each has its own"
     for example in task(seed=6).examples(PLAIN):
         assert few[example.id].context != example.context
-        assert example.fields["filler"] not in texts, "another seed's fillers are other units"
+        assert example.fields["filler"] not in fillers, "another seed's fillers are other units"
+
+
+def test_shared_fillers_stand_at_every_length_and_depth() -> None:
+    first_sentences: dict[str, set[str]] = {}
+    for example in task(seed=5, num_examples=3, share_fillers=True).examples(PLAIN):
+        first = example.context.replace(NEEDLE["needle"], "").split(".")[0].strip()
+        first_sentences.setdefault(example.fields["filler"], set()).add(first)
+    assert [len(sentences) for sentences in first_sentences.values()] == [1, 1, 1]
+    assert len(set.union(*first_sentences.values())) == 3
 
 
 def test_of_every_prefix_the_shares_are_right_to_within_one_example() -> None:
@@ -162,8 +165,7 @@ def test_figure_4_has_the_released_prompt(tmp_path: Path, with_begin_token: Any)
     for ours in Needle(**conf).examples(encoder):
         length, depth = ours.fields["length"], ours.fields["depth"]
         ids = [*encoder.prefix_ids, *ours.context_ids, *ours.question_ids]
-        asked = (conf["needle"], conf["question"], length, depth)
-        assert ids == released(tokenizer, essay, *asked)
+        assert ids == released(tokenizer, essay, conf["needle"], conf["question"], length, depth)
         assert ids.count(tokenizer.bos_token_id) == 4  # prompt, twice the haystack, needle
         start = ours.fields["needle_start"]
         assert ids[start : start + ours.fields["needle_tokens"]] == needle
@@ -194,20 +196,26 @@ def test_needles_together_are_one_context_that_is_asked_about_each(encoder: Prom
     assert len({example.id for example in examples}) == len(examples) == 2 * 3 * 5
     lengths = []
     for _, group in itertools.groupby(examples, key=lambda example: example.context_id):
-        asked = list(group)
-        assert sorted(example.fields["depth"] for example in asked) == [0, 25, 50, 75, 100]
-        (context,) = {example.context_ids for example in asked}
-        lengths.append(asked[0].fields["length"])
-        longest = max(len(example.question_ids or ()) for example in asked)
-        assert encoder.overhead + len(context) + longest == lengths[-1]
-        numbers = {example.answers[0] for example in asked}
-        assert len(numbers) == 5
-        for example in asked:
+        of_context = list(group)
+        assert sorted(example.fields["depth"] for example in of_context) == [0, 25, 50, 75, 100]
+        assert len({example.context_ids for example in of_context}) == 1
+        lengths.append(of_context[0].fields["length"])
+        longest = max(len(ids_of(example)) for example in of_context)
+        assert encoder.overhead + longest == lengths[-1]
+        for example in of_context:
             check_needle(example, encoder)
-            assert task.score(f"it is {example.answers[0]}.", example)["score"] == 1
-            others = " ".join(numbers - set(example.answers))
-            assert task.score(others, example)["score"] == 0
     assert set(lengths[:2]) == {1500, 2500}, "a prefix of contexts is balanced over lengths"
+
+
+def test_each_of_several_needles_has_an_answer_of_its_own() -> None:
+    task = Needle(**TOGETHER | {"num_examples": 1, "lengths": (1500,)})
+    examples = task.examples(PLAIN)
+    numbers = {example.answers[0] for example in examples}
+    assert len(numbers) == 5
+    for example in examples:
+        assert task.score(f"it is {example.answers[0]}.", example)["score"] == 1
+        others = " ".join(numbers - set(example.answers))
+        assert task.score(others, example)["score"] == 0
 
 
 def check_needle(example: Example, encoder: PromptEncoder) -> None:
@@ -225,35 +233,53 @@ def check_needle(example: Example, encoder: PromptEncoder) -> None:
 # texts
 
 
-def test_text_files(tmp_path: Path) -> None:
+@pytest.fixture
+def essays(tmp_path: Path) -> dict[str, Any]:
+    """The options that hide needles in two text files."""
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"Text {name} is short. It says little!\n" * 5)
-    files = {"haystack": "files", "haystack_files": str(tmp_path / "*.txt")}
-    assert len(task(**files).digests()) == 2
-    for example in task(**files).examples(PLAIN):
-        assert len(example.context_ids) + len(example.question_ids) == example.fields["length"]
+    return {"haystack": "files", "haystack_files": str(tmp_path / "*.txt")}
+
+
+def test_text_files_are_repeated_in_turn(essays: dict[str, Any]) -> None:
+    assert len(task(**essays).digests()) == 2
+    for example in task(**essays).examples(PLAIN):
+        assert len(ids_of(example)) == example.fields["length"]
         assert "Text a" in example.context
         assert "Text b" in example.context
-    found = task(**files, num_examples=4, depths=[100]).examples(PLAIN)
-    fillers = {e.fields["filler"] for e in found}
-    assert {filler[0] for filler in fillers} == {"a", "b"}, "each begins with another file"
-    assert all(e.context[5] == e.fields["filler"][0] for e in found)
-    assert len(fillers) == 2, "the same text again is the same unit"
 
 
-def test_too_short_prompts_and_missing_texts_are_refused(tmp_path: Path) -> None:
+def test_each_filler_begins_with_another_file(essays: dict[str, Any]) -> None:
+    examples = task(**essays, num_examples=4, depths=[100]).examples(PLAIN)
+    assert all(example.context[5] == example.fields["filler"][0] for example in examples)
+    fillers = {example.fields["filler"] for example in examples}
+    assert fillers == {"a.txt", "b.txt"}, "the same text again is the same unit"
+
+
+@pytest.mark.parametrize("encoder", [PLAIN, WRAPPED])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [60]}, r"length 60 is too short.*at least \d+ tokens"),
+        ({"haystack": "files", "haystack_files": "*.txt"}, "holds no text"),
+        ({"haystack": "files", "haystack_files": "*.md"}, "no file matches"),
+        (TOGETHER | {"lengths": [150]}, "length 150 is too short for needle, question"),
+    ],
+)
+def test_too_short_prompts_and_missing_texts_are_refused(
+    tmp_path: Path, monkeypatch: Any, encoder: PromptEncoder, options: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text(" \n")
-    for made, said in (
-        (task(lengths=[60]), r"length 60 is too short.*at least \d+ tokens"),
-        (Needle(**TOGETHER | {"lengths": [150]}), "length 150 is too short for needle, question"),
-        (task(haystack="files", haystack_files=f"{tmp_path}/*.txt"), "holds no text"),
-        (task(haystack="files", haystack_files=f"{tmp_path}/*.md"), "no file matches"),
-    ):
-        for encoder in (PLAIN, WRAPPED):
-            with pytest.raises(TaskError, match=said) as found:
-                made.examples(encoder)
-            if "at least" in said:
-                least = int(str(found.value).split()[-2])
-                assert len(task(lengths=[least]).examples(encoder)) == 5
-                with pytest.raises(TaskError, match="too short"):
-                    task(lengths=[least - 1]).examples(encoder)
+    with pytest.raises(TaskError, match=message):
+        task(**options).examples(encoder)
+
+
+@pytest.mark.parametrize("encoder", [PLAIN, WRAPPED])
+def test_a_refused_length_comes_with_the_least_that_is_not(encoder: PromptEncoder) -> None:
+    with pytest.raises(TaskError, match="too short") as caught:
+        task(lengths=[60]).examples(encoder)
+    least = int(str(caught.value).split()[-2])
+    assert len(task(lengths=[least]).examples(encoder)) == 5
+    with pytest.raises(TaskError, match="too short"):
+        task(lengths=[least - 1]).examples(encoder)

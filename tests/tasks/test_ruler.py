@@ -16,15 +16,15 @@ import pytest
 from support.encoders import Letters, Words, chat, ids_of, shipped
 
 from kvbench.prompts import PromptEncoder
-from kvbench.tasks import ruler
+from kvbench.tasks import ruler_generators
 from kvbench.tasks.base import Example, TaskError
 from kvbench.tasks.encoding import encode_split
-from kvbench.tasks.ruler import DEPTHS, GENERATED, PROMPTS, TASKS, Ruler
+from kvbench.tasks.ruler import GENERATED, TASKS, Ruler
 from kvbench.tasks.ruler_data import Collection, Question
+from kvbench.tasks.ruler_generators import DEPTHS, DOCUMENT, NEEDLE, NOISE, PROMPTS
 
-SPLIT = re.compile(r"(?:^| )\d+\. ")
-
-
+NUMBER = re.compile(r"(?:^| )\d+\. ")
+"""What stands before each word of a numbered list."""
 TOWNS = (
     "Arnby",
     "Lund",
@@ -40,12 +40,14 @@ TOWNS = (
 
 
 def sentences(count: int, seed: str) -> str:
-    """Sentences about nobody."""
-    rng, who = random.Random(seed), ("potter", "glazier", "warden", "drummer", "weaver", "cooper")
-    what = ("buys the kiln", "measures the hedge", "forgets the road", "admires the harbour")
+    """Invented sentences."""
+    rng = random.Random(seed)
+    people = ("potter", "glazier", "warden", "drummer", "weaver", "cooper")
+    actions = ("buys the kiln", "measures the hedge", "forgets the road", "admires the harbour")
     ends = (".", "!", "?")
-    told = ((rng.choice(who), rng.choice(what), rng.choice(ends)) for _ in range(count))
-    return " ".join(f"The {one} {does}{end}" for one, does, end in told)
+    return " ".join(
+        f"The {rng.choice(people)} {rng.choice(actions)}{rng.choice(ends)}" for _ in range(count)
+    )
 
 
 def squad_article(town: str) -> dict[str, Any]:
@@ -54,14 +56,14 @@ def squad_article(town: str) -> dict[str, Any]:
     for part in range(1, 5):
         year = 1600 + 10 * len(town) + part
         text = f"{town} part {part}. In {year} it built the mural. {sentences(3, f'{town} {part}')}"
-        asked = {
+        answered = {
             "question": f"In which {{year}} did {town} build the mural (part {part})?",
             "id": f"{town}-{part}",
             "is_impossible": False,
             "answers": [{"text": f"{year}"}, {"text": f"In {year}"}],
         }
         unanswered = {"question": f"Who paid for it in {town}?", "id": f"{town}-{part}-x"}
-        qas = [asked, {**unanswered, "is_impossible": True, "answers": []}]
+        qas = [answered, {**unanswered, "is_impossible": True, "answers": []}]
         paragraphs.append({"context": text, "qas": qas})
     return {"title": town, "paragraphs": paragraphs}
 
@@ -93,16 +95,17 @@ def files(tmp_path: Path) -> dict[str, str]:
         "squad": ("squad", {"version": "v", "data": [squad_article(town) for town in TOWNS[:6]]}),
         "hotpotqa": ("hotpotqa", [hotpotqa_row(number) for number in range(5)]),
     }
-    found = {}
+    paths = {}
     for option, (name, content) in contents.items():
-        found[option] = str(tmp_path / f"{name}.json")
-        Path(found[option]).write_text(json.dumps(content))
-    return found
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(content))
+        paths[option] = str(path)
+    return paths
 
 
-def made(files: dict[str, str] | None = None, encode: Any = None, **options: Any) -> list[Example]:
+def made(files: dict[str, str] | None = None, encoder: Any = None, **options: Any) -> list[Example]:
     few = {"tasks": ["niah_single_1"], "lengths": [2048], "num_examples": 2, "seed": 7}
-    return list(Ruler(**{**few, **(files or {}), **options}).examples(encode or shipped()))
+    return list(Ruler(**{**few, **(files or {}), **options}).examples(encoder or shipped()))
 
 
 def prompt(example: Example) -> str:
@@ -112,17 +115,20 @@ def prompt(example: Example) -> str:
 # against the official generator
 
 
-def test_every_string_is_the_originals(shared_file) -> None:
+def test_every_string_is_the_originals(shared_file: Callable[[str], Path]) -> None:
     golden = json.loads(shared_file("golden/tasks/ruler_templates.json").read_text())
-    strings = (ruler.NEEDLE, ruler.NOISE, ruler.DOCUMENT)
-    assert strings == tuple(golden[name] for name in ("needle", "noise", "document"))
-    long = {"vt": "variable_tracking", "cwe": "common_words_extraction"}
-    long["fwe"] = "freq_words_extraction"
-    for name, found in PROMPTS.items():
-        expected = golden["generators"][long.get(name, name)]
-        assert found.template == expected["template"]
-        assert found.prefix == expected["answer_prefix"]
-        assert found.new_tokens == expected["tokens_to_generate"]
+    strings = {"needle": NEEDLE, "noise": NOISE, "document": DOCUMENT}
+    assert strings == {name: golden[name] for name in strings}
+    long_names = {
+        "vt": "variable_tracking",
+        "cwe": "common_words_extraction",
+        "fwe": "freq_words_extraction",
+    }
+    for name, strings_of_task in PROMPTS.items():
+        expected = golden["generators"][long_names.get(name, name)]
+        assert strings_of_task.template == expected["template"]
+        assert strings_of_task.prefix == expected["answer_prefix"]
+        assert strings_of_task.new_tokens == expected["tokens_to_generate"]
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -151,18 +157,25 @@ def test_structure_is_the_official_generators(
 
 
 @pytest.mark.parametrize("tokenizer", [Letters(), Words()], ids=["letters", "words"])
-def test_prompts_fit_any_tokenizer_and_use_what_there_is(tokenizer: Any) -> None:
+def test_prompts_fit_any_tokenizer_and_use_the_length(tokenizer: Any) -> None:
     length = 3000 if isinstance(tokenizer, Words) else 24_000
-    encode = PromptEncoder(tokenizer, prefix_ids=(1,) * 30)
-    for example in made(encode=encode, tasks=GENERATED, lengths=[length], num_examples=1):
-        whole = len(tokenizer.encode(prompt(example))) + encode.overhead
-        assert len(ids_of(example)) == whole
-        assert 0.93 * length <= whole + example.max_new_tokens <= length
-    (example,) = made(encode=chat(), num_examples=1)
-    inner, _, prefix = chat().decode(ids_of(example))[len("<user>") :].partition("</user><model>")
+    encoder = PromptEncoder(tokenizer, prefix_ids=(1,) * 30)
+    for example in made(encoder=encoder, tasks=GENERATED, lengths=[length], num_examples=1):
+        tokens = len(tokenizer.encode(prompt(example))) + encoder.overhead
+        assert len(ids_of(example)) == tokens
+        assert 0.93 * length <= tokens + example.max_new_tokens <= length
+
+
+def test_in_a_chat_template_the_prefix_follows_the_assistants_header() -> None:
+    (example,) = made(encoder=chat(), num_examples=1)
+    text = chat().decode(ids_of(example))
+    message, _, prefix = text.removeprefix("<user>").partition("</user><model>")
     assert example.complete
-    assert inner + prefix == prompt(example)
+    assert message + prefix == prompt(example)
     assert prefix.startswith(" The special magic number")
+
+
+def test_context_and_question_are_tokenised_together() -> None:
     context, question = encode_split(shipped(), "a hat is there.\n", "Where is it?")
     assert [*context, *question] == shipped().encode_text("a hat is there.\nWhere is it?")
 
@@ -189,9 +202,7 @@ def test_the_same_seed_gives_the_same_prompts_and_samples_differ() -> None:
     assert first.items() <= {e.id: prompt(e) for e in made(**options, num_examples=3)}.items()
 
 
-def test_needles_are_where_they_should_be(
-    files: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_needle_follows_a_sentence_of_the_essays(files: dict[str, str]) -> None:
     for example in made(files, tasks=["niah_single_2"], num_examples=40, lengths=[1024]):
         context = example.context.partition("afterwards.\n")[2]
         before = context.partition("One of the special")[0].strip()
@@ -199,19 +210,22 @@ def test_needles_are_where_they_should_be(
         assert example.fields["haystack"] == "essays"
         assert context.count(example.answers[0]) == 1
     assert (DEPTHS[0], DEPTHS[-1], len(set(DEPTHS))) == (0, 100, 40)
+
+
+def test_no_distractor_has_the_key_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     words = {"adjective": ("red", "old"), "noun": ("hat", "cup")}
-    monkeypatch.setattr(ruler, "sorted_words", words.__getitem__)
+    monkeypatch.setattr(ruler_generators, "sorted_words", words.__getitem__)
     for example in made(tasks=["niah_multikey_2"], num_examples=10, lengths=[600]):
         key = re.search(r"number for (\S+) mentioned", example.question)
         assert key is not None
-        assert example.context.count(f"for {key[1]} is:") == 1, "no distractor has the key"
+        assert example.context.count(f"for {key[1]} is:") == 1
 
 
-def test_common_words_of_a_short_list_are_made_of_two(monkeypatch) -> None:
+def test_common_words_of_a_short_list_are_made_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     words = tuple(f"w{i}x" for i in range(60))
-    monkeypatch.setattr(ruler, "sorted_words", lambda *kinds: words)
+    monkeypatch.setattr(ruler_generators, "sorted_words", lambda *kinds: words)
     (example,) = made(tasks=["cwe"], num_examples=1, lengths=[2048])
-    counts = Counter(SPLIT.split(example.context.rstrip().rsplit("\n", 1)[1])[1:])
+    counts = Counter(NUMBER.split(example.context.rstrip().rsplit("\n", 1)[1])[1:])
     assert len(counts) == 60 + example.fields["paired_words"] > 60
     assert {counts[word] for word in example.answers} == {6}
 
@@ -224,26 +238,27 @@ def test_frequent_words_lie_between_the_others() -> None:
     assert runs > len(words) / 4, "they are shuffled"
 
 
-def test_no_document_stands_twice_and_questions_without_an_answer_are_left_out(
-    files: dict[str, str],
-) -> None:
+def test_no_document_stands_twice(files: dict[str, str]) -> None:
     for example in made(files, tasks=["qa_1", "qa_2"], lengths=[1536, 8192]):
-        bodies = re.split(r"\n*Document \d+:\n", example.context)[1:]
-        assert len(set(bodies)) == len(bodies)
-    asked = {e.question for e in made(files, tasks=["qa_1"], num_examples=20)}
-    assert all("In which {year}" in question for question in asked), "not: who paid for it"
+        documents = re.split(r"\n*Document \d+:\n", example.context)[1:]
+        assert len(set(documents)) == len(documents)
 
 
 def test_documents_beside_the_gold_are_drawn_at_random() -> None:
     """First those of the same article, then others; each subset of the rest comes up."""
-    question = Question("?", ("a",), gold=(0,), more=(1, 2))
+    question = Question("?", ("a",), gold=(0,), same_article=(1, 2))
     collection = Collection("abcdefgh", [question])
-    drawn = [frozenset(collection.drawn(question, 5, random.Random(i))) for i in range(200)]
+    drawn = [frozenset(collection.draw(question, 5, random.Random(i))) for i in range(200)]
     assert all(documents >= set("abc") for documents in drawn)
     assert len(set(drawn)) == 10, "pairs of the five others"
 
 
-def test_generation_may_end_once_everything_was_said() -> None:
+def test_questions_without_an_answer_are_left_out(files: dict[str, str]) -> None:
+    for example in made(files, tasks=["qa_1"], num_examples=20):
+        assert "In which {year}" in example.question, "not: who paid for it"
+
+
+def test_generation_may_end_once_all_values_are_in_the_answer() -> None:
     (example,) = made(tasks=["niah_multivalue"], num_examples=1)
     text = " ".join(example.answers)
     assert example.settled is not None
@@ -254,26 +269,34 @@ def test_generation_may_end_once_everything_was_said() -> None:
     assert Ruler().score(example.answers[0], example)["score"] == 0.25
 
 
-def test_wrong_files_are_one_line_and_unused_ones_may_be_missing(
+# files
+
+
+@pytest.mark.parametrize("content", ["[1", "[1]", "[]", '{"data": [{"paragraphs": []}]}'])
+def test_a_file_in_another_format_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(content)
+    for task, option in (("qa_1", "squad"), ("qa_2", "hotpotqa")):
+        with pytest.raises(TaskError, match=r"ruler: \S+ (is not|holds no question)"):
+            made(tasks=[task], **{option: str(path)})
+    with pytest.raises(TaskError, match=r"JSON|object with a field text"):
+        made(tasks=["niah_single_2"], essays=str(path))
+
+
+def test_essays_without_words_and_too_many_questions_are_refused(
     tmp_path: Path, files: dict[str, str]
 ) -> None:
-    assert made(tasks=["vt"], essays="/none", squad="/none", hotpotqa="/none")
-    wrong = tmp_path / "wrong.json"
-    for text in ("[1", "[1]", "[]", '{"data": [{"paragraphs": []}]}'):
-        wrong.write_text(text)
-        said = r"ruler: \S+ (is not|holds no question)"
-        for task, option in (("qa_1", "squad"), ("qa_2", "hotpotqa")):
-            with pytest.raises(TaskError, match=said):
-                made(tasks=[task], **{option: str(wrong)})
-        with pytest.raises(TaskError, match=r"JSON|object with a field text"):
-            made(tasks=["niah_single_2"], essays=str(wrong))
-    wrong.with_suffix(".txt").write_text(" \n")
+    (tmp_path / "blank.txt").write_text(" \n")
     with pytest.raises(TaskError, match="hold no words"):
-        made(tasks=["niah_single_2"], essays=str(wrong.with_suffix(".txt")))
+        made(tasks=["niah_single_2"], essays=str(tmp_path / "blank.txt"))
     with pytest.raises(TaskError, match="no file matches essays="):
         made(tasks=["niah_single_2"], essays="/no/such/*.txt")
     with pytest.raises(TaskError, match=r"that has 5; allowed: num_examples of at most 5"):
         made(files, tasks=["qa_2"], num_examples=6)
+
+
+def test_files_that_no_task_reads_may_be_missing(files: dict[str, str]) -> None:
+    assert made(tasks=["vt"], essays="/none", squad="/none", hotpotqa="/none")
     task = Ruler(tasks=["niah_single_2", "qa_1"], **files)
     assert set(task.digests()) == {"words", "ruler_essay.json", "squad.json"}
     assert set(Ruler(tasks=["vt"], **files).digests()) == {"words"}

@@ -1,0 +1,241 @@
+"""The data sets of LongBench and LongBench-E: their rows, their prompts and their scores.
+
+Y. Bai et al., "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding",
+arXiv 2308.14508; github.com/THUDM/LongBench.
+
+The prompts are in ``longbench_prompts.yaml`` beside this file. The Hub repository's loading script
+does not run with current `datasets`; its archive ``data.zip`` holds one JSON-lines file per data set,
+which is read here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
+
+import yaml
+
+from kvbench.errors.options import Several, Text, Whole, allowed, fits
+from kvbench.tasks.base import TaskError
+from kvbench.tasks.data import Source
+from kvbench.tasks.metrics import METRICS
+from kvbench.tasks.metrics_text import Key
+
+
+class Dataset(NamedTuple):
+    """The settings of one data set.
+
+    Attributes:
+        metric: the name of its score in `METRICS`.
+        new_tokens: the most tokens of an answer.
+    """
+
+    metric: str
+    new_tokens: int
+
+
+DATASETS: Mapping[str, Dataset] = {
+    "narrativeqa": Dataset("f1", 128),
+    "qasper": Dataset("f1", 128),
+    "multifieldqa_en": Dataset("f1", 64),
+    "multifieldqa_zh": Dataset("f1_zh", 64),
+    "hotpotqa": Dataset("f1", 32),
+    "2wikimqa": Dataset("f1", 32),
+    "musique": Dataset("f1", 32),
+    "dureader": Dataset("rouge_l_zh", 128),
+    "gov_report": Dataset("rouge_l", 512),
+    "qmsum": Dataset("rouge_l", 512),
+    "multi_news": Dataset("rouge_l", 512),
+    "vcsum": Dataset("rouge_l_zh", 512),
+    "trec": Dataset("classification", 64),
+    "triviaqa": Dataset("f1", 32),
+    "samsum": Dataset("rouge_l", 128),
+    "lsht": Dataset("classification", 64),
+    "passage_count": Dataset("count", 32),
+    "passage_retrieval_en": Dataset("retrieval", 32),
+    "passage_retrieval_zh": Dataset("retrieval_zh", 32),
+    "lcc": Dataset("code_similarity", 64),
+    "repobench-p": Dataset("code_similarity", 64),
+}
+E_DATASETS = (
+    "qasper",
+    "multifieldqa_en",
+    "hotpotqa",
+    "2wikimqa",
+    "gov_report",
+    "multi_news",
+    "trec",
+    "triviaqa",
+    "samsum",
+    "passage_count",
+    "passage_retrieval_en",
+    "lcc",
+    "repobench-p",
+)
+"""The data sets of LongBench-E, in the order of its tables."""
+CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+SPLITS = {"e": E_DATASETS, "full": tuple(name for name in DATASETS if name not in CHINESE)}
+"""The data sets that are run by default, by split: of the full benchmark the 16 that are not
+Chinese."""
+FEW_SHOT = frozenset(("trec", "triviaqa", "samsum", "lsht"))
+"""Data sets whose prompts hold solved examples. Only the first line of a prediction is scored."""
+CLASSIFIED = frozenset(("trec", "lsht"))
+"""Data sets whose rows name the classes of which one is the answer."""
+CODE = frozenset(("lcc", "repobench-p"))
+"""Data sets whose prompts are source code to be continued."""
+BUCKETS = ("0-4k", "4-8k", "8k+")
+"""LongBench-E's length buckets, by a row's field `length` (words; characters for Chinese)."""
+
+
+def bucket(length: int) -> str:
+    """The length bucket of an example: below 4000, below 8000, or the rest."""
+    if length < 4000:
+        return BUCKETS[0]
+    if length < 8000:
+        return BUCKETS[1]
+    return BUCKETS[2]
+
+
+def score(
+    dataset: str,
+    prediction: str,
+    answers: Sequence[str],
+    all_classes: Sequence[str] | None = None,
+) -> float:
+    """LongBench's score of one prediction, 0 to 1: the best over the answers.
+
+    Of a prediction on a few-shot data set the first line is scored, after leading line ends are
+    dropped (lm-eval drops all white space at both ends).
+
+    Args:
+        dataset: one of `DATASETS`, without ``_e``.
+        all_classes: the names of the classes, for trec and lsht only.
+
+    Raises:
+        TaskError: an unknown data set; trec or lsht without classes.
+    """
+    if dataset not in DATASETS:
+        raise TaskError(f"longbench: dataset {dataset!r} unknown; allowed: {', '.join(DATASETS)}")
+    if dataset in CLASSIFIED and not all_classes:
+        raise TaskError(f"longbench: {dataset} is scored by its classes; all_classes is empty")
+    if dataset in FEW_SHOT:
+        prediction = prediction.lstrip("\n").split("\n")[0]
+    metric = METRICS[DATASETS[dataset].metric]
+    return metric(prediction, Key(tuple(answers), tuple(all_classes or ())))["score"]
+
+
+# prompts
+
+CONTEXT, INPUT = "{context}", "{input}"
+"""The fields of a prompt template."""
+
+
+@cache
+def prompt_templates() -> Mapping[str, str]:
+    """Read the prompt template of every data set, with the fields ``{context}`` and ``{input}``."""
+    file = files(__package__) / "longbench_prompts.yaml"
+    templates: Mapping[str, str] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return templates
+
+
+def fill(template: str, context: str, question: str) -> tuple[str, int]:
+    """Fill the fields of a prompt template. Braces in the texts themselves are left as they are.
+
+    Returns:
+        the prompt, and the number of its characters up to the end of the context.
+    """
+    before, _, after = template.partition(CONTEXT)
+    head = before + context
+    return head + after.replace(INPUT, question), len(head)
+
+
+# rows
+
+REPOSITORY, ARCHIVE = "THUDM/LongBench", "data.zip"
+HUB = "hf://datasets/"
+"""The beginning of `LongBench.data` where it names a repository on the Hub."""
+TEXTS = Several[str]
+HINTS: Mapping[str, Any] = {
+    "_id": Text,
+    "context": Text,
+    "input": str,
+    "length": Whole,
+    "answers": TEXTS,
+    "all_classes": TEXTS,
+}
+"""The fields that a row must have, with the type of each."""
+ANSWER_PATTERNS = {
+    "passage_retrieval_en": re.compile(r"Paragraph \d+"),
+    "passage_retrieval_zh": re.compile(r"段落\d+"),
+}
+"""Data sets whose metric finds nothing in an answer without this text."""
+
+
+def source_of(file: str, data: str | None = None, revision: str | None = None) -> Source:
+    """The source of one data set's rows.
+
+    Args:
+        file: the name of the data set's file without the suffix, e.g. ``qasper_e``.
+        data, revision: see `LongBench`.
+    """
+    if data is not None and data.startswith(HUB):
+        repository = data.removeprefix(HUB)
+        return Source("longbench", dataset=repository, config=file, revision=revision)
+    return Source(
+        "longbench",
+        data=data,
+        dataset=REPOSITORY,
+        revision=revision,
+        archive=ARCHIVE,
+        file=f"data/{file}.jsonl",
+    )
+
+
+def rows_of(source: Source, dataset: str) -> list[dict[str, Any]]:
+    """Read the rows of a data set, each with all fields of `HINTS`, sorted by ``_id``.
+
+    Raises:
+        TaskError: one line that names the file, the row and the field that is wrong.
+    """
+    rows = [_checked(dict(row), dataset, place) for place, _, row in source.rows()]
+    name = f"{source.data or source.dataset} {dataset}"
+    if not rows:
+        raise TaskError(f"longbench: {name} holds no example")
+    rows.sort(key=lambda row: str(row["_id"]))
+    for row, following in pairwise(rows):
+        if row["_id"] == following["_id"]:
+            raise TaskError(f"longbench: {name} has _id {row['_id']!r} twice; allowed: once")
+    return rows
+
+
+def _checked(row: dict[str, Any], dataset: str, place: str) -> dict[str, Any]:
+    """Return a row under the names of `HINTS`, with a placeholder for classes that no metric reads.
+
+    Args:
+        place: the file and the row, for messages.
+
+    Raises:
+        TaskError: a field is missing or has a wrong value.
+    """
+    if "input" not in row and "question" in row:  # the name of the field in parquet mirrors
+        row["input"] = row["question"]
+    if dataset not in CLASSIFIED:
+        row["all_classes"] = ["none"]
+    for name, hint in HINTS.items():
+        value = row.get(name)
+        if not fits(hint, value) or (hint is TEXTS and isinstance(value, str)):
+            shown = repr(value)[:60] if name in row else "missing"
+            raise _wrong_field(place, name, shown, allowed(hint))
+    pattern = ANSWER_PATTERNS.get(dataset)
+    if pattern is not None and not all(pattern.search(answer) for answer in row["answers"]):
+        matching = allowed(Annotated[str, f"text with {pattern.pattern}"])
+        raise _wrong_field(place, "answers", repr(row["answers"])[:60], matching)
+    return row
+
+
+def _wrong_field(place: str, name: str, shown: str, allowed_values: str) -> TaskError:
+    return TaskError(f"longbench: {place}: field {name} is {shown}; allowed: {allowed_values}")
