@@ -271,7 +271,8 @@ class PackedEntries(Entries):
         logits = products(query, self.keys[:, : self.length - self.first_key])
         if not self.first_key:
             return logits
-        return torch.cat([self.codecs.keys.dot(query), logits], dim=-1)
+        packed = self.codecs.keys.dot(query)
+        return torch.cat([packed, logits], dim=-1) if logits.shape[-1] else packed
 
     def mix_values(self, weights: Tensor) -> Tensor:
         """See `Entries.mix_values`."""

@@ -6,6 +6,7 @@
     python scripts/benchmarks/bench_engine.py answers    a token's time along an answer of 8,192 tokens
     python scripts/benchmarks/bench_engine.py questions  ten questions on one context over one question
     python scripts/benchmarks/bench_engine.py scoring    teacher-forced scores over one exact forward
+    python scripts/benchmarks/bench_engine.py compression  each method's compression over the prefill
 
 Options: --model, --tokens (of a prompt), --new (tokens of an answer), --runs, --methods a,b. The model
 reads random tokens. What is compared runs in turn; a warm-up is left out, and medians of the runs are
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from _shared import LLAMA_8B, SHIPPED
@@ -36,9 +38,11 @@ from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import cache_of
 from kvbench.engine.entries import table_of
+from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Generation, Prompt, Stopping, run_batch
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.prefill import PrefillState
 from kvbench.engine.scoring import read, score
 from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
 from kvbench.kernels.qjl import QJL, group_products
@@ -47,6 +51,19 @@ from kvbench.methods import build_method
 
 EIGHT = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "subgen", "balancekv")
 CHEAP = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "topk", "local")
+COMPRESSING = (
+    "snapkv",
+    "expected_attention",
+    "balancekv",
+    "wildcat",
+    "qjl",
+    "turboquant",
+    "subgen",
+    "subgen_streaming",
+    "rkv",
+    "balancekv_streaming",
+    "h2o",
+)
 RATE = Budget(rate=0.25)
 MODELS = {
     "toy": SHIPPED,
@@ -214,6 +231,31 @@ def products_of_signs(keys: Tensor, values: Tensor) -> Callable[[], object]:
     return step
 
 
+def bench_compression(given: argparse.Namespace) -> None:
+    """Each method's compression of all layers, packing and audit included, beside the exact prefill
+    that serves them all: one job of one new token, after a short one that warms up."""
+    model, names = model_of(given), given.methods or COMPRESSING
+    seconds: dict[str, float] = {}
+    compress_layer = PrefillState._compress
+
+    def timed(state: PrefillState, fork: Fork, layer: int, kv: LayerKV) -> None:
+        start = time.process_time()
+        compress_layer(state, fork, layer, kv)
+        taken = time.process_time() - start
+        seconds[fork.label] = seconds.get(fork.label, 0.0) + taken
+
+    with mock.patch.object(PrefillState, "_compress", timed):
+        for ids in (drawn(512), drawn(given.tokens or 4096)):
+            seconds.clear()
+            start = time.process_time()
+            generated(model, ids, names, Stopping(1), RATE)
+            total = time.process_time() - start
+    prefill = total - sum(seconds.values())
+    print(f"{given.model}, {len(ids)} tokens: exact prefill {prefill:.2f} s of processor time")
+    for name, taken in seconds.items():
+        print(f"{name:20} {taken:7.3f} s  {100 * taken / prefill:6.2f} % of the prefill")
+
+
 @dataclass(frozen=True)
 class Clocked(Stopping):
     """A stopping that notes the time of each token."""
@@ -302,6 +344,7 @@ BENCHES = {
     "answers": bench_answers,
     "questions": bench_questions,
     "scoring": bench_scoring,
+    "compression": bench_compression,
 }
 
 

@@ -671,7 +671,7 @@ def test_kcentre_in_passes_of_any_size(seed, monkeypatch):
         batch, n, dim = dice.randint(1, 3), dice.randint(1, 150), dice.randint(1, 6)
         points = torch.randn(batch, n, dim, generator=generator(n))
         first = torch.randint(0, n, (batch,), generator=generator(n))
-        monkeypatch.setattr(kcentre, "CANDIDATES", dice.choice([1, 3, 64]))
+        monkeypatch.setattr(kcentre, "CANDIDATES", dice.choice([1, 3, 128]))
         centres = greedy_k_centre(points, dice.randint(0, n), first)
         check_centres(points, centres, first)
         if centres.shape[1]:
