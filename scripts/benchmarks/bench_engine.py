@@ -231,10 +231,10 @@ def products_of_signs(keys: Tensor, values: Tensor) -> Callable[[], object]:
     return step
 
 
-def bench_compression(given: argparse.Namespace) -> None:
+def bench_compression(options: argparse.Namespace) -> None:
     """Each method's compression of all layers, packing and audit included, beside the exact prefill
     that serves them all: one job of one new token, after a short one that warms up."""
-    model, names = model_of(given), given.methods or COMPRESSING
+    model, names = model_of(options), options.methods or COMPRESSING
     seconds: dict[str, float] = {}
     compress_layer = PrefillState._compress
 
@@ -245,13 +245,13 @@ def bench_compression(given: argparse.Namespace) -> None:
         seconds[fork.label] = seconds.get(fork.label, 0.0) + taken
 
     with mock.patch.object(PrefillState, "_compress", timed):
-        for ids in (drawn(512), drawn(given.tokens or 4096)):
+        for ids in (random_tokens(512), random_tokens(options.tokens or 4096)):
             seconds.clear()
             start = time.process_time()
             generated(model, ids, names, Stopping(1), RATE)
             total = time.process_time() - start
     prefill = total - sum(seconds.values())
-    print(f"{given.model}, {len(ids)} tokens: exact prefill {prefill:.2f} s of processor time")
+    print(f"{options.model}, {len(ids)} tokens: exact prefill {prefill:.2f} s of processor time")
     for name, taken in seconds.items():
         print(f"{name:20} {taken:7.3f} s  {100 * taken / prefill:6.2f} % of the prefill")
 
