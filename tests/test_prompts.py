@@ -10,19 +10,29 @@ from kvbench.tasks.base import TaskError
 
 
 class PanicException(BaseException):
-    """What Rust code of a tokenizer raises; no Exception."""
+    """The exception of a panic in a tokenizer's Rust code, which is no `Exception`."""
 
 
-def test_a_tokenizers_failure_is_one_line_and_a_wish_to_stop_goes_on() -> None:
-    said = "tokenizer 'Letters' cannot encode a text: {}; allowed: one that can"
-    for failure, line in (
+@pytest.mark.parametrize(
+    ("failure", "line"),
+    [
         (PanicException("called `unwrap()`\non a None"), "PanicException: called `unwrap()`"),
         (ValueError(""), "ValueError: no message"),
-    ):
-        with pytest.raises(PromptError) as caught, tokenizing(Letters()):
-            raise failure
-        assert str(caught.value) == said.format(line)
-    for wish in (KeyboardInterrupt(), SystemExit(3), MemoryError(), TimeoutError(), TaskError("x")):
-        with pytest.raises(type(wish)) as stopped, tokenizing(Letters()):
-            raise wish
-        assert stopped.value is wish
+    ],
+)
+def test_a_tokenizers_failure_is_one_line(failure: BaseException, line: str) -> None:
+    with pytest.raises(PromptError) as caught, tokenizing(Letters()):
+        raise failure
+    message = f"tokenizer 'Letters' cannot encode a text: {line}; allowed: one that can"
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "exception",
+    [KeyboardInterrupt(), SystemExit(3), MemoryError(), TimeoutError(), TaskError("x")],
+    ids=lambda exception: type(exception).__name__,
+)
+def test_what_ends_the_process_or_is_one_line_already_goes_on(exception: BaseException) -> None:
+    with pytest.raises(type(exception)) as caught, tokenizing(Letters()):
+        raise exception
+    assert caught.value is exception

@@ -49,8 +49,12 @@ def read_text(task: str, path: str | Path) -> str:
         raise TaskError(f"{task}: cannot read {path}: {problem}") from problem
 
 
-def texts_of_files(patterns: Sequence[str]) -> list[tuple[str, str]]:
+def texts_of_files(option: str, patterns: Sequence[str], hint: str = "") -> list[tuple[str, str]]:
     """Read all text files that match. Returns the name and text of each, sorted by path.
+
+    Args:
+        option: the task's option that has the patterns, for messages.
+        hint: where the files come from, for messages.
 
     Raises:
         TaskError: no file matches, or one cannot be read.
@@ -58,10 +62,10 @@ def texts_of_files(patterns: Sequence[str]) -> list[tuple[str, str]]:
     paths = matching(patterns)
     if not paths:
         raise TaskError(
-            f"needle: no file matches haystack_files={list(patterns)}; the protocol's essays come "
-            "with: git clone https://github.com/gkamradt/LLMTest_NeedleInAHaystack"
+            f"task.{option}: no file matches {list(patterns)}; allowed: text files, by path or "
+            f"glob{hint}"
         )
-    return [(Path(path).name, read_text("needle", path)) for path in paths]
+    return [(Path(path).name, read_text(f"task.{option}", path)) for path in paths]
 
 
 def _open(file: str) -> Any:
@@ -194,20 +198,23 @@ def hub_rows(
 
 
 def texts_of_dataset(
-    name: str, config: str | None, split: str, column: str, limit: int = 200
+    option: str, name: str, config: str | None, split: str, column: str, limit: int = 200
 ) -> list[tuple[str, str]]:
-    """Read the texts in a column of the first `limit` rows of a data set on the Hub; returns a name
+    """Read the texts in a column of the first `limit` rows of a data set on the Hub. Returns a name
     ("row 3") and the text of each.
+
+    Args:
+        option: the task's option that takes local files in place of the data set, for messages.
 
     Raises:
         TaskError: the data set cannot be read, or has no such column.
     """
-    option = "task.haystack_files=[<file>]"
-    rows = hub_rows("needle", name, config, split, limit=limit, instead=option)
+    instead = f"task.{option}=[<file>]"
+    rows = hub_rows("task.dataset_name", name, config, split, limit=limit, instead=instead)
     for row in rows:
         if column not in row:
             raise TaskError(
-                f"needle: dataset {name} has no column {column!r}; one of {', '.join(row)}"
+                f"task.dataset_column: dataset {name} has no column {column!r}; one of {', '.join(row)}"
             )
     return [(f"row {number}", str(row[column])) for number, row in enumerate(rows)]
 

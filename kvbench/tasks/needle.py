@@ -47,6 +47,11 @@ HAYSTACK, QUESTION = "{haystack}", "{question}"
 """The fields of `Needle.template`."""
 PARTS = {"needle": ("{key}", "{value}"), "question": ("{key}",), "answer": ("{value}",)}
 """The fields that the texts of needles that are hidden together must have, by option."""
+ESSAYS = (
+    "; the protocol's essays come with: git clone "
+    "https://github.com/gkamradt/LLMTest_NeedleInAHaystack"
+)
+"""A hint for the error where no file matches."""
 SCORES: Mapping[str, Pairwise] = {
     "containment": containment,
     "word_recall": word_recall,
@@ -223,10 +228,14 @@ class Needle(Task):
         if self.haystack == "generated":
             return []
         if self.haystack == "files":
-            texts = texts_of_files(self.haystack_files)
+            texts = texts_of_files("haystack_files", self.haystack_files, ESSAYS)
         else:
             texts = texts_of_dataset(
-                str(self.dataset_name), self.dataset_config, self.dataset_split, self.dataset_column
+                "haystack_files",
+                str(self.dataset_name),
+                self.dataset_config,
+                self.dataset_split,
+                self.dataset_column,
             )
         texts = [(name, text.strip()) for name, text in texts if text.strip()]
         if not texts:

@@ -48,9 +48,10 @@ class TextSource:
             count: how many documents are generated.
         """
         if self.files:
-            return texts_of_files(self.files)
+            return texts_of_files("files", self.files)
         if self.dataset_name:
             return texts_of_dataset(
+                "files",
                 self.dataset_name,
                 self.dataset_config,
                 self.dataset_split,

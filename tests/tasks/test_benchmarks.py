@@ -7,6 +7,8 @@ example of every data set, and scores of some predictions of it.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,54 +31,57 @@ BOOK = "Ann met Bob at the mill. They counted seven geese. " * 8
 
 
 def overrides(name: str) -> list[str]:
-    """What gives a benchmark its invented data."""
+    """The words of the command line that give a benchmark its invented data."""
     if name in FILES:
         return [f"task.files=[{INVENTED / name}.jsonl]"]
     folder = ROOT / "tests/data/summaries" if name == "h2o_summaries" else INVENTED / name
     return [f"task.data={folder}"]
 
 
-def made(name: str, *more: str) -> Any:
+def benchmark(name: str, *more: str) -> Any:
     config = composed(f"task={name}", "task_label=t", *overrides(name), *more)
     return instantiate(config.task, _convert_="all")
 
 
-def shown(made: Any, scores: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The first example of each data set, and the scores of the predictions that `scores` has of it."""
-    firsts = {e.dataset: e for e in reversed(made.examples(shipped()))}
+def described(task: Any, predictions: dict[str, Iterable[str]]) -> dict[str, Any]:
+    """The first example of each data set, and the scores of the predictions for that data set."""
+    examples = task.examples(shipped())
+    questions = Counter(example.context_id for example in examples)
     return {
-        name: {
-            "id": e.id,
-            "context": e.context.replace(BOOK, "<BOOK>"),
-            "question": e.question,
-            "answers": list(e.answers),
-            "max_new_tokens": e.max_new_tokens,
-            "stop": list(e.stop),
-            "asked": sum(other.context_id == e.context_id for other in made.examples(shipped()))
-            if e.context_id
-            else 1,
-            "history": e.history,
-            "fields": dict(e.fields),
-            "scores": {said: made.score(said, e) for said in scores.get(name, {})},
+        example.dataset: {
+            "id": example.id,
+            "context": example.context.replace(BOOK, "<BOOK>"),
+            "question": example.question,
+            "answers": list(example.answers),
+            "max_new_tokens": example.max_new_tokens,
+            "stop": list(example.stop),
+            "asked": questions[example.context_id] if example.context_id else 1,
+            "history": example.history,
+            "fields": dict(example.fields),
+            "scores": {
+                prediction: task.score(prediction, example)
+                for prediction in predictions.get(example.dataset, ())
+            },
         }
-        for name, e in sorted(firsts.items())
+        for example in reversed(examples)
     }
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, "h2o_summaries", *FILES])
 def test_prompts_limits_and_scores_are_those_committed(name: str) -> None:
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))[name]
-    found = shown(made(name), {key: one["scores"] for key, one in golden.items()})
-    for key, example in golden.items():
-        scores = example["scores"]
-        example["scores"] = {said: pytest.approx(each) for said, each in scores.items()}
-        assert found.pop(key) == example
-    assert not found
+    predictions = {dataset: example["scores"] for dataset, example in golden.items()}
+    actual = described(benchmark(name), predictions)
+    assert actual.keys() == golden.keys()
+    for dataset, example in golden.items():
+        for prediction, scores in example["scores"].items():
+            example["scores"][prediction] = pytest.approx(scores)
+        assert actual[dataset] == example
 
 
 def test_earlier_answers_may_be_the_methods_own_or_left_out() -> None:
-    for given, history in (("false", "own"), ("null", "none")):
-        turns = made("scbench", "task.datasets=[kv]", f"task.golden_turns={given}")
+    for golden_turns, history in (("false", "own"), ("null", "none")):
+        turns = benchmark("scbench", "task.datasets=[kv]", f"task.golden_turns={golden_turns}")
         assert {example.history for example in turns.examples(shipped())} == {history}
 
 

@@ -134,10 +134,10 @@ def test_a_repository_is_read_by_datasets_where_the_hub_answers(requests: list[A
 
 
 def test_texts_are_a_column_of_a_repository(requests: list[Any]) -> None:
-    texts = texts_of_dataset("some/set", None, "test", "text")
+    texts = texts_of_dataset("files", "some/set", None, "test", "text")
     assert texts[0] == ("row 0", ROWS[0]["text"])
     with pytest.raises(TaskError, match="no column 'body'; one of text, n"):
-        texts_of_dataset("some/set", None, "test", "body")
+        texts_of_dataset("files", "some/set", None, "test", "body")
 
 
 def test_datasets_is_not_asked_where_the_hub_is_silent(

@@ -5,40 +5,62 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.encoders import shipped
+from support.encoders import ids_of, shipped
 
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.text import RunningText
 
+TEXTS = {"a.txt": "one two three four five six seven. " * 9, "b.txt": "short text here. " * 7}
 
-def test_pieces_of_running_text_follow_each_other_and_answers_follow_pieces(tmp_path: Path) -> None:
-    encoder = shipped()
-    texts = {"a.txt": "one two three four five six seven. " * 9, "b.txt": "short text here. " * 7}
-    for name, text in texts.items():
+
+@pytest.fixture
+def task(tmp_path: Path) -> RunningText:
+    for name, text in TEXTS.items():
         (tmp_path / name).write_text(text)
-    task = RunningText(files=[f"{tmp_path}/*.txt"], tokens=20, max_new_tokens=5, num_examples=5)
-    examples = task.examples(encoder)
-    begin = encoder.begin_ids
-    assert [e.id for e in examples][:3] == ["a.txt/0", "b.txt/0", f"a.txt/{20 - len(begin)}"]
-    assert len(task.digests()) == 2
-    assert {e.dataset for e in examples} == {task.label}
+    return RunningText(files=[f"{tmp_path}/*.txt"], tokens=20, max_new_tokens=5, num_examples=5)
+
+
+def test_the_first_pieces_of_all_texts_come_first(task: RunningText) -> None:
+    begin = shipped().begin_ids
+    examples = task.examples(shipped())
+    ids = ["a.txt/0", "b.txt/0", f"a.txt/{20 - len(begin)}"]
+    assert [example.id for example in examples][:3] == ids
+    assert {example.dataset for example in examples} == {task.label}
     for example in examples:
-        assert len(example.context_ids) == 20
-        assert list(example.context_ids[: len(begin)]) == begin
-    pieces = [e for e in examples if e.id.startswith("a.txt")]
-    read = [token for e in pieces for token in e.context_ids[len(begin) :]]
-    assert read == encoder.encode_text(texts["a.txt"])[: len(read)]
-    assert pieces[0].answers == (encoder.decode(list(pieces[1].context_ids[len(begin) :][:5])),)
-    assert task.score(pieces[0].answers[0], pieces[0])["score"] == 1.0
-    assert task.score("zebra", pieces[0])["score"] == 0.0
+        assert len(ids_of(example)) == 20
+        assert ids_of(example)[: len(begin)] == begin
+    assert len(task.digests()) == 2
+
+
+def test_pieces_follow_each_other_and_the_answer_follows_the_piece(task: RunningText) -> None:
+    encoder = shipped()
+    pieces = [
+        ids_of(example)[len(encoder.begin_ids) :]
+        for example in task.examples(encoder)
+        if example.id.startswith("a.txt")
+    ]
+    ids = [token for piece in pieces for token in piece]
+    assert ids == encoder.encode_text(TEXTS["a.txt"])[: len(ids)]
+    first, *_ = task.examples(encoder)
+    assert first.answers == (encoder.decode(pieces[1][:5]),)
+    assert task.score(first.answers[0], first)["score"] == 1.0
+    assert task.score("zebra", first)["score"] == 0.0
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXTS["a.txt"])
     with pytest.raises(TaskError, match=r"task.tokens is 500 and the longest text has \d+ tokens"):
-        RunningText(files=[str(tmp_path / "a.txt")], tokens=500).examples(encoder)
+        RunningText(files=[str(tmp_path / "a.txt")], tokens=500).examples(shipped())
+
+
+def test_files_that_are_missing_are_named_with_their_option() -> None:
+    with pytest.raises(TaskError, match=r"^task\.files: no file matches \['none\.txt'\]; allowed"):
+        RunningText(files=["none.txt"]).examples(shipped())
 
 
 def test_generated_running_text_is_the_same_every_time() -> None:
-    encoder = shipped()
-    generated = RunningText(tokens=300, num_examples=3)
-    found = generated.examples(encoder)
-    assert [len(e.context_ids) for e in found] == [300] * 3
-    assert found == generated.examples(encoder)
-    assert len({e.context_ids for e in found}) == 3
+    task = RunningText(tokens=300, num_examples=3)
+    examples = task.examples(shipped())
+    assert [len(ids_of(example)) for example in examples] == [300] * 3
+    assert task.examples(shipped()) == examples
+    assert len({example.context_ids for example in examples}) == 3
