@@ -12,7 +12,7 @@ whole layer. No paper shows it; results/README.md has a table of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,21 +60,8 @@ def joint_survival(kept: Tensor, first: Tensor, distance: int) -> float | None:
     return float(ratios.mean()) if len(ratios) else None
 
 
-def number_pairs(texts: Sequence[str], distance: int) -> list[int]:
-    """Tokens that begin a number (a run of tokens of digits) which goes on for `distance` tokens or
-    more, of the texts of all tokens."""
-    digits = [text.strip().isdecimal() for text in texts]
-    return [
-        i
-        for i in range(len(texts) - distance)
-        if not (i and digits[i - 1]) and all(digits[i : i + distance + 1])
-    ]
-
-
-def rows_of_prompt(
-    run: Run, prompt: str, ids: Sequence[int], pairs: Mapping[int, Sequence[int]]
-) -> Iterator[dict[str, Any]]:
-    """A row for each layer, method, draw and distance; `pairs`: first tokens, by distance."""
+def rows_of_prompt(run: Run, prompt: str, ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """A row for each layer, method, draw and distance."""
     budget = Budget(rate=run.rate, sink=run.exact, window=run.exact)
     carried: dict[tuple[str, int], dict[str, Tensor]] = {}
     for layer, kv in run.captured(ids, run.layers):
@@ -85,12 +72,9 @@ def rows_of_prompt(
                 generator = layer_generator(SEED_STRIDE * run.seed + draw, prompt, layer)
                 compressed, _ = compress_measured(label, method, budget, generator, seen)
                 kept = survivors(compressed, kv.n)
-                for distance, starts in pairs.items():
-                    end = kv.n - run.exact - distance
-                    middle = [start for start in starts if run.exact <= start < end]
-                    ratio = None
-                    if middle:
-                        ratio = joint_survival(kept, torch.tensor(middle), distance)
+                for distance in run.distances:
+                    middle = torch.arange(run.exact, max(run.exact, kv.n - run.exact - distance))
+                    ratio = joint_survival(kept, middle, distance) if len(middle) else None
                     yield {
                         "prompt": prompt,
                         "layer": layer,
@@ -105,8 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     """Write a row for each prompt, layer, draw, method and distance: the ratio of `joint_survival`.
 
     Keys of its own: methods (options by label), rate, layers, draws, exact (tokens kept exactly at both
-    ends, which are not counted), distances, numbers (true: only pairs of a number's first token and a
-    later one of it).
+    ends, which are not counted), distances.
     """
     run = Run(
         __file__,
@@ -119,15 +102,10 @@ def main(arguments: Sequence[str]) -> None:
         draws=2,
         exact=32,
         distances=list(range(1, 17)),
-        numbers=False,
     )
     rows: list[dict[str, Any]] = []
     for prompt, ids in run.prompts():
-        pairs: dict[int, Sequence[int]] = dict.fromkeys(run.distances, range(len(ids)))
-        if run.numbers:
-            texts = [run.session.encoder.decode([token]) for token in ids]
-            pairs = {distance: number_pairs(texts, distance) for distance in run.distances}
-        rows += rows_of_prompt(run, prompt, ids, pairs)
+        rows += rows_of_prompt(run, prompt, ids)
     run.save(rows, y="ratio", x="distance", by="method", panel="layer")
 
 

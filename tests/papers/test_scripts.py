@@ -276,10 +276,6 @@ def test_joint_survival_is_one_by_independence() -> None:
     assert joint_survival.joint_survival(~runs & runs, first[:9], 1) is None
 
 
-def test_number_pairs_begin_runs_of_digits() -> None:
-    assert joint_survival.number_pairs(["1", "2", "a", "3", "4", "5", " 6"], 2) == [3]
-
-
 def test_caption_metrics_by_hand() -> None:
     references = [["a man rides a horse", "a person riding"], ["two dogs play", "dogs running"]]
     cider = _captions.CiderD(references)
