@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.interpreted import HAVE_TRITON
+from support.kernels import needs_triton
 from support.paths import ROOT
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
+pytestmark = needs_triton
 SHARED_MEMORY = {
     80: 163 << 10,
     86: 99 << 10,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.interpreted import HAVE_TRITON
+from support.kernels import needs_triton
 from support.pretended import counted, needs_cuda, needs_pretend
 
 from kvbench.kernels.attention_mass import attention_mass
@@ -19,7 +19,7 @@ from kvbench.methods import build_method
 pytestmark = [
     pytest.mark.cuda,
     needs_cuda,
-    pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed"),
+    needs_triton,
 ]
 
 

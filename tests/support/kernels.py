@@ -16,8 +16,9 @@ from support.interpreted import DEVICE, HAVE_TRITON
 FULL_SIZE = DEVICE == "cuda" and not os.environ.get("KVBENCH_SMALL_SHAPES")
 FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
-IMPLEMENTATIONS = ["torch", pytest.param("triton", marks=needs_triton)]
-both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+both = pytest.mark.parametrize(
+    "implementation", ["torch", pytest.param("triton", marks=needs_triton)]
+)
 
 
 def generator(seed: int) -> torch.Generator:
