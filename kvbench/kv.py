@@ -3,10 +3,11 @@
 
 This module imports no library but torch, and of kvbench only the budget and `kvbench.kernels`.
 
-Vocabulary, used everywhere in kvbench: *n* prompt tokens; *sink* the first ``sink`` tokens and
-*window* the last ``window`` tokens, always kept by the methods that have them; *middle* the others;
-*rate* the fraction of the middle that is kept; *capacity* the entries allowed per layer and KV head;
-*group* the query heads that share one KV head; *entry* one key-value pair.
+Vocabulary, used everywhere in kvbench: *n* is the number of prompt tokens; *sink* are the first
+``sink`` tokens and *window* the last ``window`` tokens, which methods that have them always keep;
+*middle* are the other tokens; *rate* is the fraction of the middle that is kept; *capacity* is the
+number of entries allowed per layer and KV head; a *group* are the query heads that share one KV head;
+an *entry* is a key and its value.
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ class LayerKV:
         layer_index: the layer's number among the compressed layers, from 0.
         num_layers: how many layers of the model are compressed.
         scaling: the factor on q.k before the softmax.
-        softcap: the bound s in models that replace a logit by s * tanh(logit / s) (Gemma 2); else None.
-        withheld: how many of the prompt's last queries a method is not shown, because the method will be
-            judged on them. `queries` lacks them; `keys` and `values` contain these tokens.
+        softcap: the bound s in models that replace a logit by s * tanh(logit / s) (Gemma 2); else
+            None.
+        withheld: how many of the prompt's last queries a method is not shown, because the method will
+            be judged on them. `queries` lacks them; `keys` and `values` contain these tokens.
         log_weights: [batch, kv_heads, n] float32, the log-weights that the entries have before
             `compress`, which adds its own to them, when a compressed cache is compressed again
             (`Method.recompression`); None where all are 0.
@@ -94,8 +96,8 @@ class LayerKV:
         rotary: the model's rotary table; the two halves of its cosines are equal, and those of its
             sines. None where the model has no such table.
         shared: the results that `once` has computed for this layer, by name.
-        carried: tensors that the method stored at earlier layers of the same prompt, by name; all layers
-            share this dictionary.
+        carried: tensors that the method stored at earlier layers of the same prompt, by name; all
+            layers share this dictionary.
         used: names of the results that the current method has asked `once` for.
         owner: the current method's class. The current method is the one whose `compress` is running.
     """
@@ -132,8 +134,8 @@ class LayerKV:
         """Return the result of ``compute()``, which is computed once and stored under ``name``.
 
         Methods of one class share the stored result, so that variants of a method share the work; all
-        methods share the results named in `SHARED_BY_ALL_METHODS`. The result must depend on the layer's
-        tensors and ``name`` alone. No caller may write to it.
+        methods share the results named in `SHARED_BY_ALL_METHODS`. The result must depend on the
+        layer's tensors and ``name`` alone. No caller may write to it.
         """
         inputs = (self.keys, self.values, self.queries)
         if not name.startswith(SHARED_BY_ALL_METHODS):
@@ -142,9 +144,11 @@ class LayerKV:
             clock = Elapsed(self.keys.device)
             self.shared[name] = Shared(compute(), clock.stop(), inputs)
         computed_from = self.shared[name].computed_from
-        if any(now is not then for now, then in zip(inputs, computed_from, strict=True)):
-            # A method has replaced tensors of this layer by its own, so the stored result does not
-            # apply.
+        if any(
+            current is not stored for current, stored in zip(inputs, computed_from, strict=True)
+        ):
+            # A method has replaced tensors of this layer by its own, so that the stored result is not
+            # that of these tensors.
             return compute()
         self.used.add(name)
         return self.shared[name].tensor
@@ -153,17 +157,17 @@ class LayerKV:
         """Begin to note which shared results the next method uses.
 
         Returns:
-            a function to call when the method has finished. It returns the clocks of the shared results
-            that the method used although an earlier method had computed them, so that this time is
-            charged to both.
+            a function to call when the method has finished. It returns the clocks of the shared
+            results that the method used although an earlier method had computed them, so that this
+            time is charged to both.
         """
         computed_earlier = set(self.shared)
         self.used.clear()
         return lambda: [self.shared[name].clock for name in self.used & computed_earlier]
 
     def attention_mass(self) -> Tensor:
-        """The causal softmax attention that every key received from all prompt queries but the withheld
-        ones, [batch, heads, n] float32.
+        """The causal softmax attention that every key received from all prompt queries but the
+        withheld ones, [batch, heads, n] float32.
 
         These are the column sums of the prompt's attention matrix. They are computed in blocks of
         queries, in O(n) memory.
@@ -174,8 +178,8 @@ class LayerKV:
         return self.attention_of_last(self.n - self.withheld)
 
     def attention_of_last(self, count: int) -> Tensor:
-        """The causal softmax attention that every key received from the last `count` queries before the
-        withheld ones, [batch, heads, n] float32. Keys of withheld tokens received 0.
+        """The causal softmax attention that every key received from the last `count` queries before
+        the withheld ones, [batch, heads, n] float32. Keys of withheld tokens received 0.
 
         Raises:
             KVError: the layer does not hold that many queries.
@@ -203,8 +207,8 @@ class LayerKV:
         return self.once(f"{ATTENTION_MASS} of {count} queries", compute)
 
     def _normalisers(self) -> Tensor | None:
-        """The prefill's `NORMALISERS`; None where the prefill returned none or where this layer does not
-        hold the prefill's keys and all of its queries."""
+        """The prefill's `NORMALISERS`; None where the prefill returned none or where this layer does
+        not hold the prefill's keys and all of its queries."""
         stored = self.shared.get(NORMALISERS)
         if stored is None or self.queries is None or self.queries.shape[2] != self.n:
             return None
@@ -226,19 +230,24 @@ class CompressedKV:
         log_weights: [batch, kv_heads, c] float32, or None when all are zero. ``-inf`` marks padding:
             an entry that exists only because another head holds more entries; padding is not counted.
         positions: [batch, kv_heads, c] int64, the prompt position of each entry, -1 where it has none.
-        scores: [batch, kv_heads, c] float32, which `Method.evict` receives at every decoded token (H2O's
-            accumulated attention); None for a method without scores.
-        keys_only: how many of the first entries have a key and no value; `values` is shorter than `keys`
-            by this number. Such an entry counts in the softmax's denominator alone, as if its value were
-            0 (a streaming estimator samples its denominator separately).
-        lengths: [batch, kv_heads] int64, the number of entries of each head where heads differ. A head's
-            entries come first; padding of log-weight -inf follows them and is not stored. The budget is
-            charged the mean over the heads. None where every head holds c entries.
+        scores: [batch, kv_heads, c] float32, the scores by which entries leave while decoding (H2O's
+            accumulated attention; `Method.evict`); None for a method without scores.
+        keys_only: how many of the first entries have a key and no value; `values` is shorter than
+            `keys` by this number. Such an entry counts in the softmax's denominator alone, as if its
+            value were 0 (a streaming estimator samples its denominator separately). `denominators`
+            cannot say this: it would need a stored value of 0 and a factor for every entry, and the
+            signed quotient in place of an ordinary softmax, which changes rounding. Neither can
+            `keys_only` say what `denominators` says: a key stored once more would add to the
+            denominator but take nothing away.
+        lengths: [batch, kv_heads] int64, the number of entries of each head where heads differ. A
+            head's entries come first. Padding of log-weight -inf follows them; it is not stored by the
+            cache. The budget is charged the mean over the heads. None where every head has c entries.
         denominators: [batch, kv_heads, c] float32, the factor of each entry in the softmax's
             denominator, which may be negative; None where all are 1. See
             `kvbench.engine.attention.signed_mean`.
         value_range: the least and the largest value of each channel over the prompt, two tensors
-            [batch, kv_heads, head_dim], between which outputs are clamped. Set only with `denominators`.
+            [batch, kv_heads, head_dim], between which outputs are clamped. Set only with
+            `denominators`.
     """
 
     keys: Tensor
@@ -253,7 +262,8 @@ class CompressedKV:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of keys, values and weights as stored. Positions are bookkeeping and not counted."""
+        """The bytes of keys, values and weights as stored. Positions are bookkeeping and not
+        counted."""
         if self.lengths is not None:
             return self._nbytes_by_head(self.lengths)
         tensors = [self.keys, self.values, self.log_weights, self.denominators]
@@ -264,17 +274,17 @@ class CompressedKV:
     def _nbytes_by_head(self, lengths: Tensor) -> int:
         """The bytes of heads of different `lengths`. The padding is not stored, and neither are the
         log-weights of a head all of whose entries weigh 1."""
-        entry = self.keys[0, 0, :1].nbytes + self.values[0, 0, :1].nbytes
-        stored = int(lengths.sum()) * entry
+        entry_nbytes = self.keys[0, 0, :1].nbytes + self.values[0, 0, :1].nbytes
+        nbytes = int(lengths.sum()) * entry_nbytes
         if self.log_weights is not None:
             weighted = (self.log_weights.isfinite() & (self.log_weights != 0)).any(-1)
-            stored += int(lengths[weighted].sum()) * self.log_weights.element_size()
-        return stored
+            nbytes += int(lengths[weighted].sum()) * self.log_weights.element_size()
+        return nbytes
 
     @property
     def charged(self) -> int:
-        """The entries per head that are charged to the budget: the largest head's, or with `lengths` the
-        mean over the heads, rounded up."""
+        """The entries per head that are charged to the budget: the largest head's, or with `lengths`
+        the mean over the heads, rounded up."""
         entries = self.entries
         if self.lengths is None:
             return int(entries.max())
@@ -294,11 +304,13 @@ class CompressedKV:
 def weighted_entries(log_weights: Tensor) -> Tensor:
     """Count the entries of each head by their log_weights [..., heads, c]; returns [..., heads] int64.
 
-    A log-weight of -inf is padding where the head holds fewer entries than another; padding is not
-    counted. A column that is -inf in every head is memory that the cache holds, so it is counted.
+    A log-weight of -inf is padding where the head has fewer entries than the largest head; padding is
+    not counted. Columns beyond the largest head's entries are memory that the cache holds, and are
+    counted.
     """
-    used = (log_weights != float("-inf")).sum(-1)
-    return used + (log_weights.shape[-1] - used.max())
+    weighted = (log_weights != float("-inf")).sum(-1)
+    beyond_largest_head = log_weights.shape[-1] - weighted.max()
+    return weighted + beyond_largest_head
 
 
 def gather_entries(

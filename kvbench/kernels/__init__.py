@@ -1,1 +1,6 @@
-"""The hot operations: tensor functions that know nothing of caches, methods or models."""
+"""The hot operations: functions of tensors that do not depend on caches, methods or models.
+
+A module without a leading underscore has an operation in plain torch, which is the reference; the
+Triton kernel that replaces it on CUDA is in the module of its name with `_triton_` before it.
+`_choice` decides between the two.
+"""

@@ -19,28 +19,34 @@ R = TypeVar("R")
 
 CHOICES = ("auto", "triton", "torch")
 VARIABLE = "KVBENCH_KERNELS"
-"""Environment variable that says what `auto` means in this process: auto | triton | torch."""
+"""The environment variable that sets what `auto` is in this process: auto | triton | torch."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the Triton kernels read; they compute in float32."""
+"""The dtypes that the Triton kernels read; they compute in float32."""
 LARGEST_DIM = 256
-"""Widest head the kernels hold on chip."""
+"""The most numbers of a row for which the kernels have room in registers and shared memory."""
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     log.warning(message)
 
 
-def _interpreted() -> bool:
+def _is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on a CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _obstacle(tensors: tuple[Tensor, ...], rows_on_chip: bool) -> str | None:
-    """Why the Triton kernels cannot take these tensors; None when they can."""
+    """The reason, as part of a message, why the Triton kernels cannot take these tensors; None if they
+    can.
+
+    Args:
+        rows_on_chip: see `use_triton`.
+    """
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     for tensor in tensors:
-        if not (tensor.is_cuda or _interpreted()):
+        if not (tensor.is_cuda or _is_interpreted()):
             return f"tensors on {tensor.device}: needs CUDA, or TRITON_INTERPRET=1 to test"
         if tensor.dtype not in DTYPES:
             return f"{tensor.dtype}: needs one of {', '.join(map(str, DTYPES))}"
@@ -56,17 +62,19 @@ def use_triton(
     rows_on_chip: bool = True,
     obstacle: str | None = None,
 ) -> bool:
-    """True when `operation` on these tensors is to run as its Triton kernel.
-
-    `auto` takes Triton on CUDA and torch elsewhere; where CUDA tensors cannot go through Triton it
-    says so, once per reason, in the log.
+    """Decide whether an operation on these tensors runs as its Triton kernel (else in torch).
 
     Args:
-        rows_on_chip: the tensors are [..., dim] and the kernel holds whole rows of them.
-        obstacle: why this kernel cannot take them, where its own shapes tell.
+        operation: its name, for messages.
+        choice: auto | triton | torch. `auto` is what `VARIABLE` is set to; where that is not set, or
+            is `auto`, it is Triton for CUDA tensors and torch for others. CUDA tensors that Triton
+            cannot take then run in torch, and a warning says why, once for each reason.
+        rows_on_chip: whether the tensors are [..., dim] and the kernel holds rows of them on chip.
+        obstacle: a reason why this kernel cannot take tensors of these shapes, which only its caller
+            knows; None if it can.
 
     Raises:
-        ValueError: an unknown choice; or a forced `triton` that is not possible.
+        ValueError: an unknown choice, or `triton` where the kernel cannot run.
     """
     for name in ("implementation", VARIABLE):
         if name == VARIABLE and choice == "auto":
@@ -80,15 +88,18 @@ def use_triton(
         return True
     if choice == "triton":
         raise ValueError(f"{operation} cannot run as a Triton kernel: {reason}")
-    _say_once(f"{operation} runs in plain torch on this GPU: {reason}")
+    _warn_once(f"{operation} runs in plain torch on this GPU: {reason}")
     return False
 
 
 def on_its_device(
     launcher: Callable[Concatenate[Tensor, P], R],
 ) -> Callable[Concatenate[Tensor, P], R]:
-    """Decorator of every function that launches Triton kernels: makes the GPU of its first tensor the
-    current one for the call. Triton launches on the current GPU, wherever its arguments lie."""
+    """Make the GPU of a function's first argument, a tensor, the current one for the call.
+
+    This decorates every function that launches Triton kernels, because Triton launches on the current
+    GPU, wherever the kernel's arguments lie.
+    """
 
     @functools.wraps(launcher)
     def launch(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -101,7 +112,7 @@ def on_its_device(
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a CUDA device; 1 for a CPU, where Triton's interpreter runs."""
+    """The number of multiprocessors of a CUDA device; 1 for a CPU, where Triton's interpreter runs."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

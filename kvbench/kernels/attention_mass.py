@@ -1,4 +1,8 @@
-"""Accumulated attention: how much softmax attention every key received, in O(n) memory."""
+"""The softmax attention that every key received, summed over queries, in O(n) memory.
+
+These are the accumulated scores of H2O (arXiv 2306.14048) over all queries, and those of SnapKV (arXiv
+2404.14469) over the queries of an observation window.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,21 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
+from kvbench.kernels.softcap import capped
 
 TILE_ELEMENTS = 1 << 20
-"""Attention scores held at once: 4 MiB of float32, so that they stay in cache."""
+"""How many attention scores are computed at a time: 4 MiB of float32, so that they stay in cache."""
 
 TILE = (256, 1024)
 """Queries and keys of a tile where normalisers are known: 1 MiB of float32."""
 
 DIAGONAL = 128
-"""Queries of a tile on the diagonal: few, since half of its scores are computed for nothing."""
+"""Queries of a tile on the diagonal: few, since half of its scores are computed and not used."""
 
 UNSHIFTED = 60.0
-"""Where every |normaliser| of a tile's queries is at most this, e^score cannot overflow before it is
-multiplied by e^-normaliser (float32 ends at e^88), so that the scores need no shift first."""
+"""Where every |normaliser| of a tile's queries is at most this, e^score does not overflow (a score is
+at most its query's normaliser, and float32 ends at e^88), so that the normaliser need not be
+subtracted first."""
 
 
 def attention_mass(
@@ -33,21 +39,20 @@ def attention_mass(
     normalisers: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Column sums of the causal softmax attention of the last m queries.
+    """Sum the columns of the causal softmax attention of the last m queries over n keys.
 
-    Query i of m stands at position n - m + i and attends to keys 0 .. n - m + i. The scores of a
-    block of queries are computed only against the keys that block may see, so the masked upper
-    triangle costs nothing but the tiles on the diagonal. Keys are never repeated: the query heads
-    of a group share one matrix product.
+    Query i of m is at position n - m + i and attends to the keys 0 .. n - m + i. The scores of a block
+    of queries are computed only with the keys that the block may see; of the masked half only what
+    lies in tiles on the diagonal is computed. Keys are not repeated for the query heads of a group.
 
     Args:
         queries: [batch, heads, m, head_dim], the last m of n; any float dtype.
         keys: [batch, kv_heads, n, head_dim]; query head i uses KV head i // group.
         scaling: factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
-        normalisers: [batch, heads, m], the logarithm of each query's sum of exponentials, where the
-            attention itself has told it; it saves half of the work (the torch form's with m = n).
-            None: unknown.
+        normalisers: [batch, heads, m], the logarithm of each query's sum of exponentials, if the
+            attention itself has returned it; this saves half of the work (in torch only if m = n).
+            None if not known.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
@@ -55,7 +60,7 @@ def attention_mass(
         with m = window SnapKV's.
 
     Raises:
-        ValueError: shapes that do not fit; a forced implementation that is not possible.
+        ValueError: shapes that do not fit, or an implementation that is not possible here.
     """
     batch, heads, m, dim = queries.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
@@ -83,8 +88,7 @@ def attention_mass(
             seen, rows = n - m + stop, stop - start
             block = q[head, :, start:stop].reshape(group * rows, dim)
             scores = (block @ k[head, :seen].T).view(group, rows, seen)
-            if softcap is not None:
-                scores.div_(softcap).tanh_().mul_(softcap)
+            capped(scores, softcap)
             future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu_(1)
             scores[:, :, seen - rows :].masked_fill_(future, float("-inf"))
             torch.softmax(scores, -1, out=scores)
@@ -94,49 +98,57 @@ def attention_mass(
 
 
 def _normalised_mass(queries: Tensor, keys: Tensor, scaling: float, normalisers: Tensor) -> Tensor:
-    """`attention_mass` of all n queries where their normalisers are known, by tiles that stay in cache:
-    each tile is a matrix product, then 2^x of its numbers, then the sums of its columns. On a CPU 2^x
-    takes a third of the time of e^x, so the logits are made in base 2.
+    """Compute `attention_mass` of all n queries from their normalisers [batch, heads, n], in tiles
+    that stay in cache: each tile is a matrix product, then 2^x of its numbers, then the sums of its
+    columns.
 
-    Columns are summed by a product with a vector. Where no score can overflow (`UNSHIFTED`), that vector
-    holds e^-normaliser of each query, and no normaliser has to be subtracted from the scores.
+    On a CPU 2^x takes a third of the time of e^x, so that logits and normalisers are turned to base 2.
+    Columns are summed by a product with a vector. Where no score can overflow (`UNSHIFTED`), that
+    vector has e^-normaliser of each query, and no normaliser has to be subtracted from the scores.
     """
     batch, heads, n, _ = queries.shape
     group = heads // keys.shape[1]
-    base = 1.0 / math.log(2.0)
-    shift = (normalisers.float() * -base).reshape(batch * heads, n)
-    shares, ones = shift.exp2(), shift.new_ones(n)
+    log2_e = 1.0 / math.log(2.0)
+    shift = (normalisers.float() * -log2_e).reshape(batch * heads, n)
+    factors = shift.exp2()
+    ones = shift.new_ones(n)
     rows, columns = TILE
-    small = shift.abs() <= UNSHIFTED * base
-    unshifted = torch.stack([part.all(1) for part in small.split(rows, 1)], 1).tolist()
+    is_small = shift.abs() <= UNSHIFTED * log2_e
+    unshifted = torch.stack([block.all(1) for block in is_small.split(rows, 1)], 1).tolist()
     mass = shift.new_zeros(batch * heads, n)
     scratch = shift.new_empty(rows * max(columns, rows))
     for head in range(batch * heads):
         row, member = divmod(head, heads)
-        # One head at a time is laid out token by token, and is still in cache when it is used.
-        q = (queries[row, member].float() * (scaling * base)).contiguous()
+        # Heads are copied one at a time, so that a copy is still in cache when it is used.
+        q = (queries[row, member].float() * (scaling * log2_e)).contiguous()
         if member % group == 0:
             k = keys[row, member // group].float().contiguous().T
         for start, stop, first, last in tiles(n, rows, columns):
             tile = scratch[: (stop - start) * (last - first)].view(stop - start, last - first)
             if unshifted[head][start // rows]:
                 torch.mm(q[start:stop], k[:, first:last], out=tile)
-                share = shares[head, start:stop]
+                query_factors = factors[head, start:stop]
             else:
-                rise = shift[head, start:stop, None]
-                torch.addmm(rise, q[start:stop], k[:, first:last], out=tile)
-                share = ones[: stop - start]
+                query_shift = shift[head, start:stop, None]
+                torch.addmm(query_shift, q[start:stop], k[:, first:last], out=tile)
+                query_factors = ones[: stop - start]
             tile.exp2_()
-            if last > start:
+            if last > start:  # on the diagonal
                 tile.tril_(start - first)
-            # Summed by tile first: many small numbers added to one large sum round it as often.
-            mass[head, first:last] += torch.mv(tile.T, share)
+            # A tile is summed first: each small number added to one large sum would round that sum.
+            mass[head, first:last] += torch.mv(tile.T, query_factors)
     return mass.view(batch, heads, n)
 
 
 def tiles(n: int, rows: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """The causal half of n queries by n keys, as (first query, end, first key, end) of tiles. A tile
-    on the diagonal has at most `DIAGONAL` queries, and none has queries of two blocks of `rows`."""
+    """Cut the causal half of n queries by n keys into tiles of at most `rows` queries and `columns`
+    keys.
+
+    Yields:
+        the first query of a tile, the query behind its last, its first key, and the key behind its
+        last. A tile on the diagonal has at most `DIAGONAL` queries, and no tile has queries of two
+        blocks of `rows`.
+    """
     for start in range(0, n, rows):
         stop = min(n, start + rows)
         for first in range(0, start, columns):

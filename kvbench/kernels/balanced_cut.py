@@ -1,4 +1,5 @@
-"""The exact halving of BalanceKV: which entries the signs of a walk leave, and with what weight."""
+"""The exact halving of BalanceKV (arXiv 2502.07861): which entries the signs of a walk leave, and with
+what weight."""
 
 from __future__ import annotations
 
@@ -13,41 +14,47 @@ def halve(
 ) -> tuple[Tensor, Tensor]:
     """Halve the first m entries of every head exactly: floor(m / 2) of them survive.
 
-    The signs of a head are scanned in order, over all its blocks, to the place where one class has
-    floor(m / 2) members; that class is dropped up to there, the other one kept with its weight
-    doubled, and what follows is kept as it is. Where both classes reach that number the later place
-    counts. Of an odd m the last survivor goes too. Both as in the released code. Survivors stay in
-    order; the doubled ones, all from before the cut, so come first.
+    The signs of a head are scanned in order to the place where one class, + or -, has floor(m / 2)
+    members; if both reach that number, to the later place. Up to that place the members of the class
+    whose sign stands there are dropped and those of the other class survive with doubled weight;
+    behind it all entries survive as they are. If m is odd, the last survivor is dropped, too. The
+    authors' released code does the same. Survivors stay in order, so that the doubled ones come first.
 
     Args:
-        positive: [batch, kv_heads, m] bool, the signs of the first m entries.
-        order: [batch, kv_heads, c] int64, c >= m, which entry each is.
+        positive: [batch, kv_heads, m] bool, the signs of the first m entries, True for +.
+        order: [batch, kv_heads, c] int64, c >= m, the index of each entry.
         weights: [batch, kv_heads, c] float32.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
-        order and weights of the survivors, [batch, kv_heads, c - m + floor(m / 2)].
+        the order and the weights of the survivors and of the entries from m on, each
+        [batch, kv_heads, c - m + floor(m / 2)].
+
+    Raises:
+        ValueError: an implementation that is not possible here.
     """
     batch, heads, m = positive.shape
-    half, held = m // 2, order.shape[2]
+    half = m // 2
+    entries = order.shape[2]
     if half == 0:
         return order[:, :, m:], weights[:, :, m:]
     if use_triton("halve", implementation, weights, rows_on_chip=False):
         from kvbench.kernels import _triton_walk
 
         survivors, scaled = _triton_walk.cut(
-            positive.flatten(0, 1), order.reshape(-1, held), weights.reshape(-1, held)
+            positive.flatten(0, 1), order.reshape(-1, entries), weights.reshape(-1, entries)
         )
         return survivors.view(batch, heads, -1), scaled.view(batch, heads, -1)
     place = torch.arange(m, device=positive.device)
-    seen = positive.cumsum(-1, dtype=torch.int32)
+    plus_seen = positive.cumsum(-1, dtype=torch.int32)
+    minus_seen = place + 1 - plus_seen
     ends = []
-    for count in (seen, place + 1 - seen):
-        first = (count < half).sum(-1, keepdim=True)
-        ends.append(first.masked_fill(first == m, -1))  # -1: never
-    end = torch.maximum(*ends)
-    keep = (positive != positive.gather(-1, end)) | (place > end)
-    survivors = keep.nonzero()[:, -1].view(batch, heads, m - half)[:, :, :half]
+    for seen in (plus_seen, minus_seen):
+        first = (seen < half).sum(-1, keepdim=True)
+        ends.append(first.masked_fill(first == m, -1))  # -1: the class has fewer than half
+    end = torch.maximum(ends[0], ends[1])
+    survives = (positive != positive.gather(-1, end)) | (place > end)
+    survivors = survives.nonzero()[:, -1].view(batch, heads, m - half)[:, :, :half]
     factor = 1.0 + (survivors <= end)
     return (
         torch.cat([order.gather(-1, survivors), order[:, :, m:]], dim=-1),

@@ -1,4 +1,6 @@
-"""The self-balancing walk of BalanceKV: signs for the tokens of every block, all blocks at once."""
+"""The self-balancing walk of BalanceKV (arXiv 2502.07861) as its authors' code runs it: signs for the
+tokens of every block, all blocks at once. (`self_balancing` has the paper's own Algorithms 2 and
+3.)"""
 
 from __future__ import annotations
 
@@ -11,13 +13,14 @@ from torch import Tensor
 from kvbench.kernels._choice import use_triton
 
 GROUP = 128
-"""Blocks walked together: enough to hide the loop over steps, few enough to stay in cache."""
+"""How many blocks are walked together: enough that the loop over steps costs little for each, and few
+enough for their kernel matrices to stay in cache."""
 CHUNK = 8
-"""Blocks whose kernel matrices are formed together, in cache."""
+"""How many blocks' kernel matrices are computed together: their keys stay in cache."""
 STRIP = 64
-"""Rows of the kernel matrix formed at once, from the first column to the diagonal."""
+"""How many rows of the kernel matrix are computed together, from the first column to the diagonal."""
 SAFE_EXPONENT = 60.0
-"""Rows whose exponents are certainly below this need no scaling in float32."""
+"""Rows whose exponents cannot exceed this do not overflow in float32 and are not scaled."""
 
 
 def balanced_walk(
@@ -35,32 +38,32 @@ def balanced_walk(
     centre: str = "mean",
     implementation: str = "auto",
 ) -> Tensor:
-    """Signs of the walk within each block: the first is +1; for i >= 1,
+    """Choose the signs of the walk within each block: the first is +1; for i >= 1,
 
         inner_i = sum over j < i of G_ij s_j,    s_i = +1 if u_i < 1/2 - gamma * inner_i, else -1,
         G_ij = exp(temperature * <k_i, k_j> / sqrt(d) - beta) * (<w_i v_i, w_j v_j> + offset),
 
-    with k centred within its block. The kernel matrix is never held whole: see `_torch_walk` and
-    `_triton_walk` for how it is cut up.
+    with k centred within its block. Without values the second factor of G is 1. The kernel matrix G is
+    never stored as a whole: see `_torch_walk` and `_triton_walk` for how it is cut up.
 
-    Keys of any norm are safe: a row whose exponents could overflow is scaled by its largest one (the
-    comparison is scaled alike), so that probability saturates where the plain formula gives NaN.
+    Keys of any norm are safe: a row of G whose exponents could overflow is divided by e to the power
+    of its largest one, and so is the number it is compared with. The probability is then 0 or 1 where
+    the plain formula gives NaN.
 
-    Leading dimensions (...), none or [batch, kv_heads], are those of every tensor.
+    The leading dimensions (...) of all tensors are equal: none, or [batch, kv_heads].
 
     Args:
         keys: [..., rows, d], any float dtype; computed in float32 (float64 inputs in float64).
-        values: [..., rows, e], or None for G without its value factor.
-        index: [..., blocks, b] int64, the row of each place; places beyond `counts` hold any valid
-            row.
+        values: [..., rows, e], or None.
+        index: [..., blocks, b] int64, the row of each place of a block.
         uniforms: [..., blocks, b] in [0, 1), one per place (the first of a block is not used).
         gamma: >= 0; 0 makes every sign a fair coin (but the first).
-        offset: added to the values' inner product.
+        offset: what is added to the values' inner product.
         temperature, beta: of the exponent.
-        counts: [..., blocks] real rows of each block, from the start; None when all are full. Signs
-            of places beyond mean nothing.
-        weights: [..., blocks, b], factors on the values; None for 1.
-        centre: mean (over a block's real rows) | released (their sum over b, as if the block were
+        counts: [..., blocks], how many places of each block, from the first, are real; None where all
+            are. The signs of other places mean nothing.
+        weights: [..., blocks, b], the factors w on the values; None for 1.
+        centre: mean (over a block's real places) | released (their sum over b, as if the block were
             padded with zero rows) | none.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
@@ -68,43 +71,44 @@ def balanced_walk(
         [..., blocks, b] bool, True for +1.
 
     Raises:
-        ValueError: a forced implementation that is not possible.
+        ValueError: an implementation that is not possible here.
     """
     if gamma == 0.0:
         positive = uniforms < 0.5
         positive[..., :1] = True
         return positive
-    scale, reach = temperature / keys.shape[-1] ** 0.5, math.exp(beta) / gamma
+    scale = temperature / keys.shape[-1] ** 0.5
+    reach = math.exp(beta) / gamma  # inner, without e^-beta, is compared with (1/2 - u) * reach
     tensors = (keys,) if values is None else (keys, values)
     if use_triton("balanced_walk", implementation, *tensors):
         from kvbench.kernels import _triton_walk
 
-        def led(x: Tensor) -> Tensor:
+        def with_heads(x: Tensor) -> Tensor:
+            """The tensor with the leading dimensions [batch, kv_heads]."""
             return x if index.ndim == 4 else x[None, None]
 
         return _triton_walk.walk(
-            led(keys),
-            None if values is None else led(values),
-            led(index),
-            led(uniforms),
+            with_heads(keys),
+            None if values is None else with_heads(values),
+            with_heads(index),
+            with_heads(uniforms),
             scale=scale,
             offset=offset,
             reach=reach,
-            counts=None if counts is None else led(counts),
-            weights=None if weights is None else led(weights),
+            counts=None if counts is None else with_heads(counts),
+            weights=None if weights is None else with_heads(weights),
             centre=centre,
         ).view(index.shape)
-    b, rows = index.shape[-1], keys.shape[-2]
-    if index.ndim > 2:
+    b = index.shape[-1]
+    flat_index = index
+    if index.ndim > 2:  # rows of all heads, one head after the other
         heads = math.prod(index.shape[:-2])
-        origin = torch.arange(heads, device=index.device) * rows
-        index_of_all = (index.reshape(heads, -1) + origin.unsqueeze(-1)).view(-1, b)
-    else:
-        index_of_all = index
+        first_rows = torch.arange(heads, device=index.device) * keys.shape[-2]
+        flat_index = (index.reshape(heads, -1) + first_rows.unsqueeze(-1)).view(-1, b)
     return _torch_walk(
         keys.reshape(-1, keys.shape[-1]),
         None if values is None else values.reshape(-1, values.shape[-1]),
-        index_of_all,
+        flat_index,
         uniforms.reshape(-1, b),
         scale,
         offset,
@@ -127,15 +131,20 @@ def _torch_walk(
     weights: Tensor | None,
     centre: str,
 ) -> Tensor:
-    """`balanced_walk` with no leading dimensions, [blocks, b].
+    """`balanced_walk` without leading dimensions, index [blocks, b].
 
-    The kernel matrix is formed in strips of rows and only up to the diagonal; what earlier strips
-    contribute to `inner` is summed at once, so only the steps inside a strip are walked one by one.
+    The kernel matrix is computed in strips of rows and only up to the diagonal. What the signs of
+    earlier strips add to `inner` is one matrix product, so that only the steps inside a strip are
+    taken one by one.
+
+    Args:
+        scale: the factor on <k_i, k_j>.
+        reach: exp(beta) / gamma.
     """
     blocks, b = index.shape
     dtype = torch.promote_types(keys.dtype, torch.float32)
-    # How far the sum over the signs so far exceeds the threshold: the next sign is its opposite (at
-    # zero, too: -1). The first sign has no choice.
+    # By how much the sum over the signs so far exceeds the threshold. The next sign is the opposite of
+    # the excess's sign (-1 at zero). The first sign of a block is +1.
     excess = (uniforms.to(dtype) - 0.5) * reach
     excess[:, 0] = float("-inf")
     opposite = torch.empty_like(excess)
@@ -160,12 +169,13 @@ def _torch_walk(
             if shift is not None:
                 excess[chunk] *= torch.exp(-shift)
         size = group.stop - first
-        _walk([strip[:size] for strip in kernel], excess[group], opposite[group])
+        _walk_blocks([strip[:size] for strip in kernel], excess[group], opposite[group])
     return opposite < 0
 
 
 def _centred(k: Tensor, counts: Tensor | None, centre: str) -> Tensor:
-    """Keys [blocks, b, d] with padded places zeroed, centred within each block (in place)."""
+    """Set the keys [blocks, b, d] of places that are not real to 0, and centre each block; in
+    place."""
     b = k.shape[1]
     if counts is not None:
         real = torch.arange(b, device=k.device) < counts[:, None]
@@ -183,15 +193,22 @@ def _centred(k: Tensor, counts: Tensor | None, centre: str) -> Tensor:
 def _form_kernel(
     k: Tensor, v: Tensor | None, out: list[Tensor], work: Tensor, scale: float, offset: float
 ) -> Tensor | None:
-    """Fill `out`, the strips [blocks, rows, end] of G, scaled where they might overflow.
+    """Compute the strips of G, without e^-beta, scaled where they might overflow.
 
-    Left of the diagonal tile each row is scaled by its own factor. Row i of the diagonal tile is what
-    place i adds to later places, so there each column is scaled, by the factor of the later place.
+    Left of the diagonal tile each row is scaled by its own factor. Row i of the diagonal tile is read
+    as what place i adds to later places, so that there each column is scaled, by the factor of the
+    later place.
+
+    Args:
+        k: [blocks, b, d], centred.
+        v: [blocks, b, e], weighted, or None.
+        out: the strips [blocks, rows, end], which are written to.
+        work: [2, at least the numbers of a strip], scratch.
 
     Returns:
-        [blocks, b] float32: row i was multiplied by e^-shift[i]. It is the row's largest exponent over
-        earlier places, at least 0, where a bound (Cauchy-Schwarz) says that the row might overflow, and
-        0 elsewhere. None where no row might.
+        [blocks, b] float32, shift: row i was multiplied by e^-shift[i]. It is the row's largest
+        exponent over earlier places, at least 0, where a bound (Cauchy-Schwarz) says that the row
+        might overflow, and 0 elsewhere. None where no row might overflow.
     """
     norms = torch.linalg.vector_norm(k, dim=-1)
     bound = norms * norms.amax(-1, keepdim=True) * abs(scale)
@@ -216,10 +233,10 @@ def _form_kernel(
 
 
 def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor) -> None:
-    """Scale rows that might overflow (see `_form_kernel`), in place.
+    """Scale the rows of a strip that might overflow (see `_form_kernel`), in place.
 
     Args:
-        e: [blocks, rows, end], the exponents of a strip: each row's largest one is subtracted.
+        e: [blocks, rows, end], the exponents of the strip. The largest one of a row is subtracted.
         shift: [blocks, rows], filled with what was subtracted.
         risky: [blocks, rows] bool, the rows to scale.
     """
@@ -234,35 +251,39 @@ def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor) -> None:
     torch.mul(largest.clamp_(min=0.0), risky, out=shift)
     e[:, :, :top] -= shift.unsqueeze(-1)
     tile -= shift.unsqueeze(1)
-    # Smaller exponents add nothing beside exp(0), and their denormal numbers are slow.
+    # Smaller exponents add nothing beside exp(0), and arithmetic with denormal numbers is slow.
     e.clamp_(min=-SAFE_EXPONENT)
 
 
-def _walk(kernel: list[Tensor], excess: Tensor, opposite: Tensor) -> None:
-    """Walk through the places of each block in order.
+def _walk_blocks(kernel: list[Tensor], excess: Tensor, opposite: Tensor) -> None:
+    """Choose the signs of each block's places in order.
 
-    The steps run in numpy on the host: each handles so few numbers that it costs one call, and torch's
-    calls take twice as long.
+    The steps run in numpy on the host: a step handles so few numbers that the time is that of its
+    calls, and torch's calls take twice as long.
 
     Args:
         kernel: the strips [blocks, rows, end] of G, see `_form_kernel`.
-        excess: [blocks, b], overwritten: how far the sum over earlier signs exceeds the threshold
-            of each place; without earlier signs (u - 1/2) / gamma.
-        opposite: [blocks, b], filled with minus the sign of each place.
+        excess: [blocks, b], by how much the sum over earlier signs exceeds the threshold of each
+            place. On entry no sign is in the sum; on a CPU it is overwritten.
+        opposite: [blocks, b], written to: minus the sign of each place.
     """
-    left, minus = excess.cpu(), opposite.cpu()  # themselves on a CPU
+    host_excess = excess.cpu()  # the same tensor on a CPU
+    host_opposite = opposite.cpu()
     for strip in kernel:
-        g, end = strip.cpu(), strip.shape[2]
+        g = strip.cpu()
+        end = strip.shape[2]
         top = end - g.shape[1]
         if top:
-            left[:, top:end] -= torch.bmm(g[:, :, :top], minus[:, :top, None]).squeeze(-1)
-        tile = g[:, :, top:].numpy()  # row i: what place i does to later ones
-        moved, after = np.empty_like(tile[:, 0]), left[:, top:end].numpy()
-        signs = minus[:, top:end].numpy()
+            earlier = torch.bmm(g[:, :, :top], host_opposite[:, :top, None]).squeeze(-1)
+            host_excess[:, top:end] -= earlier
+        tile = g[:, :, top:].numpy()  # row i: what place i adds to later places
+        change = np.empty_like(tile[:, 0])
+        strip_excess = host_excess[:, top:end].numpy()
+        strip_opposite = host_opposite[:, top:end].numpy()
         for i in range(end - top):
             # copysign of +0 is +1, and the difference of equal numbers is +0.
-            step = np.copysign(1.0, after[:, i, None], out=signs[:, i, None])
+            step = np.copysign(1.0, strip_excess[:, i, None], out=strip_opposite[:, i, None])
             if i + 1 < end - top:
-                np.multiply(tile[:, i, i + 1 :], step, out=moved[:, i + 1 :])
-                after[:, i + 1 :] -= moved[:, i + 1 :]
-    opposite.copy_(minus)
+                np.multiply(tile[:, i, i + 1 :], step, out=change[:, i + 1 :])
+                strip_excess[:, i + 1 :] -= change[:, i + 1 :]
+    opposite.copy_(host_opposite)

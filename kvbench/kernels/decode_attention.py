@@ -1,4 +1,8 @@
-"""Attention of one new token per row over entries that every row holds in buffers of its own."""
+"""Attention of one new token per row over the row's entries, which lie in buffers of its own.
+
+The Triton kernel cuts the entries into chunks and combines the softmax over each of them (flash
+decoding).
+"""
 
 from __future__ import annotations
 
@@ -33,34 +37,36 @@ COLUMNS = (
     "value_scales",
     "value_zeros",
 )
-"""Of `EntryTable.pointers`: the addresses of the three buffers (log-weights: 0 where all are zero), the
-strides over heads and over entries of each, in elements, and the entries that there is room for, packed
-ones included; then how many entries are packed, and the addresses of their codes, scales and zero
-points (all 0 where no entry is packed)."""
+"""What the columns of `EntryTable.pointers` have for a row: the addresses of its three buffers (that
+of the log-weights is 0 where all are zero); the strides of each over heads and over entries, in
+elements; how many entries there is room for (`reserved`, packed ones included); how many entries are
+packed; and the addresses of their codes, scales and zero points (0 where no entry is packed)."""
 
 
 @dataclass(frozen=True)
 class EntryTable:
-    """The addresses of the entries of each row. Made once by `entry_table`, used at every step.
+    """A table of where the entries of each row lie. `entry_table` makes it once; every step reads it.
 
-    Rows of a decode step are forks and prompts that hold different numbers of entries, in buffers
-    reserved when each was prefilled. Neither a padded batch tensor (reads and stores padding) nor
-    one packed pool (would have to be moved when a row joins, leaves or grows) fits them; a table of
-    addresses does: rows stay where they are, a pool's rows are as good as buffers of their own, and
-    the same table serves every step, so a step does no Python work per row and can be captured in a
-    CUDA graph. Only `lengths`, a tensor beside it, changes from step to step.
+    The rows of a decode step are prompts and methods with different numbers of entries, in buffers
+    that were reserved when each was prefilled. A padded batch tensor would read and store padding; one
+    pool for all rows would have to be moved when a row joins, leaves or grows. With a table of
+    addresses rows stay where they are (in buffers, or in views of a pool), and the same table serves
+    every step, so that a step does no Python work per row and can be captured in a CUDA graph. Only
+    the rows' lengths, a tensor beside the table, change from step to step.
 
-    The first entries of a row may be packed (`kvbench.kernels.quantize`). They are read as they lie, and
-    the buffers of keys and values begin behind them.
+    The first entries of a row may be packed (`kvbench.kernels.quantize`). They are read as they are
+    stored. The buffers of keys and values have the entries behind them.
 
     Attributes:
-        keys, values: one [kv_heads, reserved, dim] per row; `reserved` differs between rows.
-        log_weights: one [kv_heads, packed + reserved] float32 or None (all zero) per row; -inf hides an
-            entry.
-        longest: entries for which launches are made, at least what the largest buffer has room for.
-        packed: the packed keys (`by_channel`) and values of each row, all of one `Quantization`; empty
-            where no row has any.
-        longest_packed: packed entries for which launches are made, at least those of every row.
+        keys, values: for each row [kv_heads, reserved, dim]; `reserved` differs between rows.
+        log_weights: for each row [kv_heads, packed + reserved] float32, or None where all are zero;
+            -inf hides an entry.
+        longest: the entries in buffers for which programs are launched, at least the largest
+            `reserved`.
+        packed: for each row its packed keys (`by_channel`) and values, all of one `Quantization`;
+            empty where no row has any.
+        longest_packed: the packed entries for which programs are launched, at least those of every
+            row.
     """
 
     keys: tuple[Tensor, ...]
@@ -72,40 +78,41 @@ class EntryTable:
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
+        """The number of rows."""
         return len(self.keys)
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of every row."""
+        """The number of KV heads, which all rows share."""
         return self.keys[0].shape[0]
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the packed entries are stored; None where there are none."""
+        """The scheme of the packed entries; None where there are none."""
         return self.packed[0][0].quantization if self.packed else None
 
     @property
     def packed_counts(self) -> list[int]:
-        """Packed entries of each row."""
+        """The number of packed entries of each row."""
         return [keys.count for keys, _ in self.packed] or [0] * self.rows
 
     @cached_property
     def chunk(self) -> int:
-        """Entries of a program on a GPU.
+        """How many entries a program of the Triton kernel reads: a power of two.
 
-        Four programs per multiprocessor keep all of them busy to the end although rows differ; a power
-        of two from 128 (below, the second launch costs more than the first) to 4096.
+        Four programs for each multiprocessor keep all of them busy to the end although rows differ.
+        Below 128 entries the launch that combines the chunks would cost more than the one that reads
+        them.
         """
         entries = sum(key.shape[1] for key in self.keys) + sum(self.packed_counts)
-        places = self.kv_heads * entries
-        share = -(-places // (4 * multiprocessors(self.keys[0].device)))
+        programs = 4 * multiprocessors(self.keys[0].device)
+        share = -(-self.kv_heads * entries // programs)
         return min(4096, max(128, 1 << (share - 1).bit_length()))
 
     @cached_property
     def aligned(self) -> bool:
-        """True when every entry of every row begins at a multiple of 16 bytes, and so do the codes of
-        all packed entries of a row."""
+        """Whether every entry in a buffer, and the first code of each row, lies at a multiple of 16
+        bytes."""
         return all(codes.data_ptr() % 16 == 0 for codes in self._all_codes) and all(
             part.data_ptr() % 16 == 0
             and all(stride * part.element_size() % 16 == 0 for stride in part.stride()[:2])
@@ -118,13 +125,14 @@ class EntryTable:
 
     @cached_property
     def pointers(self) -> Tensor:
-        """[rows, columns] int64 on the rows' device; `COLUMNS` names the columns."""
+        """The table as a tensor, [rows, columns] int64 on the rows' device; `COLUMNS` names the
+        columns."""
         table = []
-        places = dict.fromkeys(COLUMNS, 0)
+        not_packed = dict.fromkeys(COLUMNS, 0)
         for number, count in enumerate(self.packed_counts):
             key, value = self.keys[number], self.values[number]
             weight = self.log_weights[number]
-            row = places | {
+            row = not_packed | {
                 "keys": key.data_ptr(),
                 "values": value.data_ptr(),
                 "log_weights": 0 if weight is None else weight.data_ptr(),
@@ -155,19 +163,21 @@ def entry_table(
     longest: int = 0,
     longest_packed: int = 0,
 ) -> EntryTable:
-    """The table of these rows' buffers (or views of a pool), which are held, not copied.
+    """Make the table of these rows. It refers to their buffers (or views of a pool) and copies
+    nothing.
 
-    Make a new one when a row joins or leaves or a buffer is replaced by a larger one; appending to a
-    buffer in place needs none.
+    A new table is needed when a row joins or leaves, or when a buffer is replaced by a larger one, but
+    not when an entry is appended to a buffer in place.
 
     Args:
-        keys, values: per row [kv_heads, reserved, dim]; all rows of one dtype, device, kv_heads and
-            dim (of values: their own dim); numbers of an entry adjacent in memory.
-        log_weights: per row [kv_heads, packed + reserved] float32, or None where all are zero.
-        packed: per row the keys and values of the entries before those in the buffers; empty where no
-            row has any.
-        longest, longest_packed: make launches for so many entries in buffers, and so many packed ones,
-            if that is more than the longest row's.
+        keys, values: for each row [kv_heads, reserved, dim]. All keys share dtype, device, kv_heads
+            and dim; so do all values, with a dim of their own. The numbers of an entry are adjacent in
+            memory.
+        log_weights: for each row [kv_heads, packed + reserved] float32, or None where all are zero.
+        packed: for each row the packed keys and values of the entries before those in the buffers;
+            empty where no row has any.
+        longest, longest_packed: `EntryTable.longest` and `longest_packed`, if that is more than the
+            rows need.
 
     Raises:
         ValueError: no rows, or rows that differ in what they must share.
@@ -179,10 +189,10 @@ def entry_table(
             "allowed: the same number, at least 1"
         )
     for name, rows in (("keys", keys), ("values", values)):
-        kinds = {(row.shape[0], row.shape[2], row.dtype, row.device) for row in rows}
-        if len(kinds) > 1:
+        shared = {(row.shape[0], row.shape[2], row.dtype, row.device) for row in rows}
+        if len(shared) > 1:
             raise ValueError(
-                f"{name} differ in (kv_heads, dim, dtype, device): {sorted(map(str, kinds))}"
+                f"{name} differ in (kv_heads, dim, dtype, device): {sorted(map(str, shared))}"
             )
         if any(row.stride(2) != 1 for row in rows):
             raise ValueError(f"{name} of an entry are not adjacent in memory (stride 1)")
@@ -190,11 +200,13 @@ def entry_table(
         _check_packed(packed, keys, values)
     counts = [row[0].count for row in packed] or [0] * len(keys)
     for row, (key, value, weight) in enumerate(zip(keys, values, weights, strict=True)):
-        found = [(tuple(x.shape[:2]), x.dtype) for x in (key, value, weight) if x is not None]
-        of_weights = (key.shape[0], counts[row] + key.shape[1])
-        wanted = [found[0], found[0], (of_weights, torch.float32)]
-        if found != wanted[: len(found)]:
-            raise ValueError(f"row {row} has keys, values, log-weights {found}; allowed: {wanted}")
+        buffers = [(tuple(x.shape[:2]), x.dtype) for x in (key, value, weight) if x is not None]
+        weights_shape = (key.shape[0], counts[row] + key.shape[1])
+        fitting = [buffers[0], buffers[0], (weights_shape, torch.float32)]
+        if buffers != fitting[: len(buffers)]:
+            raise ValueError(
+                f"row {row} has keys, values, log-weights {buffers}; allowed: {fitting}"
+            )
     table = EntryTable(
         tuple(keys),
         tuple(values),
@@ -204,13 +216,14 @@ def entry_table(
         max(longest_packed, *counts),
     )
     if keys[0].is_cuda:
-        _ = table.pointers  # now: while a CUDA graph is captured nothing can come from the host
+        _ = table.pointers  # Made now, since nothing can be copied while a CUDA graph is captured.
     return table
 
 
 def is_readable(keys: object, values: object) -> bool:
-    """Whether the kernels can read packed keys and values as they lie: integers in groups of a power of
-    two numbers, keys packed by channel, values by entry, as many of one as of the other."""
+    """Whether `weighted_decode_attention` can read these packed keys and values as they are stored:
+    integers in groups of a power of two numbers, keys packed by channel, values by entry, as many of
+    both."""
     if not isinstance(keys, Packed) or not isinstance(values, Packed):
         return False
     size = keys.quantization.group_size
@@ -226,7 +239,8 @@ def is_readable(keys: object, values: object) -> bool:
 def _check_packed(
     packed: Sequence[tuple[Packed, Packed]], keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> None:
-    """Raise what `entry_table` raises of its packed entries."""
+    """Raise the ValueError of `entry_table` where packed entries cannot be read or do not fit the
+    buffers."""
     if len(packed) != len(keys):
         raise ValueError(f"{len(packed)} rows have packed entries; allowed: none, or {len(keys)}")
     for row, sides in enumerate(packed):
@@ -235,11 +249,15 @@ def _check_packed(
                 f"row {row} is packed by {sides[0].quantization}; allowed: keys by channel, values by "
                 "entry, groups of a power of two"
             )
-        buffers = keys[row], values[row]
-        found = [(*side.shape[::2], side.scale.dtype, side.quantization) for side in sides]
-        wanted = [(*x.shape[::2], x.dtype, packed[0][0].quantization) for x in buffers]
-        if found != wanted:
-            raise ValueError(f"row {row} has packed keys and values {found}; allowed: {wanted}")
+        stored = [
+            (side.shape[0], side.shape[2], side.scale.dtype, side.quantization) for side in sides
+        ]
+        quantization = packed[0][0].quantization
+        fitting = [
+            (x.shape[0], x.shape[2], x.dtype, quantization) for x in (keys[row], values[row])
+        ]
+        if stored != fitting:
+            raise ValueError(f"row {row} has packed keys and values {stored}; allowed: {fitting}")
 
 
 def weighted_decode_attention(
@@ -252,32 +270,34 @@ def weighted_decode_attention(
     return_mass: bool = False,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(q . k * scaling + log_weight) . v of one token per row over the row's entries.
+    """Attention softmax(q . k * scaling + log_weight) . v of one token per row over the row's entries.
 
-    The query heads of a group share one reading of their KV head's entries; nothing is repeated,
-    padded or copied, and the work of a row is proportional to the entries it holds. The entry of the
-    token itself must already be in the buffers and counted.
+    The entries of a KV head are read once for all query heads of the group. Nothing is repeated,
+    padded or copied, and the work of a row is proportional to its entries. The entry of the token
+    itself must already be in the buffers and counted.
 
     Args:
         query: [rows, heads, dim]; query head i uses KV head i // (heads / kv_heads).
         table: where the rows' entries are (`entry_table`).
-        lengths: entries of each row, packed ones included: [rows] int32 or int64 on the
-            query's device (so that a captured CUDA graph can read new ones), or plain integers
-            (cheaper where the torch implementation runs, which needs them on the host). Not checked
-            against the buffers when a tensor on CUDA: that would stall the device. A row of length 0
-            gives zeros, as does a head whose entries are all hidden.
+        lengths: the number of entries of each row, packed ones included: [rows] int32 or int64 on the
+            query's device (a captured CUDA graph can then read new ones), or plain integers (which
+            save a copy where torch runs, since it needs them on the host). The Triton kernel does not
+            compare them with the buffers, because the host would have to wait for the device; it reads
+            no entry beyond `reserved`. A row of length 0 gives zeros, as does a head whose entries are
+            all hidden.
         scaling: factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
-        return_mass: return the attention each entry received, too (H2O); not of packed entries.
+        return_mass: whether the attention that each entry received is returned, too (for H2O); not
+            where entries are packed.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
-        output [rows, heads, value_dim] in the query's dtype; and the softmax attention each entry
-        received, mean over the query heads of its group, [rows, kv_heads, table.longest] float32,
-        zero beyond a row's length (None unless asked for).
+        the output [rows, heads, value_dim] in the query's dtype; and the softmax attention that each
+        entry received, mean over the query heads of its group, [rows, kv_heads, table.longest]
+        float32, zero beyond a row's length (None unless `return_mass`).
 
     Raises:
-        ValueError: shapes that do not fit; a forced implementation that is not possible.
+        ValueError: shapes that do not fit, or an implementation that is not possible here.
     """
     rows, heads, dim = query.shape
     kv_heads = table.kv_heads
@@ -293,18 +313,19 @@ def weighted_decode_attention(
         )
     if return_mass and table.packed:
         raise ValueError("return_mass is True and entries are packed; allowed: one or the other")
-    held = table.keys[0], table.values[0]
-    wide = _too_wide(heads // kv_heads, max(x.shape[2] for x in held), held[0].element_size())
-    if not use_triton("weighted_decode_attention", implementation, *held, obstacle=wide):
+    keys, values = table.keys[0], table.values[0]
+    widest = max(keys.shape[2], values.shape[2])
+    obstacle = _too_wide(heads // kv_heads, widest, keys.element_size())
+    if not use_triton("weighted_decode_attention", implementation, keys, values, obstacle=obstacle):
         return _torch_attention(query, table, lengths, scaling, softcap, return_mass)
     from kvbench.kernels import _triton_decode
 
     out, mass = _triton_decode.attention(
-        query.to(held[0].dtype),
+        query.to(keys.dtype),
         table.pointers,
         on_device(lengths, query.device),
         kv_heads=kv_heads,
-        value_dim=held[1].shape[2],
+        value_dim=values.shape[2],
         longest=table.longest,
         longest_packed=table.longest_packed,
         quantization=table.quantization,
@@ -318,8 +339,9 @@ def weighted_decode_attention(
 
 
 def _too_wide(group: int, dim: int, itemsize: int) -> str | None:
-    """Why a program cannot hold the queries of a group beside its keys and values; None where it can,
-    on every GPU since compute capability 8.0 (tests/kernels/test_kernels_compile.py)."""
+    """The reason why a program of the Triton kernel has no room for the queries of a group of heads of
+    `dim` numbers beside keys and values, None where it has, on every GPU since compute capability 8.0
+    (tests/kernels/test_kernels_compile.py)."""
     members, columns = (1 << (size - 1).bit_length() for size in (group, dim))
     if members <= 64 or (members <= 128 and members * columns * itemsize <= 64 << 10):
         return None
@@ -327,7 +349,7 @@ def _too_wide(group: int, dim: int, itemsize: int) -> str | None:
 
 
 def on_device(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """`lengths` as an integer tensor [rows] on `device`."""
+    """Return `lengths` as an integer tensor [rows] on `device`."""
     if isinstance(lengths, Tensor):
         return lengths.to(device)
     return torch.tensor(lengths, dtype=torch.int64, device=device)
@@ -341,7 +363,8 @@ def _torch_attention(
     softcap: float | None,
     return_mass: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Row by row on views of the buffers: a batched product would need them padded and copied."""
+    """`weighted_decode_attention` in torch: row by row on views of the buffers, since a batched
+    product would need them padded and copied."""
     counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     rows, heads, dim = query.shape
     kv_heads = table.kv_heads
@@ -352,9 +375,9 @@ def _torch_attention(
     )
     for row, n in enumerate(counts):
         packed, weight = table.packed_counts[row], table.log_weights[row]
-        most = packed + table.keys[row].shape[1]
-        if not packed <= n <= most:
-            raise ValueError(f"row {row} has length {n}; allowed: {packed} to {most}")
+        reserved = packed + table.keys[row].shape[1]
+        if not packed <= n <= reserved:
+            raise ValueError(f"row {row} has length {n}; allowed: {packed} to {reserved}")
         if n == 0:
             continue
         key, value = table.keys[row][:, : n - packed], table.values[row][:, : n - packed]
@@ -378,28 +401,32 @@ def _torch_attention(
 def _products(query: Tensor, key: Tensor) -> Tensor:
     """`products` of query [kv_heads, group, dim] with key [kv_heads, n, dim].
 
-    Which of the two comes first makes up to three times the difference on a CPU: the few queries where
-    the keys lie in its cache, the keys otherwise."""
+    On a CPU the order of the two factors changes the time up to threefold: the few queries come first
+    where the keys stay in its cache, the keys otherwise.
+    """
     if key.dtype != torch.float32 or key.numel() <= IN_CACHE:
         return products(query, key)
     return torch.bmm(key, query.mT).mT.contiguous()
 
 
 def products(query: Tensor, key: Tensor) -> Tensor:
-    """q . k of query [..., q, dim] with key [..., n, dim]: [..., q, n], float32 where they are in half
-    precision, in which a product may overflow before it is scaled, and loses digits that exp shows."""
+    """Inner products of query [..., q, dim] with key [..., n, dim]: [..., q, n] in their dtype, but
+    float32 where that has 16 bits: there a product may overflow before it is scaled, and it loses
+    digits that the exponential makes visible."""
     if key.dtype not in (torch.float16, torch.bfloat16):
         return query @ key.mT
     query = query.float()
     if key.is_cuda:
         return query @ key.float().mT
-    # On a processor some keys at a time, whose float32 stays in its cache.
-    each = max(1, CACHED // max(1, key[..., :1, :].numel()))
-    return torch.cat([query @ part.float().mT for part in key.split(each, dim=-2)], dim=-1)
+    # On a CPU some keys at a time, whose float32 copies stay in its cache.
+    keys_at_a_time = max(1, CACHED // max(1, key[..., :1, :].numel()))
+    parts = key.split(keys_at_a_time, dim=-2)
+    return torch.cat([query @ part.float().mT for part in parts], dim=-1)
 
 
 IN_CACHE = 1 << 19
-"""Numbers of a layer's keys that stay in a CPU's cache (2 MB) from one pass over them to the next."""
+"""How many numbers of a layer's keys stay in a CPU's cache (2 MB) from one pass over them to the
+next."""
 
 
 def append_entries(
@@ -410,23 +437,26 @@ def append_entries(
     *,
     implementation: str = "auto",
 ) -> None:
-    """Write one new entry per row into place `lengths[row]` of its buffers, with log-weight 0.
+    """Write one new entry per row behind its others, at place `lengths[row]`, with log-weight 0.
 
-    One launch for all rows and no address computed on the host, so that a captured CUDA graph can
-    append. `lengths` (before the append) is not changed; see `weighted_decode_attention` on its form.
+    On CUDA this is one launch for all rows, and the host computes no address, so that a captured CUDA
+    graph can append.
 
     Args:
+        lengths: the number of entries of each row before the new one, see `weighted_decode_attention`;
+            not changed.
         key, value: [rows, kv_heads, dim], in the buffers' dtype.
 
     Raises:
-        ValueError: shapes that do not fit; on the torch path, a buffer without room.
+        ValueError: shapes that do not fit, or an implementation that is not possible here; in torch
+            also a buffer without room (on CUDA the row then stays as it is).
     """
     rows, kv_heads = table.rows, table.kv_heads
-    for name, new, held in (("key", key, table.keys[0]), ("value", value, table.values[0])):
-        if new.shape != (rows, kv_heads, held.shape[2]) or new.dtype != held.dtype:
+    for name, new, buffer in (("key", key, table.keys[0]), ("value", value, table.values[0])):
+        shape = (rows, kv_heads, buffer.shape[2])
+        if new.shape != shape or new.dtype != buffer.dtype:
             raise ValueError(
-                f"{name} is {tuple(new.shape)} {new.dtype}; "
-                f"allowed: {(rows, kv_heads, held.shape[2])} {held.dtype}"
+                f"{name} is {tuple(new.shape)} {new.dtype}; allowed: {shape} {buffer.dtype}"
             )
     if use_triton("append_entries", implementation, key, value):
         from kvbench.kernels import _triton_decode
@@ -435,11 +465,11 @@ def append_entries(
         return
     counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     for row, n in enumerate(counts):
-        place, room = n - table.packed_counts[row], table.keys[row].shape[1]
+        packed, room = table.packed_counts[row], table.keys[row].shape[1]
+        place = n - packed
         if not 0 <= place < room:
-            least = n - place
             raise ValueError(
-                f"row {row} has length {n} before a new entry; allowed: {least} to {least + room - 1}"
+                f"row {row} has length {n} before a new entry; allowed: {packed} to {packed + room - 1}"
             )
         table.keys[row][:, place] = key[row]
         table.values[row][:, place] = value[row]

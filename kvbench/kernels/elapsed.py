@@ -1,4 +1,4 @@
-"""A clock for work on a device, which does not make the host wait for the device."""
+"""A clock for work on a device that does not make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Elapsed:
         return event
 
     def stop(self) -> Elapsed:
-        """Stop the clock, once the work has been launched; returns this clock."""
+        """Stop the clock, once the work has been launched. Returns this clock."""
         self._ended = self._mark()
         return self
 
     @property
     def seconds(self) -> float:
-        """Seconds from construction to `stop`."""
+        """The seconds from construction to `stop`; on CUDA this waits until the work is done."""
         if isinstance(self._begun, float) or isinstance(self._ended, float):
             return float(self._ended) - float(self._begun)  # type: ignore[arg-type]
         if not self._ended.query():

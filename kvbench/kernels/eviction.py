@@ -1,4 +1,6 @@
-"""Which entry of a full cache leaves when a token has joined it, for all rows of a layer at once."""
+"""Eviction while decoding: which entry of a full cache leaves when a token has joined, for all rows of
+a layer at once. H2O (arXiv 2306.14048) evicts by accumulated attention, StreamingLLM (arXiv
+2309.17453) by age."""
 
 from __future__ import annotations
 
@@ -17,14 +19,15 @@ from kvbench.kernels.philox import to_device
 
 @dataclass(frozen=True)
 class Eviction:
-    """The rule by which an entry of each KV head leaves a full cache, once a token has joined: of those
-    that are neither sink nor recent the oldest, or the one of least (most) accumulated attention.
+    """The rule by which an entry of each KV head leaves a full cache when a token has joined: of the
+    entries that are neither sink nor recent, the oldest or the one of least or most accumulated
+    attention.
 
     Attributes:
-        leaves: oldest | lightest | heaviest. The latter two go by `Held.scores`, to which the attention
-            of every token is added.
-        sink: tokens at positions below it stay.
-        recent: so many of the newest tokens stay, the one that joined included.
+        leaves: oldest | lightest (least attention) | heaviest (most attention). The latter two go by
+            the scores of the entries, to which the attention from every token is added.
+        sink: entries at positions below this stay.
+        recent: how many of the newest tokens stay, the one that joined included.
     """
 
     leaves: Literal["oldest", "lightest", "heaviest"]
@@ -32,8 +35,12 @@ class Eviction:
     recent: int = 0
 
     def choose(self, scores: Tensor | None, positions: Tensor) -> Tensor:
-        """Index [kv_heads] of the entry that leaves, the first on a tie; scores [kv_heads, c] float32
-        (not read with `oldest`), positions [kv_heads, c], the newest entry last."""
+        """Choose the entry of each head that leaves, the first one on a tie: indices [kv_heads].
+
+        Args:
+            scores: [kv_heads, c] float32, the newest entry last; not read by `oldest`.
+            positions: [kv_heads, c] int64.
+        """
         worth = positions
         if self.leaves != "oldest":
             assert scores is not None
@@ -42,7 +49,7 @@ class Eviction:
         if self.sink:
             worth = worth.masked_fill(positions < self.sink, most)
         if self.recent:
-            # Tokens come one position after the other, and recent ones never leave.
+            # Each token is one position behind the one before, and recent ones never leave.
             worth = worth.masked_fill(positions > positions[:, -1:] - self.recent, most)
         return worth.argmin(-1)
 
@@ -57,23 +64,26 @@ RULE = (
     "heaviest_leaves",
     "place",
 )
-"""Of `EvictionTable.numbers`: the addresses of scores (0: none) and positions, the stride of both over
-heads, what `Eviction` says, and the row's place in the batch."""
+"""What the columns of `EvictionTable.numbers` have for a row: the addresses of its scores (0 where it
+has none) and positions, the stride of both over heads, its limit, the fields of its `Eviction`, and
+its place in the batch."""
 
 
 @dataclass(frozen=True)
 class EvictionTable:
-    """What `evict_entries` needs of each row beside its entries. Made once, used at every step.
+    """What `evict_entries` needs of each row beside its entries. It is made once and read at every
+    step.
 
     Attributes:
-        rules: all go by attention, or all by age.
-        limits: entries per head that the row may hold.
-        scores, positions: the row's buffers, [kv_heads, reserved] float32 (None where the rule goes by
-            age) and int64, contiguous.
-        places: of each row among those of the whole batch.
+        rules: the rule of each row; all go by attention, or all by age.
+        limits: for each row, how many entries a head may have.
+        scores, positions: for each row, buffers [kv_heads, reserved] float32 (None where the rule goes
+            by age) and int64, contiguous.
+        places: for each row, its place among the rows of the whole batch.
 
     Raises:
-        ValueError: rules of which some weigh and some do not, or one that weighs without scores.
+        ValueError: rules of which some go by attention and some by age, or a rule by attention without
+            scores.
     """
 
     rules: Sequence[Eviction]
@@ -92,7 +102,9 @@ class EvictionTable:
                 "a rule by attention has no scores; allowed: [kv_heads, reserved] float32"
             )
         if self.positions[0].is_cuda:
-            _ = self.numbers  # now: while a CUDA graph is captured nothing can come from the host
+            _ = (
+                self.numbers
+            )  # Made now, since nothing can be copied while a CUDA graph is captured.
 
     @property
     def weighs(self) -> bool:
@@ -101,7 +113,8 @@ class EvictionTable:
 
     @cached_property
     def numbers(self) -> Tensor:
-        """[rows, columns] int64 on the rows' device; `RULE` names the columns."""
+        """The table as a tensor, [rows, columns] int64 on the rows' device; `RULE` names the
+        columns."""
         table = []
         for rule, limit, scores, positions, place in zip(
             self.rules, self.limits, self.scores, self.positions, self.places, strict=True
@@ -130,17 +143,25 @@ def evict_entries(
     *,
     implementation: str = "auto",
 ) -> None:
-    """A token was appended to each row at place `lengths[row]` and has attended: add the attention to
-    the scores, and where the row now holds more than its limit, put the new entry in the place of the
-    one that leaves. Two launches for all rows.
+    """Update each row after a token was appended at place `lengths[row]` and has attended.
+
+    The attention that entries received is added to their scores. Where the row now has more entries
+    than its limit, the new entry overwrites the one that leaves. On CUDA these are two launches for
+    all rows.
 
     Args:
-        lengths: before the token: see `weighted_decode_attention`; not changed. Afterwards a row
-            holds min(length + 1, limit).
+        table: the rows' entries, none of them packed.
+        lengths: the number of entries of each row before the token, see `weighted_decode_attention`;
+            not changed. Afterwards a row has min(length + 1, limit) entries.
         mass: [rows, kv_heads, table.longest] float32, the attention that each entry received; None
             where rules go by age.
-        positions: int64, of the token fed to each row of the whole batch (`EvictionTable.places`).
-        going: int64, 0 for rows of the whole batch that have ended: nothing happens to them.
+        positions: [batch] int64, the position of the token fed to each row of the whole batch
+            (`EvictionTable.places`).
+        going: [batch] int64, 0 for rows of the whole batch that have ended, which are not changed.
+        implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
+
+    Raises:
+        ValueError: an implementation that is not possible here.
     """
     if use_triton("evict_entries", implementation, table.keys[0], table.values[0]):
         from kvbench.kernels import _triton_evict
@@ -158,9 +179,9 @@ def evict_entries(
         )
         return
     counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    ended = {place for place, goes in enumerate(going.tolist()) if not goes}
+    is_going = going.tolist()
     for row, place in enumerate(evictions.places):
-        if place not in ended:
+        if is_going[place]:
             received = None if mass is None else mass[row]
             _evict(table, evictions, row, counts[row], received, positions[place])
 
@@ -173,7 +194,13 @@ def _evict(
     mass: Tensor | None,
     position: Tensor,
 ) -> None:
-    """One row, whose new entry stands at place `new`."""
+    """`evict_entries` for one row in torch.
+
+    Args:
+        new: the place of the new entry.
+        mass: [kv_heads, longest], or None.
+        position: the new token's position.
+    """
     positions, scores = evictions.positions[row], evictions.scores[row]
     positions[:, new] = position
     if scores is not None and mass is not None:
@@ -187,5 +214,5 @@ def _evict(
         if part is not None:
             part.scatter_(1, leaving, part[:, new, None].clone())
     for part in (table.keys[row], table.values[row]):
-        everywhere = leaving[..., None].expand(-1, -1, part.shape[2])
-        part.scatter_(1, everywhere, part[:, new, None].clone())
+        leaving_entry = leaving[..., None].expand(-1, -1, part.shape[2])
+        part.scatter_(1, leaving_entry, part[:, new, None].clone())

@@ -1,4 +1,4 @@
-"""Greedy k-centre (Gonzalez) on the points of many heads at once."""
+"""Greedy k-centre (Gonzalez 1985) on the points of many heads at once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from torch import Tensor
 from kvbench.kernels._choice import use_triton
 
 CANDIDATES = 128
-"""Far points looked at together; as many centres as this may be found per pass over the points."""
+"""How many of the farthest points a pass over the points compares: at most so many centres it
+finds."""
 
 
 def greedy_k_centre(
     points: Tensor, count: int, first: Tensor, *, implementation: str = "auto"
 ) -> Tensor:
-    """Repeatedly take the point farthest (l2) from the centres chosen so far.
+    """Choose centres one after the other: each is the point farthest (l2) from those chosen before.
 
     Both implementations make the greedy choice exactly, up to ties and rounding, with O(n) memory
-    beyond the points. They find many centres per pass over the points: see `_torch_greedy` and
-    `_triton_kcentre`, which on a GPU never waits on the host.
+    beyond the points. They find many centres in a pass over the points: see `_torch_greedy`, and
+    `_triton_kcentre`, for which the host never waits.
 
     Args:
         points: [batch, n, dim], any float dtype; distances are computed in float32.
@@ -28,33 +29,33 @@ def greedy_k_centre(
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
-        [batch, count] int64, distinct, in the order chosen.
+        [batch, count] int64, distinct indices of points, in the order chosen.
 
     Raises:
-        ValueError: an impossible count; a forced implementation that is not possible.
+        ValueError: an impossible count, or an implementation that is not possible here.
     """
     if not 0 <= count <= points.shape[1]:
         raise ValueError(f"{count} centres of {points.shape[1]} points")
     if count and use_triton("greedy_k_centre", implementation, points):
         from kvbench.kernels import _triton_kcentre
 
-        x = _origin_free(points) if points.dtype == torch.float32 else points
+        x = _centred(points) if points.dtype == torch.float32 else points
         square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square_()
         return _triton_kcentre.greedy_k_centre(x, square, count, first)
     return _torch_greedy(points, count, first)
 
 
 def _torch_greedy(points: Tensor, count: int, first: Tensor) -> Tensor:
-    """`greedy_k_centre` in torch, which finds many centres per pass over the points.
+    """`greedy_k_centre` in torch, which finds many centres in a pass over the points.
 
-    The points that are farthest now are mostly the farthest after the next few choices too. So a pass
-    compares the `CANDIDATES` farthest among themselves, and takes candidates for as long as their
-    distance to every centre, the new ones included, is no less than the distance of every other point to
-    the old centres (which can only shrink): such a candidate is the farthest point of all. Then one
+    The points that are farthest now are mostly the farthest after the next few choices, too. So a pass
+    compares the `CANDIDATES` farthest with each other. It takes candidates for as long as their
+    distance to every centre, the new ones included, is no less than the distance of every other point
+    to the old centres (which can only shrink): such a candidate is the farthest point of all. Then one
     matrix product brings the distance of every point to its nearest centre up to date.
     """
     batch, n, dim = points.shape
-    x = _origin_free(points).contiguous()
+    x = _centred(points).contiguous()
     flat, heads = x.view(-1, dim), torch.arange(batch, device=x.device).unsqueeze(-1)
 
     def points_at(places: Tensor) -> Tensor:
@@ -101,8 +102,8 @@ def _torch_greedy(points: Tensor, count: int, first: Tensor) -> Tensor:
 
 
 def _greedy_order(left: np.ndarray, apart: np.ndarray, others: float, room: int) -> list[int]:
-    """The candidates that one head takes in a pass, in order. In numpy, whose calls are faster than
-    torch's for so few numbers.
+    """Choose the candidates that one head takes in a pass, in order. This is done in numpy, whose
+    calls take less time than torch's for so few numbers.
 
     Args:
         left: [c] squared distances of the candidates to the centres so far; overwritten.
@@ -122,14 +123,15 @@ def _greedy_order(left: np.ndarray, apart: np.ndarray, others: float, room: int)
 
 
 def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
-    """The centre (0 .. count - 1) that is nearest to each point by l2 distance: [batch, n] int64.
+    """Find the centre that is nearest (l2) to each point, as its number 0 .. count - 1: [batch, n]
+    int64.
 
     Args:
         points: [batch, n, dim].
-        centres: [batch, count] int64, indices of points; a centre is nearest to itself, so every
-            centre counts at least one point.
+        centres: [batch, count] int64, indices of points. A centre is nearest to itself even where
+            another is as near, so that every centre has at least one point.
     """
-    x = _origin_free(points)
+    x = _centred(points)
     rows = x.gather(1, centres.unsqueeze(-1).expand(-1, -1, x.shape[2]))
     norm = rows.square().sum(-1).unsqueeze(1)
     step = max(1, (1 << 20) // max(1, centres.shape[1]))
@@ -141,7 +143,8 @@ def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
     return nearest.scatter_(1, centres, own)
 
 
-def _origin_free(points: Tensor) -> Tensor:
-    """The points in float32 less their mean: distances stay the same, and lose fewer digits."""
+def _centred(points: Tensor) -> Tensor:
+    """Turn points [batch, n, dim] to float32 and subtract their mean: distances stay the same, and
+    lose fewer digits."""
     x = points.float()
     return x - x.mean(1, keepdim=True)

@@ -1,8 +1,8 @@
 """Online clustering (SubGen, arXiv 2402.06082, Algorithm 1): a point that is within a radius of some
 representative joins the nearest one; any other point becomes a representative.
 
-Points are read in blocks. The result is that of one point after the other: which points of a block
-become representatives is decided in their order (`_first_come`); all else is products of matrices.
+Points are read in blocks, with the same result as one after the other: which points of a block become
+representatives is decided in their order (`_first_come`), and everything else is products of matrices.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch import Tensor
 from kvbench.kernels._choice import use_triton
 
 BLOCK = 256
-"""Points read together."""
+"""How many points are read together."""
 PAIRS = 1 << 22
-"""Numbers held at a time where distances are computed pair by pair."""
+"""How many numbers are computed at a time where distances are computed pair by pair."""
 
 
 class OnlineClusters:
-    """The representatives of many heads that read their points in step.
+    """The representatives of h heads, whose points are read at the same time.
 
     Attributes:
-        delta: [h] float32, how far (l2) a point may be from the representative it joins.
-        most: a head with so many clusters starts no other, and a point joins the nearest; None: no end.
-        clusters: [h] int64, of each head so far.
-        room: clusters that the tensors of this object have places for.
+        delta: [h] float32, how far (l2) a point may be from the representative that it joins.
+        most: a head with so many clusters starts no other, and points join the nearest; None: no
+            limit.
+        clusters: [h] int64, the number of clusters of each head so far.
+        room: for how many representatives of a head `points` has places.
         points: [h, room + 1, dim] float32, the representatives in order; the last place is scratch.
     """
 
@@ -39,29 +40,34 @@ class OnlineClusters:
         self.points = torch.zeros(heads, self.room + 1, dim, device=delta.device)
 
     def read(self, points: Tensor) -> Tensor:
-        """The cluster of each point [h, b, dim], float32, in order: [h, b] int64."""
+        """Read points [h, b, dim] float32 in order. Returns the number of the cluster that each point
+        joins or starts: [h, b] int64."""
         places = torch.arange(points.shape[1], device=points.device)
         before = self.clusters[:, None]
-        there = self._there()
-        best, where = nearest(points, self.points[:, : there.shape[2]], there)
-        rows, order, new = self._start(points, best > self.delta[:, None], there.shape[2])
+        exists = self._exists()
+        width = exists.shape[2]
+        distance, cluster = nearest(points, self.points[:, :width], exists)
+        started, order, is_started = self._start(points, distance > self.delta[:, None], width)
         if not order.shape[1]:
-            return where
-        known = new.unsqueeze(1) & (order.unsqueeze(1) <= places[:, None])
-        apart, nearer = nearest(points, rows, known)
-        return torch.where(apart < best, before + nearer, where)
+            return cluster
+        # A point may join only what it or an earlier point of the block has started.
+        known = is_started.unsqueeze(1) & (order.unsqueeze(1) <= places[:, None])
+        new_distance, new_cluster = nearest(points, started, known)
+        return torch.where(new_distance < distance, before + new_cluster, cluster)
 
     def count(self, points: Tensor) -> None:
-        """Read points [h, b, dim] as `read` does, but only count the clusters."""
-        there = self._there()
-        width = there.shape[2]
-        self._start(points, _farther(points, self.points[:, :width], there, self.delta), width)
+        """Read points [h, b, dim] as `read` does, but only add the clusters that they start."""
+        exists = self._exists()
+        width = exists.shape[2]
+        far = _farther(points, self.points[:, :width], exists, self.delta)
+        self._start(points, far, width)
 
-    def _there(self) -> Tensor:
-        """Which places of `points` hold a representative of each head: [h, 1, width] bool.
+    def _exists(self) -> Tensor:
+        """At which places of `points` each head has a representative: [h, 1, width] bool.
 
-        `width` is the largest number of clusters of any head. On a GPU it is `most`, where that is
-        given, since reading the largest number would make the host wait."""
+        `width` is the largest number of clusters of any head. On a GPU it is `most`, if that is given,
+        since reading the largest number would make the host wait.
+        """
         bound = self.most if self.clusters.is_cuda else None
         width = int(self.clusters.max()) if bound is None else bound
         return torch.arange(width, device=self.delta.device) < self.clusters[:, None, None]
@@ -71,12 +77,12 @@ class OnlineClusters:
 
         Args:
             points: [h, b, dim] float32.
-            far: [h, b] bool, the points that no earlier representative is within `delta` of.
-            width: places of earlier representatives, see `_there`.
+            far: [h, b] bool, the points that are within `delta` of no earlier representative.
+            width: places of earlier representatives, see `_exists`.
 
         Returns:
-            the new representatives [h, u, dim], their places among the points [h, u], and [h, u] bool,
-            False where a head has fewer than u.
+            the new representatives [h, u, dim], their places among the points [h, u] int64, and [h, u]
+            bool, False where a head has fewer than u.
         """
         order, left = _true_ones(far)
         rows = _rows(points, order)
@@ -85,7 +91,8 @@ class OnlineClusters:
         if order.shape[1]:
             first, count = _true_ones(_first_come(rows, new, self))
             order = order.gather(1, first)
-            rows, u = _rows(points, order), order.shape[1]
+            u = order.shape[1]
+            rows = _rows(points, order)
             new = places[:u] < count
             if self.most is None and self.room < width + u:
                 more = max(width, u, 8)
@@ -99,8 +106,8 @@ class OnlineClusters:
 
 
 def count_clusters(points: Tensor, delta: Tensor, most: int) -> Tensor:
-    """Number of clusters that points [h, n, dim] float32 form with radius delta [h]: [h] int64, at most
-    `most`, where counting stops."""
+    """Count the clusters that points [h, n, dim] float32 form with radius delta [h]: [h] int64, at
+    most `most`, at which counting stops."""
     clustering = OnlineClusters(len(points), points.shape[2], delta, most)
     for block in points.split(BLOCK, dim=1):
         clustering.count(block)
@@ -110,18 +117,20 @@ def count_clusters(points: Tensor, delta: Tensor, most: int) -> Tensor:
 
 
 def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-    """Distance (l2) to the nearest of `others`, and which that is, the first on a tie.
+    """Find the nearest (l2) of `others` to each point, the first on a tie.
 
-    Distances are float32 roots of summed squared differences. On CUDA a kernel forms them all; elsewhere
-    a matrix product finds the nearest, and differences are taken to it and, where the product's
-    rounding leaves several in question, to all.
+    Distances are float32 roots of sums of squared differences. On CUDA a kernel computes all of them.
+    Elsewhere a matrix product finds the nearest; differences are computed to it alone or, where
+    several may be the nearest for all that the product's rounding lets tell, to all.
 
     Args:
-        points: [h, b, dim]. others: [h, m, dim].
-        among: [h, 1 or b, m] bool, the others that a point is compared with.
+        points: [h, b, dim] float32.
+        others: [h, m, dim] float32.
+        among: [h, 1 or b, m] bool, which of the others a point is compared with.
 
     Returns:
-        [h, b] float32, infinite where there is none, and [h, b] int64.
+        the distances [h, b] float32, infinite where there is none, and the places of the nearest among
+        the others [h, b] int64.
     """
     heads, b, dim = points.shape
     if not others.shape[1]:
@@ -147,22 +156,24 @@ def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tens
 
 
 def _farther(points: Tensor, others: Tensor, among: Tensor, delta: Tensor) -> Tensor:
-    """Whether `nearest` of each point is farther than delta [h], [h, b] bool. On a CPU it is asked only
-    for the points that a product's rounding leaves in question."""
+    """Whether the distance that `nearest` returns of each point is more than delta [h]: [h, b] bool.
+    On a CPU a matrix product decides, and `nearest` is called only for the points that its rounding
+    leaves open."""
     far = torch.ones(points.shape[:2], dtype=torch.bool, device=points.device)
-    asked: slice | Tensor = slice(None)
+    undecided: slice | Tensor = slice(None)
     if not points.is_cuda and others.shape[1]:
         own, theirs, limit = _squared_norm(points), _squared_norm(others), delta.square()[:, None]
         squares = torch.baddbmm(theirs.unsqueeze(1), points, others.mT, alpha=-2)
         over = squares.masked_fill_(~among, math.inf).amin(-1).add_(own).sub_(limit)
         far = over > 0
         doubt = over.abs_() <= _rounding(points.shape[2]) * (own + theirs.amax(-1, True) + limit)
-        asked = doubt.any(0).nonzero()[:, 0]
-    far[:, asked] = nearest(points[:, asked], others, among)[0] > delta[:, None]
+        undecided = doubt.any(0).nonzero()[:, 0]
+    far[:, undecided] = nearest(points[:, undecided], others, among)[0] > delta[:, None]
     return far
 
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """The distances (l2) between points a and b [..., dim], from their differences."""
     return (a - b).square().sum(-1).sqrt()
 
 
@@ -171,18 +182,19 @@ def _squared_norm(x: Tensor) -> Tensor:
 
 
 def _rounding(dim: int) -> float:
-    """Error bound, as a share of |a|^2 + |b|^2, of the difference of two squared distances of which
-    each is from a product or from differences (float32, sums of `dim` terms)."""
+    """A bound on the rounding error, as a share of |a|^2 + |b|^2, of the difference of two squared
+    distances of points a and b, each from a matrix product or from differences (float32, sums of `dim`
+    terms)."""
     return 8 * (dim + 4) * 2.0**-24
 
 
 def _true_ones(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The places where mask [h, b] is true.
+    """Find the places where mask [h, b] is true.
 
     Returns:
-        places [h, u] int64 in order, filled up with places where the mask is false, and how many are
-        true, [h, 1]. u is the largest of these numbers; on a GPU it is b, since reading the largest
-        would make the host wait.
+        the places [h, u] int64 in order, padded with places where the mask is false; and [h, 1] int64,
+        how many are true. u is the largest of these numbers; on a GPU it is b, since reading the
+        largest would make the host wait.
     """
     count = mask.sum(-1, keepdim=True)
     most = mask.shape[1] if mask.is_cuda else int(count.max())
@@ -190,16 +202,18 @@ def _true_ones(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows(points: Tensor, index: Tensor) -> Tensor:
+    """The points [h, b, dim] at index [h, u]: [h, u, dim]."""
     return points.gather(1, index.unsqueeze(-1).expand(-1, -1, points.shape[2]))
 
 
 def _first_come(points: Tensor, free: Tensor, known: OnlineClusters) -> Tensor:
-    """Which of the free points become representatives, [h, u] bool: in order, each that is not within
-    the radius of one that became a representative before it, as long as its head has room.
+    """Decide which of the free points become representatives, [h, u] bool: in their order, each that
+    is not within the radius of one that has just become a representative, as long as its head has
+    room.
 
     Args:
         points: [h, u, dim] float32.
-        free: [h, u] bool, the points that are not within the radius of any representative in `known`.
+        free: [h, u] bool, the points that are not within the radius of any representative of `known`.
     """
     u, dim = points.shape[1:]
     room = torch.full_like(known.clusters, u) if known.most is None else known.most - known.clusters
@@ -234,9 +248,9 @@ def _first_come_numpy(near: np.ndarray, free: np.ndarray, room: np.ndarray) -> n
     while True:
         free = free & (room > 0)[:, None]
         first = free.argmax(1)
-        goes = free[heads, first]
-        if not goes.any():
+        starts = free[heads, first]
+        if not starts.any():
             return fresh
-        fresh[heads[goes], first[goes]] = True
-        room = room - goes
+        fresh[heads[starts], first[starts]] = True
+        room = room - starts
         free = free & ~near[heads, first] & (places > first[:, None])

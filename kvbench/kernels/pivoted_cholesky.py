@@ -1,7 +1,8 @@
 """Randomly pivoted Cholesky of the exponential kernel over many small sets of keys at once.
 
-The set-up of WildCat (arXiv 2602.10056): a few pivots of a set, drawn in proportion to what the pivots
-before them leave unexplained, and the Nystroem weights that express every key through the pivots.
+WildCat (arXiv 2602.10056) chooses the pivots of a bin of keys by it: each pivot is drawn in proportion
+to the part of the kernel's diagonal that the pivots before it do not explain. Nystroem weights then
+express every key of the bin by the pivots.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ import torch
 from torch import Tensor
 
 EXHAUSTED = 1e-6
-"""Residual of a kernel of diagonal 1 up to which a token counts as explained by the pivots. It is 1 less
-a sum of squares in float32, whose rounding (6e-8 each) differs between processors: of a key that is
-equal to a pivot, 2e-7 may be left."""
+"""A key whose residual is at most this, of a kernel of diagonal 1, counts as explained by the pivots.
+The residual is 1 less a sum of squares in float32, whose rounding (6e-8 each) differs between
+processors: that of a key which is equal to a pivot may be 2e-7."""
 
 GRAM_LIMIT = 1024
-"""Sets up to this size get all their inner products at once, which is faster than pivot by pivot."""
+"""Sets of up to so many keys have all their inner products computed at once, which takes less time
+than one pivot after the other."""
 
 
 class Gaussian:
-    """The kernel exp(-c |k_i - k_j|^2 / 2) within each of many sets of keys, row by row.
+    """The kernel exp(-c |k_i - k_j|^2 / 2) within each of many sets of keys, computed row by row.
 
     Args:
         keys: [sets, n, d] float32.
 
     Attributes:
-        norms: [sets, n], squared.
-        factors: [sets] c, set before the first row is asked for.
+        norms: [sets, n] float32, the keys' squared norms.
+        factors: [sets] float32, the c of each set; 1 until a caller sets it, before the first row.
     """
 
     def __init__(self, keys: Tensor) -> None:
@@ -45,37 +47,40 @@ class Gaussian:
         self.factors = torch.ones(len(keys), device=keys.device)
 
     def row(self, pivots: Tensor) -> Tensor:
-        """Kernel of one token of each set [sets] with all of the set, [sets, n]."""
+        """Compute the kernel of one key of each set, at places `pivots` [sets] int64, with all keys of
+        the set: [sets, n] float32."""
         index = self.first + pivots
         if self.dots is None:
             rows = self.keys.flatten(0, 1).index_select(0, index)
             dots = (self.keys @ rows[..., None])[..., 0]
         else:
             dots = self.dots.flatten(0, 1).index_select(0, index)
-        own = self.norms.gather(1, pivots[:, None])
-        exponents = torch.sub(dots, self.norms, alpha=0.5).sub_(own, alpha=0.5)
+        pivot_norms = self.norms.gather(1, pivots[:, None])
+        exponents = torch.sub(dots, self.norms, alpha=0.5).sub_(pivot_norms, alpha=0.5)
         return exponents.mul_(self.factors[:, None]).clamp_(max=0).exp_()
 
 
 def pivoted_cholesky(
     kernel: Gaussian, uniforms: Tensor, real: Tensor | None, wanted: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pivots and Cholesky factor of every set.
+    """Draw the pivots of every set and compute its Cholesky factor.
 
-    The Gaussian kernel is the exponential kernel exp(c k_i.k_j) over exp((h_i + h_j) / 2), where
-    h_i = c |k_i|^2. Step t draws token i with probability proportional to rho_i exp(h_i), the residual
-    diagonal of the exponential kernel, as the largest of log rho_i + h_i - log(-log u_i).
+    The Gaussian kernel is the exponential kernel exp(c k_i.k_j) divided by exp((h_i + h_j) / 2), where
+    h_i = c |k_i|^2. Step t draws key i with probability proportional to rho_i exp(h_i), the residual
+    diagonal of the exponential kernel (rho is that of the Gaussian one), as the largest of
+    log rho_i + h_i - log(-log u_i).
 
     Args:
         uniforms: [r, sets, n] in [0, 1), row t for step t.
-        real: [sets, n] bool, False for places that only fill a set up; None: all are real.
-        wanted: [sets] pivots each set is to have, at most r; None: r each.
+        real: [sets, n] bool, False for places that only pad a set; None where all are real.
+        wanted: [sets], how many pivots each set is to have, at most r; None for r each.
 
     Returns:
         pivots: [sets, r] int64 in order of choice; 0 where a set has no such pivot.
-        factor: [sets, r, n], row t the t-th column of the Cholesky factor; 0 where there is no pivot.
-        chosen: [sets, r] bool, whether the set has a pivot of that step. A set whose residual is
-            exhausted (equal keys) has fewer than wanted.
+        factor: [sets, r, n] float32, row t the t-th column of the Cholesky factor; 0 where there is no
+            pivot.
+        chosen: [sets, r] bool, whether the set has a pivot of that step. A set with equal keys may have
+            fewer than wanted.
     """
     sets, n = kernel.norms.shape
     steps, device = uniforms.shape[0], kernel.norms.device
@@ -91,38 +96,43 @@ def pivoted_cholesky(
     for step in range(steps):
         pivot = noise[step].add_(rho.log()).argmax(-1)
         residual = rho.gather(1, pivot[:, None])[:, 0]
-        more = residual > 0
+        is_chosen = residual > 0
         if wanted is not None:
-            more &= wanted > step
+            is_chosen &= wanted > step
         column = kernel.row(pivot)
         if step:
-            done = factor[:, :step]
-            before = done.gather(2, pivot[:, None, None].expand(-1, step, 1)).mT
-            column = torch.baddbmm(column[:, None], before, done, alpha=-1)[:, 0]
-        column *= torch.where(more, residual, torch.inf).rsqrt()[:, None]
-        column *= rho > 0  # exactly nothing at the pivots before
+            earlier = factor[:, :step]
+            pivot_row = earlier.gather(2, pivot[:, None, None].expand(-1, step, 1)).mT
+            column = torch.baddbmm(column[:, None], pivot_row, earlier, alpha=-1)[:, 0]
+        column *= torch.where(is_chosen, residual, torch.inf).rsqrt()[:, None]
+        column *= rho > 0  # exactly 0 at the pivots before
         factor[:, step] = column
         rho = torch.addcmul(rho, column, column, value=-1)
         rho.masked_fill_(rho <= EXHAUSTED, 0.0)  # never drawn, since its logarithm is -inf
-        rho.scatter_(1, pivot[:, None], (residual * ~more)[:, None])
-        pivots[:, step] = pivot * more
-        chosen[:, step] = more
+        rho.scatter_(1, pivot[:, None], (residual * ~is_chosen)[:, None])
+        pivots[:, step] = pivot * is_chosen
+        chosen[:, step] = is_chosen
     return pivots, factor, chosen
 
 
 def nystroem(pivots: Tensor, factor: Tensor, chosen: Tensor) -> Tensor:
-    """Nystroem weights [sets, r, n] of every key: G_SS^-1 G_S with G_SS the kernel among the pivots and
-    G_S that of the pivots with all keys, by one triangular solve (G_S = L_S L^T). Rows of pivots that
-    were not chosen are 0."""
+    """Compute the Nystroem weights [sets, r, n] of every key: G_SS^-1 G_S, where G_SS is the kernel
+    among the pivots and G_S that of the pivots with all keys, by one triangular solve (G_S = L_S L^T).
+    Rows of pivots that were not chosen are 0.
+
+    Args:
+        pivots, factor, chosen: what `pivoted_cholesky` returned.
+    """
     index = pivots[:, None].expand(-1, factor.shape[1], -1)
-    corner = factor.gather(2, index).mT.tril()  # row a: the pivot a in the columns so far
+    corner = factor.gather(2, index).mT.tril()  # L_S: row a is the factor's row of pivot a
     corner = corner * chosen[:, None] * chosen[..., None]
     corner.diagonal(dim1=1, dim2=2).add_((~chosen).to(corner.dtype))
     return torch.linalg.solve_triangular(corner.mT, factor, upper=True)
 
 
 def lambert_w(y: Tensor) -> Tensor:
-    """Principal Lambert W of y > 0 in float64, by Newton's iteration on logarithms."""
+    """Compute the principal branch of Lambert's W of y > 0 in float64, by Newton's iteration on w +
+    log w = log y."""
     y = y.double()
     log_y = y.log()
     w = torch.where(log_y > 1, log_y - log_y.clamp(min=1).log(), y / math.e)

@@ -1,10 +1,8 @@
 """QJL: keys as the signs of a random projection (arXiv 2406.03482), values as low-bit integers.
 
 The storage scheme follows the authors' released code (github.com/amirzandieh/QJL) where that goes
-beyond the
-paper: keys are packed in groups of consecutive tokens, the few outlier channels of a group have a
-    sketch of
-their own, and a buffer of recent tokens stays exact.
+beyond the paper: keys are packed in groups of consecutive tokens, the few outlier channels of a group
+have a sketch of their own, and a buffer of recent tokens stays exact.
 """
 
 from __future__ import annotations

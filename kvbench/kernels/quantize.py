@@ -524,8 +524,7 @@ class CodeTable:
 
         Yields:
             which rows, and their numbers [heads, rows, count] float32. The next piece is written to
-            the
-            same memory: a piece must be used before the next is asked for.
+            the same memory: a piece must be used before the next is asked for.
         """
         heads, n, _ = packed.shape
         if rows is None:

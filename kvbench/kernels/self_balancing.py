@@ -1,4 +1,7 @@
-"""The Self-Balancing Walk (BalanceKV, Algorithm 3) on the kernel of Algorithm 2."""
+"""The Self-Balancing Walk (BalanceKV, arXiv 2502.07861, Algorithm 3) on the kernel of its Algorithm 2.
+
+This is the walk of the paper, which can fail; `balanced_walk` is that of the authors' code.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ import torch
 from torch import Tensor
 
 ROWS = 128
-"""Vectors whose inner products with earlier ones are computed at once."""
+"""How many vectors' inner products with the earlier ones are computed at once."""
 
 
 def walk_bound(n: int, delta: float, constant: float = 30.0) -> float:
-    """c = constant * log(n / delta): how far a walk of n steps may stray but for probability delta."""
+    """The bound c = constant * log(n / delta), which an inner product of a walk of n steps exceeds
+    with a probability of at most delta."""
     return constant * math.log(max(n, 2) / delta)
 
 
@@ -27,21 +31,24 @@ def softmax_balance(
     bound: float,
     exact_half: bool = False,
 ) -> Tensor | None:
-    """One batch of Algorithm 2: the walk over exp(<k_i, k_j> / sqrt(d)) <v_i, v_j>.
+    """Halve one batch as in Algorithm 2: the walk over the kernel exp(<k_i, k_j> / sqrt(d)) <v_i,
+    v_j>.
 
-    These are inner products of vectors of norm at most R = exp(r_key^2 / (2 sqrt(d))) r_value, so
-    everything is divided by R^2 from the start and nothing overflows.
+    The kernel's numbers are inner products of vectors of norm at most R = exp(r_key^2 / (2 sqrt(d)))
+    r_value. All of them are divided by R^2 from the start, so that none overflows.
 
     Args:
         keys: [n, d], of l2 norm at most `key_radius`.
-        values: [n, e], of l2 norm at most `value_radius`; None for the scalar 1 (the denominator).
+        values: [n, e], of l2 norm at most `value_radius`; None for the number 1 (as for the
+            denominator of attention).
         uniforms: [n] in [0, 1).
         bound: c; see `walk_bound`.
-        exact_half: complete the smaller class to floor(n / 2) entries by the last of the larger.
+        exact_half: whether the smaller class is completed to floor(n / 2) members by the last ones of
+            the larger class.
 
     Returns:
-        [n] bool, the smaller sign class (+1 on a tie); None when the walk failed, that is when an
-        inner product exceeded c R^2.
+        [n] bool, the members of the smaller sign class (of + on a tie); None where the walk failed,
+        because an inner product exceeded c R^2.
     """
     k = keys.double()
     v = None if values is None else values.double() / value_radius
@@ -49,7 +56,7 @@ def softmax_balance(
     signs = np.zeros(len(k))
     for first in range(0, len(k), ROWS):
         rows = slice(first, min(len(k), first + ROWS))
-        earlier = slice(0, rows.stop)  # a step looks at the vectors before it alone
+        earlier = slice(0, rows.stop)  # a step depends on the vectors before it alone
         gram = k[rows] @ k[earlier].T
         gram.sub_(key_radius**2).div_(keys.shape[1] ** 0.5).exp_()
         if v is not None:
@@ -66,12 +73,16 @@ def softmax_balance(
 
 
 def _walk(gram: np.ndarray, signs: np.ndarray, draws: np.ndarray, bound: float) -> bool:
-    """Choose the signs of some consecutive vectors; whether no inner product exceeded the bound.
+    """Choose the signs of r consecutive vectors.
 
     Args:
-        gram: [r, m], inner products of the last r of m vectors with all of these.
-        signs: [n], those of the m - r vectors before; the signs of the r vectors are entered.
-        draws: [n]. bound: see `softmax_balance`.
+        gram: [r, m], the inner products of the last r of the first m vectors with all m.
+        signs: [n], in which the signs of the first m - r vectors are set; those of the r vectors are
+            written to it.
+        draws: [n], see `softmax_balance`, as for `bound`.
+
+    Returns:
+        whether no inner product exceeded the bound; if one did, the walk stops there.
     """
     count, stop = gram.shape
     first = stop - count

@@ -1,4 +1,4 @@
-"""Bounded logits, as Gemma 2 has them."""
+"""Logits bounded by a hyperbolic tangent, as in Gemma 2."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ from torch import Tensor
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap * tanh(logits / softcap), in place of `logits`; None leaves them as they are."""
+    """Replace logits of any shape by softcap * tanh(logits / softcap), in place; None leaves them as
+    they are. Returns `logits`."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

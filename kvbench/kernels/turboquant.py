@@ -40,11 +40,10 @@ class TurboQuant:
 
     With two widths the channels are split into two sets, of which each has a coder of its own:
     `outlier_bits` for a share of the channels, `bits` for the others. What the paper leaves open is
-    chosen
-    as follows: outlier channels are those of the largest norm over the prompt, for each layer and KV
-        head,
-    fixed afterwards, and their indices are counted in the bytes; keys and values are both restored by
-    `mse`; no recent token stays exact. Draws depend on the seed alone, or on seed and layer (`per`).
+    chosen as follows: outlier channels are those of the largest norm over the prompt, for each layer
+    and KV head, fixed afterwards, and their indices are counted in the bytes; keys and values are both
+    restored by `mse`; no recent token stays exact. Draws depend on the seed alone, or on seed and layer
+    (`per`).
 
     Attributes:
         bits, outlier_bits: bits of a number; outlier_bits None: one set of all channels.

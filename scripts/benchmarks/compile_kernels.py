@@ -2,12 +2,12 @@
 
     python scripts/benchmarks/compile_kernels.py 90            # sm_90: resources of the main launches
     python scripts/benchmarks/compile_kernels.py 90 --every    # whether each dim and dtype compiles
-    python scripts/benchmarks/compile_kernels.py 90 --some     # a part of these that takes seconds
+    python scripts/benchmarks/compile_kernels.py 80 90 --some  # a part of these, for two GPUs
 
-It prints a line of JSON per kernel, or with --every and --some per launch; tests/kernels reads them. The
-launchers run on tensors without storage under a driver that only names the target, so every constant,
-type, alignment and option is the one that a launch on that GPU would have. Nothing is launched. `ptxas`
-(it comes with Triton) then reports registers and spills.
+It prints a line of JSON per kernel, or with --every and --some per launch, with the compute capability.
+The launchers run on tensors without storage under a driver that only names the target, so every
+constant, type, alignment and option is the one a launch on that GPU would have. Nothing is launched.
+`ptxas` (it comes with Triton) then reports registers and spills.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class NamedTarget:
         return self.target
 
     def get_current_device(self) -> int:
-        """The first device."""
-        return 0
+        """The compute capability in place of a device's number: Triton keeps what it has compiled by
+        device."""
+        return int(self.target.arch)
 
     def get_current_stream(self, device: int) -> int:
         """The default stream."""
@@ -330,13 +331,15 @@ def every_launch() -> Iterator[tuple[str, Launch]]:
         yield f"philox {dtype}", partial(philox, dtype)
 
 
-def some_launches() -> Iterator[tuple[str, Launch]]:
-    """A part of `every_launch` for the default tests: each kernel in bfloat16 at a dimension that is a
-    power of two and at one that is not, and the kernels that take no dimension."""
+def some_launches(capability: int) -> Iterator[tuple[str, Launch]]:
+    """A part of `every_launch` for the default tests: each kernel in bfloat16 at a dimension that is no
+    power of two, and the kernels that take no dimension; from capability 90 also each at one that is a
+    power of two. Tiles of the two dimensions, 80 and 128, differ in the masks of 80 alone."""
+    dims = (80, 128) if capability >= 90 else (80,)
     for name, launch in every_launch():
-        chosen = name.endswith((f"{torch.bfloat16} d=80", f"{torch.bfloat16} d=128"))
-        chosen = chosen and not name.startswith("decode 2 bits")
-        if chosen or " d=" not in name or name == "first come d=80":
+        is_some = name.endswith(tuple(f"{torch.bfloat16} d={dim}" for dim in dims))
+        is_some = is_some and not name.startswith("decode 2 bits")
+        if is_some or " d=" not in name or name == "first come d=80":
             yield name, launch
 
 
@@ -384,25 +387,41 @@ def launches() -> Iterator[tuple[str, Launch]]:
     yield f"walk {full} b=64 d=256", lambda: walk(64, 256, full)
 
 
+def outcome_line(name: str, launch: Launch) -> dict[str, Any]:
+    """What is printed of a launch with --every and --some."""
+    return {"launch": name, **outcome(launch)}
+
+
+def resource_lines(capability: int) -> Iterator[dict[str, Any]]:
+    """What is printed of the main launches' kernels, and at capability 90 of the variants."""
+    for name, launch in launches():
+        for kernel in compiled(launch):
+            yield {"launch": name, **resources(kernel)}
+    if capability == 90:
+        for name, count in variants():
+            yield {"launch": name, "variants": count}
+
+
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("capability", type=int, help="of the GPU: 80, 86, 89, 90, 100, 120")
+    parser.add_argument(
+        "capabilities", type=int, nargs="+", help="of the GPUs: 80, 86, 89, 90, 100, 120"
+    )
     parser.add_argument("--every", action="store_true", help="whether each dim and dtype compiles")
     parser.add_argument("--some", action="store_true", help="a part of these")
-    options = parser.parse_args()
-    capability = options.capability
-    driver.set_active(NamedTarget(GPUTarget("cuda", capability, 32)))
-    if options.every or options.some:
-        for name, launch in every_launch() if options.every else some_launches():
-            print(json.dumps({"launch": name, **outcome(launch)}), flush=True)
-        return
-    for name, launch in launches():
-        for kernel in compiled(launch):
-            print(json.dumps({"launch": name, **resources(kernel)}), flush=True)
-    if capability == 90:
-        for name, count in variants():
-            print(json.dumps({"launch": name, "variants": count}), flush=True)
+    arguments = parser.parse_args()
+    for capability in arguments.capabilities:
+        driver.set_active(NamedTarget(GPUTarget("cuda", capability, 32)))
+        lines: Iterator[dict[str, Any]]
+        if arguments.every:
+            lines = (outcome_line(*named) for named in every_launch())
+        elif arguments.some:
+            lines = (outcome_line(*named) for named in some_launches(capability))
+        else:
+            lines = resource_lines(capability)
+        for line in lines:
+            print(json.dumps({"capability": capability, **line}), flush=True)
 
 
 if __name__ == "__main__":

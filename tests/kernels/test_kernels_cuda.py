@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.interpreted import HAVE_TRITON
+from support.kernels import needs_triton
 from support.pretended import counted, needs_cuda, needs_pretend
 
 from kvbench.kernels.attention_mass import attention_mass
@@ -19,7 +19,7 @@ from kvbench.methods import build_method
 pytestmark = [
     pytest.mark.cuda,
     needs_cuda,
-    pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed"),
+    needs_triton,
 ]
 
 
@@ -40,8 +40,10 @@ def decoded(device, **how):
     new, query = randn(1, 2, 16, seed=2).to(device), randn(1, 4, 16, seed=3).to(device)
     append_entries(table, lengths, new, new, **how)
     lengths = lengths + 1
-    found = weighted_decode_attention(query, table, lengths, scaling=0.25, return_mass=True, **how)
-    return torch.cat([part.flatten() for part in (*found, keys)])
+    out, mass = weighted_decode_attention(
+        query, table, lengths, scaling=0.25, return_mass=True, **how
+    )
+    return torch.cat([part.flatten() for part in (out, mass, keys)])
 
 
 KEYS, VALUES, ORDER = randn(1, 2, 32, 16), randn(1, 2, 32, 16, seed=1), torch.arange(32)
@@ -63,11 +65,11 @@ OPERATIONS = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_kernels_run_on_the_gpu_of_their_tensors(operation):
     device, current = another(), torch.cuda.current_device()
-    found = OPERATIONS[operation](lambda x: x.to(device), implementation="triton")
-    assert found.device == device
+    result = OPERATIONS[operation](lambda x: x.to(device), implementation="triton")
+    assert result.device == device
     assert torch.cuda.current_device() == current
-    expected = OPERATIONS[operation](lambda x: x, implementation="torch").to(found.dtype)
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    expected = OPERATIONS[operation](lambda x: x, implementation="torch").to(result.dtype)
+    torch.testing.assert_close(result.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 @needs_pretend
@@ -90,12 +92,12 @@ def test_the_host_waits_once_for_the_clusters_of_a_stream(n):
     keys, values = randn(1, 2, n, 8), randn(1, 2, n, 8, seed=1)
     layer = LayerKV(keys.cuda(), values.cuda(), None, 0, 1, 0.35)
     method, budget = build_method("subgen_streaming"), Budget(rate=0.25, sink=0, window=4)
-    held = []
+    kept = []
 
     def compress(layer):
-        held.append(method.compress(layer, budget, torch.Generator().manual_seed(0)))
+        kept.append(method.compress(layer, budget, torch.Generator().manual_seed(0)))
 
     waits = counted(lambda: compress(layer), "sync")
     assert sum(waits.values()) == 1, waits
     compress(LayerKV(keys, values, None, 0, 1, 0.35))
-    assert torch.equal(held[0].positions.cpu(), held[1].positions)
+    assert torch.equal(kept[0].positions.cpu(), kept[1].positions)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.interpreted import DEVICE, HAVE_TRITON
+from support.interpreted import DEVICE
+from support.kernels import both
 
 from kvbench.kernels.decode_attention import entry_table
 from kvbench.kernels.eviction import EvictionTable, evict_entries
 from kvbench.methods.base import Eviction
 
-needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
-IMPLEMENTATIONS = ["torch", pytest.param("triton", marks=needs_triton)]
 DIM, VALUE_DIM = 16, 8
 LIMITS, LENGTHS, RESERVED = [64, 7, 1100, 9], [64, 3, 1100, 9], [65, 12, 1103, 10]
 """Four rows: full, not full, of several pieces of the kernel, and one that has ended."""
@@ -19,7 +18,7 @@ ENDED = 3
 
 
 def by_hand(rule, entries, received, limit):
-    """What a head holds afterwards, of [(position, score, key, value, weight)], the new one last."""
+    """A head's entries after the step; before, [(position, score, key, value, weight)], the new last."""
     entries = [
         (position, score + float(mass), *rest)
         for (position, score, *rest), mass in zip(entries, received, strict=True)
@@ -64,7 +63,7 @@ def rows(weighs, heads, seed=0):
 
 
 @pytest.mark.parametrize(("heads", "piece"), [(1, 512), (2, 32)])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@both
 @pytest.mark.parametrize(
     "rule",
     [
@@ -88,28 +87,30 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
     going = torch.tensor([1, int(places[ENDED] != 1), 1, 1, 1], device=DEVICE)
     mass = torch.randint(0, 3, (4, heads, table.longest)).float().to(DEVICE)
 
-    def held(row, head, count):
+    def entries_of(row, head, count):
         parts = (positions[row], scores[row], keys[row], values[row], weights[row])
         return [
             tuple(0.0 if part is None else part[head, i].tolist() for part in parts)
             for i in range(count)
         ]
 
-    before = [[held(row, head, LENGTHS[row]) for head in range(heads)] for row in range(4)]
-    new = [[held(row, head, LENGTHS[row] + 1)[-1] for head in range(heads)] for row in range(4)]
+    before = [[entries_of(row, head, LENGTHS[row]) for head in range(heads)] for row in range(4)]
+    new = [
+        [entries_of(row, head, LENGTHS[row] + 1)[-1] for head in range(heads)] for row in range(4)
+    ]
     rules = EvictionTable([rule] * 4, LIMITS, scores, positions, places)
     lengths, received = torch.tensor(LENGTHS, device=DEVICE), mass if weighs else None
     evict_entries(table, rules, lengths, received, fed, going, implementation=implementation)
     for row in range(4):
         for head in range(heads):
             if row == ENDED:
-                assert held(row, head, LENGTHS[row]) == before[row][head]
+                assert entries_of(row, head, LENGTHS[row]) == before[row][head]
                 continue
             joined = (int(fed[places[row]]), 0.0, *new[row][head][2:])
             count = LENGTHS[row] + 1
             received = mass[row, head, :count] if weighs else [0.0] * count
             expected = by_hand(rule, [*before[row][head], joined], received, LIMITS[row])
-            assert held(row, head, len(expected)) == expected, (row, head)
+            assert entries_of(row, head, len(expected)) == expected, (row, head)
 
 
 def test_rules_of_two_kinds_or_without_scores_are_refused():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.interpreted import DEVICE, HAVE_TRITON
+from support.interpreted import DEVICE
+from support.kernels import needs_triton
 
 from kvbench.kernels.philox import philox
 
@@ -53,7 +54,7 @@ def test_numbers_are_the_upper_bits_of_words():
     assert singles == [(half >> 8) / 2**24 for half in halves[:17]]
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("key", "shape"), [(0, (1,)), (2**32, (3, 7)), (KEY, (2, 1025)), (1, (4, 0))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -31,59 +32,99 @@ def turbo_golden(shared_file):
     return arrays_of(shared_file("golden/next/turboquant.npz"))
 
 
-@pytest.mark.parametrize("name", ["rot_small", "rot_128", "gauss", "no_outliers"])
-def test_qjl_as_released(qjl_golden, name):
-    golden, case = qjl_golden, cases_of(qjl_golden)[name]
-    assert len(cases_of(qjl_golden)) == 4
+RELEASED = ("rot_small", "rot_128", "gauss", "no_outliers")
+"""The golden cases of the authors' QJL code."""
+
+
+class Released(NamedTuple):
+    """A golden case of the authors' QJL code, packed by ours.
+
+    Attributes:
+        case: the case's settings.
+        keys, values: [heads, n, d]. query: [heads, group, d].
+        drawn: [d, m], the Gaussian projection; projection: the one that is used.
+        codec: the packed keys. old_values: the packed values, all but the newest `buffer`.
+    """
+
+    case: dict[str, Any]
+    keys: torch.Tensor
+    values: torch.Tensor
+    query: torch.Tensor
+    drawn: torch.Tensor
+    projection: torch.Tensor
+    scheme: QJL
+    codec: Codec[Signs]
+    old_values: quantize.Packed
+
+
+def released(golden, name) -> Released:
+    case = cases_of(golden)[name]
     hkv, hq, n, d, m, m_out = (case[k] for k in ("hkv", "hq", "n", "d", "m", "m_out"))
     g = np.random.default_rng(case["seed"])
     keys = g.standard_normal((1, hkv, n, d), dtype=np.float32) * np.float32(case["key_scale"])
     values = g.standard_normal((1, hkv, n, d), dtype=np.float32)
     query = g.standard_normal((1, hq, 1, d), dtype=np.float32)
-    proj = g.standard_normal((d, m), dtype=np.float32)
+    drawn = g.standard_normal((d, m), dtype=np.float32)
     keys[..., : case["boosted_channels"]] *= 4
-    keys, values, query, proj = checked(case, keys=keys, values=values, query=query, proj=proj)
-    if case["rot"]:
-        projection = torch.from_numpy(golden[f"{name}_sketch"])
-        mine = orthogonalised(proj)
-        torch.testing.assert_close(mine.abs(), projection.abs(), rtol=1e-4, atol=1e-4)
-    else:
-        projection = proj
+    keys, values, query, drawn = checked(case, keys=keys, values=values, query=query, proj=drawn)
+    projection = torch.from_numpy(golden[f"{name}_sketch"]) if case["rot"] else drawn
     buffer = case["buffer"]
     options = {
         k: case[k] for k in ("m", "m_out", "outliers", "buffer", "value_bits", "value_group")
     }
     scheme = QJL(**options, first_layers=0, group=32, orthogonal=case["rot"])
-    first = Codec(
+    codec, _ = Codec(
         lambda x: pack_keys(x, projection=projection, m_out=m_out, scheme=scheme),
-        due=lambda _, waiting: waiting - waiting % buffer,
-    )
-    codec, packed = first.take(keys[0])
-    assert packed == case["n_quantised_keys"]
-    (block,) = codec.blocks
-    np.testing.assert_array_equal(block.bits, golden[f"{name}_bits"])
-    np.testing.assert_array_equal(block.outlier_bits, golden[f"{name}_outlier_bits"])
-    np.testing.assert_array_equal(
-        block.outliers.sort(-1).values, np.sort(golden[f"{name}_outliers"], -1)
-    )
-    assert_near(block.norms, golden[f"{name}_key_norm"], 1e-5)
-    old = values[0, :, : n - buffer]
-    stored = pack(old, Quantization(case["value_bits"], case["value_group"]), by_channel=False)
-    codes = unpack_bits(stored.codes, case["value_bits"], d).unflatten(
-        -1, (-1, case["value_group"])
-    )
-    np.testing.assert_array_equal(codes, golden[f"{name}_value_codes"])
+        due=lambda _, exact: exact - exact % buffer,
+    ).take(keys[0])
+    value_quantization = Quantization(case["value_bits"], case["value_group"])
+    old_values = pack(values[0, :, : n - buffer], value_quantization, by_channel=False)
     grouped = query[0, :, 0].view(hkv, hq // hkv, d)
-    exact = grouped @ keys[0, :, packed:].mT
-    scores = torch.cat([codec.dot(grouped), exact], -1).flatten(0, 1)
-    assert_near(scores, golden[f"{name}_score"], 1e-4)
-    weights = (scores.view(hkv, hq // hkv, n) * d**-0.5).softmax(-1)
-    out = (
-        stored.mix(weights[..., : n - buffer]) + weights[..., n - buffer :] @ values[0, :, -buffer:]
-    )
-    assert_near(out.flatten(0, 1), golden[f"{name}_out"], 1e-4)
+    return Released(case, keys[0], values[0], grouped, drawn, projection, scheme, codec, old_values)
+
+
+def test_there_are_four_released_cases(qjl_golden):
+    assert set(cases_of(qjl_golden)) == set(RELEASED)
+
+
+@pytest.mark.parametrize("name", ["rot_small", "rot_128"])
+def test_qjl_sketches_are_orthogonal_as_released(qjl_golden, name):
+    """Up to the signs of columns, which change no estimate."""
+    example = released(qjl_golden, name)
+    sketch = orthogonalised(example.drawn)
+    torch.testing.assert_close(sketch.abs(), example.projection.abs(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_qjl_keys_as_released(qjl_golden, name):
+    example = released(qjl_golden, name)
+    assert example.codec.count == example.case["n_quantised_keys"]
+    (block,) = example.codec.blocks
+    np.testing.assert_array_equal(block.bits, qjl_golden[f"{name}_bits"])
+    np.testing.assert_array_equal(block.outlier_bits, qjl_golden[f"{name}_outlier_bits"])
+    outliers = block.outliers.sort(-1).values
+    np.testing.assert_array_equal(outliers, np.sort(qjl_golden[f"{name}_outliers"], -1))
+    assert_near(block.norms, qjl_golden[f"{name}_key_norm"], 1e-5)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_qjl_attention_as_released(qjl_golden, name):
+    example = released(qjl_golden, name)
+    case, old = example.case, example.old_values
+    heads, n, d = example.keys.shape
+    codes = unpack_bits(old.codes, case["value_bits"], d)
+    codes = codes.unflatten(-1, (-1, case["value_group"]))
+    np.testing.assert_array_equal(codes, qjl_golden[f"{name}_value_codes"])
+    exact = example.query @ example.keys[:, example.codec.count :].mT
+    scores = torch.cat([example.codec.dot(example.query), exact], -1)
+    assert_near(scores.flatten(0, 1), qjl_golden[f"{name}_score"], 1e-4)
+    weights = (scores * d**-0.5).softmax(-1)
+    out = old.mix(weights[..., : old.count])
+    out = out + weights[..., old.count :] @ example.values[:, old.count :]
+    assert_near(out.flatten(0, 1), qjl_golden[f"{name}_out"], 1e-4)
     sides = case["bytes_per_kv_head_float16_side"]
-    assert scheme.nbytes(hkv, n, d, 2, 20) == hkv * (sides["keys"] + sides["values"])
+    nbytes = heads * (sides["keys"] + sides["values"])
+    assert example.scheme.nbytes(heads, n, d, 2, 20) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -108,9 +149,11 @@ def test_turboquant_by_the_papers_formulas(turbo_golden, name):
     if case["stage"] == "prod":
         projection = torch.from_numpy(g.standard_normal((d, d), dtype=np.float32))
     bits = case["codebook_bits"]
-    one = tq.Coder(rotation, torch.from_numpy(lloyd_max(d, bits, "beta")).float(), projection, bits)
+    coder = tq.Coder(
+        rotation, torch.from_numpy(lloyd_max(d, bits, "beta")).float(), projection, bits
+    )
     x, q = checked(case, x=x, q=q)
-    block = tq.pack_vectors(x[None], coders=(one,), order=None)
+    block = tq.pack_vectors(x[None], coders=(coder,), order=None)
     codes = unpack_bits(block.parts[0][0], bits, d) if bits else torch.zeros(1, n, d)
     np.testing.assert_array_equal(codes[0], golden[f"{name}_codes"])
     assert_near(block.parts[0][1][0], golden[f"{name}_norm"], 1e-5)
@@ -119,16 +162,16 @@ def test_turboquant_by_the_papers_formulas(turbo_golden, name):
         assert_near(block.parts[0][3][0], golden[f"{name}_gamma"], 1e-5)
     assert_near(block.dot(q[None])[0], golden[f"{name}_dot"], 1e-5)
     assert_near(block.mix(torch.eye(n)[None])[0], golden[f"{name}_restored"], 1e-5)
-    wanted = case["bytes_per_vector"]
-    assert tq.vector_bytes(d, case["bits"], case["stage"], 2) == sum(wanted.values())
+    parts = case["bytes_per_vector"]
+    assert tq.vector_bytes(d, case["bits"], case["stage"], 2) == sum(parts.values())
 
 
 def test_codebooks(shared_file):
     tables = json.loads(shared_file("golden/next/turboquant_codebooks.json").read_text())
     for table in tables["codebooks"]:
-        found = lloyd_max(table["d"] or 128, table["bits"], table["marginal"])
-        found = found * math.sqrt(table["d"] or 128)
-        np.testing.assert_allclose(found, table["centroids_times_sqrt_d"], atol=1e-7)
+        d = table["d"] or 128
+        centroids = lloyd_max(d, table["bits"], table["marginal"]) * math.sqrt(d)
+        np.testing.assert_allclose(centroids, table["centroids_times_sqrt_d"], atol=1e-7)
     assert len(lloyd_max(48, 3, "beta")) == 8
 
 
@@ -144,18 +187,18 @@ def test_qjl_inner_products(orthogonal, unbias, bias):
     query = key[:, :1] + torch.randn(1, 1, d, generator=generator)
     query = 3 * torch.nn.functional.normalize(query, dim=-1)
     scheme = QJL(m=m, m_out=0, outliers=0, orthogonal=orthogonal, unbias=unbias, buffer=32)
-    found = []
+    products = []
     for _ in range(draws):
         projection = torch.randn(d, m, generator=generator)
         projection = orthogonalised(projection) if orthogonal else projection
         block = pack_keys(key, projection=projection, m_out=0, scheme=scheme)
-        found.append(block.dot(query)[0, 0])
-    found = torch.stack(found)
+        products.append(block.dot(query)[0, 0])
+    estimates = torch.stack(products)
     exact = (query @ key.mT)[0, 0]
-    error = found.std(0) / math.sqrt(draws)
-    assert ((found.mean(0) - bias * exact).abs() < 4.5 * error).all()
+    error = estimates.std(0) / math.sqrt(draws)
+    assert ((estimates.mean(0) - bias * exact).abs() < 4.5 * error).all()
     bound = math.pi / 2 * query.square().sum() * key.square().sum(-1)[0] / m
-    assert (found.var(0) < (0.9 if orthogonal else 1.2) * bound).all()
+    assert (estimates.var(0) < (0.9 if orthogonal else 1.2) * bound).all()
     scaled = pack_keys(2 * key, projection=projection, m_out=0, scheme=scheme)
     assert torch.equal(scaled.bits, block.bits)
     flipped = projection * (2 * torch.randint(0, 2, (m,)) - 1)
@@ -173,7 +216,7 @@ def test_qjl_by_definition(outliers, m_out, dtype):
     projection = torch.randn(16, 32, generator=generator)
     scheme = QJL(m=32, m_out=m_out or 8, outliers=outliers, group=4, buffer=4)
     block = pack_keys(keys, projection=projection, m_out=m_out, scheme=scheme)
-    wanted = torch.zeros(2, 5, 8, dtype=torch.float64)
+    expected = torch.zeros(2, 5, 8, dtype=torch.float64)
     for head in range(2):
         for i in range(8):
             group = keys[head, i // 4 * 4 : i // 4 * 4 + 4].double()
@@ -188,12 +231,12 @@ def test_qjl_by_definition(outliers, m_out, dtype):
                 parts += [(out, projection[:, :m_out].double(), outer)]
             for channels, s, length in parts:
                 signs = ((keys[head, i].double() * channels) @ s > 0).double() * 2 - 1
-                told = (query[head].double() * channels) @ s @ signs
-                wanted[head, :, i] += length * told / s.shape[1] * math.sqrt(math.pi / 2)
-    torch.testing.assert_close(block.dot(query).double(), wanted, rtol=1e-5, atol=1e-5)
+                product = (query[head].double() * channels) @ s @ signs
+                expected[head, :, i] += length * product / s.shape[1] * math.sqrt(math.pi / 2)
+    torch.testing.assert_close(block.dot(query).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_orthogonal_sketches_overstate_is_divided_out_where_that_is_asked():
+def test_the_bias_of_orthogonal_sketches_is_divided_out_only_with_unbias():
     """sqrt(d / 2) Gamma(d / 2) / Gamma((d + 1) / 2), which goes to 1 for large d."""
     keys, projection = torch.randn(1, 4, 16), torch.randn(16, 16)
     for orthogonal in (False, True):
@@ -202,8 +245,8 @@ def test_what_orthogonal_sketches_overstate_is_divided_out_where_that_is_asked()
                 m=16, m_out=8, outliers=0, group=4, buffer=4, orthogonal=orthogonal, unbias=unbias
             )
             block = pack_keys(keys, projection=projection, m_out=0, scheme=scheme)
-            wanted = math.sqrt(8) * math.gamma(8) / math.gamma(8.5) if orthogonal and unbias else 1
-            assert block.bias == pytest.approx(wanted, rel=1e-12)
+            bias = math.sqrt(8) * math.gamma(8) / math.gamma(8.5) if orthogonal and unbias else 1
+            assert block.bias == pytest.approx(bias, rel=1e-12)
 
 
 def test_no_bits_have_one_centroid_and_centroids_are_each_ranges_mean():
@@ -211,10 +254,10 @@ def test_no_bits_have_one_centroid_and_centroids_are_each_ranges_mean():
     draws = torch.randn(200_000, 16, generator=torch.Generator().manual_seed(0))
     for codebook, x in (("normal", draws[:, 0] / 4), ("beta", (draws.T / draws.norm(dim=1))[0])):
         for bits in (1, 3):
-            found = torch.from_numpy(lloyd_max(16, bits, codebook))
-            nearest = (x[:, None] - found).abs().argmin(1)
+            centroids = torch.from_numpy(lloyd_max(16, bits, codebook))
+            nearest = (x[:, None] - centroids).abs().argmin(1)
             means = [float(x[nearest == i].mean()) for i in range(2**bits)]
-            assert means == pytest.approx(found.tolist(), abs=4e-3)
+            assert means == pytest.approx(centroids.tolist(), abs=4e-3)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
@@ -372,18 +415,18 @@ def test_a_token_that_completes_the_buffer_attends_to_packed_keys():
     out = step(together, query[:, 20:], keys[0, :, 20:], values[0, :, 20:], at[20:], 0.25)
     for t in range(20, n):
         one = slice(t, t + 1)
-        found = step(alone, query[:, one], keys[0, :, one], values[0, :, one], at[one], 0.25)
+        result = step(alone, query[:, one], keys[0, :, one], values[0, :, one], at[one], 0.25)
         packed, _ = scheme.codecs(keys[0, :, : t + 1], values[0], layer=2, seed=7)
         assert packed.count == (t + 1) // 16 * 16
         _, stored = scheme.codecs(keys[0], values[0, :, : max(20, t)], layer=2, seed=7)
         grouped = query[:, one].view(2, 2, d)
         exact = grouped @ keys[0, :, packed.count : t + 1].mT
         weights = (torch.cat([packed.dot(grouped), exact], -1) * 0.25).softmax(-1)
-        wanted = weights[..., stored.count :] @ values[0, :, stored.count : t + 1]
-        wanted += stored.mix(weights[..., : stored.count])
-        torch.testing.assert_close(found, wanted.view(4, 1, d))
+        expected = weights[..., stored.count :] @ values[0, :, stored.count : t + 1]
+        expected += stored.mix(weights[..., : stored.count])
+        torch.testing.assert_close(result, expected.view(4, 1, d))
         if packed.count == t + 1:
-            torch.testing.assert_close(out[:, t - 20 : t - 19], found)
+            torch.testing.assert_close(out[:, t - 20 : t - 19], result)
 
 
 def test_what_cannot_be_stored_says_so():

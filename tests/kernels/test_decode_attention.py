@@ -1,0 +1,326 @@
+"""Attention of one new token per row, in torch and in Triton, against its definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.attention import by_definition, draw
+from support.interpreted import DEVICE
+from support.kernels import (
+    BRAIN,
+    FLOAT,
+    FULL_SIZE,
+    HALF,
+    both,
+    needs_triton,
+    put,
+    relative,
+)
+
+from kvbench.kernels.decode_attention import (
+    _too_wide,
+    append_entries,
+    entry_table,
+    weighted_decode_attention,
+)
+from kvbench.kernels.quantize import Quantization, pack, unpack
+
+
+def put_all(drawn):
+    """What `draw` returns, on the device."""
+    query, *entries = drawn
+    return query.to(DEVICE), *(put(*part) for part in entries)
+
+
+DECODE = [
+    # heads, kv_heads, dim, value_dim, lengths, reserved
+    (1, 1, 4, 4, [1], [1]),
+    (4, 2, 16, 16, [3, 0, 130], [8, 2, 131]),
+    (6, 1, 40, 24, [129, 257], [300, 257]),
+    (40, 2, 16, 16, [70], [75]),
+]
+FULL_DECODE = [
+    (32, 8, 128, 128, [16384, 4160, 0, 1, 4161, 16383, 100, 8000], 8 * [16640]),
+]
+
+
+@both
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "weighted"),
+    [(FLOAT, None, True), (FLOAT, 3.0, False), (BRAIN, 3.0, True), (HALF, None, True)],
+)
+@pytest.mark.parametrize("shape", DECODE + (FULL_DECODE if FULL_SIZE else []), ids=str)
+def test_decode(shape, dtype, softcap, weighted, implementation):
+    drawn = draw(*shape, dtype=dtype, weighted=weighted)
+    query, *entries = put_all(drawn)
+    lengths, dim = shape[4], shape[2]
+    scaling = dim**-0.5
+    options = {"scaling": scaling, "softcap": softcap, "implementation": implementation}
+    table = entry_table(*entries)
+    counts = torch.tensor(lengths, device=DEVICE)
+    out, mass = weighted_decode_attention(query, table, counts, return_mass=True, **options)
+    expected = by_definition(query, *entries, lengths, scaling, softcap)
+    assert out.dtype == dtype
+    bound = {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 1e-2}[dtype]
+    # The Triton kernel computes the attention of entries in float32, whatever the dtype.
+    mass_bound = 1e-4 if implementation == "triton" or dtype == FLOAT else bound
+    assert relative(out, expected[0]) < bound
+    assert relative(mass, expected[1]) < mass_bound
+    alone, none = weighted_decode_attention(query, table, lengths, **options)
+    assert none is None
+    assert torch.equal(alone, out)
+
+
+PACKED = [
+    # bits, group_size, heads, kv_heads, dim, value_dim, packed entries, entries of every row
+    (4, 64, 4, 2, 16, 16, [130, 37, 256], [150, 38, 256]),
+    (2, 16, 6, 1, 40, 24, [129, 257, 1], [129, 400, 2]),
+    (4, 8, 2, 2, 80, 80, [300, 17], [301, 80]),
+    (2, 128, 20, 1, 64, 33, [5], [9]),
+]
+FULL_PACKED = [(4, 64, 32, 8, 128, 128, [16384, 4161, 1], [16400, 4161, 2])]
+
+
+@both
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "weighted"), [(FLOAT, None, True), (BRAIN, 3.0, False), (HALF, None, True)]
+)
+@pytest.mark.parametrize("shape", PACKED + (FULL_PACKED if FULL_SIZE else []), ids=str)
+def test_decode_of_packed_entries_followed_by_others(
+    shape, dtype, softcap, weighted, implementation
+):
+    """As over the numbers that the codes stand for; what lies behind a row's entries is not read."""
+    bits, group_size, heads, kv_heads, dim, value_dim, counts, lengths = shape
+    restored = draw(heads, kv_heads, dim, value_dim, lengths, lengths, dtype, weighted)
+    query, keys, values, weights = put_all(restored)
+    quantization, packed, buffers = Quantization(bits, group_size), [], []
+    for row, count in enumerate(counts):
+        sides = []
+        for part, by_channel in ((keys[row], True), (values[row], False)):
+            side = pack(part[:, :count], quantization, by_channel=by_channel)
+            part[:, :count] = unpack(side)
+            sides.append(side)
+        packed.append(tuple(sides))
+        room = torch.full((kv_heads, 3, 1), torch.nan, device=DEVICE, dtype=dtype)
+        buffers.append(
+            [
+                torch.cat([part[row][:, count:], room.expand(-1, -1, part[row].shape[2])], 1)
+                for part in (keys, values)
+            ]
+        )
+    more = [None if x is None else torch.cat([x, x[:, :1].expand(-1, 3)], 1) for x in weights]
+    table = entry_table(*zip(*buffers, strict=True), more, packed=packed, longest_packed=500)
+    options = {"scaling": dim**-0.5, "softcap": softcap}
+    out, _ = weighted_decode_attention(
+        query, table, lengths, **options, implementation=implementation
+    )
+    expected, _ = by_definition(query, keys, values, weights, lengths, *options.values())
+    assert out.dtype == dtype
+    assert relative(out, expected) < {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 1e-2}[dtype]
+
+
+@both
+def test_decode_of_hidden_heads_and_of_views_of_one_pool(implementation):
+    weights = torch.zeros(2, 300, device=DEVICE)
+    weights[1] = -torch.inf
+    ones = torch.ones(2, 300, 16, device=DEVICE)
+    query = torch.ones(2, 4, 16, device=DEVICE)
+    table = entry_table([ones, ones[:, 250:]], [ones, ones[:, :50]], [weights, None])
+    out, mass = weighted_decode_attention(
+        query, table, [200, 50], scaling=1.0, return_mass=True, implementation=implementation
+    )
+    expected = torch.tensor([1.0, 1.0, 0.0, 0.0]).view(4, 1).expand(4, 16)
+    torch.testing.assert_close(out[0].cpu(), expected)
+    assert not mass[0, 1].any()
+    assert not mass[0, 0, 200:].any()
+    torch.testing.assert_close(mass[0, 0, :200].cpu(), torch.full((200,), 1 / 200))
+    torch.testing.assert_close(out[1].cpu(), torch.ones(4, 16))
+
+
+@both
+def test_a_nan_logit_is_a_nan_answer(implementation):
+    """Of its row and head alone; zeros would look like an answer."""
+    keys, values = torch.ones(2, 1, 300, 16, device=DEVICE)
+    keys[0, 290] = torch.nan
+    query = torch.ones(1, 2, 16, device=DEVICE)
+    both_heads = torch.cat([keys, torch.ones_like(keys)]), torch.cat([values, values])
+    table = entry_table([both_heads[0]], [both_heads[1]])
+    out, mass = weighted_decode_attention(
+        query, table, [300], scaling=1.0, return_mass=True, implementation=implementation
+    )
+    assert out[0, 0].isnan().all()
+    assert mass[0, 0].isnan().all()
+    torch.testing.assert_close(out[0, 1].cpu(), torch.ones(16))
+
+
+@needs_triton
+@pytest.mark.parametrize("heads", [14, 16, 25])
+def test_arguments_of_a_kernel_are_aligned_whatever_the_number_of_heads(heads, monkeypatch):
+    """Triton compiles a kernel of its own for addresses that 16 does not divide."""
+    from kvbench.kernels import _triton_decode
+
+    addresses, reduce = [], _triton_decode.reduce_kernel
+
+    class Recorder:
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                addresses.extend(x.data_ptr() for x in arguments if isinstance(x, torch.Tensor))
+                reduce[grid](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(_triton_decode, "reduce_kernel", Recorder())
+    keys = torch.randn(1, 40, 16, device=DEVICE)
+    query = torch.randn(1, heads, 16, device=DEVICE)
+    table = entry_table([keys], [keys])
+    weighted_decode_attention(query, table, [40], scaling=1.0, implementation="triton")
+    assert addresses
+    assert not any(address % 16 for address in addresses)
+
+
+@both
+def test_append(implementation):
+    keys = [torch.zeros(2, 3, 4, device=DEVICE), torch.zeros(2, 9, 4, device=DEVICE)]
+    values = [torch.zeros(2, 3, 5, device=DEVICE), torch.zeros(2, 9, 5, device=DEVICE)]
+    weights = [None, torch.full((2, 9), 7.0, device=DEVICE)]
+    new_key, new_value = torch.randn(2, 2, 4, device=DEVICE), torch.randn(2, 2, 5, device=DEVICE)
+    table = entry_table(keys, values, weights)
+    append_entries(table, [2, 0], new_key, new_value, implementation=implementation)
+    for row, n in enumerate([2, 0]):
+        assert torch.equal(keys[row][:, n], new_key[row])
+        assert torch.equal(values[row][:, n], new_value[row])
+    assert keys[1][:, 1:].abs().sum() == 0
+    assert weights[1].tolist() == [[0.0] + 8 * [7.0]] * 2
+    before = keys[0].clone()
+    if implementation == "torch":
+        with pytest.raises(
+            ValueError, match="row 0 has length 3 before a new entry; allowed: 0 to 2"
+        ):
+            append_entries(table, [3, 1], new_key, new_value, implementation=implementation)
+    else:
+        append_entries(table, [3, 1], new_key + 1, new_value, implementation=implementation)
+        assert torch.equal(keys[1][:, 1], new_key[1] + 1)
+    assert torch.equal(keys[0], before)  # a full row stays as it is
+
+
+@both
+def test_append_behind_packed_entries(implementation):
+    """Places count packed entries, the buffers do not."""
+    prompt, new = torch.randn(2, 5, 4, device=DEVICE), torch.randn(1, 2, 4, device=DEVICE)
+    sides = [
+        pack(prompt, Quantization(4, 4), by_channel=by_channel) for by_channel in (True, False)
+    ]
+    keys, values = torch.zeros(2, 2, 3, 4, device=DEVICE)
+    weights = torch.ones(2, 8, device=DEVICE)
+    table = entry_table([keys], [values], [weights], packed=[tuple(sides)])
+    append_entries(table, [6], new, new + 1, implementation=implementation)
+    for buffer, token in ((keys, new), (values, new + 1)):
+        assert torch.equal(buffer[:, 1], token[0])
+        assert not buffer[:, ::2].any()
+    assert weights.tolist() == [[1, 1, 1, 1, 1, 1, 0, 1]] * 2
+    if implementation == "torch":
+        for place in (4, 8):
+            with pytest.raises(ValueError, match=f"row 0 has length {place} before a new entry"):
+                append_entries(table, [place], new, new, implementation=implementation)
+
+
+KEY = torch.zeros(2, 5, 4)
+"""A row's keys, or its values: 2 KV heads, 5 entries, 4 numbers."""
+CODES = Quantization(4, 4)
+PACKED_KEYS, PACKED_VALUES = pack(KEY, CODES, by_channel=True), pack(KEY, CODES, by_channel=False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "log_weights", "message"),
+    [
+        ([], [], None, "0 rows of keys"),
+        ([KEY, KEY.half()], [KEY, KEY.half()], None, "keys differ"),
+        ([KEY.mT.contiguous().mT], [KEY], None, "not adjacent"),
+        ([KEY], [KEY], [torch.zeros(2, 4)], "row 0 has keys, values, log-weights"),
+    ],
+)
+def test_rows_that_do_not_fit_a_table_are_refused(keys, values, log_weights, message):
+    with pytest.raises(ValueError, match=message):
+        entry_table(keys, values, log_weights)
+
+
+@pytest.mark.parametrize(
+    ("packed", "message"),
+    [
+        (
+            [(PACKED_KEYS, PACKED_VALUES)] * 2,
+            "2 rows have packed entries; allowed: none, or 1",
+        ),
+        (
+            [(PACKED_VALUES, PACKED_KEYS)],
+            "row 0 is packed by .*; allowed: keys by channel, values by entry",
+        ),
+        (
+            [tuple(pack(KEY, Quantization(4, 3), by_channel=side) for side in (True, False))],
+            "group_size=3.*; allowed: .*groups of a power of two",
+        ),
+        (
+            [(pack(KEY[:1], CODES, by_channel=True), PACKED_VALUES)],
+            "row 0 has packed keys",
+        ),
+    ],
+    ids=["too many rows", "keys by entry", "odd groups", "fewer heads"],
+)
+def test_packed_entries_that_do_not_fit_a_table_are_refused(packed, message):
+    with pytest.raises(ValueError, match=message):
+        entry_table([KEY], [KEY], packed=packed)
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "packed", "options", "message"),
+    [
+        (3, 5, (), {}, "over 1 rows of 2 KV heads of dim 4"),
+        (4, 6, (), {}, "row 0 has length 6"),
+        (
+            4,
+            5,
+            (),
+            {"implementation": "cuda"},
+            "implementation is 'cuda'; allowed: auto, triton, torch",
+        ),
+        (
+            4,
+            6,
+            [(PACKED_KEYS, PACKED_VALUES)],
+            {"return_mass": True},
+            "return_mass is True and entries are packed",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_step_is_refused(heads, length, packed, options, message):
+    table = entry_table([KEY], [KEY], packed=packed)
+    with pytest.raises(ValueError, match=message):
+        weighted_decode_attention(torch.zeros(1, heads, 4), table, [length], scaling=1.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (torch.zeros(1, 1, 4), torch.zeros(1, 2, 4)),
+        (torch.zeros(1, 2, 4), torch.zeros(1, 2, 3)),
+        (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4).half()),
+        (KEY, KEY),
+    ],
+    ids=["heads", "dim", "dtype", "rows"],
+)
+def test_a_new_entry_that_does_not_fit_is_refused(key, value):
+    with pytest.raises(ValueError, match=r"(key|value) is .*; allowed: \(1, 2, 4\)"):
+        append_entries(entry_table([KEY], [KEY]), [3], key, value)
+
+
+def test_groups_of_many_query_heads_run_in_triton_and_too_wide_ones_are_refused(monkeypatch):
+    assert _too_wide(71, 64, 2) is None
+    assert _too_wide(128, 128, 4) is None
+    assert "160 query heads" in str(_too_wide(160, 64, 2))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    keys = torch.randn(1, 4, 256)
+    query = torch.zeros(1, 128, 256)
+    with pytest.raises(ValueError, match="128 query heads of dim 256 share a KV head"):
+        weighted_decode_attention(
+            query, entry_table([keys], [keys]), [4], scaling=1.0, implementation="triton"
+        )

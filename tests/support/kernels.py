@@ -1,0 +1,36 @@
+"""What the tests of the hot operations share: dtypes, both implementations, and tensors on the device.
+
+Kernels are interpreted on the CPU at small awkward shapes, and run on CUDA at full size as well.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from support.interpreted import DEVICE, HAVE_TRITON
+
+# gpu_sanitize.sh sets the variable: under a sanitizer full shapes take hours.
+FULL_SIZE = DEVICE == "cuda" and not os.environ.get("KVBENCH_SMALL_SHAPES")
+FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
+needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
+both = pytest.mark.parametrize(
+    "implementation", ["torch", pytest.param("triton", marks=needs_triton)]
+)
+
+
+def generator(seed: int) -> torch.Generator:
+    """A generator on the CPU."""
+    return torch.Generator().manual_seed(seed)
+
+
+def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the error as a share of the norm of what is expected."""
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
+
+
+def put(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors on the device under test."""
+    return [None if x is None else x.to(DEVICE) for x in tensors]
