@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Removed = Annotated[float, Ge(0), Lt(1), "the share removed, in [0, 1)"]
+"""The type of `compression_ratio`."""
 Prompt = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat, to which the tokenizer's chat template is applied."""
 

@@ -1,6 +1,6 @@
 """A method is two files, and so is a task with a metric of its own; a measured field, a table, a figure
-at most two: each is added in a copy of the package, as README.md and kvbench/README.md say, and one run
-of the method and one of the task show them all."""
+at most two: all of them are added in one copy of the package, as README.md and kvbench/README.md say. A
+run of the method and a run of the task show them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.paths import ROOT
@@ -86,9 +88,10 @@ TESTS = [
     "tests/cli/test_cli.py::test_a_task_says_which_model_it_runs_on",
     "tests/test_imports.py",
 ]
-"""Those that see every method, task, table and figure."""
+"""The tests that see every method, task, table and figure."""
 CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
-    # what: file: what stands there, and what stands there then; "" is the end
+    # What is added: the files that are changed, and for each the text that is replaced and its
+    # replacement. An empty text is the end of the file.
     "measured field": {
         "kvbench/run/plan.py": [
             ('"batch": result.batch,\n', '"batch": result.batch,\n        "spare": 42.0,\n'),
@@ -117,7 +120,7 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
 
 
 def blocks(section: str) -> list[tuple[str, str, str]]:
-    """(text before, language, content) of every code block of a section of the README."""
+    """For every code block of a section of the README the text before it, its language, its content."""
     body = re.search(
         rf"^## {section}\n(.*?)(?=^## |\Z)", (ROOT / "README.md").read_text(), re.M | re.S
     )
@@ -126,7 +129,7 @@ def blocks(section: str) -> list[tuple[str, str, str]]:
 
 
 def add_method(root: Path) -> tuple[set[str], list[str]]:
-    """The README's own method: the files that are new, and the command that runs it."""
+    """Add the README's own method; returns the new files, and the command that runs the method."""
     added, commands = set(), []
     for before, language, content in blocks("Add your own method"):
         if language == "sh":
@@ -156,43 +159,99 @@ def run_in(root: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-def test_what_is_added_touches_two_files_at_most(tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Copy:
+    """A copy of the package to which everything has been added.
+
+    Attributes:
+        method_files: the files of the README's method.
+        method_output, task_output: what the runs of the method and of the task printed.
+    """
+
+    root: Path
+    method_files: set[str]
+    method_output: str
+    task_output: str
+
+    @property
+    def report(self) -> Path:
+        """The folder of the method's run."""
+        return next((self.root / "runs").iterdir())
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
+    root = tmp_path_factory.mktemp("copy")
     unread = shutil.ignore_patterns("__pycache__")
     for part in ("kvbench", "conf", "scripts", "tests"):
-        shutil.copytree(ROOT / part, tmp_path / part, symlinks=True, ignore=unread)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    added, (python, *arguments) = add_method(tmp_path)
-    assert (len(added), python) == (2, "python")
-    for what, files in CHANGES.items():
-        assert len(files) <= 2, what
+        shutil.copytree(ROOT / part, root / part, symlinks=True, ignore=unread)
+    shutil.copy(ROOT / "pyproject.toml", root)
+    method_files, (_, *arguments) = add_method(root)
+    for files in CHANGES.values():
         for name, edits in files.items():
-            text = (tmp_path / name).read_text()
+            text = (root / name).read_text()
             for before, after in edits:
                 assert not before or text.count(before) == 1, (name, before)
                 text = text.replace(before, after) if before else text + after
-            (tmp_path / name).write_text(text)
-    (tmp_path / "kvbench/tasks/colour.py").write_text(TASK)
-    (tmp_path / "conf/task/colour.yaml").write_text(TASK_YAML)
-    assert "knorm" in run_in(tmp_path, *arguments)
+            (root / name).write_text(text)
+    (root / "kvbench/tasks/colour.py").write_text(TASK)
+    (root / "conf/task/colour.yaml").write_text(TASK_YAML)
+    method_output = run_in(root, *arguments)
     task = ["task=colour", "model=recall_mini", "method=[exact,snapkv]", "results_dir=of_task"]
-    assert "colour" in run_in(tmp_path, "-m", "kvbench", *task)
-    run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
-    (records,) = (tmp_path / "of_task").rglob("snapkv-*/records.jsonl")
-    lines = [json.loads(line) for line in records.read_text().splitlines()]
-    assert [line["status"] for line in lines] == ["ok"] * 4
-    assert all(0 <= line["score"] <= 1 and line["letters"] >= 0 for line in lines)
-    (records,) = (tmp_path / "runs").rglob("knorm-*/records.jsonl")
-    lines = [json.loads(line) for line in records.read_text().splitlines()]
-    assert len(lines) == 4
-    assert {(line["status"], line["spare"]) for line in lines} == {("ok", 42.0)}
-    assert all(line["entries"]["max"] == line["capacity"] for line in lines)
-    report = next((tmp_path / "runs").iterdir())
-    page = (report / "report.html").read_text()
+    return Copy(root, method_files, method_output, run_in(root, "-m", "kvbench", *task))
+
+
+def records_in(folder: Path, pattern: str) -> list[dict[str, Any]]:
+    """The records of the only file that the pattern matches."""
+    (records,) = folder.rglob(pattern)
+    return [json.loads(line) for line in records.read_text().splitlines()]
+
+
+def test_what_is_added_touches_two_files_at_most() -> None:
+    for addition, files in CHANGES.items():
+        assert len(files) <= 2, addition
+
+
+@pytest.mark.slow
+def test_the_tests_that_see_everything_pass(copy: Copy) -> None:
+    run_in(copy.root, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+
+
+@pytest.mark.slow
+def test_an_added_method_runs_within_its_budget(copy: Copy) -> None:
+    assert len(copy.method_files) == 2
+    assert "knorm" in copy.method_output
+    records = records_in(copy.root / "runs", "knorm-*/records.jsonl")
+    assert [record["status"] for record in records] == ["ok"] * 4
+    assert all(record["entries"]["max"] == record["capacity"] for record in records)
+
+
+@pytest.mark.slow
+def test_an_added_task_is_scored_by_its_own_metric(copy: Copy) -> None:
+    assert "colour" in copy.task_output
+    records = records_in(copy.root / "of_task", "snapkv-*/records.jsonl")
+    assert [record["status"] for record in records] == ["ok"] * 4
+    assert all(0 <= record["score"] <= 1 and record["letters"] >= 0 for record in records)
+
+
+@pytest.mark.slow
+def test_an_added_field_is_in_records_and_tables(copy: Copy) -> None:
+    records = records_in(copy.root / "runs", "knorm-*/records.jsonl")
+    assert {record["spare"] for record in records} == {42.0}
+    tables = (copy.report / "tables").glob("*.csv")
+    (scores,) = (table for table in tables if "spare" in table.read_text())
+    assert "42" in scores.read_text()
+
+
+@pytest.mark.slow
+def test_an_added_table_and_figure_are_on_the_page(copy: Copy) -> None:
+    page = (copy.report / "report.html").read_text()
     assert "An extra table" in page
     assert "An extra figure" in page
-    assert list((report / "tables").glob("extra-*.csv"))
-    (scores,) = (p for p in (report / "tables").glob("*.csv") if "spare" in p.read_text())
-    assert "42" in scores.read_text()
-    # by default every run is copied to W&B, offline where there is no key
-    assert len(list((report / "wandb").glob("offline-run-*"))) >= 2
+    assert list((copy.report / "tables").glob("extra-*.csv"))
+
+
+@pytest.mark.slow
+def test_the_run_is_copied_to_wandb(copy: Copy) -> None:
+    """By default, and offline where there is no key."""
+    assert len(list((copy.report / "wandb").glob("offline-run-*"))) >= 2

@@ -95,27 +95,37 @@ def test_compare_gives_what_compress_gives_from_one_prefill() -> None:
     assert again.loc["exact", "score"] == 1.0
 
 
-def test_compare_takes_several_rates_prompts_chats_labels_and_failures() -> None:
+FOUR_TOKENS: dict[str, Any] = {**SMALL, "max_new_tokens": 4}
+
+
+def test_compare_takes_several_rates_and_prompts() -> None:
     model, names = tiny_model("llama"), ["exact", "snapkv"]
     prompts = {"fox": "the quick brown fox jumps over the lazy dog " * 2, "hen": "a hen " * 20}
-    options: dict[str, Any] = {**SMALL, "max_new_tokens": 4}
     reference = {"fox": "a", "hen": "b"}
     many: Any = compare(
-        model, Letters(), prompts, names, rate=[0.5, 0.25], reference=reference, **options
+        model, Letters(), prompts, names, rate=[0.5, 0.25], reference=reference, **FOUR_TOKENS
     )
     assert many.index.names == ["prompt", "rate", "method"]
     assert len(many) == 8
     many = many.sort_index()
     for name, prompt in prompts.items():
-        one: Any = compare(model, Letters(), prompt, names, rate=0.5, **options)
+        alone: Any = compare(model, Letters(), prompt, names, rate=0.5, **FOUR_TOKENS)
         for column in ("text", "bytes", "ratio"):
-            assert many.loc[name, 0.5][column].tolist() == one[column].tolist()
+            assert many.loc[name, 0.5][column].tolist() == alone[column].tolist()
+
+
+def test_compare_takes_a_chat_and_labels_and_shows_failures() -> None:
     chat = [{"role": "user", "content": "hello " * 10}]
     methods: dict[str, Any] = {"mine": Everything(), "over": Greedy(), "name": "snapkv"}
-    frame: Any = compare(model, Letters(), chat, methods, **options, stop=["\0"])
+    model = tiny_model("llama")
+    frame: Any = compare(model, Letters(), chat, methods, **FOUR_TOKENS, stop=["\0"])
     assert frame.loc["mine", "ratio"] == 1.0
     assert "holds 61 entries" in frame.loc["over", "error"]
     assert frame["text"].isna().tolist() == [False, True, False]
-    with compress(model, "snapkv", **SMALL):  # one inside the other
+
+
+def test_compare_works_inside_compress() -> None:
+    model = tiny_model("llama")
+    with compress(model, "snapkv", **SMALL):
         inner: Any = compare(model, Letters(), "x" * 50, "exact", max_new_tokens=3)
     assert inner.loc["exact", "ratio"] == 1

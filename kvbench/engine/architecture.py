@@ -1,4 +1,4 @@
-"""Which architectures can be compressed, and in which layers; kvbench's attention on a model."""
+"""The architectures and the layers that can be compressed; kvbench's attention function on a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_serves_interface(config: PreTrainedConfig) -> None:
     try:
         architecture = mapping[type(config)]
     except KeyError:
-        return  # from_pretrained says what it is
+        return  # no causal language model: `from_pretrained` refuses it with a message of its own
     check_hybrid(config)
     known = config.model_type in HYBRIDS
     if not known and not getattr(architecture, "_supports_attention_backend", False):
@@ -38,8 +38,8 @@ def check_serves_interface(config: PreTrainedConfig) -> None:
 
 
 def full_layers(config: PreTrainedConfig) -> list[int]:
-    """Indices of the full-attention layers of a text config; sliding-window layers are left whole, and
-    so are those that carry a state (`kvbench.engine.states`).
+    """The indices of the layers with full attention, by a text config. Other layers are not compressed:
+    those with a sliding window, and those that hold a state (`kvbench.engine.states`).
 
     Raises:
         UnsupportedModel: there is none, or other layers hold what no fork does (chunks, keys shared
@@ -84,8 +84,8 @@ def kv_heads(config: PreTrainedConfig) -> int:
 
 
 def rotary_of(model: PreTrainedModel) -> Rotary | None:
-    """The model's rotary table (`LayerKV.rotary`); None where it has none, several, or turns other
-    pairs of channels than the two halves."""
+    """The model's rotary table (`LayerKV.rotary`); None where the model has none or several, or rotates
+    other pairs of channels than those of the two halves."""
     table = getattr(model.base_model, "rotary_emb", None)
     turn = getattr(sys.modules[type(model).__module__], "rotate_half", None)
     if table is None or turn is None or hasattr(model.base_model, "rotary_emb_local"):
@@ -102,8 +102,8 @@ def rotary_of(model: PreTrainedModel) -> Rotary | None:
 
 @contextmanager
 def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
-    """The model uses kvbench's attention function within the context, and its own again afterwards; of a
-    vision-language model the language model alone.
+    """Let the model use kvbench's attention function within this context, and its own afterwards. In a
+    vision-language model only the language model does.
 
     Raises:
         UnsupportedModel: the model is no causal language model that can be switched.

@@ -1,8 +1,8 @@
-"""The one attention function kvbench registers with transformers, and exact attention itself.
+"""The attention function that kvbench registers with transformers, and exact attention.
 
-Every architecture that transformers serves through its attention interface calls `kvbench_attention`
-with q, k, v after position encoding. The function does not know what to do with them: it hands them to
-the `AttentionState` that travels through the model's forward as the keyword argument ``kvbench``.
+Every architecture that uses transformers' attention interface calls `kvbench_attention` with the
+queries, keys and values of a layer after position encoding. The function passes them to the
+`AttentionState` of the forward pass, which it receives as the model's keyword argument ``kvbench``.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ IMPLEMENTATION = "kvbench"
 """The name under which the function is registered (``attn_implementation="kvbench"``)."""
 
 QUERY_BLOCK = 512
-"""Queries per block where attention is computed in blocks: bounds the logits to QUERY_BLOCK x n."""
+"""How many queries' attention is computed at a time, so that only QUERY_BLOCK x n logits exist."""
 
 
 class UnsupportedModel(UserError, ValueError):
-    """The model asks its attention for something that kvbench does not compute."""
+    """A model, or a use of it, that kvbench does not support: one line with what is allowed."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What a layer asks of attention in one forward pass.
+    """One layer's call of attention in a forward pass over t tokens.
 
     Attributes:
-        layer: 0-based.
-        query: [batch, heads, t, head_dim]. key, value: [batch, kv_heads, t, head_dim], the new ones,
-            all after position encoding.
-        scaling: the factor of the logits. softcap: their limit, None for none.
-        sliding_window: how many keys a query sees, None for all.
-        output: the weights of the layer's output projection, [hidden, heads * head_dim]; None where
-            they cannot be read.
+        layer: the layer's index in the model, from 0.
+        query: [batch, heads, t, head_dim], after position encoding.
+        key, value: [batch, kv_heads, t, head_dim], those of the t tokens; keys after position encoding.
+        scaling: the factor on q.k before the softmax.
+        softcap: the bound on the logits (`LayerKV.softcap`); None for no bound.
+        sliding_window: how many keys a query sees; None for all.
+        output: the weight of the layer's output projection, [hidden, heads * head_dim]; None where it
+            cannot be read.
     """
 
     layer: int
@@ -57,8 +58,8 @@ class LayerCall:
     output: Tensor | None = field(default=None, compare=False, repr=False)
 
     def exact(self) -> Tensor:
-        """Causal attention of the queries over these keys alone, the first at position 0; see
-        `exact_attention`."""
+        """Causal attention of the queries over the keys of this call alone, [batch, heads, t, head_dim];
+        see `exact_attention`."""
         return exact_attention(
             self.query,
             self.key,
@@ -69,41 +70,44 @@ class LayerCall:
         )
 
     def exact_with_normalisers(self) -> tuple[Tensor, Tensor | None]:
-        """The output of `exact`, and the logarithm of each query's sum of exponentials,
-        [batch, heads, t] float32; None in its place where torch's kernel does not return it."""
+        """The output of `exact`, and the softmax's normalisers: the logarithm of each query's sum of
+        exponentials, [batch, heads, t] float32, or None where torch's kernel does not return them."""
         fused = None
         if self.softcap is None and self.sliding_window is None:
             fused = _fused_with_normalisers(self.query, self.key, self.value, self.scaling)
         return fused or (self.exact(), None)
 
     def of_rows(self, rows: Tensor) -> LayerCall:
-        """The call of some batch rows, without waiting for a device."""
-        query, key, value = (x.index_select(0, rows) for x in (self.query, self.key, self.value))
-        return replace(self, query=query, key=key, value=value)
+        """The call of the batch rows with these indices [rows], a tensor on the call's device, so that
+        nothing waits for the device."""
+        return replace(
+            self,
+            query=self.query.index_select(0, rows),
+            key=self.key.index_select(0, rows),
+            value=self.value.index_select(0, rows),
+        )
 
     def of_row(self, row: int, start: int = 0, end: int | None = None) -> LayerCall:
-        """The call of one batch row, its tokens from `start` up to `end`."""
-        query, key, value = (
-            x[row : row + 1, :, start:end] for x in (self.query, self.key, self.value)
-        )
-        return replace(self, query=query, key=key, value=value)
+        """The call of one batch row, for the tokens start .. end - 1; views of the tensors."""
+        part = (slice(row, row + 1), slice(None), slice(start, end))
+        return replace(self, query=self.query[part], key=self.key[part], value=self.value[part])
 
 
 class AttentionState(ABC):
-    """What one forward pass does with the queries, keys and values of each layer.
+    """How one forward pass computes attention, and what it does with the keys and values of each layer.
 
-    The states are `PrefillState` and `CaptureState` (engine/prefill.py), `RepeatedPrompt` (rescore.py),
-    `ForkBatch` (fork.py) and its `DecodeState` (decoding.py), `WholePass` (scoring.py), `BandState` and
-    `EvictingState` (streams.py), and the prefill of a batch under `generate` (live.py).
+    The subclasses are `PrefillState` and `CaptureState` (engine/prefill.py), `RepeatedPrompt`
+    (rescore.py), `ForkBatch` (fork.py) and its `DecodeState` (decoding.py), `WholePass` (scoring.py),
+    `BandState` and `EvictingState` (streams.py), and the prefill of a batch under `generate` (live.py).
     """
 
     @abstractmethod
     def attend(self, call: LayerCall) -> Tensor:
-        """Attention output [batch, heads, t, head_dim]."""
+        """The attention output of a layer, [batch, heads, t, head_dim]."""
 
     def past(self, config: PreTrainedConfig) -> Cache | None:
-        """For hybrid models: transformers' cache with the recurrent states that the rows go on from, the
-        same object at every call; None where the pass goes on from none."""
+        """For hybrid models, transformers' cache with the recurrent states from which the rows continue.
+        Every call returns the same object, or None where the pass has no states."""
         return None
 
 
@@ -120,13 +124,14 @@ def kvbench_attention(
     kvbench: AttentionState | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: returns ([batch, t, heads, head_dim], None).
+    """The function that transformers' attention interface calls; returns the output [batch, t, heads,
+    head_dim] and None in place of attention weights.
 
-    Dropout comes sixth, as in transformers' own sdpa function: kvpress, once imported, wraps every
-    registered function and passes it by place.
+    `dropout` is the sixth parameter, as in transformers' own sdpa function, since kvpress, once it is
+    imported, wraps every registered function and passes dropout by position.
 
     Raises:
-        UnsupportedModel: attention sinks (``s_aux``), position biases, masks, dropout, or a forward
+        UnsupportedModel: attention sinks (``s_aux``), position biases, a mask, dropout, or a forward
             pass that was started outside kvbench's engine.
     """
     name = type(module).__name__
@@ -163,17 +168,17 @@ def kvbench_attention(
 
 
 def register() -> None:
-    """Make ``attn_implementation="kvbench"`` known to transformers (idempotent).
+    """Register ``attn_implementation="kvbench"`` with transformers. May be called again.
 
-    Causality is the attention state's business. No function for masks is registered beside it:
-    transformers then builds none, and does not look through the position ids for packed sequences,
-    which would make every step wait for the device.
+    No function for masks is registered, since the attention states are causal themselves. transformers
+    then makes no mask, and does not search the position ids for packed sequences, for which every step
+    would wait for the device.
     """
     AttentionInterface.register(IMPLEMENTATION, _ATTENTION)
 
 
 _ATTENTION = torch.compiler.disable(kvbench_attention)
-"""As it is where torch compiles the model around it."""
+"""The registered function. Where torch compiles a model, this function stays as it is."""
 
 
 def signed_mean(
@@ -182,13 +187,16 @@ def signed_mean(
     denominators: Tensor,
     value_range: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Attention whose entries count differently in numerator and denominator: with e the softmax's
-    weights, (sum_i e_i v_i) / (sum_i e_i b_i), or 0 where the denominator is not above 1e-20, within
-    the range.
+    """The output of attention whose entries have a factor in the softmax's denominator
+    (`CompressedKV.denominators`): (sum_i e_i v_i) / (sum_i e_i b_i), where e are the softmax weights and
+    b the factors. It is 0 where the denominator is at most 1e-20, and clamped to `value_range`.
 
     Args:
-        mixed: [..., q, d], sum_i e_i v_i. weights: [..., q, c], e. denominators: [..., c], b.
-        value_range: least and largest allowed, each broadcast against [..., q, d]; None: any.
+        mixed: [..., q, d], the sums of e_i v_i.
+        weights: [..., q, c], e.
+        denominators: [..., c], b.
+        value_range: the least and the largest output, each of a shape that broadcasts to [..., q, d];
+            None for no clamping.
     """
     denominator = weights.to(denominators.dtype) @ denominators[..., None]
     quotient = mixed.to(denominator.dtype) / denominator
@@ -199,16 +207,21 @@ def signed_mean(
 def _fused_with_normalisers(
     query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor] | None:
-    """Causal attention and its normalisers (`LayerCall.exact_with_normalisers`), by the kernel that
-    `scaled_dot_product_attention` would run and whose normalisers it drops; None where that kernel
-    returns none, or rounds them to too few digits."""
+    """Causal attention and its normalisers (`LayerCall.exact_with_normalisers`).
+
+    `scaled_dot_product_attention` drops the normalisers that its kernels return. So the kernel that it
+    would choose is called directly. Returns None where that kernel has no normalisers, or rounds them to
+    too few digits.
+    """
     aten = torch.ops.aten
     options = {"is_causal": True, "scale": scaling}
     on_cpu, float32 = query.device.type == "cpu", query.dtype == torch.float32
     grouped_float32 = float32 and query.shape[1] != key.shape[1]
-    on_cuda = query.is_cuda and not grouped_float32 and query.shape[-1] % 8 == 0  # else torch pads
+    # Heads of another size would be padded, and grouped heads in float32 are not fused.
+    on_cuda = query.is_cuda and not grouped_float32 and query.shape[-1] % 8 == 0
+    # In bfloat16 a CPU's kernel returns normalisers of bfloat16's three or four digits.
     if not (on_cpu and float32) and not on_cuda:
-        return None  # on a CPU four digits of bfloat16
+        return None
     chosen = torch._fused_sdp_choice(query, key, value, enable_gqa=True, **options)  # type: ignore[arg-type]
     if chosen == SDPBackend.FLASH_ATTENTION.value:
         flash = f"_scaled_dot_product_flash_attention{'_for_cpu' if on_cpu else ''}"
@@ -216,27 +229,28 @@ def _fused_with_normalisers(
     if chosen == SDPBackend.EFFICIENT_ATTENTION.value and not on_cpu:
         efficient = aten._scaled_dot_product_efficient_attention
         out, logarithms, *_ = efficient(query, key, value, None, True, **options)
-        return out, logarithms[:, :, : query.shape[2]]  # padded to whole blocks
-    if chosen == SDPBackend.CUDNN_ATTENTION.value:  # what torch prefers on Hopper
+        return out, logarithms[:, :, : query.shape[2]]  # the kernel pads them to whole blocks
+    if chosen == SDPBackend.CUDNN_ATTENTION.value:  # torch prefers it on Hopper
         cudnn = aten._scaled_dot_product_cudnn_attention
         out, logarithms, *_ = cudnn(query, key, value, None, True, **options)
-        return out, logarithms.view(query.shape[:3])  # some versions have one more dimension
+        return out, logarithms.view(query.shape[:3])  # some versions return one dimension more
     return None
 
 
 def grown_range(
     before: tuple[Tensor, Tensor] | None, value: Tensor, group: int
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """The range of each channel's values while t tokens join.
+    """Extend the range of each channel's values by t new tokens.
 
     Args:
-        before: the least and the largest value so far, each [kv_heads, d]; None: no range is kept.
-        value: [kv_heads, t, d], those of the tokens.
-        group: query heads per KV head.
+        before: the least and the largest value so far, each [kv_heads, d]; None where no range is held.
+        value: [kv_heads, t, d], the values of the new tokens.
+        group: the number of query heads per KV head.
 
     Returns:
-        the range that each token's query is clamped to, repeated for the queries of a group, each
-        [kv_heads, group * t, d]; and the range after the last token, each [kv_heads, d].
+        the least and the largest value up to each token, repeated for the queries of a group, each
+        [kv_heads, group * t, d]; and those after the last token, each [kv_heads, d]. None and None where
+        `before` is None.
     """
     if before is None:
         return None, None
@@ -256,16 +270,19 @@ def exact_attention(
     sliding_window: int | None = None,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of m queries over n keys, of which the last m are their own: [batch, heads, m,
-    head_dim].
+    """Causal attention of m queries over n keys, the last m of which belong to the queries' own tokens:
+    [batch, heads, m, head_dim].
+
+    Most calls go to torch's fused kernel. Bounded logits, sliding windows and `seen`, which that kernel
+    does not have, are computed in blocks of queries with O(QUERY_BLOCK * n) memory. So are grouped heads
+    in float32 on CUDA: no fused kernel takes them, and torch would form all m x n logits.
 
     Args:
-        seen: [heads, m, n] bool, the keys that each query may see beside causality; as many KV heads
-            as query heads then.
-
-    The plain case runs on torch's fused kernel; logit capping and sliding windows, which that
-    kernel does not have, run in query blocks with O(QUERY_BLOCK * n) memory. So do grouped heads in
-    float32 on CUDA, which no fused kernel takes there: torch would form all n x n logits.
+        query: [batch, heads, m, head_dim].
+        key, value: [batch, kv_heads, n, head_dim].
+        scaling, softcap, sliding_window: as in `LayerCall`.
+        seen: [heads, m, n] bool, the keys that each query may see, beside causality; needs as many KV
+            heads as query heads. None for all keys.
     """
     m, n = query.shape[2], key.shape[2]
     if sliding_window is not None and sliding_window >= n:

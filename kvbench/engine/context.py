@@ -1,4 +1,4 @@
-"""A prompt that is prefilled and compressed once and then asked many questions
+"""A prompt that is prefilled and compressed once, and about which many questions are then asked
 (``kvbench.compress(...).read(prompt)``)."""
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder, check_length, tokenizing
 
 Text = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or what a tokenizer returns for one text."""
+"""A text, token ids, or the output of a tokenizer for one text."""
 
 
 class Context:
-    """One prompt, prefilled once and compressed before any question is known.
+    """A prompt that has been prefilled, and compressed before any question is known.
 
-    `ask` answers without changing the cache, so that answers do not depend on earlier questions; with
-    ``keep=True`` the question and its answer are added to the cache. Draws depend on the seed, the
-    prompt and the layer, so that a document is always compressed to the same cache.
+    `ask` does not change the cache, so that answers do not depend on earlier questions; with
+    ``keep=True`` it adds the question and its answer to the cache. Random draws depend on the seed, the
+    prompt and the layer alone, so that a document is always compressed to the same cache.
 
     Attributes:
-        entries: per layer and KV head after compression, mean and maximum.
-        cache_bytes, exact_bytes: bytes held after compression, and bytes of the exact cache.
-        prefill_s, compress_s: seconds of the exact prefill, and of compression.
+        entries: the entries per layer and KV head after compression, under ``mean`` and ``max``.
+        cache_bytes: the bytes of the cache after compression.
+        exact_bytes: the bytes of the exact cache.
+        prefill_s: the seconds of the exact prefill.
+        compress_s: the seconds of compression.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Context:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        # The tokens of the prompt and of the turns that were kept.
+        # The tokens of the prompt, and of the questions and answers that were added.
         self._ids = token_ids(prompt, tokenizer, "the context")
         fork = Fork(label, method, budget, seed, prompt_name(self._ids), room=0)
         with kvbench_attention_on(model), torch.inference_mode():
@@ -62,9 +64,9 @@ class Context:
         if fork.failure is not None:
             raise fork.failure
         self._fork = fork
-        # One for all questions, so that a capture that fails is tried once. It keeps no captured step,
-        # since the model may change between two questions.
-        self._graphs = StepGraphs(most=0)
+        # One object for all questions, so that a capture that fails is tried once. It keeps no captured
+        # step, since the model may change between two questions.
+        self._graphs = StepGraphs(most_kept=0)
         cost = fork.cost()
         self.entries, self.cache_bytes = held_after_prompt(cost)
         self.exact_bytes = cost.exact_bytes
@@ -83,13 +85,14 @@ class Context:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the cache: the prompt's, and those of turns that were kept."""
+        """The number of tokens read: those of the prompt, and of questions and answers that were
+        added."""
         return self._fork.tokens
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of the prompt and of the questions and answers that were kept. The last token of an
-        answer is not in the cache yet: it is fed with the next question."""
+        """The token ids of the prompt, and of the questions and answers that were added. The last token
+        of an answer is not in the cache yet; it is fed with the next question."""
         return list(self._ids)
 
     def ask(
@@ -100,12 +103,13 @@ class Context:
         stop: Sequence[str] = (),
         keep: bool = False,
     ) -> Any:
-        """The greedy answer to one question: text where there is a tokenizer, else token ids.
+        """Answer one question greedily. The answer is a text if there is a tokenizer, else token ids.
 
         Args:
             question: what follows the context, as text (tokenised without special tokens) or ids.
-            stop: strings that end an answer, and are cut from it; need a tokenizer.
-            keep: add the question and its answer to the cache.
+            max_new_tokens: the largest number of tokens of the answer.
+            stop: strings that end an answer, and are cut from it; they need a tokenizer.
+            keep: whether the question and its answer are added to the cache.
 
         Raises:
             KVError: an empty question, text without a tokenizer, a wrong `max_new_tokens`.
@@ -121,8 +125,8 @@ class Context:
     def ask_all(
         self, questions: Sequence[Text], *, max_new_tokens: int = 64, stop: Sequence[str] = ()
     ) -> list[Any]:
-        """The answers to several questions, each as `ask` gives it, decoded together; as many at once
-        as half of the free memory has room for copies of the cache."""
+        """Answer several questions as `ask` does. As many are decoded together as copies of the cache
+        fit into half of the free memory."""
         ids = [
             token_ids(question, self.tokenizer, "the question", special=False)
             for question in questions
@@ -135,19 +139,24 @@ class Context:
         ]
 
     def cache(self) -> LiveCache:
-        """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, to continue
-        from here; ``input_ids`` must begin with all of `token_ids`, as transformers requires."""
+        """Make a cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, which
+        continues from here. ``input_ids`` must begin with all of `token_ids`, as transformers
+        requires."""
         fork = self._fork.clone()
         return LiveCache(self.model, [fork], [fork.cost()], self.tokens)
 
     def _answers(
         self, questions: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
     ) -> list[tuple[Any, DecodingRow]]:
-        """The answer to each question (token ids), decoded together, and the row that gave it, whose
-        fork is a copy that holds question and answer.
+        """Decode the answers to several questions (token ids) together.
+
+        Returns:
+            for each question the answer, and the row that decoded it. The row's fork is a copy of the
+            context's, with question and answer added.
 
         Raises:
-            KVError: a wrong `max_new_tokens`; `stop` without a tokenizer; and what stopped a row.
+            KVError: a wrong `max_new_tokens`, or `stop` without a tokenizer. What stopped a fork is
+                raised, too.
         """
         model, tokenizer = self.model, self.tokenizer
         if not fits(Count, max_new_tokens):
@@ -177,26 +186,25 @@ class Context:
 
 
 def held_after_prompt(cost: Cost) -> tuple[dict[str, float], int]:
-    """What a prompt that was read without a failure holds after compression: entries per layer and KV
-    head (their mean and their maximum), and bytes."""
+    """The entries and the bytes of a cost whose fork has not failed, for which neither is None."""
     assert cost.entries is not None
     assert cost.cache_bytes is not None
     return cost.entries, cost.cache_bytes
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """The function that turns token ids into text without special tokens."""
+    """Make a function that turns token ids into text without special tokens."""
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def token_ids(
     given: Text, tokenizer: PreTrainedTokenizerBase | None, what: str, *, special: bool = True
 ) -> list[int]:
-    """The token ids of a text, of ids, or of a tokenizer's output.
+    """The token ids of a text, of a sequence of ids, or of a tokenizer's output.
 
     Args:
-        what: names it in messages.
-        special: whether a text gets the tokenizer's special tokens.
+        what: what messages call the text.
+        special: whether the tokenizer adds its special tokens to a text.
 
     Raises:
         KVError: no tokens, several texts, or text where there is no tokenizer.

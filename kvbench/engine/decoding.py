@@ -1,18 +1,19 @@
-"""The attention of decode steps: every row of the batch is a fork, and is fed one new token.
+"""The attention of decode steps, which feed one new token to every row of a batch. Each row is a fork.
 
-Rows hold different numbers of entries, in buffers of their own. All rows of a layer that can go
-through one kernel do (`kvbench.kernels.decode_attention`): two launches for however many rows, three
-where they hold packed entries, over the entries they hold and no others. A step reads positions and
-numbers of entries on the device and advances them there; the host copies and counts nothing, so that a
-step can be captured in a CUDA graph.
+Rows hold different numbers of entries, in buffers of their own. At each layer, all rows that can go
+through the same kernels do so together (`kvbench.kernels.decode_attention`): two launches for any number
+of rows, three where they hold packed entries, over exactly the entries that they hold. A step reads the
+positions and the numbers of entries on the device and advances them there. The host counts and copies
+nothing, so that a step can be captured in a CUDA graph.
 
 In: the forks of the rows, and each layer's query, key and value of the new tokens. Out: the attention
-output of every row; when the rows part, `DecodeState.settle` tells the caches how many entries they
-hold."""
+output of every row. At the end, `DecodeState.settle` updates the number of entries in the caches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,21 +28,68 @@ from kvbench.kernels.eviction import EvictionTable, evict_entries
 from kvbench.kernels.philox import to_device
 
 NO_LIMIT = (1 << 31) - 2
-"""The limit of entries of a cache that grows without one."""
+"""The number of entries that stands for no limit: the largest int32 number to which 1 can be added."""
+
+
+class _EntryCounts(NamedTuple):
+    """The numbers of entries of some caches, [slots] int32 on a GPU or lists on a CPU: before the step,
+    and including the token that is fed."""
+
+    before: Tensor | list[int]
+    with_new: Tensor | list[int]
+
+
+class _Kind(NamedTuple):
+    """What the caches of a group have in common. Caches of different kinds need launches of their own.
+
+    Attributes:
+        caches_per_row: 1, or the number of KV heads where each head has a cache of its own.
+        kv_heads: the KV heads of a cache.
+        key_dim, value_dim: the numbers in a key and in a value.
+        dtype: of keys and values.
+        quantization: how the first entries are packed; None where none are.
+        evicts_oldest: whether the rule of eviction takes the oldest entry, which needs no scores; None
+            where no entry is evicted.
+    """
+
+    caches_per_row: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    quantization: Hashable
+    evicts_oldest: bool | None
+
+    @classmethod
+    def of(cls, caches: Sequence[GrowingCache]) -> _Kind:
+        """The kind of the caches of one row, which are all alike."""
+        store, rule = caches[0].store, caches[0].rule
+        packed = store.packed
+        return cls(
+            len(caches),
+            store.keys.shape[0],
+            store.keys.shape[2],
+            store.values.shape[2],
+            store.keys.dtype,
+            None if packed is None else packed.keys.quantization,
+            None if rule is None else rule.leaves == "oldest",
+        )
 
 
 class _Counters:
-    """Positions and numbers of entries of the rows on one device, which every step advances in place.
+    """The positions and the numbers of entries of all rows, on one device. Every step advances them in
+    place.
+
+    A slot is a cache of a group; the slots of the device's groups follow one another.
 
     Attributes:
-        positions: [rows] int64, of the token to be fed.
+        positions: [rows] int64, the position of the token to be fed.
         position_steps: [rows] int64, what a step adds to `positions`: 1, or 0 for rows that have ended.
-        lengths: [slots] int32, entries held before the step; a slot is a cache of a group, and the
-            groups of the device stand one after the other.
-        length_steps: [slots] int32, what a step adds to `lengths`, up to `limits`.
-        limits: [slots] int32, the most entries that a cache may hold.
-        with_new: [slots] int32, entries including the token that is fed: `lengths` + 1.
-        on_host: copies of `lengths` and `with_new` as lists, on a CPU, whose kernels take numbers.
+        lengths: [slots] int32, the number of entries before the step.
+        length_steps: [slots] int32, what a step adds to `lengths`: 1, or 0 for rows that have ended.
+        limits: [slots] int32, the largest number of entries of a cache, which `lengths` never exceeds.
+        with_new: [slots] int32, the number of entries including the token that is fed: `lengths` + 1.
+        on_host: the same numbers as lists, on a CPU, whose kernels take lists; None on a GPU.
     """
 
     def __init__(self, positions: Tensor, groups: Sequence[_Group]) -> None:
@@ -54,20 +102,20 @@ class _Counters:
         self.length_steps = torch.ones_like(self.lengths)
         self.limits = to_device(torch.tensor(limits, dtype=torch.int32), positions.device)
         self.with_new = self.lengths + 1
-        self.on_host: tuple[list[int], list[int]] | None = None
+        self.on_host: _EntryCounts | None = None
         self._copy_to_host()
 
     def _copy_to_host(self) -> None:
         if not self.lengths.is_cuda:
-            self.on_host = self.lengths.tolist(), self.with_new.tolist()
+            self.on_host = _EntryCounts(self.lengths.tolist(), self.with_new.tolist())
 
-    def of(self, slots: slice) -> tuple[Tensor | Sequence[int], Tensor | Sequence[int]]:
-        """Entries of a group's caches, without and with the token that is fed."""
-        lengths, with_new = self.on_host or (self.lengths, self.with_new)
-        return lengths[slots], with_new[slots]
+    def counts(self, slots: slice) -> _EntryCounts:
+        """The numbers of entries of the caches in some slots."""
+        counts = self.on_host or _EntryCounts(self.lengths, self.with_new)
+        return _EntryCounts(counts.before[slots], counts.with_new[slots])
 
     def advance(self) -> None:
-        """Move positions and numbers of entries on to the next token, on the device."""
+        """Advance positions and numbers of entries by one token, on the device."""
         self.positions += self.position_steps
         self.lengths.add_(self.length_steps).clamp_(max=self.limits)
         torch.add(self.lengths, 1, out=self.with_new)
@@ -75,34 +123,36 @@ class _Counters:
 
 
 class _Group:
-    """Rows of one layer that go through the kernels together.
+    """The rows of one layer that go through the kernels together.
 
-    A row has one cache of the layer, or, where its heads hold different numbers of entries, one for each
-    head. To the kernels such a row is as many rows of one KV head.
+    A row has one cache of the layer or, where its heads hold different numbers of entries, one for each
+    head. The kernels treat each of these caches as a row with one KV head.
 
     Args:
-        rows: their places in the batch.
-        caches: the caches of this layer, those of a row one after the other.
-        several: whether the batch has other rows.
-        common: what the rows have in common: numbers of heads and channels, dtype, how entries are
-            packed, rule of eviction.
+        kind: the kind of all caches.
+        caches_by_row: the caches of each row, by the row's index in the batch.
+        batch: the number of rows in the batch.
 
     Attributes:
-        per_row: caches of a row.
+        rows: the indices of the rows in the batch.
+        caches: the caches of all rows, those of a row one after the other.
+        device: of the caches.
         index: `rows` as a tensor on the device; None where they are the whole batch.
-        table: addresses and strides of the rows' entries.
-        limits: the most entries that each cache may hold.
-        evictions: the rules by which entries leave; None where none do.
-        slots: the caches' places in the device's `_Counters`.
-        graph_key: what a captured step has fixed of the rows.
+        table: the addresses and strides of the rows' entries.
+        limits: the largest number of entries of each cache.
+        evictions: the rules by which entries are evicted; None where none are.
+        slots: the slots of the caches in the device's `_Counters`.
+        graph_key: everything about the rows that is constant in a captured step.
     """
 
     def __init__(
-        self, rows: list[int], caches: list[GrowingCache], several: bool, common: Hashable
+        self, kind: _Kind, caches_by_row: Mapping[int, Sequence[GrowingCache]], batch: int
     ) -> None:
-        self.rows, self.caches, self.device = rows, caches, caches[0].store.keys.device
-        self.per_row = len(caches) // len(rows)
-        self.index = torch.tensor(rows, device=self.device) if several else None
+        self.per_row = kind.caches_per_row
+        self.rows = rows = list(caches_by_row)
+        self.caches = caches = [cache for own in caches_by_row.values() for cache in own]
+        self.device = caches[0].store.keys.device
+        self.index = torch.tensor(rows, device=self.device) if len(rows) < batch else None
         self.limits = [NO_LIMIT if cache.limit is None else cache.limit for cache in caches]
         self.slots = slice(0)
         stores = [cache.store for cache in caches]
@@ -114,50 +164,53 @@ class _Group:
             positions = [store.positions for store in stores]
             self.evictions = EvictionTable(rules, self.limits, scores, positions, rows)
         launches = (table.longest, table.longest_packed, table.chunk, table.aligned)
-        self.graph_key = (tuple(rows), common, *launches)
+        self.graph_key = (tuple(rows), kind, *launches)
 
     def caches_of(self, row: int) -> slice:
-        """The places of a row's caches among `caches`."""
+        """The indices in `caches` of a row's caches."""
         first = self.rows.index(row) * self.per_row
         return slice(first, first + self.per_row)
 
 
 class DecodeState(ForkBatch):
-    """Attention state of steps of one token, for as long as the rows stay the same.
+    """The attention state of steps of one token, for as long as the rows of the batch stay the same.
 
     Args:
         forks: one per batch row.
-        steps: tokens that will be fed to each row at most: room for them is reserved here.
+        steps: for each row the largest number of tokens that will be fed to it. Room for them is
+            reserved here.
         device: where the token ids are.
 
     Attributes:
-        positions: [rows] int64, of the token to be fed; moved on in place.
-        taken: steps so far.
+        positions: [rows] int64, the position of the token to be fed; every step advances it in place.
+        taken: the number of steps so far.
     """
 
     def __init__(self, forks: Sequence[Fork], steps: Sequence[int], device: torch.device) -> None:
-        first = [fork.tokens for fork in forks]
-        positions = to_device(torch.tensor(first), device)
+        first_positions = [fork.tokens for fork in forks]
+        positions = to_device(torch.tensor(first_positions), device)
         super().__init__(list(forks), positions)
         self.taken = 0
         self._ended: set[int] = set()
         self._groups: dict[int, list[_Group]] = {}
         self._alone: dict[int, list[int]] = {}
         for layer in self.forks[0].layers:
-            self._sort(layer, first, steps)
+            self._sort_rows(layer, first_positions, steps)
+        # The device of the token ids is among them even if no group is there, since `attend_rows` needs
+        # its positions.
         by_device: dict[torch.device, list[_Group]] = {positions.device: []}
         for group in self._all_groups():
-            mine = by_device.setdefault(group.device, [])
-            begin = mine[-1].slots.stop if mine else 0
+            groups_there = by_device.setdefault(group.device, [])
+            begin = groups_there[-1].slots.stop if groups_there else 0
             group.slots = slice(begin, begin + len(group.caches))
-            mine.append(group)
+            groups_there.append(group)
         self._counters = {
             device: _Counters(positions.to(device), groups) for device, groups in by_device.items()
         }
 
     @property
     def graph_key(self) -> Hashable:
-        """What a captured step has fixed of these rows: see `kvbench.engine.graphs`."""
+        """Everything about these rows that is constant in a captured step (`kvbench.engine.graphs`)."""
         return tuple(
             (layer, *(group.graph_key for group in groups))
             for layer, groups in self._groups.items()
@@ -165,24 +218,31 @@ class DecodeState(ForkBatch):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """On a GPU, all tensors about the rows that a step reads or advances; as many, in the same
-        order, for all rows of one `graph_key`."""
-        parts = [part for counters in self._counters.values() for part in vars(counters).values()]
+        """All tensors about the rows that a step on a GPU reads or advances. For the same `graph_key`
+        there are equally many, in the same order and of the same shapes."""
+        tensors: list[Any] = []
+        for counters in self._counters.values():
+            tensors += vars(counters).values()
         for group in self._all_groups():
-            parts += [group.index, group.table.pointers]
+            tensors += [group.index, group.table.pointers]
             if group.evictions is not None:
-                parts.append(group.evictions.numbers)
-        return [part for part in parts if isinstance(part, Tensor)]
+                tensors.append(group.evictions.numbers)
+        return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
     def _all_groups(self, row: int | None = None) -> list[_Group]:
-        """The groups of all layers, or those with this row."""
+        """The groups of all layers, or those that contain the row."""
         groups = [group for groups in self._groups.values() for group in groups]
         return [group for group in groups if row is None or row in group.rows]
 
-    def _sort(self, layer: int, first: Sequence[int], steps: Sequence[int]) -> None:
-        """Sort the rows of a layer into those that go through the kernels together, a group for each
-        kind of buffers, and those that attend one by one."""
-        together: dict[tuple[object, ...], dict[int, list[GrowingCache]]] = {}
+    def _sort_rows(self, layer: int, first_positions: Sequence[int], steps: Sequence[int]) -> None:
+        """Sort the rows of a layer into those that go through the kernels, a group for each kind of
+        caches, and those that attend one after the other; prepare the caches of the former.
+
+        Args:
+            first_positions: for each row the position of the first token that will be fed.
+            steps: as in `DecodeState`.
+        """
+        by_kind: dict[_Kind, dict[int, Sequence[GrowingCache]]] = {}
         self._alone[layer] = []
         for row, fork in enumerate(self.forks):
             cache = fork.layers[layer]
@@ -190,28 +250,16 @@ class DecodeState(ForkBatch):
                 self._alone[layer].append(row)
                 continue
             assert isinstance(cache, GrowingCache | RaggedCache)
-            parts = cache.heads if isinstance(cache, RaggedCache) else [cache]
-            for part in parts:
-                part.expect(first[row], steps[row])
-            keys, values, rule = parts[0].store.keys, parts[0].store.values, parts[0].rule
-            leaves = None if rule is None else rule.leaves == "oldest"
-            channels = (keys.shape[2], values.shape[2])
-            packed = parts[0].store.packed
-            scheme = None if packed is None else packed[0].quantization
-            kind = (len(parts), keys.shape[0], *channels, keys.dtype, scheme, leaves)
-            together.setdefault(kind, {})[row] = parts
+            caches = cache.heads if isinstance(cache, RaggedCache) else [cache]
+            for own_cache in caches:
+                own_cache.prepare_steps(first_positions[row], steps[row])
+            by_kind.setdefault(_Kind.of(caches), {})[row] = caches
         self._groups[layer] = [
-            _Group(
-                list(rows),
-                [part for parts in rows.values() for part in parts],
-                len(rows) < len(self.forks),
-                kind,
-            )
-            for kind, rows in together.items()
+            _Group(kind, caches_by_row, len(self.forks)) for kind, caches_by_row in by_kind.items()
         ]
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Each row against its own cache; a row whose fork failed attends to nothing."""
+        """See `ForkBatch.attend`: all rows of a group at once, then the other rows one by one."""
         groups, query = self._groups[call.layer], call.query
         if len(groups) == 1 and groups[0].index is None:
             return self._attend_group(groups[0], call)
@@ -225,22 +273,27 @@ class DecodeState(ForkBatch):
         return out
 
     def _attend_group(self, group: _Group, call: LayerCall) -> Tensor:
-        query, key, value = (part[:, :, 0] for part in (call.query, call.key, call.value))
-        evictions, stored_heads = group.evictions, group.table.kv_heads * group.per_row
+        """Add the new tokens of a group's rows to their caches, attend, and evict by the rules:
+        [group rows, heads, 1, value_dim]. `call` has the rows of the group alone."""
+        query, key, value = call.query[:, :, 0], call.key[:, :, 0], call.value[:, :, 0]
+        evictions = group.evictions
+        stored_heads = group.table.kv_heads * group.per_row
         repeats = stored_heads // key.shape[1]
-        if repeats > 1:  # a method that repeats keys to query heads
-            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        if group.per_row > 1:  # heads that hold different numbers of entries are rows of their own
-            query, key, value = (
-                part.reshape(len(group.caches), -1, part.shape[2]) for part in (query, key, value)
-            )
+        if repeats > 1:  # the methods have repeated keys to query heads
+            key = key.repeat_interleave(repeats, dim=1)
+            value = value.repeat_interleave(repeats, dim=1)
+        if group.per_row > 1:  # each head has a cache, which the kernels treat as a row
+            rows = len(group.caches)
+            query = query.reshape(rows, -1, query.shape[2])
+            key = key.reshape(rows, -1, key.shape[2])
+            value = value.reshape(rows, -1, value.shape[2])
         counters = self._counters[group.device]
-        lengths, with_new = counters.of(group.slots)
-        append_entries(group.table, lengths, key, value)
-        out, mass = weighted_decode_attention(
+        counts = counters.counts(group.slots)
+        append_entries(group.table, counts.before, key, value)
+        output, mass = weighted_decode_attention(
             query,
             group.table,
-            with_new,
+            counts.with_new,
             scaling=call.scaling,
             softcap=call.softcap,
             return_mass=evictions is not None and evictions.weighs,
@@ -249,23 +302,24 @@ class DecodeState(ForkBatch):
             evict_entries(
                 group.table,
                 evictions,
-                lengths,
+                counts.before,
                 mass,
                 counters.positions,
                 counters.position_steps,
             )
-        return out.reshape(len(group.rows), call.query.shape[1], 1, -1)
+        return output.reshape(len(group.rows), call.query.shape[1], 1, -1)
 
     def move_on(self) -> None:
-        """Advance positions and numbers of entries to the next token; part of the step, on the
-        devices."""
+        """Advance positions and numbers of entries by one token, on the devices. This is the end of a
+        step, and is captured with it."""
         for counters in self._counters.values():
             counters.advance()
 
     def end(self, row: int) -> None:
-        """Freeze a row that has ended and stays in the batch: its position and number of entries no
-        longer change, and its steps write their token to a free place that is never attended to."""
-        self._settle(row)
+        """Stop a row that has ended but stays in the batch. Its position and its number of entries no
+        longer change. Later steps write its token to the same free place of the buffers every time, and
+        their output is not used."""
+        self._settle_row(row)
         self._ended.add(row)
         for counters in self._counters.values():
             counters.position_steps[row] = 0
@@ -273,13 +327,15 @@ class DecodeState(ForkBatch):
             counters = self._counters[group.device]
             counters.length_steps[group.slots][group.caches_of(row)] = 0
 
-    def _settle(self, row: int) -> None:
+    def _settle_row(self, row: int) -> None:
+        """Update the number of entries in the caches of a row, unless it has ended before."""
         for group in self._all_groups(row) if row not in self._ended else ():
             for cache in group.caches[group.caches_of(row)]:
                 cache.count_steps_by_kernel(self.taken)
 
     def settle(self) -> None:
-        """End this run of steps: every cache is told how many entries it holds by now."""
+        """End these steps: update the number of entries in every cache, which the steps counted on the
+        device alone."""
         for row in range(len(self.forks)):
-            self._settle(row)
+            self._settle_row(row)
         self.taken = 0

@@ -1,10 +1,10 @@
-"""What a layer's cache stores: the entries of one layer of one fork, as they are or packed.
+"""What a layer's cache stores: the entries of one layer of one fork, in the model's dtype or packed.
 
 In: what a method keeps of the prompt (`CompressedKV`), and the keys and values of new tokens. Out:
-products of queries with all keys, and mixtures of all values. When entries join and which leave is the
-cache's business (`kvbench.engine.cache`).
+products of queries with all keys, and mixtures of all values. The caches of `kvbench.engine.cache`
+decide when entries are added and which are removed.
 
-Shapes have no batch dimension: a fork is one row.
+Shapes have no batch dimension, since a fork is one row of a batch.
 """
 
 from __future__ import annotations
@@ -22,34 +22,38 @@ from kvbench.kernels.quantize import Codec, Packed, Scheme, never
 from kvbench.kv import CompressedKV, weighted_entries
 
 GROWTH = 256
-"""Entries by which buffers grow that are full and were not told how many entries will come."""
+"""How many entries more than necessary a full buffer has room for after it has grown."""
 
 NUMBERS = ("positions", "log_weights", "scores", "denominators")
-"""Buffers [kv_heads, reserved] of numbers that every entry has, wherever its key and value lie."""
+"""The buffers that hold one number per entry, [kv_heads, reserved]. They begin with the first entry,
+also where keys and values of the first entries are packed and not in buffers."""
 
 BUFFERS = ("keys", "values", *NUMBERS)
+"""All buffers of a store."""
 
 
 class Entries:
-    """Entries in buffers, all of them as they are.
+    """Entries in buffers, in the model's dtype.
 
-    Buffers are reserved once, and new entries are written in place. The first `length` entries of a
-    buffer are held; what lies behind them is room. The buffer of keys begins with entry `first_key`, the
-    buffer of values with entry `first_value`.
+    Buffers are reserved once, and new entries are written in place. `length` entries are held; the rest
+    of a buffer is room for entries to come. The buffer of keys begins with the entry number `first_key`,
+    the buffer of values with the entry number `first_value`.
 
     Args:
-        held: what a method keeps of the prompt, batch 1.
-        room: entries that will join, if the caller knows.
-        keeps_scores: whether `CompressedKV.scores` are kept, for a method that asks for them again.
+        compressed: what a method keeps of the prompt, batch 1.
+        room: how many entries will be added, 0 if the caller does not know.
+        keeps_scores: whether `CompressedKV.scores` are stored, for a method that reads them again while
+            decoding.
 
     Attributes:
-        length: entries held per head.
-        keys: [kv_heads, reserved, head_dim]. values: [kv_heads, reserved, value_dim].
-        positions: [kv_heads, reserved] int64. log_weights, scores, denominators: [kv_heads, reserved]
-            float32, or None; all as in `CompressedKV`.
-        keys_only: leading entries that hold a key and no value.
-        value_range: least and largest value of each channel so far, two tensors [kv_heads, value_dim];
-            None where outputs are not clamped (`CompressedKV.value_range`).
+        length: the number of entries per head.
+        keys: [kv_heads, reserved, head_dim].
+        values: [kv_heads, reserved, value_dim].
+        positions: [kv_heads, reserved] int64, as in `CompressedKV`.
+        log_weights, scores, denominators: [kv_heads, reserved] float32, or None, as in `CompressedKV`.
+        keys_only: how many of the first entries have a key and no value.
+        value_range: the least and the largest value of each channel so far, two tensors [kv_heads,
+            value_dim]; None where outputs are not clamped (`CompressedKV.value_range`).
     """
 
     keys: Tensor
@@ -59,93 +63,101 @@ class Entries:
     scores: Tensor | None
     denominators: Tensor | None
 
-    def __init__(self, held: CompressedKV, room: int, *, keeps_scores: bool = False) -> None:
-        self.length = held.keys.shape[2]
-        self.keys_only = held.keys_only
-        parts = {
-            "keys": held.keys[:, :, self.first_key :],
-            "values": held.values[:, :, self.first_value - held.keys_only :],
-            "positions": held.positions,
-            "log_weights": held.log_weights,
-            "scores": held.scores if keeps_scores else None,
-            "denominators": held.denominators,
+    def __init__(self, compressed: CompressedKV, room: int, *, keeps_scores: bool = False) -> None:
+        self.length = compressed.keys.shape[2]
+        self.keys_only = compressed.keys_only
+        tensors = {
+            "keys": compressed.keys[:, :, self.first_key :],
+            "values": compressed.values[:, :, self.first_value - compressed.keys_only :],
+            "positions": compressed.positions,
+            "log_weights": compressed.log_weights,
+            "scores": compressed.scores if keeps_scores else None,
+            "denominators": compressed.denominators,
         }
-        for name, part in parts.items():
-            setattr(self, name, None if part is None else _with_room(part[0], room))
+        for name, tensor in tensors.items():
+            setattr(self, name, None if tensor is None else _with_room(tensor[0], room))
         self.value_range: tuple[Tensor, Tensor] | None = None
-        if held.value_range is not None:
-            least, largest = held.value_range
+        if compressed.value_range is not None:
+            least, largest = compressed.value_range
             self.value_range = (least[0], largest[0])
 
     @property
     def first_key(self) -> int:
-        """The entry whose key the buffer of keys begins with."""
+        """The number of the entry whose key is the first in the buffer of keys."""
         return 0
 
     @property
     def first_value(self) -> int:
-        """The entry whose value the buffer of values begins with."""
+        """The number of the entry whose value is the first in the buffer of values."""
         return self.keys_only
 
     @property
     def is_read_by_kernel(self) -> bool:
-        """Whether `kvbench.kernels.decode_attention` can attend to these entries: all have key and
-        value, attention is an ordinary softmax over them, and it can read those that are packed."""
+        """Whether `kvbench.kernels.decode_attention` can compute the attention to these entries: all
+        have a key and a value, attention is an ordinary softmax over them, and the kernel can read those
+        that are packed."""
         return not self.keys_only and self.denominators is None
 
     @property
-    def packed(self) -> tuple[Packed, Packed] | None:
-        """Keys and values of the packed entries, where the kernels read them; None otherwise."""
+    def packed(self) -> PackedPair | None:
+        """The packed entries, where there are any and the kernels can read them; None otherwise."""
         return None
 
     def count(self) -> Tensor:
-        """Entries held per head, padding left out: [kv_heads] int64, on the entries' device where it
-        has to be counted, else on the host."""
+        """Count the entries of each head without padding: [kv_heads] int64. The result is on the host,
+        or on the entries' device where log-weights have to be read to tell padding."""
         if self.log_weights is None:
             return torch.full((self.keys.shape[0],), self.length, dtype=torch.int64)
         return weighted_entries(self.log_weights[:, : self.length])
 
     def nbytes(self, count: int) -> int:
-        """Bytes of `count` entries as stored: keys, values, weights and scores. Room for entries to come
-        and positions are not counted."""
+        """The bytes of `count` entries as stored: keys, values, weights and scores. Room for entries to
+        come and positions are not counted."""
         total = 0
-        for part in self.buffers(("log_weights", "scores", "denominators")).values():
-            total += part[:, :count].nbytes
-        for part in self.value_range or ():
-            total += part.nbytes
+        for buffer in self.buffers(("log_weights", "scores", "denominators")).values():
+            total += buffer[:, :count].nbytes
+        for extreme in self.value_range or ():
+            total += extreme.nbytes
         total += self.keys[:, : count - self.first_key].nbytes
         total += self.values[:, : count - self.first_value].nbytes
         return total
 
     def reserved_bytes(self) -> int:
-        """Bytes of the buffers, which a clone has of its own."""
-        return sum(part.nbytes for part in self.buffers().values())
+        """The bytes of all buffers, room included: the memory that a clone takes."""
+        return sum(buffer.nbytes for buffer in self.buffers().values())
 
     def buffers(self, names: Sequence[str] = BUFFERS) -> dict[str, Tensor]:
-        """The named buffers that there are, by name."""
-        return {name: part for name in names if (part := getattr(self, name)) is not None}
+        """The buffers with these names, by name, without those that the store does not have."""
+        return {name: buffer for name in names if (buffer := getattr(self, name)) is not None}
 
     def clone(self) -> Entries:
-        """A copy that shares nothing with this one that either of them writes to."""
+        """A copy with buffers of its own. What the two share, packed entries and `value_range`, is never
+        written to: a change replaces it."""
         twin = copy.copy(self)
-        for name, part in self.buffers().items():
-            setattr(twin, name, part.clone())
+        for name, buffer in self.buffers().items():
+            setattr(twin, name, buffer.clone())
         return twin
 
     def reserve(self, entries: int, more: int = 0) -> None:
-        """Make room for `entries` in all. Where the buffers are too small, they are copied to larger
-        ones, with room for `more` entries beyond these."""
+        """Make the buffers large enough for `entries` entries. Buffers that are too small are copied to
+        larger ones, which have room for `more` entries beyond these."""
         reserved = self.positions.shape[1]
         if entries <= reserved:
             return
-        for name, part in self.buffers().items():
-            setattr(self, name, _with_room(part, entries + more - reserved))
+        for name, buffer in self.buffers().items():
+            setattr(self, name, _with_room(buffer, entries + more - reserved))
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
-        """Store t more entries: key [kv_heads, t, head_dim], value [kv_heads, t, value_dim], positions
-        [t]. Where a method repeats keys to query heads, the new ones are repeated, too."""
+        """Add t entries with log-weight 0.
+
+        Args:
+            key: [kv_heads, t, head_dim].
+            value: [kv_heads, t, value_dim].
+            positions: [t] int64.
+        """
         stored_heads = self.keys.shape[0]
         if stored_heads != key.shape[0]:
+            # The method has repeated keys to query heads.
             key = key.repeat_interleave(stored_heads // key.shape[0], dim=0)
             value = value.repeat_interleave(stored_heads // value.shape[0], dim=0)
         before, after = self.length, self.length + key.shape[1]
@@ -153,73 +165,87 @@ class Entries:
         self.keys[:, before - self.first_key : after - self.first_key] = key
         self.values[:, before - self.first_value : after - self.first_value] = value
         self.positions[:, before:after] = positions
-        # An entry that has left may have stood here.
-        for part in self.buffers(("log_weights", "scores")).values():
-            part[:, before:after] = 0
+        # The numbers of an entry that was removed may still be here.
+        for buffer in self.buffers(("log_weights", "scores")).values():
+            buffer[:, before:after] = 0
         if self.denominators is not None:
             self.denominators[:, before:after] = 1
         self.length = after
 
     def keep_last(self, count: int) -> None:
-        """Let go of all entries but the last `count`."""
-        gone = self.length - count
-        for part in self.buffers().values():
-            part[:, :count] = part[:, gone : self.length].clone()
+        """Remove all entries but the last `count`."""
+        removed = self.length - count
+        for buffer in self.buffers().values():
+            # A clone, since source and destination may overlap.
+            buffer[:, :count] = buffer[:, removed : self.length].clone()
         self.length = count
 
-    def remove(self, leaving: Tensor) -> None:
-        """Let go of one entry of each head, `leaving` [kv_heads]; the last entry takes its place."""
-        self._fill_from_last(leaving, BUFFERS)
+    def remove(self, entry: Tensor) -> None:
+        """Remove one entry of each head, with the index `entry` [kv_heads]. The last entry takes its
+        place."""
+        self._overwrite_with_last(entry, BUFFERS)
 
-    def _fill_from_last(self, leaving: Tensor, names: Sequence[str]) -> None:
+    def _overwrite_with_last(self, entry: Tensor, names: Sequence[str]) -> None:
+        """In the named buffers, move the last entry of each head to the place of `entry` [kv_heads]."""
         head = torch.arange(self.keys.shape[0], device=self.keys.device)
-        for part in self.buffers(names).values():
-            part[head, leaving] = part[:, self.length - 1].clone()
+        for buffer in self.buffers(names).values():
+            buffer[head, entry] = buffer[:, self.length - 1].clone()
         self.length -= 1
 
     def dot_keys(self, query: Tensor) -> Tensor:
-        """q.k of query [kv_heads, q, head_dim] with all entries: [kv_heads, q, entries]; see
-        `products`."""
+        """The products of queries [kv_heads, q, head_dim] with the keys of all entries, as `products`
+        computes them: [kv_heads, q, entries]."""
         return products(query, self.keys[:, : self.length])
 
     def mix_values(self, weights: Tensor) -> Tensor:
-        """weights [kv_heads, q, entries] float32 . v of all entries: [kv_heads, q, value_dim] in the
-        values' dtype."""
+        """The sums of the values of all entries with weights [kv_heads, q, entries] float32: [kv_heads,
+        q, value_dim] in the values' dtype."""
         weights = weights[..., self.first_value :].to(self.values.dtype)
         return weights @ self.values[:, : self.length - self.first_value]
 
     def cuts(self, tokens: int) -> Sequence[int]:
-        """The ends of the pieces in which so many tokens may join at once, the last being `tokens`."""
+        """Cut a run of `tokens` new tokens into pieces whose tokens may be added together: the number of
+        tokens up to the end of each piece, ascending, the last being `tokens`."""
         return [tokens]
 
     def pack_keys(self) -> None:
-        """Pack the keys that are due before the queries of their own step read them."""
+        """Pack the keys that have to be packed before the queries of the same step read them. Nothing
+        here; see `PackedEntries`."""
 
     def pack(self) -> None:
-        """Pack the keys and values that are due after their step."""
+        """Pack the keys and values that have to be packed at the end of a step. Nothing here; see
+        `PackedEntries`."""
+
+
+class PackedPair(NamedTuple):
+    """The packed keys and values of a store, as `kvbench.kernels.decode_attention` reads them."""
+
+    keys: Packed
+    values: Packed
 
 
 class Codecs(NamedTuple):
-    """A scheme's codecs of keys and of values, which may have packed different numbers of entries."""
+    """The codecs of a scheme, one for keys and one for values, which hold the packed entries. They may
+    have packed different numbers of entries."""
 
     keys: Codec[Any]
     values: Codec[Any]
 
 
 class PackedEntries(Entries):
-    """Entries that a scheme has packed, followed by those that it has not packed yet.
+    """Entries of which a scheme has packed the first ones. The others are in buffers.
 
-    A scheme packs all entries, or all but the last ones (`Codec.due`). The packed ones lie in the
-    codecs, and the buffers begin behind them.
+    A scheme packs all entries, or all but the last ones (`Codec.due`). The codecs hold the packed
+    entries; the buffers of keys and values begin with the first entry that is not packed.
 
     Args:
         scheme: how entries are packed.
-        layer, seed: what the scheme's draws depend on.
+        layer, seed: the numbers on which the scheme's random draws depend.
     """
 
     def __init__(
         self,
-        held: CompressedKV,
+        compressed: CompressedKV,
         room: int,
         scheme: Scheme,
         *,
@@ -227,8 +253,10 @@ class PackedEntries(Entries):
         seed: int,
         keeps_scores: bool = False,
     ) -> None:
-        self.codecs = Codecs(*scheme.codecs(held.keys[0], held.values[0], layer=layer, seed=seed))
-        super().__init__(held, room, keeps_scores=keeps_scores)
+        keys, values = compressed.keys[0], compressed.values[0]
+        # Before the buffers are made, since the buffers hold what the codecs have not packed.
+        self.codecs = Codecs(*scheme.codecs(keys, values, layer=layer, seed=seed))
+        super().__init__(compressed, room, keeps_scores=keeps_scores)
 
     @property
     def first_key(self) -> int:
@@ -246,25 +274,26 @@ class PackedEntries(Entries):
         return super().is_read_by_kernel and self.packed is not None
 
     @property
-    def packed(self) -> tuple[Packed, Packed] | None:
-        """See `Entries.packed`: integers of a prompt, to which no token's entry is added."""
+    def packed(self) -> PackedPair | None:
+        """See `Entries.packed`. The kernels read entries that were packed as one block after the prompt
+        and to which no later entry is added."""
         keys, values = self.codecs
         if keys.due is not never or values.due is not never:
             return None
         blocks = [block for codec in (keys, values) for block in codec.blocks]
         if len(blocks) != 2 or not is_readable(*blocks):
             return None
-        return blocks[0], blocks[1]
+        return PackedPair(blocks[0], blocks[1])
 
     def nbytes(self, count: int) -> int:
-        """See `Entries.nbytes`; with those of the packed entries."""
+        """See `Entries.nbytes`; the bytes of the packed entries are included."""
         return super().nbytes(count) + self.codecs.keys.nbytes + self.codecs.values.nbytes
 
-    def remove(self, leaving: Tensor) -> None:
-        """See `Entries.remove`. All entries must be packed (a scheme `by_entry`)."""
-        self._fill_from_last(leaving, NUMBERS)
+    def remove(self, entry: Tensor) -> None:
+        """See `Entries.remove`. Every entry must be packed, and on its own (a scheme `by_entry`)."""
+        self._overwrite_with_last(entry, NUMBERS)
         keys, values = self.codecs
-        self.codecs = Codecs(keys.without(leaving), values.without(leaving))
+        self.codecs = Codecs(keys.without(entry), values.without(entry))
 
     def dot_keys(self, query: Tensor) -> Tensor:
         """See `Entries.dot_keys`."""
@@ -283,16 +312,19 @@ class PackedEntries(Entries):
         return packed.add_(mixed).to(mixed.dtype)
 
     def cuts(self, tokens: int) -> Sequence[int]:
-        """See `Entries.cuts`: a token whose step packs keys before it attends joins alone."""
+        """See `Entries.cuts`. A token is a piece of its own if its step packs keys before its query
+        reads them: tokens before it must read these keys as they were."""
         codec = self.codecs.keys
         if not codec.ahead:
             return [tokens]
-        packed, ends = codec.count, {tokens}
-        for i in range(tokens):
-            taken = codec.due(packed, self.length + i + 1 - packed)
-            if taken:
-                packed += taken
-                ends |= {i, i + 1}
+        packed = codec.count
+        ends = {tokens}
+        for token in range(tokens):
+            unpacked = self.length + token + 1 - packed
+            newly_packed = codec.due(packed, unpacked)
+            if newly_packed:
+                packed += newly_packed
+                ends |= {token, token + 1}  # a piece ends before the token, and one with it
         return sorted(ends - {0})
 
     def pack_keys(self) -> None:
@@ -312,18 +344,22 @@ class PackedEntries(Entries):
         self._move_to_front(self.keys, first_key, self.first_key)
         self._move_to_front(self.values, first_value, self.first_value)
 
-    def _move_to_front(self, part: Tensor, before: int, now: int) -> None:
-        """A buffer that began with entry `before` begins with entry `now`."""
-        if now > before:
-            part[:, : self.length - now] = part[:, now - before : self.length - before].clone()
+    def _move_to_front(self, buffer: Tensor, old_first: int, new_first: int) -> None:
+        """Let a buffer that begins with the entry number `old_first` begin with `new_first`."""
+        if new_first > old_first:
+            rest = buffer[:, new_first - old_first : self.length - old_first]
+            # A clone, since source and destination may overlap.
+            buffer[:, : self.length - new_first] = rest.clone()
 
 
 def table_of(stores: Sequence[Entries]) -> EntryTable:
-    """Where the entries of these rows are, for the kernels, all of which read them
-    (`Entries.is_read_by_kernel`) and either all or none of which have packed ones.
+    """Make the table by which the kernels find the entries of several rows.
 
-    Launches are made for a power of two of entries, so that a captured step serves all rows of like
-    size.
+    The kernels' grids are as large as the longest row, rounded up to a power of two, so that a captured
+    step can be replayed for rows of about the same length.
+
+    Args:
+        stores: one per row. Each `is_read_by_kernel`, and all or none of them have packed entries.
     """
     packed = [store.packed for store in stores if store.packed is not None]
     longest = max(store.keys.shape[1] for store in stores)
@@ -339,11 +375,11 @@ def table_of(stores: Sequence[Entries]) -> EntryTable:
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is no less than `number`; 0 for 0."""
+    """`number` rounded up to a power of two; 0 for 0."""
     return 1 << (number - 1).bit_length() if number else 0
 
 
-def _with_room(part: Tensor, room: int) -> Tensor:
-    """A copy of part [kv_heads, n, ...] with `room` more entries, zeros."""
-    other_dimensions = [0, 0] * (part.dim() - 2)
-    return F.pad(part, [*other_dimensions, 0, room]).contiguous()
+def _with_room(tensor: Tensor, room: int) -> Tensor:
+    """A copy of tensor [kv_heads, n, ...] with `room` more entries, which are 0."""
+    other_dimensions = [0, 0] * (tensor.dim() - 2)
+    return F.pad(tensor, [*other_dimensions, 0, room]).contiguous()

@@ -1,4 +1,4 @@
-"""The bytes of a model's cache, by its config alone."""
+"""The bytes of a model's cache, computed from the model's config alone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from kvbench.kernels.quantize import Scheme
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The cache of one model.
+    """The numbers that determine the bytes of a model's cache.
 
     Attributes:
-        kv_heads, head_dim: of one layer.
-        itemsize: bytes of a number.
-        full_layers: layers with full attention.
-        windows: window length of each sliding-window layer.
+        kv_heads: the KV heads of a layer.
+        head_dim: the numbers in a key, and in a value.
+        itemsize: the bytes of a number.
+        full_layers: the number of layers with full attention.
+        windows: for each sliding-window layer the length of its window in tokens.
     """
 
     kv_heads: int
@@ -32,8 +33,14 @@ class CacheShape:
     windows: tuple[int, ...]
 
     def bytes(self, tokens: int, entries: int, quantization: Scheme | None = None) -> int:
-        """Bytes for a prompt of `tokens` when full-attention layers hold `entries` per head, quantised
-        or not (sliding-window layers are never quantised)."""
+        """The bytes of the cache of a prompt.
+
+        Args:
+            tokens: the length of the prompt.
+            entries: the entries per head of layers with full attention.
+            quantization: how these entries are packed; None for the model's dtype. Sliding-window layers
+                are never packed.
+        """
         entry = 2 * self.kv_heads * self.head_dim * self.itemsize
         layers = self.full_layers * entry * entries
         if quantization is not None:
@@ -41,14 +48,18 @@ class CacheShape:
                 quantization.nbytes(self.kv_heads, entries, self.head_dim, self.itemsize, layer)
                 for layer in range(self.full_layers)
             )
-        return layers + entry * sum(min(w, tokens) for w in self.windows)
+        return layers + entry * sum(min(window, tokens) for window in self.windows)
 
 
 def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
     """The shape of the model's cache; None if its config cannot be loaded or lacks a field."""
     try:
         return shape_of(load_config(spec).get_text_config(), dtype)
-    except (ModelError, UnsupportedModel, AttributeError):  # such as: no way to the Hub
+    except (
+        ModelError,
+        UnsupportedModel,
+        AttributeError,
+    ):  # for example where the Hub cannot be reached
         return None
 
 

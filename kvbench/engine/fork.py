@@ -1,5 +1,5 @@
-"""A fork: one method's caches of all layers, made from a shared prefill; and several forks that decode
-together."""
+"""A fork: one method's caches of all layers, made from a shared prefill (`Fork`). Several forks decode
+together as the rows of a batch (`ForkBatch`)."""
 
 from __future__ import annotations
 
@@ -22,40 +22,48 @@ from kvbench.engine.recompressed_cache import RecompressedCache
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
-from kvbench.methods.base import HeldShape, Method, allowed_entries
+from kvbench.methods.base import AllowedEntries, HeldShape, Method, allowed_entries
 
 
 def prompt_name(ids: Sequence[int]) -> str:
-    """The example id of a prompt that has no other name: a digest of its tokens, so that a method's
-    draws depend on seed and prompt, not on the prompt's place in a batch."""
+    """The example id of a prompt that has no other name: a digest of its tokens. A method's draws then
+    depend on the seed and the prompt, and not on the prompt's place in a batch."""
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
 
 
 def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
-    """A CPU generator that depends on seed, example and layer only, so that neither the other
-    methods of a job nor the order of its examples change a method's draws."""
+    """The random generator of a method at one layer, on the CPU. It depends on seed, example and layer
+    alone, so that neither the other methods of a job nor the order of its examples change the draws."""
     digest = hashlib.sha256(f"{seed}\0{example_id}\0{layer}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 @dataclass
 class Fork:
-    """One method on one prompt: what it holds, layer by layer, and the audit of that.
+    """One method on one prompt: the caches of all layers, and their audit.
+
+    A fork goes through `begin_prompt`, `hold` for every layer, `end_prompt`, then decoding steps, and
+    `audit`; `cost` may be asked from `end_prompt` on.
 
     Attributes:
         label: the method's name in this job.
-        example_id: seeds the method's draws, together with seed and layer.
-        room: tokens that will be appended, if the caller knows.
-        layers: the cache of each layer that holds keys, by layer index; filled by the prefill.
-        states: the state of each layer that holds one in place of keys, by layer index.
-        compressible: the layers that the method compresses.
-        shapes: how many entries, of which kinds, those layers hold of the prompt.
-        carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
+        example_id: seeds the method's draws, together with `seed` and the layer.
+        room: how many tokens will be added after the prompt, 0 if the caller does not know.
+        layers: the cache of each layer that holds keys, by the layer's index in the model; filled by the
+            prefill.
+        states: the state of each layer that holds one in place of keys, by the layer's index.
+        compressible: the indices of the layers that the method compresses.
+        shapes: the sizes of these layers' caches after the prompt, by the layer's index.
+        carried: the tensors that the method stored at earlier layers of this prompt
+            (`LayerKV.carried`).
         compressed: whether the method compresses this prompt.
-        unaudited: layers whose entries `audit_prompt` still has to count.
-        ledger: what the fork has cost so far.
-        failure: what stopped this fork, if anything did; the other forks go on.
-        ranks: the processes that share the model; each has a fork of its own KV heads.
+        unaudited: the indices of layers whose entries `audit_prompt` still has to count.
+        ledger: the cost of the fork so far.
+        failure: the exception that stopped this fork, or None; the other forks go on.
+        ranks: the processes that share the model; each has a fork with its own KV heads.
+
+    Raises:
+        KVError: the method is decoded by another library, or masks a whole pass and holds no cache.
     """
 
     label: str
@@ -76,7 +84,7 @@ class Fork:
     ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
-        if getattr(self.method, "decoded_by", "kvbench") != "kvbench":
+        if self.method.decoded_by != "kvbench":
             raise KVError(
                 f"method {self.label!r} is decoded by {self.method.decoded_by}, a witness of seconds; "
                 "allowed: task=throughput, or exact, which is the same cache"
@@ -89,36 +97,42 @@ class Fork:
             )
 
     def limit(self, n: int) -> int | None:
-        """Entries per head that the cache of an n-token prompt may hold at any time, if the method is
-        one that evicts; None where it grows."""
+        """The entries per head that the cache may hold at any time after a prompt of n tokens, for a
+        method that evicts; None where the cache grows."""
         evicts = self.method.evicts and self.method.uses_budget
         return self.budget.limit(n) if evicts else None
 
     def begin_prompt(self, n: int, ranks: Ranks | None = None) -> None:
-        """A prompt of n tokens is about to be read: decide whether it is compressed, which it is unless
-        its capacity holds all of it."""
+        """Decide, before a prompt of n tokens is read, whether it is compressed: it is if it is longer
+        than its capacity and the method uses the budget.
+
+        Args:
+            ranks: the processes that share the model; None for one process.
+        """
         self.ranks = ranks or Ranks()
         self.example_id = self.ranks.name_of_draws(self.example_id)
         self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
 
     @property
     def steps_by_kernel(self) -> bool:
-        """Whether single tokens join every layer through a kernel: then a step asks the host for
-        nothing. A fork of which this is not so decodes alone in some layers."""
+        """Whether the decoding steps of every layer go through the kernels
+        (`LayerCache.steps_by_kernel`) and so never wait for the device. Otherwise some layers attend row
+        by row."""
         return all(cache.steps_by_kernel for cache in self.layers.values())
 
     @property
     def rescores(self) -> bool:
-        """Whether the method is to see this prompt repeated before it compresses it."""
+        """Whether the model repeats this prompt for the method before the method compresses it."""
         return self.compressed and self.method.rescoring is not None
 
     @property
     def tokens(self) -> int:
-        """Tokens read so far, of the prompt and since, whether or not their entries are still held."""
+        """The number of tokens read so far, of the prompt and since, whether or not their entries are
+        still held. It is also the position of the next token."""
         return self.ledger.tokens
 
     def fail(self, failure: Exception) -> None:
-        """This fork ends here; its memory is given back, for the others to go on with."""
+        """End this fork with a failure, and release its memory for the other forks."""
         self.failure = failure
         self.ledger.bytes_end = None
         release_frames(failure)
@@ -128,13 +142,14 @@ class Fork:
         self.unaudited.clear()
 
     def agree(self) -> None:
-        """Fail where this fork has failed on any rank. Waits for the other ranks, which all call it."""
+        """Fail if this fork has failed on any rank. Waits for the other ranks, which must all call
+        this."""
         failure = self.ranks.agree_on(self.failure)
         if failure is not None and failure is not self.failure:
             self.fail(failure)
 
     def clone(self) -> Fork:
-        """A copy with caches, states and costs of its own, to decode another continuation with."""
+        """A copy with caches, states and costs of its own, which can decode another continuation."""
         return replace(
             self,
             layers={index: layer.clone() for index, layer in self.layers.items()},
@@ -146,27 +161,28 @@ class Fork:
         )
 
     def carry_to(self, device: torch.device) -> None:
-        """Move what the method noted at earlier layers to the device of the next layer."""
+        """Move the tensors that the method stored at earlier layers to the device of the next layer."""
         for name, tensor in self.carried.items():
             self.carried[name] = tensor.to(device)
 
     def hold(
         self,
         layer: int,
-        held: CompressedKV,
+        compressed: CompressedKV,
         capacity: int,
         *,
         limit: int | None = None,
         prompt: LayerKV | None = None,
     ) -> None:
-        """Make the cache of one layer from what the method keeps of it, and audit it.
+        """Make the cache of one layer, and audit it.
 
         Args:
-            held: what the method keeps.
-            capacity: entries per head that it may keep.
-            limit: for a prompt that is not compressed, and a method that evicts: the entries per head
-                beyond which it evicts.
-            prompt: the whole layer, for a method that compresses again while decoding.
+            layer: the layer's index in the model.
+            compressed: what the method keeps of the layer.
+            capacity: the entries per head that it may keep.
+            limit: where the prompt is not compressed and the method evicts, the entries per head beyond
+                which it evicts (`limit`); else None.
+            prompt: the layer after the prefill, for a method that compresses again while decoding.
 
         Raises:
             BudgetExceeded: more than `capacity` entries (plus one of rounding) at some head, or on
@@ -174,9 +190,10 @@ class Fork:
         """
         granted = capacity if limit is None else limit
         if self.method.uses_budget and not self.method.saves_memory:
+            # The cache is whole: its capacity is the prompt, and the budget says what a query may see.
             granted = self.budget.capacity(capacity)
         recompression = self.method.recompression
-        self.shapes[layer] = HeldShape.of(held)
+        self.shapes[layer] = HeldShape.of(compressed)
 
         def make(part: CompressedKV) -> GrowingCache:
             if recompression is not None and prompt is not None and prompt.queries is not None:
@@ -205,7 +222,8 @@ class Fork:
                 seed=self.seed,
             )
 
-        cache = make(held) if held.lengths is None else RaggedCache(held, make)
+        is_ragged = compressed.lengths is not None
+        cache = RaggedCache(compressed, make) if is_ragged else make(compressed)
         self.layers[layer] = cache
         self.compressible.append(layer)
         self.unaudited.append(layer)
@@ -213,7 +231,7 @@ class Fork:
             self.audit_prompt()
 
     def audit_prompt(self) -> None:
-        """Audit what the prompt's layers hold since the last time; waits for a GPU once.
+        """Audit the layers that were made since the last audit. Waits for a GPU, once for all layers.
 
         Raises:
             BudgetExceeded: see `hold`.
@@ -223,17 +241,22 @@ class Fork:
         caches = [self.layers[layer] for layer in layers]
         if not caches:
             return
-        counted = [cache.prompt_entries for cache in caches]
-        together = torch.cat([counts.to(counted[0].device) for counts in counted]).cpu()
-        parts = together.split([len(counts) for counts in counted])
-        for layer, cache, counts in zip(layers, caches, parts, strict=True):
+        on_devices = [cache.prompt_entries for cache in caches]
+        device = on_devices[0].device
+        on_host = torch.cat([counts.to(device) for counts in on_devices]).cpu()
+        counts_by_layer = on_host.split([len(counts) for counts in on_devices])
+        for layer, cache, counts in zip(layers, caches, counts_by_layer, strict=True):
             cache.prompt_entries = counts
             if cache.charged(counts) > cache.capacity + 1:
                 raise BudgetExceeded(self.label, layer, cache.capacity, cache.charged(counts))
 
     def end_prompt(self, n: int, exact: ExactBytes) -> None:
-        """The prompt's n tokens have been read and compressed: note what is held of them. Waits for the
-        other ranks."""
+        """Note the cost at the end of the prefill, when the prompt's n tokens have been read and
+        compressed. Waits for the other ranks, which must all call this.
+
+        Args:
+            exact: the bytes of the exact cache.
+        """
         extras: dict[str, int] = {}
         if self.failure is None:
             try:
@@ -258,13 +281,17 @@ class Fork:
             )
         self.ledger.begin(cost, exact)
 
-    def _allowed_entries(self, n: int, layers: int) -> tuple[int, str | None]:
-        """See `kvbench.methods.base.allowed_entries`, which asks the method."""
-        return guard.call(self.method, allowed_entries, self.method, self.budget, n, layers)
+    def _allowed_entries(self, n: int, layers: int) -> AllowedEntries:
+        """See `kvbench.methods.base.allowed_entries`, which calls the method; so this goes through the
+        guard."""
+        allowed: AllowedEntries = guard.call(
+            self.method, allowed_entries, self.method, self.budget, n, layers
+        )
+        return allowed
 
     def cost(self) -> Cost:
-        """What the cache costs, by what is known since the prefill and the last `audit`. Waits for the
-        device, whose clocks it reads, and for the other ranks, which must all call it."""
+        """The cost of the cache, as of the prefill and, if there was one, the last `audit`. Waits for
+        the device, whose clocks it reads, and for the other ranks, which must all call this."""
         ledger = self.ledger
         self.agree()
         ledger.read_clocks()
@@ -276,23 +303,22 @@ class Fork:
             int(cache.entries().max()) < int(cache.prompt_entries.max()) + ledger.appended
             for cache in caches
         )
-        own_peaks_and_means = [cache.held_bytes() for cache in self.layers.values()]
-        of_ranks = self.ranks.gather((ledger.bytes_end, own_peaks_and_means))
+        own_layers = [cache.bytes_over_time() for cache in self.layers.values()]
+        layers = [layer for rank in self.ranks.gather(own_layers) for layer in rank]
         states = state_bytes(self.states)
-        _, preset = self._allowed_entries(cost.prompt_tokens, len(caches))
         return replace(
             cost,
-            cache_bytes_end=sum(bytes_end for bytes_end, _ in of_ranks),
-            cache_bytes_peak=sum(peak for _, rank in of_ranks for peak, _ in rank) + states,
-            cache_bytes_mean=sum(mean for _, rank in of_ranks for _, mean in rank) + states,
+            cache_bytes_end=sum(self.ranks.gather(ledger.bytes_end)),
+            cache_bytes_peak=sum(layer.peak for layer in layers) + states,
+            cache_bytes_mean=sum(layer.mean for layer in layers) + states,
             exact_bytes_mean=ledger.exact_bytes_mean,
             compressed=cost.compressed or entries_left,
-            budget_preset=preset,
+            budget_preset=self._allowed_entries(cost.prompt_tokens, len(caches)).preset,
         )
 
     def audit(self) -> None:
-        """Count the entries of every layer again, after the last token. A cache that evicts holds no
-        more than it was granted, or than compression left.
+        """Count the entries of every layer again, after the last token, and compare them with what the
+        cache and the budget allow (`LayerCache.allowed`, `allowed_entries`).
 
         Raises:
             BudgetExceeded: a layer holds more than its capacity and the tokens since, or all layers
@@ -309,20 +335,21 @@ class Fork:
             total_after_prompt += after_prompt
         layers = len(self.compressible)
         n = self.ledger.prompt.prompt_tokens
-        allowed, _ = self._allowed_entries(n, layers)
-        if total_after_prompt > allowed + layers:
-            raise BudgetExceeded(self.label, -1, allowed, total_after_prompt)
+        allowed_total = self._allowed_entries(n, layers).entries
+        if total_after_prompt > allowed_total + layers:
+            raise BudgetExceeded(self.label, -1, allowed_total, total_after_prompt)
         self.ledger.bytes_end = self.cache_bytes()
 
     def cache_bytes(self) -> int:
-        """Bytes held now, all layers and states."""
+        """The bytes that all layers and states hold now."""
         entries = sum(cache.entry_bytes() for cache in self.layers.values())
         return entries + state_bytes(self.states)
 
 
 def copies_at_once(forks: Sequence[Fork], most: int, device: torch.device) -> int:
-    """How many copies of all of these forks half of the device's free memory holds: 1 to `most`, and
-    `most` where the free memory is not known. Waits for the other ranks, which have as many."""
+    """How many copies of all these forks fit into half of the device's free memory: 1 to `most`, and
+    `most` where the free memory is not known. Waits for the other ranks, which must all call this; the
+    rank with the least memory decides."""
     total, used = memory.total_bytes(device), memory.used_bytes(device)
     copy = sum(cache.reserved_bytes() for fork in forks for cache in fork.layers.values())
     if most == 1 or total is None or used is None or not copy:
@@ -332,11 +359,11 @@ def copies_at_once(forks: Sequence[Fork], most: int, device: torch.device) -> in
 
 
 class ForkBatch(AttentionState):
-    """Attention state of a pass: row i of the batch is fork ``forks[i]``.
+    """The attention state of a pass that feeds tokens to forks: row i of the batch is ``forks[i]``.
 
     Args:
         forks: one per batch row.
-        positions: position of each token fed: [t], the same for every row, or [rows, t].
+        positions: the positions of the tokens that are fed: [t], the same for every row, or [rows, t].
     """
 
     def __init__(self, forks: Sequence[Fork], positions: Tensor) -> None:
@@ -345,14 +372,16 @@ class ForkBatch(AttentionState):
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `AttentionState`: a cache of the forks' states, which become views of it."""
+        """See `AttentionState.past`: a cache of the states of all forks. The forks' states become views
+        of it, so that the pass updates them."""
         if self._past is None:
             self._past = joined_cache(config, [fork.states for fork in self.forks])
         return self._past
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Each row against its own cache; a row whose fork failed attends to nothing."""
-        if self.positions.device != call.query.device:  # once, not at every layer
+        """Attention of each row over its own cache; 0 for a row whose fork has failed."""
+        if self.positions.device != call.query.device:
+            # Kept, so that the layers that follow on this device need no copy.
             self.positions = to_device(self.positions, call.query.device)
         rows = range(len(self.forks))
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
@@ -362,8 +391,13 @@ class ForkBatch(AttentionState):
     def attend_rows(
         self, rows: Sequence[int], call: LayerCall, positions: Tensor, out: Tensor
     ) -> None:
-        """Feed some rows' tokens, at positions [rows, t], to their caches, and put the attention into
-        out [rows, heads, t, value_dim]."""
+        """Feed the tokens of some rows to their caches, one row after the other.
+
+        Args:
+            rows: the indices of these rows in the batch.
+            positions: [batch, t].
+            out: [batch, heads, t, value_dim], into which the attention of these rows is written.
+        """
         for row in rows:
             fork = self.forks[row]
             if fork.failure is None:
@@ -371,4 +405,4 @@ class ForkBatch(AttentionState):
                     out[row] = fork.layers[call.layer].step(call.of_row(row), positions[row])
                 except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                     fork.fail(failure)
-                    out[row] = torch.nan  # ends the row on other ranks, too
+                    out[row] = torch.nan  # reaches the other ranks, where it ends the row, too

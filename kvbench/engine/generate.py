@@ -1,8 +1,8 @@
-"""Generation of many forks at once, of one prompt or of several, with one question each or many.
+"""Generation for one prompt or several, with one question about each or many, by all methods at once.
 
-Every prompt is prefilled exactly, in a pass of its own, and compressed once for all its questions;
-then the forks of all prompts decode together, one batch row each against its own cache. What a prompt
-is answered does not depend on which others are in the batch.
+Every prompt is prefilled exactly, in a pass of its own, and compressed once for all its questions. Then
+the forks of all prompts decode together; each is a batch row with its own cache. An answer does not
+depend on which other prompts are in the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvbench.engine.fork import Fork, copies_at_once
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.kept import strips_of
 from kvbench.engine.prefill import Prefill, input_device, prefill
-from kvbench.engine.rows import DecodingRow, Generation, decode_rows, feed_questions, picked
+from kvbench.engine.rows import DecodingRow, Generation, decode_rows, feed_questions, pick_first
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
@@ -32,10 +32,10 @@ class Question:
     """One question about a compressed prompt.
 
     Attributes:
-        ids: fed after the prompt; empty if the prompt itself ends with the question.
+        ids: the tokens that are fed after the prompt; empty if the prompt ends with the question.
         stopping: when the answer ends.
-        name: seeds the draws of sampled tokens, together with the job's seed.
-        sample: its number among several samples; each has its own draws.
+        name: seeds the draws of sampled tokens, together with the job's seed and `sample`.
+        sample: the number of the sample, where a question is answered several times.
     """
 
     ids: Sequence[int]
@@ -49,15 +49,16 @@ class Prompt:
     """One prompt of a batch.
 
     Attributes:
-        context_ids, question_ids: the prompt is their concatenation.
-        methods: by label, each with its budget; one fork each.
-        stopping: when its generations end.
+        context_ids, question_ids: the token ids of the prompt, which is their concatenation.
+        methods: the methods by label, each with its budget; each gets a fork.
+        stopping: when the answer to the prompt's own question ends (`run_batch`).
         example_id: seeds the methods' draws, together with seed and layer.
-        room: the number of new tokens to reserve memory for; None for `stopping.max_new_tokens`.
-        conversations: asked once context and question have been read and compressed: each conversation
-            continues a copy of that cache, and each of its questions follows the answer to the one
-            before. Empty: one question, see `run_batch`.
-        note_kept: whether to report what every method kept.
+        room: the least number of new tokens per answer to reserve memory for; None for the answers'
+            limits alone.
+        conversations: the conversations about the compressed prompt. Each one continues a copy of the
+            compressed cache, and each of its questions follows the answer to the question before it.
+            `run_batch` sets them.
+        note_kept: whether the answers report how much of each part of the prompt was held.
         encoder: see `kvbench.engine.prefill.prefill`.
     """
 
@@ -84,12 +85,11 @@ def run_forks(
     compress_after: str = "prompt",
     encoder: PromptEncoder | None = None,
 ) -> dict[str, Generation]:
-    """One prompt: one exact prefill, every method's fork, greedy decoding of all forks together.
-
-    See `run_batch`, of which this is the case of one prompt.
+    """Answer one prompt greedily by every method: `run_batch` for a single prompt.
 
     Returns:
-        One `Generation` per label; a fork that failed says so and stops nothing else.
+        one `Generation` per label. A fork that failed has its `Generation.failure`, and does not stop
+        the others.
     """
     prompt = Prompt(context_ids, question_ids, methods, stopping, example_id, encoder=encoder)
     return run_batch(model, [prompt], seed=seed, compress_after=compress_after)[0]
@@ -103,25 +103,30 @@ def run_batch(
     compress_after: str = "prompt",
     graphs: StepGraphs | None = None,
 ) -> list[dict[str, Generation]]:
-    """Several prompts, of any lengths, each with the one question that it ends with, answered greedily.
+    """Answer several prompts greedily by every method. The prompts may have different lengths.
 
     Args:
-        compress_after: "prompt" (the papers' protocol: the question is in the prefill, so the first
-            new token comes from exact attention) or "context" (the context is prefilled and
-            compressed; the question's tokens then run through every fork).
-        graphs: the captured decode steps; None makes new ones. Tokens are the same either way.
+        compress_after: ``prompt`` (the papers' protocol) prefills and compresses context and question,
+            so that the first new token comes from exact attention; ``context`` prefills and compresses
+            the context alone, and then feeds the question's tokens to every fork.
+        graphs: how decode steps run, with the steps captured so far; None for new ones. The tokens do
+            not depend on it.
 
     Returns:
-        For each prompt, one `Generation` per label; see `run_conversations`.
+        for each prompt one `Generation` per label; see `run_conversations`.
     """
-    asked = []
+    with_questions = []
     for prompt in prompts:
-        after = prompt.question_ids if compress_after == "context" else ()
-        before = () if compress_after == "context" else prompt.question_ids
-        question = Question(after, prompt.stopping)
-        asked.append(replace(prompt, question_ids=before, conversations=[[question]]))
-    answers = run_conversations(model, asked, seed=seed, graphs=graphs)
-    return [{label: of_label[0] for label, of_label in answer.items()} for answer in answers]
+        question = Question((), prompt.stopping)
+        compressed_question_ids = prompt.question_ids
+        if compress_after == "context":
+            question = Question(prompt.question_ids, prompt.stopping)
+            compressed_question_ids = ()
+        with_questions.append(
+            replace(prompt, question_ids=compressed_question_ids, conversations=[[question]])
+        )
+    answers = run_conversations(model, with_questions, seed=seed, graphs=graphs)
+    return [{label: only for label, (only,) in by_label.items()} for by_label in answers]
 
 
 @torch.inference_mode()
@@ -133,18 +138,22 @@ def run_conversations(
     sampling: Sampling = GREEDY,
     graphs: StepGraphs | None = None,
 ) -> list[dict[str, list[Generation]]]:
-    """Several prompts, each prefilled and compressed once, and all of its conversations, each from
-    a copy of that one cache. Conversations decode in groups whose copies fill at most half of the free
-    memory; no answer depends on the grouping.
+    """Hold all conversations about several prompts by every method.
+
+    Each prompt is prefilled and compressed once; every conversation continues a copy of the compressed
+    cache. As many conversations decode together as their copies fit into half of the free memory; no
+    answer depends on that.
 
     Args:
         sampling: how tokens are chosen.
         graphs: see `run_batch`.
 
     Returns:
-        For each prompt and label, the answers to all questions in the order of
-        `Prompt.conversations`; a fork that failed says so and stops nothing else. What stops a
-        prefill as a whole (keys that are not finite, no memory) is raised.
+        for each prompt and label the answers to all questions, in the order of `Prompt.conversations`.
+        A fork that failed has its `Generation.failure`, and does not stop the others.
+
+    Raises:
+        Exception: what stops a prefill for all methods, such as keys that are not finite, or no memory.
     """
     readings = [_read(model, prompt, seed) for prompt in prompts]
     most = max(len(prompt.conversations) for prompt in prompts)
@@ -152,22 +161,26 @@ def run_conversations(
     at_once = copies_at_once(forks, most, input_device(model))
     conversations: list[_Conversation] = []
     for first in range(0, most, at_once):
-        some = [
+        together = [
             _Conversation(reading, questions, reading.row(fork), [])
             for reading in readings
             for questions in reading.prompt.conversations[first : first + at_once]
             for fork in reading.forks
         ]
-        for turn in range(max((len(talk.questions) for talk in some), default=0)):
-            going_on = [talk for talk in some if turn < len(talk.questions)]
-            _take_turn(model, readings, going_on, turn, seed, sampling, graphs or StepGraphs())
-        conversations += some
+        for turn in range(
+            max((len(conversation.questions) for conversation in together), default=0)
+        ):
+            with_question = [
+                conversation for conversation in together if turn < len(conversation.questions)
+            ]
+            _take_turn(model, readings, with_question, turn, seed, sampling, graphs or StepGraphs())
+        conversations += together
     by_prompt: list[dict[str, list[Generation]]] = []
     for reading in readings:
         answers: dict[str, list[Generation]] = {label: [] for label in reading.prompt.methods}
-        for talk in conversations:
-            if talk.reading is reading:
-                answers[talk.row.fork.label] += talk.answers
+        for conversation in conversations:
+            if conversation.reading is reading:
+                answers[conversation.row.fork.label] += conversation.answers
         by_prompt.append(answers)
     return by_prompt
 
@@ -181,32 +194,38 @@ def _take_turn(
     sampling: Sampling,
     graphs: StepGraphs,
 ) -> None:
-    """Ask one more question of each conversation, and decode all answers together."""
+    """Ask the question number `turn` of each conversation, and decode all answers together."""
     for reading in readings:
-        begun = time.perf_counter()
-        about_prompt = [talk for talk in conversations if talk.reading is reading]
+        begin_s = time.perf_counter()
+        about_prompt = [
+            conversation for conversation in conversations if conversation.reading is reading
+        ]
         _ask(model, about_prompt, turn, seed, sampling)
-        reading.spent_s += time.perf_counter() - begun
-        for talk in about_prompt:
-            talk.row.spent_s = reading.spent_s
-    begun = time.perf_counter()
-    decode_rows(model, [talk.row for talk in conversations if talk.row.chosen], graphs)
+        reading.spent_s += time.perf_counter() - begin_s
+        for conversation in about_prompt:
+            conversation.row.spent_s = reading.spent_s
+    begin_s = time.perf_counter()
+    # A row without a first token has failed.
+    rows = [conversation.row for conversation in conversations if conversation.row.chosen]
+    decode_rows(model, rows, graphs)
     for reading in readings:
-        reading.spent_s += time.perf_counter() - begun
-    for talk in conversations:
-        kept = talk.reading.kept.get(talk.row.fork.label)
-        talk.answers.append(talk.row.finish(batch=len(readings), kept=kept))
+        reading.spent_s += time.perf_counter() - begin_s
+    for conversation in conversations:
+        kept = conversation.reading.kept.get(conversation.row.fork.label)
+        answer = conversation.row.finish(batch=len(readings), kept=kept)
+        conversation.answers.append(answer)
 
 
 @dataclass
 class _Reading:
-    """One prompt that has been read: prefilled, and compressed by every method.
+    """A prompt that has been prefilled, and compressed by every method.
 
     Attributes:
-        start: what the prefill returned.
-        spent_s: wall seconds that this prompt has taken so far. Seconds of decoding are every prompt's
-            of the batch; those of other prompts' prefills and questions are left out.
-        kept: which entries each method holds of the prompt (`strips_of`), where that is asked for.
+        start: the result of the prefill.
+        spent_s: the wall-clock seconds that this prompt has taken so far: its own prefill and questions,
+            and the decoding of all prompts of the batch.
+        kept: by label, how much of each part of the prompt the method holds (`strips_of`), if
+            `Prompt.note_kept`.
     """
 
     prompt: Prompt
@@ -216,8 +235,8 @@ class _Reading:
     kept: dict[str, dict[str, Any]]
 
     def row(self, fork: Fork) -> DecodingRow:
-        """The row with which a fork begins a conversation: with the fork itself where there is one
-        conversation, else with a copy."""
+        """Make the row in which a fork begins a conversation. It decodes with a copy of the fork, or
+        with the fork itself where there is a single conversation."""
         if len(self.prompt.conversations) > 1:
             fork = fork.clone()
         return DecodingRow(fork, self.prompt.stopping, self.start.prefill_s)
@@ -228,8 +247,8 @@ class _Conversation:
     """One method's part in one conversation.
 
     Attributes:
-        row: the batch row of its latest question.
-        answers: those to its questions so far.
+        row: the batch row of the latest question.
+        answers: the answers so far.
     """
 
     reading: _Reading
@@ -240,7 +259,7 @@ class _Conversation:
 
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
     """Prefill one prompt, and compress it by every method."""
-    begun = time.perf_counter()
+    begin_s = time.perf_counter()
     room = max(_room_for(questions, prompt.room or 0) for questions in prompt.conversations)
     forks = [
         Fork(label, method, budget, seed, prompt.example_id, room=room)
@@ -248,7 +267,7 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
     ]
     ids = [*prompt.context_ids, *prompt.question_ids]
     start = prefill(model, ids, forks, encoder=prompt.encoder)
-    spent_s = time.perf_counter() - begun
+    spent_s = time.perf_counter() - begin_s
     kept = {
         fork.label: strips_of(fork, start.n, fork.compressible)
         for fork in forks
@@ -258,7 +277,8 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
 
 
 def _room_for(questions: Sequence[Question], least: int) -> int:
-    """New tokens of a conversation at most: its questions, and for each answer `least` or its limit."""
+    """The largest number of tokens of a conversation: its questions, and for each answer its limit or
+    `least`, if that is more."""
     return sum(
         len(question.ids) + max(least, question.stopping.max_new_tokens) for question in questions
     )
@@ -266,31 +286,32 @@ def _room_for(questions: Sequence[Question], least: int) -> int:
 
 def _ask(
     model: PreTrainedModel,
-    talks: Sequence[_Conversation],
+    conversations: Sequence[_Conversation],
     turn: int,
     seed: int,
     sampling: Sampling,
 ) -> None:
-    """Feed one more question to each conversation, after its latest answer without the ending token;
-    every row holds the first token of the new answer afterwards."""
-    fed: list[DecodingRow] = []
-    questions: list[list[int]] = []
-    for talk in talks:
-        question = talk.questions[turn]
-        before = talk.row
-        # The last token of an answer was chosen and not fed.
+    """Begin the rows of the questions number `turn`: feed each question to its fork, and choose the
+    first token of the answer."""
+    rows_to_feed: list[DecodingRow] = []
+    ids_to_feed: list[list[int]] = []
+    for conversation in conversations:
+        question = conversation.questions[turn]
+        before = conversation.row
+        # The last token of the answer before has not been fed yet. An ending token never is.
         unread = [token for token in before.chosen[-1:] if token not in before.stopping.end_ids]
         uniforms = sampling.uniforms(
             seed, question.name, question.sample, question.stopping.max_new_tokens
         )
         row = DecodingRow(before.fork, question.stopping, before.prefill_s, sampling, uniforms)
-        talk.row = row
+        conversation.row = row
         ids = [*unread, *question.ids]
         if row.fork.failure is None and ids:
-            fed.append(row)
-            questions.append(ids)
+            rows_to_feed.append(row)
+            ids_to_feed.append(ids)
         elif row.fork.failure is None:
-            tokens, finite = picked([row], talk.reading.start.logits[None]).tolist()
+            # The prompt ends with the question, so the prefill's logits predict the first token.
+            tokens, finite = pick_first([row], conversation.reading.start.logits[None]).tolist()
             row.take(tokens[0], bool(finite[0]))
-    if fed:
-        feed_questions(model, fed, questions)
+    if rows_to_feed:
+        feed_questions(model, rows_to_feed, ids_to_feed)

@@ -1,19 +1,19 @@
-"""Decode steps as a captured CUDA graph: one launch a token in place of a thousand.
+"""Decode steps as captured CUDA graphs: one launch for each token instead of a thousand.
 
-A step is captured after the first few have run as they are (so that every kernel is compiled and every
-library ready), and replayed for the tokens that follow, and for later prompts of like rows. That is
-sound because a step, once its rows are fixed, does the same launches on the same buffers: the new
-token's id and position, the number of entries of every row, where they lie and the entries themselves
-are read and written on the device (`kvbench.engine.decoding`). Where a step cannot be captured, decoding
-goes on step by step, and says so once. Rows that decode alone take their steps apart from those of a
-graph (`kvbench.engine.rows.decode_rows`).
+The first few steps of a batch run without capture, so that every kernel is compiled and every library
+has been set up. Then a step is captured, and replayed for the tokens that follow and for later batches
+of the same kind. This is correct because all steps of a batch make the same launches on the same
+buffers: the new token's id and position, the number of entries of every row, their addresses and the
+entries themselves are read and written on the device (`kvbench.engine.decoding`). If a step cannot be
+captured, the steps run without capture, and a warning says so once. Rows that do not go through the
+kernels are not part of a captured step (`kvbench.engine.rows.decode_rows`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,22 +27,23 @@ from kvbench.kv import KVError
 log = logging.getLogger(__name__)
 
 DECODES = ("auto", "eager", "graph", "compiled")
-"""How decode steps run: all but ``eager`` capture them where that is possible; ``compiled`` has torch
-compile the model for them before, which fuses a layer's norms and position encoding (12 launches and the
-three of our attention, where eager steps have 44), and takes seconds."""
+"""How decode steps run. ``eager`` never captures them; the others do where it is possible. ``compiled``
+also has torch compile the model for the steps, which takes seconds and fuses a layer's norms and
+position
+encoding: a layer then has 12 launches and the three of our attention, where it has 44 otherwise."""
 
 FIRST_STEPS = 3
-"""Steps that run as they are before one is captured."""
+"""How many steps of a batch run before one is captured."""
 
 WORTH_STEPS = 16
-"""Steps to come below which capturing costs more than it saves."""
+"""The least number of steps to come for which capturing saves more time than it takes."""
 
 
 def check_decode(value: object, device: torch.device) -> str:
-    """`value`, if it names a way to decode on this device.
+    """Check an option `decode`, and return it.
 
     Raises:
-        KVError: otherwise.
+        KVError: it is not one of `DECODES`, or is not possible on the device.
     """
     if value not in DECODES:
         raise KVError(f"decode is {value!r}; allowed: {', '.join(DECODES)}")
@@ -52,56 +53,68 @@ def check_decode(value: object, device: torch.device) -> str:
     return str(value)
 
 
+class CapturedStep(NamedTuple):
+    """A captured step: the function that replays it, and the tensors that it reads and writes."""
+
+    replay: Callable[[], Tensor]
+    tensors: Sequence[Tensor]
+
+
 class StepGraphs:
-    """How the decode steps of one model run.
+    """How the decode steps of one model run, and the steps of it that have been captured.
 
     Args:
         decode: one of `DECODES`.
-        most: captured steps that are kept, each with the memory of a step; 0 where the model may change
-            between two batches (its adapters, its hooks, where it lies).
+        most_kept: the largest number of captured steps that are kept, each of which holds the memory of
+            a step; 0 where the model may change between two batches (its adapters, its hooks, its
+            device).
 
     Attributes:
-        failed: whether a capture has failed; then none is tried again.
-        kept: captured steps, and the tensors that they work on, by graph key.
+        failed: whether a capture has failed; then no other is tried.
+        kept: the captured steps by their key (`capture`).
     """
 
-    def __init__(self, decode: str = "auto", most: int = 6) -> None:
-        self.decode, self.most = decode, most
+    def __init__(self, decode: str = "auto", most_kept: int = 6) -> None:
+        self.decode = decode
+        self.most_kept = most_kept
         self.failed = False
-        self.kept: dict[Hashable, tuple[Callable[[], Tensor], Sequence[Tensor]]] = {}
+        self.kept: dict[Hashable, CapturedStep] = {}
         self._compiled: Any = None
 
-    def stepping(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model as its steps run it."""
+    def model_for_steps(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model as its steps run it: compiled with ``decode=compiled``, else as it is."""
         if self.decode == "compiled" and self._compiled is None:
-            as_eager: dict[str, Any] = {"emulate_precision_casts": True}  # rounds where eager does
+            # Round where the model that is not compiled does, so that tokens are the same.
+            as_eager: dict[str, Any] = {"emulate_precision_casts": True}
             self._compiled = torch.compile(model, options=as_eager)
         return model if self._compiled is None else self._compiled
 
-    def wanted(self, model: PreTrainedModel, steps: int) -> bool:
-        """Whether a step, with so many to come, is to be captured."""
-        worth = self.decode != "eager" and steps >= FIRST_STEPS + WORTH_STEPS
-        return worth and self.is_possible(model)
+    def should_capture(self, model: PreTrainedModel, steps: int) -> bool:
+        """Whether a step is to be captured for a batch of at most `steps` steps."""
+        is_worth_it = self.decode != "eager" and steps >= FIRST_STEPS + WORTH_STEPS
+        return is_worth_it and self.is_possible(model)
 
     def is_possible(self, model: PreTrainedModel) -> bool:
-        """Whether the model's steps can be captured: it lies on one GPU, no layer carries a state, which
-        a capture would move on, and no capture has failed."""
+        """Whether the model's steps can be captured: the model is on one GPU, no layer holds a recurrent
+        state (which capturing would update), and no capture has failed."""
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1 or devices.pop().type != "cuda":
             return False
         return not is_hybrid(model.config.get_text_config()) and not self.failed
 
     def recall(self, key: Hashable, tensors: Sequence[Tensor]) -> Callable[[], Tensor] | None:
-        """The captured step of an earlier batch with this key (see `capture`); None if there is none.
+        """Return the captured step of an earlier batch with this key (see `capture`), or None.
 
-        What `tensors` hold is copied to the memory of the earlier batch's tensors, which the captured
-        step works on, and from here on `tensors` lie there.
+        The captured step reads and writes the memory of the earlier batch's tensors. So the numbers in
+        `tensors` are copied there, and `tensors` become views of that memory.
         """
-        replay, captured = self.kept.get(key, (None, ()))
-        for earlier, now in zip(captured, tensors, strict=replay is not None):
+        step = self.kept.get(key)
+        if step is None:
+            return None
+        for earlier, now in zip(step.tensors, tensors, strict=True):
             earlier.copy_(now)
             now.set_(earlier)  # type: ignore[call-overload]
-        return replay
+        return step.replay
 
     def capture(
         self,
@@ -110,27 +123,27 @@ class StepGraphs:
         key: Hashable,
         tensors: Sequence[Tensor],
     ) -> Callable[[], Tensor] | None:
-        """A function that does what `step` does, by replaying it; None if it could not be captured.
-        Capturing runs nothing.
+        """Capture `step`, without running it, and return a function that replays it; None if it cannot
+        be captured.
 
         Args:
-            step: works on the same tensors at every call, and returns the same tensor every time.
-            key: equal for two batches if and only if their steps differ in nothing but what `tensors`
-                hold, so that one's captured step serves the other.
-            tensors: all tensors that the step reads and writes, but for the model's and those that they
-                hold the addresses of.
+            step: uses the same tensors at every call, and returns the same tensor every time.
+            key: equal for two batches if their steps differ in nothing but the numbers in `tensors`, so
+                that the captured step of one can be replayed for the other; different otherwise.
+            tensors: all tensors that the step reads and writes, except the model's and those whose
+                addresses are in `tensors`.
         """
         graph = torch.cuda.CUDAGraph()
         device = next(model.parameters()).device
-        # Without a stream of the model's own GPU, torch captures on one of the first current GPU:
-        # then nothing of the step is recorded, and a replay does nothing.
+        # Without an explicit stream torch captures on a stream of the GPU that was current first. If
+        # that is not the model's GPU, nothing of the step is recorded, and a replay does nothing.
         with torch.cuda.device(device):
             before = torch.cuda.current_stream()
             try:
                 with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
                     result = step()
             except Exception as failure:
-                # Ending a capture that went wrong raises, and then torch does not leave its stream.
+                # The end of a failed capture raises, and torch then stays on the capture's stream.
                 torch.cuda.set_stream(before)
                 if is_out_of_memory(failure):
                     self.kept.clear()
@@ -145,7 +158,8 @@ class StepGraphs:
             graph.replay()
             return result
 
-        self.kept[key] = replay, tensors
-        if len(self.kept) > self.most:
-            del self.kept[next(iter(self.kept))]
+        self.kept[key] = CapturedStep(replay, tensors)
+        if len(self.kept) > self.most_kept:
+            oldest = next(iter(self.kept))
+            del self.kept[oldest]
         return replay

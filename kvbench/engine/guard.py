@@ -1,16 +1,16 @@
-"""Every call of a method goes through here, so that no method changes what another one reads.
+"""Every call of a method goes through this module, so that no method changes what another one reads.
 
-Methods of a job read the same keys, values, queries and shared results (`LayerKV.once`), and run in one
-process. A method from outside `kvbench.methods` gets copies of the tensors. One from inside gets the
-tensors themselves, and after every call it is checked that it wrote to none (`Seal`). A method that
-leaves a setting of the process changed fails, and the setting is restored. While a method runs,
-``os._exit`` and closing a standard stream raise, and a process that it forks ends where it comes back
-(`kvbench.engine.process`).
+The methods of a job read the same keys, values, queries and shared results (`LayerKV.once`), and run in
+one process. A method from outside `kvbench.methods` is given copies of the tensors. A method from inside
+is given the tensors themselves, and after every call it is checked that it wrote to none of them
+(`Seal`). If a method leaves a setting of the process changed, the setting is restored and the method
+fails. While a method runs, ``os._exit`` and closing a standard stream raise an exception, and a process
+that the method forks ends before it returns from the method (`kvbench.engine.process`).
 
-Not contained are a Ctrl-C, a signal that ends the process, a crash of compiled code, and what code does
-that looks for a way round: replaces functions of libraries, deletes files, lowers a limit of the system,
-starts threads that write later, searches closures. They end the job, or harm it; its records are on
-disk up to the example in progress.
+This module does not protect against a Ctrl-C, a signal that ends the process, a crash of compiled code,
+or code that evades it on purpose: code that replaces functions of libraries, deletes files, lowers a
+limit of the system, starts threads that write later, or searches closures. Such code may end or damage
+the job. The records up to the example in progress are on disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ from kvbench.engine.process import (
     SETTINGS,
     MethodExit,
     Setting,
+    are_equal,
     interrupts_noted,
     process_protected,
-    same,
 )
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, Shared
@@ -41,28 +41,30 @@ class SharedStateChanged(RuntimeError):
 
 
 class LayerDamaged(KVError):
-    """A method wrote to tensors that other methods read: nothing that is computed from this layer is
-    sound. A job then runs its methods apart (`kvbench.run.batching`), so that only this one fails."""
+    """A method wrote to tensors that other methods read, so that results computed from this layer are
+    wrong. A job then runs each method in a prefill of its own (`kvbench.run.batching`), and only this
+    method fails."""
 
 
 MOST_EXTRA = 2.0**63
-"""Numbers of `Method.extras` are smaller: what reads records takes no others for integers."""
+"""The numbers of `Method.extras` must be smaller, since readers of records hold integers in 64 bits."""
 
 SAMPLED_ROWS = 16
-"""Rows of each head of a tensor that a `Seal` compares."""
+"""How many rows of each head of a tensor a `Seal` compares."""
 
 
 @dataclass
 class Seal:
-    """What tells afterwards whether a method wrote to a layer's tensors.
+    """The state of a layer's tensors before a method is called, by which it is found afterwards whether
+    the method wrote to them.
 
-    Every write through torch counts a tensor's version up. Writes through numpy or ``.data`` do not: on
-    a processor a sample of rows is compared, too. (On a GPU that would wait for it at every layer.)
+    Every write through torch increments a tensor's version. Writes through numpy or ``.data`` do not, so
+    on a CPU a sample of rows is compared, too. (On a GPU that would wait for the device at every layer.)
 
     Attributes:
-        tensors: the layer's own, and the results that methods share, by name.
-        versions: of these tensors, where they count one.
-        samples: rows of the layer's own tensors.
+        tensors: the layer's keys, values and queries, and the results that methods share, by name.
+        versions: the versions of these tensors; inference tensors have none.
+        samples: some rows of keys, values and queries, where they are on a CPU.
         shared: the results that methods share, by name.
     """
 
@@ -73,24 +75,24 @@ class Seal:
 
     @classmethod
     def of(cls, layer: LayerKV) -> Seal:
-        """The seal of a layer as it is now."""
-        own = {"keys": layer.keys, "values": layer.values}
+        """Seal a layer as it is now."""
+        inputs = {"keys": layer.keys, "values": layer.values}
         if layer.queries is not None:
-            own["queries"] = layer.queries
-        tensors = own | {name: result.tensor for name, result in layer.shared.items()}
+            inputs["queries"] = layer.queries
+        tensors = inputs | {name: result.tensor for name, result in layer.shared.items()}
         return cls(
             tensors,
             {name: x._version for name, x in tensors.items() if not x.is_inference()},
-            {name: _sample(x).clone() for name, x in own.items() if x.device.type == "cpu"},
+            {name: _sample(x).clone() for name, x in inputs.items() if x.device.type == "cpu"},
             dict(layer.shared),
         )
 
-    def broken(self, layer: LayerKV) -> str | None:
-        """The name of a tensor that was written to since, or of a shared result that is another now or
-        no tensor, if there is one."""
+    def changed_tensor(self, layer: LayerKV) -> str | None:
+        """The name of a tensor that has been written to since the seal was made, or of a shared result
+        that has been replaced or is not a tensor; None if there is no such tensor."""
         for name, result in {**layer.shared, **self.shared}.items():
-            same_one = result is layer.shared.get(name)
-            if not same_one or not isinstance(getattr(result, "tensor", None), Tensor):
+            is_unchanged = result is layer.shared.get(name)
+            if not is_unchanged or not isinstance(getattr(result, "tensor", None), Tensor):
                 return name
         for name, version in self.versions.items():
             if self.tensors[name]._version != version:
@@ -104,19 +106,19 @@ class Seal:
         """Refuse tensors that have been written to since the seal was made.
 
         Raises:
-            LayerDamaged: naming the method `label` and the tensor that it wrote to.
+            LayerDamaged: the method `label` and the tensor that it wrote to.
         """
-        written = self.broken(layer)
-        if written is not None:
+        name = self.changed_tensor(layer)
+        if name is not None:
             raise LayerDamaged(
-                f"method {label!r} wrote to the {written} of layer {layer.layer_index} in place, which "
+                f"method {label!r} wrote to the {name} of layer {layer.layer_index} in place, which "
                 "other methods read; allowed: to write to copies (clone() first; float() copies no "
                 "float32)"
             )
 
 
 def _sample(x: Tensor) -> Tensor:
-    """`SAMPLED_ROWS` rows of each head, evenly spread, of [batch, heads, n, dim]."""
+    """About `SAMPLED_ROWS` evenly spread rows of each head of x [batch, heads, n, dim], as a view."""
     return x[:, :, :: max(1, x.shape[2] // SAMPLED_ROWS)]
 
 
@@ -127,11 +129,13 @@ def is_foreign(method: Method) -> bool:
 
 @contextmanager
 def settings_unchanged(label: str, method: Method) -> Iterator[None]:
-    """A method's code runs within this context; afterwards the process's settings are restored. Of
-    kvbench's own methods those may change that imports change: they import the packages they adapt.
+    """Run a method's code within this context, and restore the process's settings afterwards.
+
+    kvbench's own methods may leave those settings changed that imports change (`Setting`), since they
+    import the packages that they adapt.
 
     Raises:
-        SharedStateChanged: the code changed one, and raised nothing itself.
+        SharedStateChanged: the code left a setting changed and raised no exception.
         MethodExit: the code raised SystemExit or GeneratorExit, or KeyboardInterrupt without a Ctrl-C.
     """
     compared = _settings_compared(method)
@@ -144,8 +148,8 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
         try:
             yield
         except (SystemExit, GeneratorExit) as failure:
-            if type(failure) not in (SystemExit, GeneratorExit):  # SIGTERM raises one of its own
-                raise
+            if type(failure) not in (SystemExit, GeneratorExit):
+                raise  # a subclass: kvbench's handler of SIGTERM raises one, to end the command
             raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
         except KeyboardInterrupt as failure:
             if interrupted():
@@ -154,7 +158,7 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
         finally:
             for name, setting in compared.items():
                 now = setting.read()
-                if not same(now, before[name]):
+                if not are_equal(now, before[name]):
                     setting.write(before[name])
                     changed.append(_what_changed(name, now, before[name]))
     if changed:
@@ -162,7 +166,7 @@ def settings_unchanged(label: str, method: Method) -> Iterator[None]:
 
 
 def _settings_compared(method: Method) -> dict[str, Setting]:
-    """The settings that are compared around a call of the method."""
+    """The settings that are compared before and after a call of the method, by name."""
     foreign = is_foreign(method)
     return {
         name: setting
@@ -173,7 +177,7 @@ def _settings_compared(method: Method) -> dict[str, Setting]:
 
 
 def _what_changed(name: str, now: object, before: object) -> str:
-    """The setting, its values, and what is allowed."""
+    """The end of a message: the setting, its values, and what is allowed."""
     setting = SETTINGS[name]
     state = f"at {now} (it was {before})" if setting.shown else "in another state"
     return f"{name} {state}, which others use; allowed: {setting.allowed}"
@@ -181,8 +185,8 @@ def _what_changed(name: str, now: object, before: object) -> str:
 
 @contextmanager
 def sealed(seal: Seal, label: str, layer: LayerKV) -> Iterator[None]:
-    """A method's code runs within this context; afterwards, also after an exception, what it did to the
-    layer is checked (`Seal.check`)."""
+    """Run a method's code within this context, and check afterwards, also after an exception, that it
+    wrote to none of the layer's tensors (`Seal.check`)."""
     try:
         yield
     finally:
@@ -190,10 +194,13 @@ def sealed(seal: Seal, label: str, layer: LayerKV) -> Iterator[None]:
 
 
 def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:
-    """A method's hook while decoding, whose arguments are of its own fork.
+    """Call a hook of a method whose arguments belong to the method's own fork, so that no tensor needs
+    protection.
+
+    The hooks of kvbench's own methods are called directly: some are called at every token and layer.
 
     Raises:
-        SharedStateChanged: see `settings_unchanged`; and whatever the hook raises.
+        SharedStateChanged: see `settings_unchanged`. Whatever the hook raises is raised, too.
     """
     if not is_foreign(method):
         return hook(*arguments)
@@ -205,7 +212,8 @@ def extras(label: str, method: Method, n: int, shapes: Mapping[int, HeldShape]) 
     """The further fields that `Method.extras` adds to a record.
 
     Raises:
-        KVError: names that are no text, values that are no numbers; and whatever the method raises.
+        KVError: a name that is not text, or a value that is not a number. Whatever the method raises is
+            raised, too.
     """
     added = call(method, method.extras, n, shapes)
     for name, value in added.items():
@@ -219,8 +227,9 @@ def extras(label: str, method: Method, n: int, shapes: Mapping[int, HeldShape]) 
     return dict(added)
 
 
-def _own(method: Method, layer: LayerKV, carried: dict[str, Tensor]) -> LayerKV:
-    """The layer as this method may see it."""
+def _layer_for(method: Method, layer: LayerKV, carried: dict[str, Tensor]) -> LayerKV:
+    """The layer as it is shown to the method: with the method's own `carried`, and for a method from
+    outside kvbench with copies of all tensors."""
     owner = f"{type(method).__module__}.{type(method).__qualname__}"
     if not is_foreign(method):
         return replace(layer, carried=carried, owner=owner)
@@ -229,10 +238,25 @@ def _own(method: Method, layer: LayerKV, carried: dict[str, Tensor]) -> LayerKV:
     own = replace(layer, keys=keys, values=values, queries=queries, carried=carried, shared={})
     if layer.log_weights is not None:
         own = replace(own, log_weights=layer.log_weights.clone())
-    known = layer.shared.get(NORMALISERS)
-    if known is not None:
-        own.once(NORMALISERS, known.tensor.clone)
+    normalisers = layer.shared.get(NORMALISERS)
+    if normalisers is not None:
+        # Stored for the copied keys and queries, so that the copy may use them.
+        own.once(NORMALISERS, normalisers.tensor.clone)
     return own
+
+
+class Compressed(NamedTuple):
+    """The result of `compress`.
+
+    Attributes:
+        kept: what the method keeps of the layer, checked by `check_held`.
+        capacity: the entries per head that the method may keep.
+        clock: the time of the method's own work, without that of the guard.
+    """
+
+    kept: CompressedKV
+    capacity: int
+    clock: Elapsed
 
 
 def compress(
@@ -242,28 +266,28 @@ def compress(
     budget: Budget,
     generator: torch.Generator,
     carried: dict[str, Tensor],
-) -> tuple[CompressedKV, int, Elapsed]:
-    """Compress the layer by `method`: the checked result, the entries it may hold, and the clock of the
-    method's own work.
+) -> Compressed:
+    """Let `method` compress the layer.
 
     Args:
-        carried: what this method noted at earlier layers.
+        label: what messages call the method.
+        carried: the tensors that this method stored at earlier layers.
 
     Raises:
         SharedStateChanged: see `settings_unchanged`.
         LayerDamaged: see `Seal.check`.
-        TypeError, ValueError: see `check_held`; and whatever the method raises.
+        TypeError, ValueError: see `check_held`. Whatever the method raises is raised, too.
     """
-    own = _own(method, layer, carried)
+    own_layer = _layer_for(method, layer, carried)
     with settings_unchanged(label, method), sealed(Seal.of(layer), label, layer):
         capacity = method.layer_capacity(
             replace(budget), layer.n, layer.layer_index, layer.num_layers
         )
         clock = Elapsed(layer.keys.device)
-        held = method.compress(own, replace(budget), generator)
+        kept = method.compress(own_layer, replace(budget), generator)
         clock.stop()
-        check_held(held, layer)
-    return held, capacity, clock
+        check_held(kept, layer)
+    return Compressed(kept, capacity, clock)
 
 
 def rescore(
@@ -278,21 +302,22 @@ def rescore(
 
     Raises:
         SharedStateChanged: see `settings_unchanged`.
-        LayerDamaged: see `Seal.check`; and whatever the method raises.
+        LayerDamaged: see `Seal.check`. Whatever the method raises is raised, too.
     """
     if is_foreign(method):
         parts = (repeated.queries, repeated.keys, repeated.values)
         repeated = Repetition(repeated.start, repeated.stop, *(part.clone() for part in parts))
     with settings_unchanged(label, method), sealed(Seal.of(layer), label, layer):
-        method.rescore(_own(method, layer, carried), repeated, replace(budget))
+        method.rescore(_layer_for(method, layer, carried), repeated, replace(budget))
 
 
 def check_held(held: CompressedKV, layer: LayerKV) -> None:
-    """Refuse a result that cannot replace the layer, before it is batched with other methods' rows.
+    """Refuse what a method returned if it cannot replace the layer, before it is batched with the rows
+    of other methods.
 
     Raises:
-        TypeError: no `CompressedKV`.
-        ValueError: naming the tensor, its shape, dtype and device, and what is allowed.
+        TypeError: it is not a `CompressedKV`, or one of its tensors is not a tensor.
+        ValueError: the tensor, its shape, dtype and device, and what is allowed.
     """
     if type(held) is not CompressedKV:  # a subclass could count its entries and bytes otherwise
         raise TypeError(f"compress returned a {type(held).__name__}; allowed: a CompressedKV")
@@ -345,19 +370,21 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
 
 
 def check_finite(layer: LayerKV, later: dict[int, Tensor] | None = None) -> None:
-    """Refuse keys or values that are not finite, among which no method can choose.
+    """Refuse keys or values that are not finite, among which no method can choose. A method might never
+    return from such a choice, so this is called before the methods are.
 
     Args:
-        later: on a GPU the host does not wait: what is not finite becomes 0, in place, and its counts by
-            KV head are put here, by layer, for `refuse_non_finite`. None: refused at once.
+        later: None to refuse at once. A dictionary lets the check on a GPU wait for the end of the
+            prefill: numbers that are not finite are replaced by 0 in place, and their counts are added
+            to the dictionary under the layer's index, for `refuse_non_finite`.
 
     Raises:
-        KVError: naming the layer and the first KV head concerned.
+        KVError: the layer and its first KV head with such a number.
     """
     both = (layer.keys, layer.values)
     counts = {layer.layer_index: torch.stack([(~torch.isfinite(x)).sum((0, 2, 3)) for x in both])}
     if later is None or not layer.keys.is_cuda:
-        refuse_non_finite(counts)  # before the methods run: a choice among NaN need not end
+        refuse_non_finite(counts)
         return
     later |= counts
     for tensor in both:
@@ -365,10 +392,14 @@ def check_finite(layer: LayerKV, later: dict[int, Tensor] | None = None) -> None
 
 
 def refuse_non_finite(counts: Mapping[int, Tensor]) -> None:
-    """Refuse layers of which keys or values are not finite; by layer, [2, kv_heads] of how many.
+    """Refuse layers whose keys or values are not finite. Waits for the device.
+
+    Args:
+        counts: by the layer's index [2, kv_heads], how many numbers of keys and of values are not
+        finite.
 
     Raises:
-        KVError: naming the first layer and the first KV head concerned.
+        KVError: the first layer, and its first KV head, with such a number.
     """
     if not counts:
         return

@@ -1,9 +1,9 @@
-"""Which entries of a prompt a compressed cache holds, and their weights."""
+"""The entries of a prompt that a compressed cache holds, and their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +13,31 @@ from kvbench.engine.fork import Fork
 from kvbench.kv import KVError
 
 MOST_PIECES = 128
-"""The most pieces that `strips_of` cuts a prompt into."""
+"""The largest number of pieces into which `strips_of` cuts a prompt."""
 
 MOST_LAYERS = 16
-"""The most layers in the result of `strips_of`, evenly spread over the model's."""
+"""The largest number of layers in the result of `strips_of`; they are evenly spread over the model's."""
 
 
-def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The entries that a fork holds, layer by layer.
+class LayerEntries(NamedTuple):
+    """The entries that a fork holds at one layer, on the CPU.
 
-    Yields:
-        the layer's index; positions [kv_heads, entries] int64, -1 for entries that are no single token;
-        weights [kv_heads, entries] float32: exp(log-weight), times the weight in the denominator where
-        that differs, 0 for padding.
+    Attributes:
+        layer: the layer's index in the model.
+        positions: [kv_heads, entries] int64, the prompt position of each entry; -1 for padding and for
+            entries that stand for no single token.
+        weights: [kv_heads, entries] float32, exp(log-weight), times the factor in the softmax's
+            denominator where there is one (`CompressedKV.denominators`); 0 for padding.
     """
+
+    layer: int
+    positions: Tensor
+    weights: Tensor
+
+
+def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[LayerEntries]:
+    """Yield the entries that a fork holds, layer by layer. Under tensor parallelism these are the heads
+    of all ranks, which must all call this."""
     for layer in layers:
         own_heads: list[tuple[Tensor, Tensor]] = []
         for store in fork.layers[layer].stores:
@@ -38,7 +49,7 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
                 weights = weights * store.denominators[:, : store.length].cpu()
             own_heads += zip(positions, weights, strict=True)
         heads = [head for of_rank in fork.ranks.gather(own_heads) for head in of_rank]
-        yield (
+        yield LayerEntries(
             layer,
             pad_sequence([positions for positions, _ in heads], batch_first=True, padding_value=-1),
             pad_sequence([weights for _, weights in heads], batch_first=True),
@@ -46,17 +57,24 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
 
 
 def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
-    """How much of each piece of the prompt a fork holds, as JSON values small enough for a record.
+    """Summarise how much of each part of the prompt a fork holds, as JSON values small enough for a
+    record. A page shows them as strips, one per layer.
 
-    The prompt is cut into at most `MOST_PIECES` pieces of equal length. A piece's value is the sum of
-    its entries' weights over its tokens, averaged over KV heads; the exact cache has 1 everywhere.
+    The prompt is cut into at most `MOST_PIECES` pieces of equal length. The value of a piece is the sum
+    of the weights of its entries divided by the number of its tokens, averaged over KV heads; for the
+    exact cache it is 1.
+
+    Args:
+        tokens: the length of the prompt.
+        layers: the indices of the layers.
 
     Returns:
-        tokens (of the prompt), width (tokens of a piece), layers (by layer, hundredths of the values),
-        unplaced (share of the entries that are no single token).
+        ``tokens``: the length of the prompt; ``width``: the tokens of a piece; ``layers``: for each
+        layer's index the hundredths of the pieces' values; ``unplaced``: the share of entries that stand
+        for no single token.
 
     Raises:
-        KVError: a position that the prompt has not.
+        KVError: the method holds a position beyond the end of the prompt.
     """
     width = max(1, -(-tokens // MOST_PIECES))
     pieces = -(-tokens // width)
@@ -68,18 +86,20 @@ def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
     entries = 0
     unplaced = 0
     for layer, positions, weights in entries_of(fork, chosen):
-        is_entry, has_place = weights != 0, positions >= 0
+        is_entry = weights != 0
+        is_token = positions >= 0
         if int(positions.max()) >= tokens:
             raise KVError(
                 f"method {fork.label!r} holds position {int(positions.max())} of a prompt of {tokens} "
                 f"tokens; allowed: -1 to {tokens - 1}"
             )
         entries += int(is_entry.sum())
-        unplaced += int((is_entry & ~has_place).sum())
-        piece = torch.where(has_place, positions, 0).flatten() // width
-        sums = torch.zeros(pieces).index_add_(0, piece, (weights * has_place).flatten().float())
-        by_token = (100 * sums / (sizes * positions.shape[0])).round().long()
-        hundredths[str(layer)] = by_token.clamp(0, 10**6).tolist()
+        unplaced += int((is_entry & ~is_token).sum())
+        piece = torch.where(is_token, positions, 0).flatten() // width
+        sums = torch.zeros(pieces).index_add_(0, piece, (weights * is_token).flatten().float())
+        values = (100 * sums / (sizes * positions.shape[0])).round().long()
+        # Weights of weighted entries may be huge or negative; a record needs small numbers >= 0.
+        hundredths[str(layer)] = values.clamp(0, 10**6).tolist()
     return {
         "tokens": tokens,
         "width": width,

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 HUNG_AFTER = 60.0
-"""Seconds after an unhandled alarm at which code that runs no Python counts as hung."""
+"""The seconds after an alarm that was not handled, after which the code counts as hung."""
 
 IGNORED = 5
-"""Alarms after which a body that catches every one and goes on counts as hung."""
+"""The number of alarms that code may catch before it counts as hung."""
 
-_end_process = os._exit  # which `kvbench.engine.process` takes from a method's code
+_end_process = (
+    os._exit
+)  # taken here, since `kvbench.engine.process` replaces it while a method runs
 
 
 def in_main_thread() -> bool:
@@ -25,41 +27,42 @@ def in_main_thread() -> bool:
 
 @contextmanager
 def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[None]:
-    """Raise TimeoutError in a body that runs longer than `seconds`; None: no limit.
+    """Raise TimeoutError in code within this context that runs longer than `seconds`.
 
-    The alarm comes a tenth (at least one second) after the limit, so that a loop that checks the time
-    itself notices first, and it is repeated for as long as the body catches it and goes on. Code that
-    runs no Python (a kernel that never returns) is not interrupted by an alarm: `HUNG_AFTER` seconds
-    after one that was not handled, or after `IGNORED` that were caught, `on_hang` is called from another
-    thread and the process ends with status 1.
+    The first alarm comes a tenth of the limit, at least a second, after it, so that a loop that checks
+    the time itself stops first. Alarms are repeated as long as the code catches the error and goes on.
+    An alarm does not interrupt code that runs no Python, such as a kernel that never returns. If an
+    alarm has not been handled after `HUNG_AFTER` seconds, or `IGNORED` alarms were caught, another
+    thread calls `on_hang` and ends the process with status 1.
 
     Args:
-        on_hang: saves what can be saved; must not wait for this thread.
+        seconds: None for no limit.
+        on_hang: saves what can be saved. It must not wait for this thread.
     """
     if seconds is None:
         yield
         return
     period = seconds + max(1.0, seconds / 10)
-    heard = threading.Event()  # an alarm came since `watch` looked last
-    over = threading.Event()  # the body has ended
+    handled = threading.Event()  # an alarm has been handled since `watch` last waited
+    over = threading.Event()  # the code has ended
     alarms = 0
 
     def alarm(_signal: int, _frame: FrameType | None) -> None:
         nonlocal alarms
         alarms += 1
-        heard.set()
+        handled.set()
         if not over.is_set():
             raise TimeoutError(f"the example took more than {seconds:g} s")
 
     def watch() -> None:
         wait = period + HUNG_AFTER
         while not over.wait(wait):
-            if not heard.is_set() or alarms >= IGNORED:
+            if not handled.is_set() or alarms >= IGNORED:
                 try:
                     on_hang()
                 finally:
                     _end_process(1)
-            heard.clear()
+            handled.clear()
             wait = period
 
     watcher = threading.Thread(target=watch, name="example_timeout", daemon=True)
@@ -70,8 +73,9 @@ def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[N
         try:
             yield
         finally:
-            over.set()  # the next alarm after one that comes right here is a period away
+            over.set()
     finally:
+        # Again, if an alarm interrupted the line above; the next alarm is a whole period away.
         over.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

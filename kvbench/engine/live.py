@@ -1,7 +1,7 @@
-"""transformers' own `generate` with compressed caches: what `kvbench.compress` gives.
+"""Compressed caches inside transformers' own `generate`: the implementation of `kvbench.compress`.
 
-A forward hook replaces the cache that `generate` made by a `LiveCache`, and passes the model the
-attention state of its prefill or of its decode steps.
+A forward pre-hook on the model replaces the cache that `generate` made by a `LiveCache`, and passes the
+attention state of the prefill or of the decode steps to the model. A forward hook counts the tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from kvbench.methods.base import Method
 
 
 class _Turn:
-    """Lets one generation at a time run. A deep copy of the model, hooks included, has its own turn."""
+    """A lock that lets one generation at a time run. A deep copy of the model, which copies its hooks,
+    gets a lock of its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,19 +51,19 @@ class _Turn:
         return self._lock.acquire(blocking=False)
 
     def end(self) -> None:
-        """The generation is over."""
+        """End the generation."""
         self._lock.release()
 
 
 class _BatchPrefill(AttentionState):
-    """Attention state of a batch's prefill: every row is read separately, without its padding.
+    """The attention state of a batch's prefill, in which every row is a prompt of its own.
 
     Args:
         forks: one per row.
-        padding: leading tokens of each row that are padding.
+        padding: how many leading tokens of each row are padding.
 
     Attributes:
-        states: the prefill of each row.
+        states: the attention state of each row's prefill.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class _BatchPrefill(AttentionState):
         self.states = [PrefillState([fork], layers, rotary) for fork in forks]
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Exact attention of each row's own tokens; padding attends to nothing."""
+        """Exact attention of each row without its padding; the output of padding is 0."""
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
         for row, (state, start) in enumerate(zip(self.states, self.padding, strict=True)):
             out[row : row + 1, :, start:] = state.attend(call.of_row(row, start))
@@ -86,11 +87,11 @@ class _BatchPrefill(AttentionState):
 
 @dataclass(repr=False)
 class Compression:
-    """One method around one model; yielded by `kvbench.compress`.
+    """A method that compresses the caches of a model; `kvbench.compress` yields it.
 
     Attributes:
         label: what messages call the method.
-        seed: of the method's draws.
+        seed: the seed of the method's draws.
         compress_after: see `kvbench.compress`.
     """
 
@@ -100,9 +101,9 @@ class Compression:
     label: str
     seed: int = 0
     compress_after: str | None = None
-    # What every prompt so far costs: a list per batch, with a cost per row.
+    # The cost of every prompt so far: a list for each batch, with a cost for each row.
     _batches: list[list[Cost]] = field(default_factory=list)
-    # The cache of the generation that runs, and its prefill until that is over.
+    # The cache of the generation that runs, and the attention state of its prefill until that is over.
     _cache: LiveCache | None = None
     _prefill: _BatchPrefill | None = None
     # The model's own `generate`.
@@ -121,7 +122,8 @@ class Compression:
             )
 
     def read(self, prompt: Text, tokenizer: PreTrainedTokenizerBase | None = None) -> Context:
-        """Prefill a prompt once and compress it, to be asked many things: see `Context.ask`.
+        """Prefill a prompt once and compress it, so that many questions can be asked about it
+        (`Context.ask`).
 
         Raises:
             KVError: an empty prompt, text without a tokenizer, or a `compress_after` that says
@@ -144,38 +146,38 @@ class Compression:
 
     @property
     def rows(self) -> list[Cost]:
-        """What the cache of every batch row of every prompt so far costs, in order (`generate` repeats a
-        prompt for each beam and each returned sequence)."""
+        """The cost of the cache of every batch row of every call so far, in order. (`generate` makes a
+        row for each beam and each returned sequence of a prompt.)"""
         return [row for rows in self._batches for row in rows]
 
     @property
     def entries(self) -> list[float]:
-        """Entries per layer and KV head after compression, mean over both, of each row."""
+        """For each row the entries after compression, averaged over layers and KV heads."""
         return [held_after_prompt(row)[0]["mean"] for row in self.rows]
 
     @property
     def cache_bytes(self) -> list[int]:
-        """Bytes held after compression, of each row."""
+        """For each row the bytes of the cache after compression."""
         return [held_after_prompt(row)[1] for row in self.rows]
 
     @property
     def exact_bytes(self) -> list[int]:
-        """Bytes the exact cache would hold at the same point, of each row."""
+        """For each row the bytes of the exact cache at the same point."""
         return [row.exact_bytes for row in self.rows]
 
     @property
     def ratio(self) -> list[float]:
-        """`cache_bytes` over `exact_bytes`, of each row."""
+        """For each row `cache_bytes` over `exact_bytes`."""
         return [held_after_prompt(row)[1] / row.exact_bytes for row in self.rows]
 
     @property
     def compress_s(self) -> list[float]:
-        """Seconds of compression, of each row."""
+        """For each row the seconds of compression."""
         return [row.compress_s for row in self.rows]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands for the model's own `generate`: checks the options first, and calls `finish` at the
-        end."""
+        """The function that replaces the model's own `generate`: check the options, call the original,
+        and audit the caches."""
         assert self._original is not None
         bound = inspect.signature(self._original).bind_partial(*args, **kwargs).arguments
         check_options(self.model, {**bound, **bound.get("kwargs", {})})
@@ -199,7 +201,7 @@ class Compression:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook: pass the attention state to the model, and the cache to `generate`."""
-        if "kvbench" in kwargs:  # the benchmark's own engine at work on the same model
+        if "kvbench" in kwargs:  # a pass of kvbench's own engine, e.g. of `read`
             return args, kwargs
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if tokens is None:
@@ -210,7 +212,7 @@ class Compression:
         self._check_call(kwargs)
         if isinstance(given, LiveCache):
             if self._turn.taken and given is self._cache:
-                # generate has added ones to the mask; reading them would wait for the GPU.
+                # `generate` only adds ones to the mask; to read it would wait for the GPU.
                 mask = None
             self._continue_with(given)
             state = given.begin_pass(batch, count, mask)
@@ -253,7 +255,7 @@ class Compression:
             raise refused("use_cache", False)
 
     def _start(self, tokens: Tensor, mask: Tensor | None) -> None:
-        """Forks for a new batch of prompts.
+        """Make the forks, the cache and the attention state of a new batch of prompts.
 
         Raises:
             UnsupportedGeneration: `compress_after` is "context", or the method reads a prompt twice.
@@ -280,7 +282,7 @@ class Compression:
         self._prefill = _BatchPrefill(self.model, forks, padding)
 
     def _continue_with(self, cache: LiveCache) -> None:
-        """Continue with a cache: this generation's, or one from an earlier generation.
+        """Use a cache that `generate` was given: this generation's, or one of an earlier generation.
 
         Raises:
             UnsupportedGeneration: it is another model's.
@@ -304,7 +306,8 @@ class Compression:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        """Forward hook: count tokens, fill in the rows, raise a fork's failure."""
+        """Forward hook: count the tokens; after a prefill also note the cost of each row. A fork's
+        failure is raised."""
         cache: LiveCache | None = kwargs.get("past_key_values")
         if cache is None or cache is not self._cache:
             return
@@ -314,20 +317,20 @@ class Compression:
         if self._prefill is None:
             self._count_step(cache, count)
             return
-        starting = self._prefill
+        prefill = self._prefill
         self._prefill = None
-        for row, (fork, state) in enumerate(zip(cache.forks, starting.states, strict=True)):
+        for row, (fork, state) in enumerate(zip(cache.forks, prefill.states, strict=True)):
             fork.states = row_of(states_in(cache), row)
             state.settle()
             if fork.failure is not None:
                 raise fork.failure
             state.exact.states = state_bytes(fork.states)
-            fork.end_prompt(count - starting.padding[row], state.exact)
+            fork.end_prompt(count - prefill.padding[row], state.exact)
             cache.rows.append(fork.cost())
         self._batches.append(cache.rows)
 
     def _count_step(self, cache: LiveCache, count: int) -> None:
-        """Count the tokens that a step fed to every row; raise a fork's failure."""
+        """Count the tokens that a pass fed to every row. A fork's failure is raised."""
         for fork in cache.forks:
             if fork.failure is not None:
                 raise fork.failure
@@ -358,7 +361,11 @@ class Compression:
 
 
 def _no_batches(*_: Any, **__: Any) -> NoReturn:
-    """Replaces `generate_batch`."""
+    """The function that replaces `generate_batch`, which would not use the cache.
+
+    Raises:
+        UnsupportedGeneration: always.
+    """
     raise UnsupportedGeneration(
         "generate_batch has a paged cache of its own; allowed: generate, with a batch of prompts"
     )
@@ -372,7 +379,8 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
         UnsupportedModel: see `kvbench_attention_on` and `compressible_layers`.
         UnsupportedGeneration: the model is under compression already.
     """
-    model: Any = getattr(compression.model, "_orig_mod", compression.model)  # compiled
+    # `torch.compile` returns a module around the model.
+    model: Any = getattr(compression.model, "_orig_mod", compression.model)
     compression.model = model
     with ExitStack() as stack:
         stack.enter_context(kvbench_attention_on(model))
@@ -380,16 +388,16 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
             raise UnsupportedGeneration(
                 f"{type(model).__name__} is under compress already; allowed: one at a time"
             )
-        compressible_layers(model)  # refuses a model without any
+        compressible_layers(model)  # refuses a model without such layers
         before, after = compression.before_forward, compression.after_forward
         hook = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         stack.callback(hook.remove)
         stack.callback(model.register_forward_hook(after, with_kwargs=True).remove)
         compression._original = model.generate
         replaced = {"generate": compression.generate, "generate_batch": _no_batches}
-        stack.callback(
-            model.__dict__.update, {k: v for k, v in vars(model).items() if k in replaced}
-        )
+        # Callbacks run in reverse order: the replacements are removed, then what was there is restored.
+        before_replacing = {name: x for name, x in vars(model).items() if name in replaced}
+        stack.callback(model.__dict__.update, before_replacing)
         for name in replaced:
             stack.callback(model.__dict__.pop, name)
         model.__dict__.update(replaced)

@@ -1,8 +1,8 @@
-"""The cache that transformers' `generate` is given under `kvbench.compress`.
+"""The cache that transformers' `generate` uses inside `kvbench.compress`.
 
-`generate` asks a cache for lengths and, in beam search, reorders its rows: a `LiveCache` answers that,
-and holds no keys or values itself. The attention function hands those to the forks, one per batch row,
-as in the benchmark.
+`generate` asks its cache for lengths and, in beam search, reorders its rows. A `LiveCache` does that. It
+holds no keys or values itself: the attention function passes them to the forks, one per batch row, as in
+the benchmark.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class UnsupportedGeneration(ValueError):
 
 
 class LiveCache(Cache):
-    """The forks of a batch, as generate's cache; operations it cannot serve are refused.
+    """The forks of a batch as a cache of transformers. Operations that it cannot serve are refused.
 
     Args:
-        model: whose keys and values the forks hold.
+        model: the model whose keys and values the forks hold.
         forks: one per batch row.
-        rows: the cost of each fork, of its tokens without padding; filled in place after the prefill.
-        seen: tokens fed so far to each row, padding included.
+        rows: the cost of each fork for its tokens without padding; filled after the prefill.
+        seen: the number of tokens fed so far to each row, padding included.
 
     Attributes:
-        open: until the generation that the cache belongs to is over.
-        steps: the attention state of single tokens fed one after the other, if such steps are under way.
+        open: whether the generation that uses the cache still runs.
+        steps: the attention state of a run of steps of one token; None outside such a run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LiveCache(Cache):
         self.steps: DecodeState | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
-        """An independent copy; if the model is copied too, it belongs to that copy."""
+        """An independent copy. If the model is copied together with it, it is the cache of that copy."""
         self.settle()
         forks = [fork.clone() for fork in self.forks]
         model = memo.get(id(self.model), self.model)
@@ -69,7 +69,7 @@ class LiveCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Rows differ in length, so there is nothing to compile."""
+        """False, since rows have different lengths."""
         return False
 
     def update(
@@ -78,7 +78,8 @@ class LiveCache(Cache):
         """Return the new keys and values unchanged: the attention function stores them.
 
         Raises:
-            UnsupportedGeneration: the generation is over, so that nothing would store them.
+            UnsupportedGeneration: the generation is over, so that no attention function would store
+                them.
         """
         if not self.open:
             raise UnsupportedGeneration(
@@ -89,16 +90,18 @@ class LiveCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens fed so far, padding included."""
+        """The number of tokens fed so far, padding included."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the mask that transformers believes it needs."""
+        """The length and the offset of a mask for `query_length` more tokens, which transformers asks
+        for although no mask is made."""
         count = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.seen + count, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i goes on from row ``beam_idx[i]``; a row from which several do is copied."""
+        """Let row i continue from row ``beam_idx[i]``, for beam search. Where several rows continue from
+        one, all but the first get a copy."""
         self.settle()
         sources = beam_idx.tolist()
         self.forks = [
@@ -107,21 +110,22 @@ class LiveCache(Cache):
         ]
 
     def crop(self, tokens: int) -> None:
-        """Refused: what a method dropped does not come back."""
+        """Refuse to remove tokens: entries that a method dropped for them cannot be restored."""
         raise UnsupportedGeneration("a compressed cache cannot be cropped; call generate again")
 
     def begin_pass(self, batch: int, count: int, mask: Tensor | None) -> ForkBatch:
-        """The attention state of a pass that feeds `count` tokens to every row.
+        """Return the attention state of a pass that feeds `count` tokens to every row.
 
-        A single token after a single token gets the state of the token before: it has room for `GROWTH`
-        tokens, and is made anew after those, or after a pass of several tokens.
+        Passes of one token share a state, which has room for `GROWTH` tokens. A new one is made after
+        these, and after a pass of several tokens.
 
         Args:
-            batch: rows of the pass.
-            mask: [batch, tokens] of all tokens; None where it is known to hide none of the new ones.
+            batch: the number of rows of the pass.
+            mask: [batch, tokens], the attention mask of all tokens; None where it is known to hide none
+                of the new ones.
 
         Raises:
-            UnsupportedGeneration: another number of rows than forks; a mask that hides new tokens.
+            UnsupportedGeneration: another number of rows than forks, or a mask that hides new tokens.
         """
         if batch != len(self.forks):
             raise UnsupportedGeneration(
@@ -141,8 +145,8 @@ class LiveCache(Cache):
         return self.steps
 
     def settle(self) -> None:
-        """End a run of single-token steps, if one is under way: every fork's cache is told how many
-        entries it holds by now."""
+        """End a run of steps of one token, if there is one: update the number of entries in the caches
+        (`DecodeState.settle`)."""
         if self.steps is not None:
             self.steps.settle()
         self.steps = None

@@ -1,4 +1,4 @@
-"""What transformers' `generate` may be asked while its cache is a compressed one."""
+"""The options of transformers' `generate` that are possible with a compressed cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
 
 
 def left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
-    """Leading padding tokens of each row.
+    """Count the leading padding tokens of each row.
+
+    Args:
+        mask: [batch, count], the attention mask of the prompt; None for no padding.
+        batch: the number of rows.
+        count: the number of tokens of each row, padding included.
 
     Raises:
         UnsupportedGeneration: padding elsewhere, or a row of padding only.
@@ -37,7 +42,7 @@ def left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
 
 
 def foreign_cache(cache: Any) -> UnsupportedGeneration:
-    """The refusal of a cache that kvbench did not fill."""
+    """Make the error for a cache that kvbench did not fill."""
     return UnsupportedGeneration(
         f"past_key_values is a {type(cache).__name__} that was not filled under compress, without the "
         "queries that methods choose by; allowed: none, or a cache that compress made of this model "
@@ -56,13 +61,14 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "output_attentions": (None, False),
     "token_type_ids": (None,),
 }
-"""Options of `generate`, and the values of each that a compressed cache can serve. It cannot take tokens
-back (assisted decoding), needs the whole prompt in one forward pass, forms no attention matrix, and is
-causal: no token sees a later one."""
+"""Options of `generate`, and the values of each that are possible. A compressed cache cannot remove
+tokens (assisted decoding does), is made in one forward pass over the whole prompt, computes no attention
+matrix,
+and is causal: no token sees a later one."""
 
 
 def refused(name: str, value: Any) -> UnsupportedGeneration:
-    """The refusal of an option's value."""
+    """Make the error for the value of an option."""
     shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
     allowed = " or ".join(map(repr, _ALLOWED.get(name, (None,))))
     return UnsupportedGeneration(

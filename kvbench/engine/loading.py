@@ -71,8 +71,9 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def check_config_class(spec: ModelSpec) -> str:
-    """The name of the class of the model's config, which has the fields that `ModelSpec.config` changes;
-    empty where `architecture` does not say it, so that only the model's own files do. Reads no file.
+    """Check the fields that `ModelSpec.config` changes without reading a file, and return the name of
+    the config's class. Returns an empty text and checks nothing where `architecture` does not name the
+    model type.
 
     Raises:
         ModelError: the class does not have such a field.
@@ -111,7 +112,7 @@ def load_model(
         ModelError: what cannot be loaded, and what to do.
     """
     register()
-    # The weights of files go into the config that lies beside them.
+    # Weights that are read from files belong to the config beside them, not to `architecture`.
     config = load_config(spec if spec.random_weights else replace(spec, architecture=None))
     with one_line_failures("model", spec):
         if spec.random_weights:
@@ -134,8 +135,8 @@ def load_model(
 def _with_weights(
     spec: ModelSpec, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """The model with the weights of its files; incomplete files are refused: the library would draw
-    what is missing at random.
+    """Load the model with the weights of its files. Files that lack weights are refused, since
+    transformers would initialise these at random.
 
     Raises:
         ModelError: naming the first weight that is missing or has another shape.
@@ -153,7 +154,7 @@ def _with_weights(
         **_divided(spec, config.get_text_config()),
     }
     verbosity = library_logging.get_verbosity()
-    library_logging.set_verbosity_error()  # what is wrong with a checkpoint is told below, in one line
+    library_logging.set_verbosity_error()  # what is wrong with the weights is raised below, in one line
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             local_path(spec.path),
@@ -186,7 +187,7 @@ def _with_weights(
 
 
 def _divided(spec: ModelSpec, config: PreTrainedConfig) -> dict[str, Any]:
-    """What `from_pretrained` is told where several processes share a model with this text config.
+    """The arguments of `from_pretrained` where several processes share a model with this text config.
 
     Raises:
         ModelError: its KV heads cannot be divided among them.
@@ -209,8 +210,8 @@ def _divided(spec: ModelSpec, config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
-    """Refuse a model whose index or config names weight files that are not safetensors. The library's
-    ``use_safetensors`` checks only the name of the first file, and would unpickle the others.
+    """Refuse a model whose index or config names weight files that are not safetensors. transformers'
+    ``use_safetensors`` checks the name of the first file only, and would unpickle the others.
 
     Raises:
         ModelError: naming the file.

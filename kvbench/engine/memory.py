@@ -1,9 +1,9 @@
-"""How much memory there is, and how much was used at the peak.
+"""The memory that there is, that is in use, and that was in use at the peak.
 
-On CUDA the numbers are the allocator's, summed over all GPUs (a model may lie on several; the sum of
-peaks is no less than what was in use at once). On a CPU they are the process's resident memory,
-weights and libraries included, from /proc (Linux); elsewhere nothing is measured, and nothing is
-claimed.
+On CUDA the numbers are those of torch's allocator, summed over all GPUs, since a model may be on
+several. (The sum of their peaks is an upper bound on the memory in use at one time.) On a CPU they are
+the resident memory of the process, weights and libraries included, read from /proc on Linux; on other
+systems they are not known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset the peak; False where it cannot be measured."""
+    """Reset the peak. Returns False where it cannot be measured."""
     if device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
@@ -29,21 +29,22 @@ def reset_peak(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Most memory in use since `reset_peak`: allocated on the device, or resident on a CPU."""
+    """The largest number of bytes in use since `reset_peak`; None where it is not known."""
     if device.type == "cuda":
         return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return _kibibytes(_STATUS, "VmHWM")
 
 
 def used_bytes(device: torch.device) -> int | None:
-    """Memory in use now, counted as by `peak_bytes`."""
+    """The number of bytes in use now; None where it is not known."""
     if device.type == "cuda":
         return sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))
     return _kibibytes(_STATUS, "VmRSS")
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Memory that this process may use: what it holds and what is free."""
+    """The number of bytes that this process may use, those in use included; None where it is not
+    known."""
     if device.type == "cuda":
         reserved = [torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())]
         used_gpus = {i for i, size in enumerate(reserved) if size} | {device.index or 0}

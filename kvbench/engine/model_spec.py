@@ -1,4 +1,4 @@
-"""Which model is loaded, on which device and in which type, and where its files lie."""
+"""The choice of a model, its device and its dtype, and the place of its files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         check_options(self, "model.", ModelError)
         object.__setattr__(self, "config", dict(self.config or {}))
-        # Which path is decided here, so that records and hashes hold the one that is taken.
+        # The path is chosen here, so that records and hashes contain the one that is used.
         absent = self.path.startswith(PACKAGE_PREFIX) and packaged_file(self.path) is None
         if self.otherwise is not None and absent:
             log.warning("%s; taking %s of the Hub", missing_line(self.path), self.otherwise)
@@ -111,9 +111,11 @@ class ModelSpec:
 
     @property
     def place(self) -> tuple[int, int]:
-        """This process's number among those that share the model, and how many torchrun started."""
-        named: Mapping[str, str] = os.environ if self.parallel is not None else {}
-        return int(named.get("RANK", 0)), int(named.get("WORLD_SIZE", 1))
+        """This process's rank among those that share the model, and their number; 0 and 1 where the
+        model is not shared. torchrun sets both in the environment."""
+        if self.parallel is None:
+            return 0, 1
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
     @property
     def label(self) -> str:
@@ -188,8 +190,15 @@ def local_path(path: str) -> str:
 
 @contextmanager
 def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
-    """Turn failures of the Hub and of loading into one line that says what to do; transformers' bars
-    ("Loading weights") are for a terminal."""
+    """Turn errors of the Hub and of loading within this context into one line that says what to do. The
+    progress bars of transformers ("Loading weights") are hidden unless they go to a terminal.
+
+    Args:
+        what: the beginning of the message.
+
+    Raises:
+        ModelError: `what`, the path, and what to do.
+    """
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,
@@ -236,8 +245,9 @@ def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
 
 
 def origin_of(path: str, revision: str | None) -> dict[str, Any]:
-    """Arguments of the library's loaders: the revision, and whether to look on this machine only:
-    `path` is a folder, or the Hub cannot be reached (which it would retry for half a minute)."""
+    """The arguments of transformers' loaders for the revision, and for loading from this machine alone:
+    that is so where `path` is a folder, or where the Hub does not answer (transformers would retry for
+    half a minute)."""
     local = local_path(path) != path or Path(path).exists() or not hub_answers()
     return {"revision": revision, "local_files_only": local}
 

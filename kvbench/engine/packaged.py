@@ -47,7 +47,7 @@ def packaged_file(path: str) -> Path | None:
 
 
 def missing_line(path: str) -> str:
-    """One line for a package that is not there, with the command that installs it."""
+    """The message for a package that is not installed, with the command that installs it."""
     package = path.removeprefix(PACKAGE_PREFIX).partition("/")[0].replace("_", "-")
     return (
         f"model path {path!r} is a file of a package that is not installed; allowed: "
@@ -79,13 +79,15 @@ def unpacked(path: str) -> Path:
 
 
 def unpacking() -> dict[str, Any]:
-    """What transformers is told so that it unpacks GGUF's blocks at once; older versions always do."""
+    """The arguments with which transformers unpacks GGUF's blocks when it loads them. Older versions do
+    so without arguments."""
     plan: Any = getattr(transformers, "GgufConfig", None)
     return {} if plan is None else {"quantization_config": plan(dequantize=True)}
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    """Write the model beside `folder`, then rename it: another process sees all of it or nothing."""
+    """Write the unpacked model to a temporary folder, then rename that to `folder`, so that another
+    process sees the whole model or none."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     verbosity = library_logging.get_verbosity()
     library_logging.set_verbosity_error()

@@ -1,4 +1,5 @@
-"""One exact prefill that serves every method: each layer is compressed as it is computed."""
+"""The exact prefill of a prompt, which serves every method: the methods compress each layer as soon as
+it is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from kvbench.engine import guard
 from kvbench.engine.architecture import compressible_layers, kv_heads, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import GrowingCache, store_of
-from kvbench.engine.costs import ExactBytes
+from kvbench.engine.costs import ExactBytes, LayerBytes
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.ranks import Ranks
 from kvbench.engine.rescore import Feed, RepeatedPrompt
@@ -42,7 +43,8 @@ from kvbench.prompts import PromptEncoder
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a clock read afterwards means something."""
+    """Wait until the device has finished its work, so that a clock that is read afterwards includes
+    it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -50,8 +52,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """The device that token ids must be on: the embedding's. Where accelerate offloads the embedding's
-    weights between two passes, it is the device on which they are used."""
+    """The device on which token ids must be: that of the embedding. Where accelerate offloads the
+    embedding's weights between two passes, it is the device on which they are used."""
     embedding = model.get_input_embeddings()
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return next(embedding.parameters()).device if device is None else torch.device(device)
@@ -64,10 +66,10 @@ def layer_kv(
     rotary: Rotary | None = None,
     normalisers: Tensor | None = None,
 ) -> LayerKV:
-    """What methods are given of a layer.
+    """Make the layer that methods are shown from a call of attention.
 
     Args:
-        index: of the layer among the `count` layers that are compressed.
+        index: the number of the layer among the `count` layers that are compressed.
         rotary: see `LayerKV.rotary`.
         normalisers: see `kvbench.kv.NORMALISERS`.
     """
@@ -92,22 +94,24 @@ def layer_kv(
 
 
 class PrefillState(AttentionState):
-    """Attention state of the prefill: exact attention, then every method compresses the layer.
+    """The attention state of the prefill: attention is exact, and every method then compresses the
+    layer.
 
-    A method that fails or holds too much marks its own fork; the others go on.
+    If a method fails or keeps too much, its fork fails, and the other methods go on.
 
     Args:
         forks: one per method; their `layers` are filled here.
-        compressible: see `compressible_layers`.
+        compressible: the indices of the layers that are compressed (`compressible_layers`).
         rotary: see `rotary_of`.
 
     Attributes:
-        order: the number of each compressible layer among these layers.
-        repeated: the pass in which the prompt is repeated, if a method asks for one.
-        exact: bytes of the exact cache of this prompt.
-        clocks: of everything that is not the exact prefill itself.
-        non_finite: counts of keys and values that are not finite, still to be read from a GPU.
-        on_compress: called with the label of a method before it compresses a layer.
+        order: for the index of each compressible layer its number among these layers.
+        repeated: the pass in which the prompt is repeated; None if no method asks for one.
+        exact: the bytes of the exact cache of this prompt.
+        clocks: the clocks of all work here that is not part of the exact prefill.
+        non_finite: by the layer's index, the counts of keys and values that are not finite, which are
+            still to be read from a GPU (`guard.check_finite`).
+        on_compress: is called with the label of a method before the method compresses a layer.
     """
 
     def __init__(
@@ -127,19 +131,19 @@ class PrefillState(AttentionState):
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `AttentionState`: states that have seen nothing."""
+        """See `AttentionState.past`: states as before the first token."""
         if self._past is None:
             self._past = PassingCache(config)
         return self._past
 
     @property
     def states(self) -> States:
-        """The recurrent states after the prompt, by layer (hybrid models)."""
+        """For hybrid models, the recurrent states after the prompt, by the layer's index."""
         return {} if self._past is None else states_in(self._past)
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Exact attention of the layer; then its keys and values are compressed by every method, or
-        their sliding window is kept."""
+        """Compute the exact attention of a layer. Then let every method compress its keys and values, or
+        keep its sliding window."""
         out, normalisers = call.exact_with_normalisers()
         clock = Elapsed(call.key.device)
         if call.sliding_window is not None and call.layer in self.order:
@@ -149,7 +153,7 @@ class PrefillState(AttentionState):
             )
         ranks = max((fork.ranks.count for fork in self.forks), default=1)
         token_bytes = (call.key.nbytes + call.value.nbytes) // call.key.shape[2] * ranks
-        self.exact.layers.append((token_bytes, call.sliding_window))
+        self.exact.layers.append(LayerBytes(token_bytes, call.sliding_window))
         if call.layer in self.order:
             self._compress_layer(call, normalisers)
         else:
@@ -158,22 +162,22 @@ class PrefillState(AttentionState):
         return out
 
     def _compress_layer(self, call: LayerCall, normalisers: Tensor | None) -> None:
-        """Every method compresses the layer, but for those that are to see the prompt repeated first."""
+        """Let every method compress the layer, except those that first see the prompt repeated."""
         kv = layer_kv(call, self.order[call.layer], len(self.order), self.rotary, normalisers)
         guard.check_finite(kv, self.non_finite)
         if self.repeated is not None:
-            self.repeated.held[call.layer] = (call.key, call.value)
+            self.repeated.exact_cache[call.layer] = (call.key, call.value)
             self.repeated.layers[call.layer] = replace(kv, queries=None, shared={})
         for fork in self.forks:
             if fork.failure is None and not fork.rescores:
                 self._compress(fork, call.layer, kv)
 
     def settle(self) -> float:
-        """Wait for a GPU, and read what it has counted: whether keys and values are finite, how many
-        entries each fork holds (which is audited), and seconds.
+        """Wait for the GPU, and read what it has counted: check that keys and values are finite, audit
+        the entries of each fork, and read the clocks.
 
         Returns:
-            the seconds of everything that is not the exact prefill itself.
+            the seconds of all work that is not part of the exact prefill.
 
         Raises:
             KVError: see `guard.refuse_non_finite`.
@@ -188,12 +192,12 @@ class PrefillState(AttentionState):
         return sum(clock.seconds for clock in self.clocks)
 
     def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
-        """Have the model repeat the prompt for the methods that ask for it (`Method.rescoring`); then
-        these compress every layer."""
+        """Let the model repeat the prompt for the methods that ask for it (`Method.rescoring`); these
+        then compress every layer."""
         forks = [fork for fork in self.forks if fork.rescores and fork.failure is None]
         if self.repeated is None or not forks:
             return
-        clock = Elapsed(next(iter(self.repeated.held.values()))[0].device)
+        clock = Elapsed(next(iter(self.repeated.exact_cache.values()))[0].device)
         self.repeated.states = self.states
         self.repeated.feed(forks, ids, encoder, feed)
         for layer, kv in self.repeated.layers.items():
@@ -203,9 +207,9 @@ class PrefillState(AttentionState):
         self.clocks.append(clock.stop())
 
     def _compress(self, fork: Fork, layer: int, kv: LayerKV) -> None:
-        """One method compresses one layer; its fork holds the result."""
+        """Let one method compress one layer, and give the result to its fork."""
         clocks_of_shared_work = kv.charge_shared_work()
-        # A prompt that does not fill its budget is not compressed. A method that evicts is asked all the
+        # A prompt that is within its capacity is not compressed. A method that evicts is called all the
         # same, for the scores by which it evicts once the cache is full.
         limit = None if fork.compressed else fork.limit(kv.n)
         clocks: list[Elapsed] = []
@@ -215,30 +219,31 @@ class PrefillState(AttentionState):
                 fork.carry_to(kv.keys.device)
                 generator = layer_generator(fork.seed, fork.example_id, layer)
                 budget = fork.budget if limit is None else WHOLE
-                held, capacity, clock = guard.compress(
+                kept, capacity, clock = guard.compress(
                     fork.label, fork.method, kv, budget, generator, fork.carried
                 )
                 clocks.append(clock)
             else:
-                held = keep_all(kv)
+                kept = keep_all(kv)
                 capacity = kv.n
             clock = Elapsed(kv.keys.device)
-            fork.hold(layer, held, capacity, limit=limit, prompt=kv)
+            fork.hold(layer, kept, capacity, limit=limit, prompt=kv)
             clocks.append(clock.stop())
         except guard.LayerDamaged:
-            raise  # what the other methods would compute from this layer is wrong
+            raise  # the results of the other methods would be wrong, too
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
         fork.ledger.clocks += clocks
         fork.ledger.clocks += clocks_of_shared_work()
 
     def _keep_window(self, call: LayerCall) -> None:
-        """Every fork holds the sliding window of a layer that is not compressed, or all of it."""
+        """Let every fork hold the sliding window of a layer that is not compressed, or all of the
+        layer."""
         n = call.key.shape[2]
         first = 0 if call.sliding_window is None else max(0, n - call.sliding_window)
         key, value = call.key[:, :, first:], call.value[:, :, first:]
         if self.repeated is not None:
-            self.repeated.held[call.layer] = (key, value)
+            self.repeated.exact_cache[call.layer] = (key, value)
         positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
         for fork in self.forks:
             if fork.failure is None:
@@ -250,13 +255,13 @@ class PrefillState(AttentionState):
 
 @dataclass(frozen=True)
 class Prefill:
-    """What a shared prefill returns.
+    """The result of a prefill.
 
     Attributes:
-        logits: [vocab], of the token after the prompt.
-        prefill_s: seconds of the exact prefill, without compression.
-        exact_bytes: of the exact cache after the prompt.
-        n: tokens of the prompt.
+        logits: [vocab], those that predict the token after the prompt.
+        prefill_s: the seconds of the exact prefill, without compression.
+        exact_bytes: the bytes of the exact cache after the prompt.
+        n: the number of tokens of the prompt.
     """
 
     logits: Tensor
@@ -268,8 +273,8 @@ class Prefill:
 def forward(
     model: PreTrainedModel, ids: Tensor, positions: Tensor, state: AttentionState
 ) -> Tensor:
-    """Next-token logits [batch, vocab] after feeding ids [batch, t] at positions [t] (the same for
-    every row) or [batch, t]."""
+    """Run the model on ids [batch, t] at positions [t] (the same for every row) or [batch, t], and
+    return the logits [batch, vocab] that predict the next token."""
     return forward_rows(model, ids, positions, state, keep=1)[:, -1]
 
 
@@ -280,10 +285,12 @@ def forward_rows(
     state: AttentionState,
     keep: int | Tensor | None = None,
 ) -> Tensor:
-    """Logits [batch, t, vocab] after feeding ids [batch, t] at positions [t] or [batch, t].
+    """Run the model on ids [batch, t] at positions [t] or [batch, t], and return the logits after each
+    token, [batch, t, vocab].
 
     Args:
-        keep: logits of the last `keep` tokens, or of the tokens with these indices; None: of all t.
+        keep: for which tokens logits are computed: the last `keep` tokens, or the tokens with these
+            indices; None for all.
     """
     config = model.config.get_text_config()
     past = state.past(config) if is_hybrid(config) else None
@@ -300,9 +307,11 @@ def forward_rows(
 
 
 def plan_attention(model: PreTrainedModel, tokens: int) -> None:
-    """Let a GPU's libraries choose and prepare their attention kernel for a prompt of so many tokens,
-    which they do at the first call with a length, so that no clock of a prefill holds it. Runs the
-    attention of one layer on zeros; on other devices nothing."""
+    """Run the attention of one layer on zeros, on every GPU of the model. Does nothing on a CPU.
+
+    At the first call with a new length, a GPU's libraries choose and prepare their kernel, which takes
+    time. This call takes it before the clock of a prefill of `tokens` tokens starts.
+    """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -313,7 +322,8 @@ def plan_attention(model: PreTrainedModel, tokens: int) -> None:
             LayerCall(0, query, key, key, dim**-0.5).exact_with_normalisers()
 
 
-# Methods and later decoding write to their own tensors, which inference mode allows nowhere else.
+# Not in inference mode: its tensors could not be written to later, outside that mode, and methods and
+# decoding do so. Without gradients all the same.
 @torch.inference_mode(False)
 @torch.no_grad()
 def prefill(
@@ -323,10 +333,14 @@ def prefill(
     *,
     encoder: PromptEncoder | None = None,
 ) -> Prefill:
-    """Run the prompt once, exactly; every fork holds its compressed cache afterwards.
+    """Run the model once over the prompt, with exact attention. Afterwards every fork holds its
+    compressed cache.
 
     Args:
-        encoder: of the words in which a method asks for the prompt again (`Rescoring`).
+        ids: the token ids of the prompt.
+        forks: one per method.
+        encoder: encodes the words in which a method asks the model to repeat the prompt (`Rescoring`);
+            None if there is no tokenizer.
     """
     device = input_device(model)
     ranks = Ranks.of(model)
@@ -356,11 +370,13 @@ def prefill(
 
 @dataclass
 class CaptureState(AttentionState):
-    """Attention state that runs exact attention and keeps queries, keys and values of some layers.
+    """An attention state that computes exact attention and keeps queries, keys and values of some
+    layers.
 
     Attributes:
-        layers: the layers to be kept, by layer number; None until they are computed.
-        num_layers: of the model.
+        layers: the layers that are kept, by the layer's index; None until they are computed.
+        num_layers: the number of layers of the model.
+        rotary: see `rotary_of`.
     """
 
     layers: dict[int, LayerKV | None]
@@ -368,7 +384,7 @@ class CaptureState(AttentionState):
     rotary: Rotary | None = None
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Exact attention; queries, keys and values of the chosen layers are kept."""
+        """Compute exact attention, and keep queries, keys and values of the chosen layers."""
         if call.layer in self.layers:
             if call.sliding_window is not None:
                 raise UnsupportedModel(
@@ -383,12 +399,13 @@ class CaptureState(AttentionState):
         return call.exact()
 
 
-@torch.inference_mode(False)  # as `prefill`
+@torch.inference_mode(False)  # as for `prefill`: the tensors may be written to later
 @torch.no_grad()
 def capture_layers(
     model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]
 ) -> dict[int, LayerKV]:
-    """Queries, keys and values after position encoding, of the given layers (0-based), for one prompt.
+    """Run one prompt, and return some layers (indices from 0) with their queries, keys and values after
+    position encoding, by the layer's index.
 
     Raises:
         UnsupportedModel: a layer that does not exist or has a sliding window.

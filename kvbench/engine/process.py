@@ -1,8 +1,9 @@
-"""The process that a method's code runs in: what would end it, and settings that could be left changed.
+"""The process in which a method's code runs: its protection against calls that would end it, and its
+settings that the code could leave changed (`SETTINGS`).
 
-`kvbench.engine.guard` compares the settings before and after every call of a method, and sets them
-back. What is not here can be changed unnoticed: functions of libraries that are replaced, limits that
-the system does not let a process raise again, what runs when the process ends.
+`kvbench.engine.guard` compares the settings before and after every call of a method, and restores them.
+Changes to anything else are not noticed: replaced functions of libraries, limits that the system does
+not let a process raise again, functions that run when the process ends.
 """
 
 from __future__ import annotations
@@ -31,43 +32,47 @@ from kvbench.engine.limits import in_main_thread
 _Handler = Callable[..., Any] | int | None
 
 OWN_GENERATOR = "its own generator"
-"""What a method may draw from, beside the generator that it is given."""
+"""What messages allow in place of a global generator."""
 
 _SMALLEST = 5e-324
-"""The smallest positive number; times one it is 0 where a processor takes such numbers for 0."""
+"""The smallest positive float64. Where the processor flushes such numbers to 0, its product with 1 is
+0."""
 
 STREAMS = {"stdout": 1, "stderr": 2}
-"""The standard streams that are written to, and their numbers in the process."""
+"""The standard streams for output, and their file descriptors."""
 
 
 class MethodExit(RuntimeError):
-    """A method asked the program to end (by SystemExit, GeneratorExit or a KeyboardInterrupt of its
-    own); only the method fails."""
+    """A method tried to end the program, by raising SystemExit, GeneratorExit or KeyboardInterrupt, or
+    by a call that `process_protected` refuses. Only the method fails."""
 
 
 @contextmanager
 def interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Within this context a Ctrl-C raises KeyboardInterrupt, as ever.
+    """Tell within this context a KeyboardInterrupt of the user's Ctrl-C from one that code raises
+    itself.
+
+    A Ctrl-C raises KeyboardInterrupt, as without the context.
 
     Yields:
-        a function that tells whether there was one: code may raise KeyboardInterrupt itself. Where the
-        process answers Ctrl-C in a way of its own, that is not known, and every one counts.
+        a function that returns whether there was a Ctrl-C. Where the process has a handler of its own
+        for Ctrl-C, this cannot be known, and the function returns True.
     """
     if not in_main_thread():
-        yield lambda: False  # signals come to the main thread
+        yield lambda: False  # the main thread alone receives signals
         return
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield lambda: True
         return
-    came: list[int] = []
+    interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        interrupts.append(number)
         signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, interrupt)
     try:
-        yield lambda: bool(came)
+        yield lambda: bool(interrupts)
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -76,7 +81,12 @@ _end_process, _close, _close_range = os._exit, os.close, os.closerange
 
 
 class _Inside(threading.local):
-    """Of each thread: the process in which it runs a method's code now, 0 where it runs none."""
+    """Whether the current thread runs a method's code.
+
+    Attributes:
+        process: the id of the process in which it does; 0 where it does not. In a process that the code
+            has forked, the id is another than the process's own, and nothing is refused there.
+    """
 
     process = 0
 
@@ -84,7 +94,7 @@ class _Inside(threading.local):
 _inside = _Inside()
 _lock = threading.Lock()
 _protected_calls = 0
-"""How many threads are within `process_protected` now."""
+"""How many calls of methods are within `process_protected` now, in all threads."""
 
 
 def _exit_refused(status: int) -> NoReturn:
@@ -112,12 +122,14 @@ def _close_range_refused(first: int, end: int) -> None:
 
 @contextmanager
 def process_protected() -> Iterator[None]:
-    """Within this context the process can neither be ended without a word nor lose its standard streams:
-    the next file that is opened would get a closed stream's number, and what is printed would go into
-    it. A process that the code forks can do both, and where it comes back from the code, it ends:
-    it would write the job's records, too."""
+    """Refuse calls within this context that end the process at once or close a standard stream.
+
+    (After a standard stream is closed, the next file that is opened gets its descriptor, and what is
+    printed goes into that file.) A process that the code forks may call both. If it returns from the
+    code, it ends here; otherwise it would go on with the job and write the same records.
+    """
     global _protected_calls
-    process, outer = os.getpid(), _inside.process
+    process, outer_process = os.getpid(), _inside.process
     with _lock:
         _protected_calls += 1
         os._exit, os.close, os.closerange = (
@@ -131,7 +143,7 @@ def process_protected() -> Iterator[None]:
     finally:
         if os.getpid() != process:
             _end_process(1)
-        _inside.process = outer
+        _inside.process = outer_process
         with _lock:
             _protected_calls -= 1
             if not _protected_calls:
@@ -140,15 +152,16 @@ def process_protected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of the whole process.
+    """A setting of the whole process that a method's code could leave changed.
 
     Attributes:
-        read, write: how its value is read, and set again to what was read.
-        shown: whether a message can show its values.
-        allowed: what a method may do instead of changing it.
+        read: returns the value.
+        write: restores a value that `read` returned.
+        shown: whether messages show the values.
+        allowed: what messages allow a method to do instead of changing the setting.
         imports_change_it: whether importing a package may change it.
-        note: called with the value before the code runs, where `write` will need more than that value.
-        is_there: tells whether there is anything to be read; None: there always is.
+        note: called with the value before the code runs; None where `write` needs nothing but the value.
+        is_there: returns whether the setting exists now; None where it always does.
     """
 
     read: Callable[[], Any]
@@ -160,12 +173,12 @@ class Setting:
     is_there: Callable[[], bool] | None = None
 
 
-def same(now: Any, before: Any) -> bool:
-    """Whether two values are equal: numbers, tensors, arrays, or dictionaries and lists of such."""
+def are_equal(now: Any, before: Any) -> bool:
+    """Whether two values are equal: numbers, tensors, arrays, or dictionaries and lists of these."""
     if isinstance(now, dict):
-        return now.keys() == before.keys() and all(same(now[key], before[key]) for key in now)
+        return now.keys() == before.keys() and all(are_equal(now[key], before[key]) for key in now)
     if isinstance(now, list):
-        return len(now) == len(before) and all(map(same, now, before))
+        return len(now) == len(before) and all(map(are_equal, now, before))
     if isinstance(now, Tensor):
         return torch.equal(now, before)
     if isinstance(now, np.ndarray):
@@ -173,7 +186,7 @@ def same(now: Any, before: Any) -> bool:
     return bool(now == before)
 
 
-# --- what is read and written by more than one call ----------------------------------------------
+# --- functions that read or write a setting by more than one call ---------------------------------
 
 
 def _set_environment(variables: Mapping[str, str]) -> None:
@@ -230,7 +243,8 @@ def _set_handlers(handlers: list[_Handler]) -> None:
 
 
 def _alarm() -> tuple[bool, float]:
-    """Whether the process's alarm is set, and the seconds after which it comes again."""
+    """Whether the process's alarm is set, and its period in seconds. The time that is left is not part
+    of the value, since it changes by itself."""
     left, period = signal.getitimer(signal.ITIMER_REAL)
     return left > 0, period
 
@@ -241,13 +255,14 @@ def _set_alarm(before: tuple[bool, float]) -> None:
 
 
 def _stream(name: str) -> tuple[Any, bool]:
-    """The object that stands for a standard stream, and whether it is open."""
+    """The object in ``sys`` for the standard stream `name`, and whether it is open."""
     stream = getattr(sys, name)
     return stream, not getattr(stream, "closed", True)
 
 
 def _set_stream(name: str, before: tuple[Any, bool]) -> None:
-    """Put the object back that stood there; where it was closed, a new one of the same stream."""
+    """Restore the object of a standard stream; if it has been closed, open a new object on the same
+    descriptor."""
     stream, was_open = before
     if was_open and stream.closed:
         stream = open(STREAMS[name], "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - it stays open
@@ -255,12 +270,12 @@ def _set_stream(name: str, before: tuple[Any, bool]) -> None:
 
 
 _copies: dict[int, tuple[tuple[int, int], int]] = {}
-"""By the number of a standard stream: the file that it was (device and inode) when it was copied last,
-and the number of the copy, from which the stream can be opened again."""
+"""By the descriptor of a standard stream: the device and inode of the file that it was when it was
+copied last, and the descriptor of the copy, from which the stream can be opened again."""
 
 
 def _file_of(number: int) -> tuple[int, int] | None:
-    """The file that a standard stream goes to, as device and inode; None where the stream is closed."""
+    """The device and inode of the file behind a descriptor; None where it is closed."""
     try:
         status = os.fstat(number)
     except OSError:
@@ -269,17 +284,17 @@ def _file_of(number: int) -> tuple[int, int] | None:
 
 
 def _keep_copy(number: int, file: tuple[int, int] | None) -> None:
-    """See that there is a copy of the standard stream, which goes to `file`."""
-    known = _copies.get(number)
-    if file is None or (known is not None and known[0] == file):
+    """Copy the descriptor of a standard stream, unless there is a copy that goes to the same `file`."""
+    copied = _copies.get(number)
+    if file is None or (copied is not None and copied[0] == file):
         return
-    if known is not None:
-        os.close(known[1])
+    if copied is not None:
+        os.close(copied[1])
     _copies[number] = file, os.dup(number)
 
 
 def _reopen(number: int, before: tuple[int, int] | None) -> None:
-    """Let the standard stream go where it went, from its copy; close it where it was closed."""
+    """Let a standard stream go to the file to which it went, by its copy; close it if it was closed."""
     if before is None:
         _close(number)  # `os.close` refuses it while a method runs
     else:
@@ -291,35 +306,37 @@ class NumpyGenerator:
     """The state of numpy's global generator at one moment.
 
     Attributes:
-        numbers: the generator's memory, which takes a microsecond to copy; None where it is of a kind
-            whose memory is not known here.
-        state: as `np.random.get_state` tells it, which takes 30 microseconds.
+        memory: the generator's memory, which takes a microsecond to copy; None for a kind of generator
+            whose layout is not known here.
+        state: what `np.random.get_state` returns, which takes 30 microseconds.
     """
 
-    numbers: bytes | None
+    memory: bytes | None
     state: dict[str, Any]
 
     @classmethod
     def read(cls, known: NumpyGenerator | None) -> NumpyGenerator:
-        """The state now. `known` is a state that was read earlier: if the generator has drawn nothing
-        since, it is returned again."""
+        """Read the state. `known` is a state that was read earlier, or None; it is returned again if the
+        generator has drawn nothing since, which its memory tells."""
         source = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in its stubs
-        numbers = None
-        if isinstance(source, np.random.MT19937):  # 624 numbers of 32 bits and a place among them
-            numbers = ctypes.string_at(source.ctypes.state_address, 625 * 4)
-        # Normal numbers are drawn two at a time: where one is left, it goes without a draw.
-        if known is None or known.state["has_gauss"] or numbers is None or numbers != known.numbers:
-            return cls(numbers, np.random.get_state(legacy=False))
+        memory = None
+        if isinstance(source, np.random.MT19937):
+            # 624 numbers of 32 bits, and the index of the next one.
+            memory = ctypes.string_at(source.ctypes.state_address, 625 * 4)
+        # Normal numbers are drawn two at a time. While the second is left, a call may return it without
+        # a draw, and the memory does not show that.
+        if known is None or known.state["has_gauss"] or memory is None or memory != known.memory:
+            return cls(memory, np.random.get_state(legacy=False))
         return known
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, NumpyGenerator):
             return NotImplemented
-        return self is other or same(self.state, other.state)
+        return self is other or are_equal(self.state, other.state)
 
 
 _numpy_generator_read: list[NumpyGenerator] = []
-"""The state of numpy's global generator that was read or set last, if any was."""
+"""The state of numpy's global generator that was read or set last; empty before the first."""
 
 
 def _numpy_generator() -> NumpyGenerator:
@@ -335,8 +352,8 @@ def _set_numpy_generator(before: NumpyGenerator) -> None:
 
 
 SETTINGS: dict[str, Setting] = {
-    # In the order in which they are set back: with a low limit or within a mode of torch others cannot
-    # even be read.
+    # In the order in which they are restored. The first four come first because with a low recursion
+    # limit, on another device or within a mode of torch the others could not even be read.
     "Python's recursion limit": Setting(sys.getrecursionlimit, sys.setrecursionlimit),
     "torch's default device": Setting(
         torch.get_default_device,

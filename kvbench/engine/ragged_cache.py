@@ -10,39 +10,58 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import EvictingCache, GrowingCache, LayerCache, RestrictedCache
+from kvbench.engine.cache import (
+    BytesOverTime,
+    EvictingCache,
+    GrowingCache,
+    LayerCache,
+    RestrictedCache,
+)
 from kvbench.engine.entries import Entries
 from kvbench.kv import CompressedKV, KVError
 
 
 class RaggedCache(LayerCache):
-    """A layer whose heads hold different numbers of entries, without padding: one cache of one head for
-    each head, so that what is held and counted is the sum of the heads.
-
-    A token joins every head and attends in each to what that head holds.
+    """A layer whose heads hold different numbers of entries, without padding: each head has a cache of
+    its own, to which every token is added. Bytes are the sums over the heads.
 
     Args:
-        held: the compressed prompt, batch 1, with `CompressedKV.lengths`.
-        make: makes the cache of what one head holds.
+        compressed: what the method keeps of the prompt, batch 1, with `CompressedKV.lengths`.
+        make: makes the cache of the entries of one head.
+
+    Attributes:
+        heads: the cache of each KV head.
+
+    Raises:
+        KVError: the entries have scores, signed weights or no values, or the method evicts or restricts
+            attention while decoding.
     """
 
-    def __init__(self, held: CompressedKV, make: Callable[[CompressedKV], GrowingCache]) -> None:
-        assert held.lengths is not None
-        if held.keys_only or held.scores is not None or held.denominators is not None:
+    def __init__(
+        self, compressed: CompressedKV, make: Callable[[CompressedKV], GrowingCache]
+    ) -> None:
+        assert compressed.lengths is not None
+        has_scores = compressed.scores is not None
+        if compressed.keys_only or has_scores or compressed.denominators is not None:
             raise KVError(
                 "heads of different lengths hold scores, signed weights or keys without values; "
                 "allowed: keys, values and log_weights"
             )
         self.heads: list[GrowingCache] = []
-        for head, length in enumerate(held.lengths[0].tolist()):
-            here = (slice(None), slice(head, head + 1), slice(length))
-            weights = None if held.log_weights is None else held.log_weights[here]
-            if weights is not None and not weights.any():
-                weights = None
-            of_head = CompressedKV(
-                held.keys[here], held.values[here], weights, held.positions[here]
+        for head, length in enumerate(compressed.lengths[0].tolist()):
+            own_entries = (slice(None), slice(head, head + 1), slice(length))
+            weights = None
+            if compressed.log_weights is not None:
+                weights = compressed.log_weights[own_entries]
+                if not weights.any():
+                    weights = None  # zeros are not stored, as `CompressedKV.nbytes` counts
+            head_entries = CompressedKV(
+                compressed.keys[own_entries],
+                compressed.values[own_entries],
+                weights,
+                compressed.positions[own_entries],
             )
-            self.heads.append(make(of_head))
+            self.heads.append(make(head_entries))
         first = self.heads[0]
         if isinstance(first, EvictingCache | RestrictedCache):
             raise KVError(
@@ -50,11 +69,11 @@ class RaggedCache(LayerCache):
                 "decoding; allowed: one or the other"
             )
         self.capacity = first.capacity
-        self.prompt_entries = held.lengths[0].cpu()
+        self.prompt_entries = compressed.lengths[0].cpu()
 
     @property
     def steps_by_kernel(self) -> bool:
-        """See `LayerCache`: where every head can."""
+        """See `LayerCache`: whether the steps of every head can go through the kernels."""
         return all(head.steps_by_kernel for head in self.heads)
 
     @property
@@ -63,17 +82,17 @@ class RaggedCache(LayerCache):
         return [head.store for head in self.heads]
 
     def charged(self, entries: Tensor) -> int:
-        """See `LayerCache.charged`: the mean of the heads, rounded up."""
+        """See `LayerCache.charged`: the mean over the heads, rounded up."""
         return -int(-entries.sum() // len(self.heads))
 
     def entry_bytes(self) -> int:
-        """The sum of the heads'."""
+        """See `LayerCache.entry_bytes`: the sum over the heads."""
         return sum(head.entry_bytes() for head in self.heads)
 
-    def held_bytes(self) -> tuple[int, float]:
-        """The sums of the heads'."""
-        peaks, means = zip(*(head.held_bytes() for head in self.heads), strict=True)
-        return sum(peaks), sum(means)
+    def bytes_over_time(self) -> BytesOverTime:
+        """See `LayerCache.bytes_over_time`: the sums over the heads."""
+        heads = [head.bytes_over_time() for head in self.heads]
+        return BytesOverTime(sum(head.peak for head in heads), sum(head.mean for head in heads))
 
     def clone(self) -> RaggedCache:
         """See `LayerCache.clone`."""
@@ -87,7 +106,8 @@ class RaggedCache(LayerCache):
         queries = call.query.split(call.query.shape[1] // count, 1)
         keys = call.key.split(call.key.shape[1] // count, 1)
         values = call.value.split(call.value.shape[1] // count, 1)
-        outs = []
+        outputs = []
         for head, query, key, value in zip(self.heads, queries, keys, values, strict=True):
-            outs.append(head.step(replace(call, query=query, key=key, value=value), positions))
-        return torch.cat(outs)
+            head_call = replace(call, query=query, key=key, value=value)
+            outputs.append(head.step(head_call, positions))
+        return torch.cat(outputs)

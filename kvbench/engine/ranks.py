@@ -14,7 +14,7 @@ from kvbench.kv import BudgetExceeded
 
 
 class RankFailure(RuntimeError):
-    """The failure of a fork on any rank, as the one line that all ranks raise."""
+    """The failure of a fork on some rank, in the one line with which it fails on all ranks."""
 
 
 class _Reason(NamedTuple):
@@ -31,7 +31,8 @@ class _Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share a model. Each has some of the KV heads, and forks of its own for them.
+    """The processes that share a model. Each has some of the KV heads of every layer, and forks for
+    these heads.
 
     Attributes:
         count: 1 where one process has the whole model.
@@ -53,15 +54,21 @@ class Ranks:
         return values
 
     def name_of_draws(self, example_id: str) -> str:
-        """What seeds the draws for a prompt on this rank: no two ranks' heads get the same draws."""
+        """The name that seeds the draws for a prompt on this rank. It differs between ranks, so that
+        their heads get different draws."""
         return example_id if self.count == 1 else f"{example_id}\0rank {dist.get_rank()}"
 
     def agree_on(self, failure: Exception | None) -> Exception | None:
-        """The failure of a fork on any rank, the same on all of them, since ranks take every step
-        together; None where it failed on none. Waits for the others, which must all call this.
+        """Let a fork fail on all ranks if it failed on one, since the ranks take every step together.
+        Waits for the other ranks, which must all call this.
 
-        Of several failures the first that no other rank caused is returned. A `BudgetExceeded` is
-        returned as it is, since the record's status depends on it.
+        Args:
+            failure: the fork's failure on this rank, or None.
+
+        Returns:
+            the failure with which the fork fails on this rank; None where it failed on no rank. Of
+            several failures it is the first that was not caused by another rank's. A `BudgetExceeded`
+            of this rank is returned unchanged, since the record's status depends on it.
         """
         if self.count == 1:
             return failure

@@ -17,21 +17,23 @@ from kvbench.methods.base import Method, Recompression
 
 
 class RecompressedCache(GrowingCache):
-    """A layer that its method compresses again while decoding, by its `Method.recompression`.
+    """A layer whose entries its method compresses again while decoding.
 
     Args:
-        recompression: when the method compresses, and to how many entries.
+        recompression: the times at which the method compresses, and the number of entries that it keeps
+            (`Method.recompression`).
         label: what messages call the method.
-        budget: the fork's; its sink and window hold for every compression.
-        prompt: the prompt's layer, with its queries.
-        generator: for the draws of all compressions, one after the other.
+        budget: the fork's budget, whose sink and window apply to every compression.
+        prompt: the layer after the prefill, with the prompt's queries.
+        generator: makes the random draws of all compressions, one after the other.
 
     Attributes:
-        prompt_tokens: tokens of the prompt.
-        fed: tokens since the prompt.
-        queries: of the last tokens, [heads, at most recompression.queries, head_dim]; their bytes are
-            counted as the cache's.
-        layer_without_tensors: what a method is told of the layer beside keys, values and queries.
+        prompt_tokens: the number of tokens of the prompt.
+        fed_tokens: the number of tokens fed since the prompt.
+        queries: [heads, at most recompression.queries, head_dim], those of the last tokens. The method
+            needs them, so their bytes are counted as the cache's.
+        layer_without_tensors: the layer that the method is shown, before keys, values and queries are
+            filled in.
     """
 
     steps_by_kernel = False
@@ -55,22 +57,24 @@ class RecompressedCache(GrowingCache):
         self.budget = budget
         self.generator = generator
         self.prompt_tokens = prompt.n
-        self.fed = 0
+        self.fed_tokens = 0
         self.queries = prompt.queries[0, :, -recompression.queries :].clone()
         if recompression.to is not None and recompression.to >= 1:
-            self._budget_of(int(recompression.to))  # refuses now, rather than while decoding
-        no_entries = prompt.keys[:, :, :0]  # the tensors would keep the whole prompt in memory
+            self._budget_of(int(recompression.to))  # an impossible size is refused before decoding
+        no_entries = prompt.keys[
+            :, :, :0
+        ]  # a reference to the tensors would keep the prompt in memory
         self.layer_without_tensors = replace(
             prompt, keys=no_entries, values=no_entries, queries=None, shared={}, carried={}
         )
         super().__init__(store, capacity=capacity)
 
     def entry_bytes(self) -> int:
-        """See `LayerCache.entry_bytes`; the queries are held for the method, and counted."""
+        """See `LayerCache.entry_bytes`; the bytes of the queries are included."""
         return super().entry_bytes() + self.queries.nbytes
 
     def clone(self) -> RecompressedCache:
-        """See `LayerCache.clone`; the copy draws the same numbers."""
+        """See `LayerCache.clone`; from here on both draw the same random numbers."""
         twin = super().clone()
         assert isinstance(twin, RecompressedCache)
         twin.generator = torch.Generator()
@@ -78,31 +82,35 @@ class RecompressedCache(GrowingCache):
         return twin
 
     def _cuts(self, tokens: int) -> Sequence[int]:
-        """See `GrowingCache._cuts`: one by one, since compression may be due after each."""
+        """See `GrowingCache._cuts`: one by one, since a compression may follow each token."""
         return range(1, tokens + 1)
 
     def _after_attention(self, call: LayerCall, weights: Tensor) -> None:
-        """Let the method compress, if it is due.
+        """Let the method compress, if this is one of the times for it.
 
         Raises:
-            BudgetExceeded: the method holds more than it may; and whatever the method raises.
+            BudgetExceeded: the method keeps more entries than it may. Whatever the method raises is
+                raised, too.
         """
-        self.fed += 1
+        self.fed_tokens += 1
         self.queries = torch.cat([self.queries, call.query[0]], dim=1)
         self.queries = self.queries[:, -self.recompression.queries :]
         size = self.recompression.entries_to_keep(
-            self.budget, self.prompt_tokens, self.fed, self.store.length
+            self.budget, self.prompt_tokens, self.fed_tokens, self.store.length
         )
         if size is not None:
             self._recompress(size)
 
     def _budget_of(self, entries: int) -> Budget:
-        """The budget that grants so many entries, sink and window included."""
+        """A budget that grants `entries` entries, sink and window included."""
         return Budget(sink=self.budget.sink, window=self.budget.window, size=entries)
 
     def _recompress(self, size: int) -> None:
-        """Let the method keep `size` of the entries that are held now. The positions that it returns
-        are places among these entries, and its log-weights are added to those that they have."""
+        """Let the method keep `size` of the entries that are held now.
+
+        The method is shown the entries as a prompt. The positions that it returns are therefore indices
+        of entries, and its log-weights are added to those that the entries have.
+        """
         store = self.store
         n = store.length
         layer = replace(
@@ -113,15 +121,16 @@ class RecompressedCache(GrowingCache):
             log_weights=None if store.log_weights is None else store.log_weights[None, :, :n],
             shared={},
         )
-        kept, _, _ = guard.compress(
+        kept = guard.compress(
             self.label, self.method, layer, self._budget_of(size), self.generator, {}
-        )
+        ).kept
         if kept.charged > size + 1:
             raise BudgetExceeded(self.label, layer.layer_index, size, kept.charged)
-        places, count = kept.positions[0], kept.positions.shape[2]
-        store.positions[:, :count] = store.positions.gather(1, places)
+        indices = kept.positions[0]
+        count = kept.positions.shape[2]
+        store.positions[:, :count] = store.positions.gather(1, indices)
         if store.log_weights is not None:
-            store.log_weights[:, :count] = store.log_weights.gather(1, places)
+            store.log_weights[:, :count] = store.log_weights.gather(1, indices)
         if kept.log_weights is not None:
             if store.log_weights is None:
                 store.log_weights = kept.log_weights.new_zeros(store.positions.shape)

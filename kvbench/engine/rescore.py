@@ -1,9 +1,11 @@
-"""One more pass over a prompt before it is compressed, for the methods that ask for it (`Rescoring`)."""
+"""A second pass over a prompt before it is compressed, in which the model repeats the prompt, for the
+methods that ask for it (`Rescoring`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,82 +21,103 @@ from kvbench.methods.base import Repetition, Rescoring
 from kvbench.prompts import PromptEncoder
 
 Feed = Callable[[Sequence[int], AttentionState], object]
-"""Runs the model on tokens that follow the prompt, with this attention state."""
+"""A function that runs the model on token ids that follow the prompt, with an attention state."""
+
+
+class Chunk(NamedTuple):
+    """The tokens that are fed to have one chunk of a prompt repeated.
+
+    Attributes:
+        start, stop: the chunk is the prompt tokens start .. stop - 1.
+        ids: the token ids of the instruction, of what opens an answer, and of the chunk.
+    """
+
+    start: int
+    stop: int
+    ids: list[int]
 
 
 @dataclass
 class RepeatedPrompt(AttentionState):
-    """Attention state of sequences that follow a prompt and join no cache; it holds the exact cache.
+    """The attention state of chunks that follow a prompt. Each chunk attends to the exact cache of the
+    prompt, which is held here, and to itself; its keys and values are added to no cache.
 
     Attributes:
-        held: keys and values by layer; for a sliding-window layer, those in its window.
-        layers: those that will be compressed, without the prompt's queries.
-        states: after the prompt, by layer that is recurrent (hybrid models).
-        shown: the forks whose methods see the sequence, and which tokens of the prompt it repeats.
+        exact_cache: the prompt's keys and values by the layer's index; for a sliding-window layer those
+            in its window.
+        layers: the layers that will be compressed, by the layer's index, without the prompt's queries.
+        states: for hybrid models the recurrent states after the prompt, by the layer's index.
+        forks: the forks whose methods are shown the current chunk.
+        chunk: the current chunk; None before the first.
     """
 
-    held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    exact_cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     layers: dict[int, LayerKV] = field(default_factory=dict)
     states: States = field(default_factory=dict)
-    shown: tuple[Sequence[Fork], int, int] = ((), 0, 0)
+    forks: Sequence[Fork] = ()
+    chunk: Chunk | None = None
 
     def feed(
         self, forks: Sequence[Fork], ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed
     ) -> None:
-        """Repeat the prompt `ids`, once for all forks with the same `Rescoring`.
+        """Let the model repeat the prompt, once for all forks with the same `Rescoring` and sink.
 
         Args:
+            ids: the token ids of the prompt.
             encoder: encodes the instruction to repeat, and what the chat template puts before an
-                answer.
+                answer; None if there is no tokenizer.
+            feed: runs the model.
         """
-        asked: dict[tuple[Rescoring, int], list[Fork]] = {}
+        sharing: dict[tuple[Rescoring, int], list[Fork]] = {}
         for fork in forks:
             assert fork.method.rescoring is not None
-            asked.setdefault((fork.method.rescoring, fork.budget.sink), []).append(fork)
-        for (rescoring, sink), alike in asked.items():
-            clock = Elapsed(next(iter(self.held.values()))[0].device)
+            sharing.setdefault((fork.method.rescoring, fork.budget.sink), []).append(fork)
+        for (rescoring, sink), group in sharing.items():
+            clock = Elapsed(next(iter(self.exact_cache.values()))[0].device)
+            self.forks = group
             try:
-                for start, stop, tokens in sequences(rescoring, ids, sink, encoder):
-                    self.shown = (alike, start, stop)
-                    feed(tokens, self)
-            except Exception as failure:  # noqa: BLE001 - a failure of theirs, not of the others
-                for fork in alike:
+                for chunk in chunks_of(rescoring, ids, sink, encoder):
+                    self.chunk = chunk
+                    feed(chunk.ids, self)
+            except Exception as failure:  # noqa: BLE001 - the other groups go on
+                for fork in group:
                     fork.fail(failure)
             clock.stop()
-            for fork in alike:
+            for fork in group:
                 fork.ledger.clocks.append(clock)
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `AttentionState`: copies of the states after the prompt."""
+        """See `AttentionState.past`: copies of the states after the prompt."""
         return joined_cache(config, [clone_of(self.states)])
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Exact attention to the prompt and the sequence itself; the methods are shown its queries."""
-        keys, values = self.held[call.layer]
-        both = replace(
+        """Show the chunk's queries, keys and values to the methods, and compute its exact attention to
+        the prompt and to itself."""
+        assert self.chunk is not None
+        keys, values = self.exact_cache[call.layer]
+        with_prompt = replace(
             call, key=torch.cat([keys, call.key], 2), value=torch.cat([values, call.value], 2)
         )
         layer = self.layers.get(call.layer)
-        forks, start, stop = self.shown
-        repeated = Repetition(start, stop, call.query, call.key, call.value)
-        for fork in forks:
+        repeated = Repetition(self.chunk.start, self.chunk.stop, call.query, call.key, call.value)
+        for fork in self.forks:
             if layer is None or fork.failure is not None:
                 continue
             fork.carry_to(call.key.device)
             try:
                 guard.rescore(fork.label, fork.method, layer, repeated, fork.budget, fork.carried)
             except guard.LayerDamaged:
-                raise  # what the other methods would compute from this layer is wrong
+                raise  # the results of the other methods would be wrong, too
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
-        return both.exact()
+        return with_prompt.exact()
 
 
-def sequences(
+def chunks_of(
     rescoring: Rescoring, ids: Sequence[int], sink: int, encoder: PromptEncoder | None
-) -> Iterator[tuple[int, int, list[int]]]:
-    """What is fed after a prompt to have it repeated: of each chunk its start, its stop, and the tokens
-    of the instruction, of what opens an answer, and of the chunk. Each piece is tokenised alone.
+) -> Iterator[Chunk]:
+    """Cut the tokens behind the sink into chunks that the model is to repeat. The instruction and what
+    opens an answer are tokenised separately, so that the chunk's tokens are those of the prompt.
 
     Raises:
         KVError: there is an instruction and no tokenizer.
@@ -107,11 +130,11 @@ def sequences(
         )
     for start in range(sink, len(ids), rescoring.chunk):
         stop = min(len(ids), start + rescoring.chunk)
-        ask: list[int] = []
+        before: list[int] = []
         text = rescoring.first if start == sink else rescoring.following
         if text and encoder is not None:
-            ask = encoder.encode_text(text)
-        ask += ids[max(sink, start - rescoring.overlap) : start]
+            before = encoder.encode_text(text)
+        before += ids[max(sink, start - rescoring.overlap) : start]
         if words and encoder is not None:
-            ask += encoder.suffix_ids
-        yield start, stop, [*ask, *ids[start:stop]]
+            before += encoder.suffix_ids
+        yield Chunk(start, stop, [*before, *ids[start:stop]])

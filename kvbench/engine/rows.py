@@ -1,4 +1,4 @@
-"""Rows of a decoding batch: each one fork and the answer that it gives."""
+"""The rows of a decoding batch (`DecodingRow`): each is a fork and the answer that it generates."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from kvbench.engine.stopping import Stopping
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(Cost):
-    """What one fork generated, and what it cost.
+    """What one fork generated, and its cost.
 
     Attributes:
-        tokens: new tokens, without the ending token.
-        new_tokens: tokens produced, the ending token included.
-        prefill_s: seconds of this prompt's own prefill; the same, like `compress_s`, for all questions
-            about one compressed prompt.
-        decode_s: seconds of the decode steps this fork took part in, divided by the rows of each
-            (decoding is shared by methods and prompts; the throughput probe measures methods alone).
-        failure: what stopped the fork; None if it succeeded.
-        batch: prompts that were decoded together.
-        kept: what was held of the prompt after compression (`kvbench.engine.kept.strips_of`), if
-            requested.
+        tokens: the new tokens, without the ending token.
+        new_tokens: the number of new tokens, the ending token included.
+        prefill_s: the seconds of this prompt's own prefill. Like `compress_s`, it is the same for all
+            questions about one compressed prompt.
+        decode_s: the seconds of the decode steps in which the fork took part, each divided by the number
+            of its rows. (Methods and prompts share the steps; the throughput probe measures a method
+            alone.)
+        failure: the exception that stopped the fork; None if it succeeded.
+        batch: the number of prompts that were decoded together.
+        kept: how much of each part of the prompt was held after compression
+            (`kvbench.engine.kept.strips_of`); None unless it was asked for.
     """
 
     tokens: list[int]
@@ -49,16 +50,18 @@ class Generation(Cost):
 
 @dataclass
 class DecodingRow:
-    """One fork's generation in the making: a row of the decoding batch.
+    """A row of the decoding batch: a fork, and its answer so far.
 
     Attributes:
-        prefill_s: seconds of its prompt's prefill.
-        spent_s: wall seconds that its prompt took before the rows of all prompts were joined.
-        decode_s: its share of the seconds of decoding since.
-        chosen: the tokens of its answer so far, the ending token included.
-        ended: whether the answer has ended.
-        uniforms: [tokens] in [0, 1), the number that each token is drawn with; None where the most
+        stopping: when the answer ends.
+        prefill_s: the seconds of the prompt's prefill.
+        sampling: how tokens are chosen.
+        uniforms: [tokens] in [0, 1), the random number by which each token is drawn; None where the most
             likely token is taken.
+        spent_s: the wall-clock seconds that the prompt took before the rows of all prompts were joined.
+        decode_s: the row's share of the seconds of decoding since then.
+        chosen: the tokens of the answer so far, the ending token included.
+        ended: whether the answer has ended.
     """
 
     fork: Fork
@@ -73,23 +76,24 @@ class DecodingRow:
 
     @property
     def draw(self) -> float:
-        """The number that the next token is drawn with."""
+        """The random number by which the next token is drawn; 0 where it is not drawn."""
         if self.uniforms is None or len(self.chosen) >= len(self.uniforms):
             return 0.0
         return float(self.uniforms[len(self.chosen)])
 
     @property
     def steps(self) -> int:
-        """Tokens that will be fed to it at most."""
+        """The largest number of tokens that will still be fed to the fork."""
         return self.stopping.max_new_tokens - len(self.chosen) + 1
 
     @property
     def running(self) -> bool:
-        """Whether there is something left to decode."""
+        """Whether the answer goes on: it has not ended, and the fork has not failed."""
         return self.fork.failure is None and not self.ended
 
     def take(self, token: int, finite: bool) -> None:
-        """Go on with this token, unless the logits it came from mean nothing."""
+        """Add a token to the answer. If the logits from which it was chosen are not finite, the fork
+        fails instead."""
         if self.fork.failure is None and not finite:
             self.fork.fail(NonFiniteLogits(len(self.chosen) + 1))
         if self.fork.failure is None:
@@ -97,7 +101,7 @@ class DecodingRow:
             self.ended = self.stopping.reached(self.chosen)
 
     def finish(self, *, batch: int = 1, kept: dict[str, Any] | None = None) -> Generation:
-        """Audit the fork, and say what it generated; see `Generation`."""
+        """Audit the fork, and return what it generated. `batch` and `kept`: see `Generation`."""
         fork, tokens = self.fork, list(self.chosen)
         if fork.failure is None:
             try:
@@ -121,127 +125,174 @@ class DecodingRow:
 def feed_questions(
     model: PreTrainedModel, rows: Sequence[DecodingRow], questions: Sequence[Sequence[int]]
 ) -> None:
-    """Every row's question through its fork, and the token it answers with. Questions of one length go
-    together."""
+    """Feed every row its question, and choose the first token of its answer. Questions of the same
+    length are fed in one pass, whose rows then need no padding."""
     device = input_device(model)
-    for length in {len(question): None for question in questions}:
-        places = [i for i, question in enumerate(questions) if len(question) == length]
-        fed = [rows[i] for i in places]
-        ids = torch.tensor([questions[i] for i in places], device=device)
-        first = torch.tensor([row.fork.tokens for row in fed], device=device)
+    lengths = dict.fromkeys(len(question) for question in questions)  # each once, in a fixed order
+    for length in lengths:
+        indices = [i for i, question in enumerate(questions) if len(question) == length]
+        rows_fed = [rows[i] for i in indices]
+        ids = torch.tensor([questions[i] for i in indices], device=device)
+        first = torch.tensor([row.fork.tokens for row in rows_fed], device=device)
         positions = first[:, None] + torch.arange(length, device=device)
         synchronize(device)
-        since = time.perf_counter()
-        logits = forward(model, ids, positions, ForkBatch([row.fork for row in fed], positions))
-        _take(fed, length, picked(fed, logits), since)
+        begin_s = time.perf_counter()
+        state = ForkBatch([row.fork for row in rows_fed], positions)
+        logits = forward(model, ids, positions, state)
+        _finish_step(rows_fed, length, pick_first(rows_fed, logits), begin_s)
 
 
-def _take(rows: Sequence[DecodingRow], tokens: int, chosen: Tensor, since: float) -> None:
-    """After a step that fed so many tokens to every row: give every row that has not ended the token it
-    chose, by what `Sampling.pick` says, and its share of the seconds `since` the device was idle."""
-    chosen, finite = chosen.tolist()  # the step's only wait for the device
-    seconds = (time.perf_counter() - since) / len(rows)
-    for row, token, sound in zip(rows, chosen, finite, strict=True):
+def _finish_step(
+    rows: Sequence[DecodingRow], fed_tokens: int, picks: Tensor, begin_s: float
+) -> None:
+    """Give every row that is running the token that a step chose for it, and its share of the seconds.
+
+    Args:
+        fed_tokens: how many tokens the step fed to every row.
+        picks: [2, rows], as `Sampling.pick` returns them.
+        begin_s: the time by `time.perf_counter` at which the step began.
+    """
+    tokens, finite = picks.tolist()  # the step's only wait for the device
+    seconds = (time.perf_counter() - begin_s) / len(rows)
+    for row, token, is_finite in zip(rows, tokens, finite, strict=True):
         if row.running:
-            row.fork.ledger.count_step(tokens)
+            row.fork.ledger.count_step(fed_tokens)
             row.decode_s += seconds
-            row.take(token, bool(sound))
+            row.take(token, bool(is_finite))
 
 
 def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
-    """Decode until every row has ended: where steps are to be captured, first the rows that go through
-    the kernels, then those that decode alone.
+    """Decode until every row has ended or failed.
 
-    A row that has ended leaves the batch; where steps are replayed, when half of the batch has.
+    All rows decode together, except where steps are captured: a captured step contains only rows that
+    go through the kernels, so these decode first, and then the others.
+
+    A row that has ended is removed from the batch. Where steps are replayed, rows are removed only when
+    half of them have ended, since a smaller batch needs a captured step of its own.
     """
-    begun = time.perf_counter()
-    parts = [rows]
-    if graphs.wanted(model, max((row.steps for row in rows), default=0)):
+    begin_s = time.perf_counter()
+    batches = [rows]
+    if graphs.should_capture(model, max((row.steps for row in rows), default=0)):
         by_kernel = [row for row in rows if row.fork.steps_by_kernel]
-        alone = [row for row in rows if not row.fork.steps_by_kernel]
-        parts = [by_kernel, alone]
-    for part in parts:
-        batch: _Batch | None = None
-        while part:
-            # Making a batch and capturing its step are part of what decoding takes.
-            since = time.perf_counter()
-            for row in part:  # of its own prefill, and of all decoding since
-                limit = row.stopping.timeout_s
-                if limit is not None and row.spent_s + since - begun > limit:
-                    row.fork.fail(TimeoutError(f"the example took more than {limit:g} s"))
-            running = [row for row in part if row.running]
-            if batch is None or batch.is_over(running):
-                if batch is not None:
-                    batch.state.settle()
-                part = running
-                if not running:
-                    break
-                batch = _Batch(model, running, graphs)
-            batch.step(since)
+        others = [row for row in rows if not row.fork.steps_by_kernel]
+        batches = [by_kernel, others]
+    for batch_rows in batches:
+        _decode_batch(model, batch_rows, graphs, begin_s)
+
+
+def _decode_batch(
+    model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs, begin_s: float
+) -> None:
+    """Decode some rows together until all have ended or failed; see `decode_rows`.
+
+    Args:
+        begin_s: the time by `time.perf_counter` at which the decoding of all rows began.
+    """
+    batch: _Batch | None = None
+    while rows:
+        # Before the batch is made: making it and capturing its step are part of the decoding time.
+        step_begin_s = time.perf_counter()
+        for row in rows:
+            limit = row.stopping.timeout_s
+            # A prompt's time is that of its own prefill, and of the decoding of all prompts.
+            if limit is not None and row.spent_s + step_begin_s - begin_s > limit:
+                row.fork.fail(TimeoutError(f"the example took more than {limit:g} s"))
+        running = [row for row in rows if row.running]
+        if batch is None or batch.should_shrink(running):
+            if batch is not None:
+                batch.state.settle()
+            rows = running
+            if not running:
+                break
+            batch = _Batch(model, running, graphs)
+        batch.step(step_begin_s)
 
 
 class _Batch:
-    """Rows that take their steps together, until some of them leave."""
+    """Rows that take their steps together.
+
+    Attributes:
+        step_model: the model as its steps run it (`StepGraphs.model_for_steps`).
+        ids: [rows, 1] int64, the token that is fed to each row; every step writes the next one.
+        draws: [rows], the random number of each row's next token; None where tokens are not drawn.
+        replay: runs a captured step; None where the step is run as it is.
+        ended: the indices of rows that have ended and are still in the batch.
+        may_capture: whether a step is to be captured, once the first ones have run.
+    """
 
     def __init__(self, model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
-        self.model, self.stepping = model, graphs.stepping(model)
+        self.model = model
+        self.step_model = graphs.model_for_steps(model)
         self.rows = rows
+        self.graphs = graphs
         device = input_device(model)
-        left = [row.steps for row in rows]
-        self.state = DecodeState([row.fork for row in rows], left, device)
+        steps = [row.steps for row in rows]
+        self.state = DecodeState([row.fork for row in rows], steps, device)
         self.ids = torch.tensor([[row.chosen[-1]] for row in rows], device=device)
         self.draws = _draws(rows, device)
         self.replay: Callable[[], Tensor] | None = None
         self.ended: set[int] = set()
-        self.graphs = graphs
-        alone = not all(row.fork.steps_by_kernel for row in rows)
-        self.may_capture = not alone and graphs.wanted(model, max(left))
+        by_kernel = all(row.fork.steps_by_kernel for row in rows)
+        self.may_capture = by_kernel and graphs.should_capture(model, max(steps))
         if self.may_capture:
-            self.replay = graphs.recall(*self._fixed())
+            self.replay = graphs.recall(self._graph_key(), self._tensors())
 
-    def _fixed(self) -> tuple[Hashable, list[Tensor]]:
-        """The key of the batch's captured step, and the tensors that the step works on."""
-        own = [part for part in (self.ids, self.draws) if part is not None]
-        return (self.rows[0].sampling, self.state.graph_key), [*own, *self.state.tensors]
+    def _graph_key(self) -> Hashable:
+        """The key of the batch's captured step (`StepGraphs.capture`)."""
+        return self.rows[0].sampling, self.state.graph_key
+
+    def _tensors(self) -> list[Tensor]:
+        """The tensors that the step reads and writes."""
+        own_tensors = [self.ids] if self.draws is None else [self.ids, self.draws]
+        return [*own_tensors, *self.state.tensors]
 
     def _run(self) -> Tensor:
-        """One step, all of it on the device and on the same tensors every time."""
+        """Run one step, which returns what `Sampling.pick` does. All of it is on the device, and on the
+        same tensors every time, so that it can be captured."""
         positions = self.state.positions[:, None]
-        logits = forward(self.stepping, self.ids, positions, self.state)
-        picked = self.rows[0].sampling.pick(logits, self.draws)
-        self.ids.copy_(picked[0, :, None])
+        logits = forward(self.step_model, self.ids, positions, self.state)
+        picks = self.rows[0].sampling.pick(logits, self.draws)
+        self.ids.copy_(picks[0, :, None])
         self.state.move_on()
-        return picked
+        return picks
 
-    def step(self, since: float) -> None:
-        """One token for every row that has not ended; its clock has run `since` then."""
+    def step(self, begin_s: float) -> None:
+        """Decode one token for every row that has not ended.
+
+        Args:
+            begin_s: the time by `time.perf_counter` at which the step began.
+        """
         if self.may_capture and self.replay is None and self.state.taken == FIRST_STEPS:
             self.may_capture = False
-            self.replay = self.graphs.capture(self.model, self._run, *self._fixed())
-        for place, row in enumerate(self.rows):
-            if not row.running and place not in self.ended:
-                self.ended.add(place)
-                self.state.end(place)
+            self.replay = self.graphs.capture(
+                self.model, self._run, self._graph_key(), self._tensors()
+            )
+        for index, row in enumerate(self.rows):
+            if not row.running and index not in self.ended:
+                self.ended.add(index)
+                self.state.end(index)
         if self.draws is not None:
             self.draws.copy_(torch.tensor([row.draw for row in self.rows]))
-        _take(self.rows, 1, (self.replay or self._run)(), since)
+        run_step = self.replay or self._run
+        _finish_step(self.rows, 1, run_step(), begin_s)
         self.state.taken += 1
 
-    def is_over(self, running: Sequence[DecodingRow]) -> bool:
-        """Whether a new batch, of the running rows alone, should take over."""
-        few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
-        return len(running) <= few
+    def should_shrink(self, running: Sequence[DecodingRow]) -> bool:
+        """Whether a new batch of the running rows alone should take this one's place."""
+        if self.replay is None:
+            return len(running) < len(self.rows)
+        return len(running) <= len(self.rows) // 2
 
 
-def picked(rows: Sequence[DecodingRow], logits: Tensor) -> Tensor:
-    """[2, rows]: the first token of each row's answer, from logits [rows, vocab], as `Sampling.pick`
-    says it."""
-    allowed = [row.stopping.first(logits[i : i + 1]) for i, row in enumerate(rows)]
+def pick_first(rows: Sequence[DecodingRow], logits: Tensor) -> Tensor:
+    """Choose the first token of each row's answer from logits [rows, vocab]; returns what
+    `Sampling.pick` does, [2, rows]."""
+    allowed = [row.stopping.mask_first(logits[i : i + 1]) for i, row in enumerate(rows)]
     return rows[0].sampling.pick(torch.cat(allowed), _draws(rows, logits.device))
 
 
 def _draws(rows: Sequence[DecodingRow], device: torch.device) -> Tensor | None:
-    """What the rows' next tokens are drawn with, [rows]; None where they are greedy."""
+    """The random numbers of the rows' next tokens, [rows]; None where tokens are not drawn."""
     if rows[0].sampling.greedy:
         return None
     return torch.tensor([row.draw for row in rows], device=device)

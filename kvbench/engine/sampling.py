@@ -1,6 +1,6 @@
-"""Choosing the next token: the most probable one, or one drawn at random.
+"""The choice of the next token: the most probable one, or one drawn at random.
 
-torch is imported where it is used, so that options that cannot be are refused without it.
+torch is imported where it is used, so that wrong options are refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are generated. A drawn token depends on the seed, the example, the number of the
-    sample and of the token, and on its logits, but not on the method or on what else is in the batch:
-    methods that differ little then draw mostly the same answers, which makes their difference precise.
+    """How tokens are chosen.
+
+    A token is drawn by a random number that depends on the seed, the example, the number of the sample
+    and the number of the token, but not on the method or on the batch. Methods of nearly equal logits
+    therefore draw mostly the same answers, which makes the difference of their scores precise.
 
     Attributes:
-        temperature: the logits are divided by it; 0: the most probable token (greedy).
-        top_p: draw from the most probable tokens that together have this probability (Holtzman et
-            al., "The Curious Case of Neural Text Degeneration", section 3.1), the last one included.
-        samples: answers per question, a record each; their mean score is pass@1 (Chen et al.,
-            "Evaluating Large Language Models Trained on Code", section 2.1, with k = 1).
+        temperature: the number by which the logits are divided; 0 takes the most probable token
+            (greedy).
+        top_p: tokens are drawn from the most probable ones up to the one with which their probability
+            reaches this number (Holtzman et al., "The Curious Case of Neural Text Degeneration", section
+            3.1).
+        samples: the number of answers per question; each is a record of its own. Their mean score is
+            pass@1 (Chen et al., "Evaluating Large Language Models Trained on Code", section 2.1, with
+            k = 1).
 
     Raises:
         KVError: a value that is not allowed, or several samples of a greedy answer.
@@ -49,12 +54,18 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the most probable token is taken and nothing is drawn."""
         return self.temperature == 0
 
     def uniforms(self, seed: int, name: str, sample: int, count: int) -> Tensor | None:
-        """The uniform draws of an answer of up to `count` tokens, [count] float32 on the CPU; None where
-        nothing is drawn. A longer answer begins with the draws of a shorter one."""
+        """Draw the random numbers of an answer of up to `count` tokens, uniform in [0, 1): [count]
+        float32 on the CPU; None for greedy answers.
+
+        The first numbers do not depend on `count`.
+
+        Args:
+            name: the question, and `sample`, the number of the sample.
+        """
         import torch
 
         if self.greedy:
@@ -64,37 +75,39 @@ class Sampling:
         return torch.rand(count, generator=generator)
 
     def pick(self, logits: Tensor, uniforms: Tensor | None) -> Tensor:
-        """The next token of each row.
-
-        NaN and +inf are the maximum of any row they occur in, so that the maximum alone is checked; -inf
-        beside a finite maximum is a token that the model rules out, and no fault.
+        """Choose the next token of each row.
 
         Args:
-            logits: [rows, vocab]. uniforms: [rows] in [0, 1), on the logits' device; None: greedy.
+            logits: [rows, vocab].
+            uniforms: [rows] in [0, 1), on the logits' device; None to take the most probable token.
 
         Returns:
-            [2, rows] int64, on the device, so that one transfer reads both: the token of each row, and 1
-            where its logits can be trusted, else 0.
+            [2, rows] int64, on the logits' device: the token of each row, and 1 where the row's logits
+            are sound or 0 where they contain NaN or +inf. (-inf is the logit of a token that the model
+            rules out.) Both are in one tensor, so that one transfer reads them.
         """
         import torch
 
-        best, tokens = logits.max(-1)
-        sound = torch.isfinite(best)
+        # NaN and +inf are the maximum of any row that contains them, so only the maximum is checked.
+        largest, tokens = logits.max(-1)
+        sound = torch.isfinite(largest)
         if uniforms is None:
             return torch.stack([tokens, sound.long()])
         scaled = logits.float().masked_fill(~sound[:, None], 0.0)
         scaled = (scaled - scaled.amax(-1, keepdim=True)) / self.temperature
-        # By falling probability, so that one draw gives two methods the same token even where their
-        # logits differ a little; in float64, in which the sums of a large vocabulary are exact enough.
+        # Tokens are in the order of falling probability, so that the same random number gives the same
+        # token to two methods of slightly different logits. The sums are in float64, since those of a
+        # large vocabulary would be rounded too much in float32.
         probabilities, order = (
             scaled.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
         )
-        below = probabilities.cumsum(-1) - probabilities
-        kept = probabilities.masked_fill(below >= self.top_p, 0.0)
-        reached = kept.cumsum(-1)
-        wanted = uniforms[:, None].double() * reached[:, -1:]
-        places = torch.searchsorted(reached, wanted, right=True)
-        places = places.minimum((kept > 0).sum(-1, keepdim=True) - 1)
+        sum_before = probabilities.cumsum(-1) - probabilities
+        nucleus = probabilities.masked_fill(sum_before >= self.top_p, 0.0)
+        cumulative = nucleus.cumsum(-1)
+        target = uniforms[:, None].double() * cumulative[:, -1:]
+        places = torch.searchsorted(cumulative, target, right=True)
+        # By rounding, the target may reach the total, beyond the last token of the nucleus.
+        places = places.minimum((nucleus > 0).sum(-1, keepdim=True) - 1)
         return torch.stack([order.gather(-1, places)[:, 0], sound.long()])
 
 

@@ -1,13 +1,14 @@
-"""Teacher forcing: every fork of a prompt is fed the same tokens, and its logits are looked at.
+"""Teacher forcing: the forks of a prompt are fed given tokens, and the logits of these are read.
 
-The last prompt token is not compressed: it is the first that is fed. Compressing it too would score the
-first token of a continuation, and with it every one-token answer, from the exact prefill's own logits.
+The last prompt token is not compressed but is the first token that is fed. Otherwise the first token of
+a continuation, and so every answer of one token, would be scored by the exact prefill's logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,26 +29,26 @@ from kvbench.methods.exact import Exact
 from kvbench.prompts import PromptEncoder
 
 CHUNK_LOGITS = 2**24
-"""Logits that exist at a time (64 MB in float32), whatever the length of a continuation."""
+"""How many logits are computed at a time, whatever the length of a continuation: 64 MB in float32."""
 
 Logits = Iterator[tuple[int, Tensor]]
-"""Pairs of a place in the continuation and logits [rows, tokens, vocab], as the model returns them, that
-predict the continuation's tokens from that place on. To be read to the end: what is fed last is audited
-after the last pair."""
+"""An iterator of pairs: a place in the continuation, and logits [rows, tokens, vocab] in the model's
+dtype that predict the continuation's tokens from that place on. The caller reads it to the end, since
+the forks are audited after the last pair."""
 
 
 @dataclass(frozen=True)
 class CompressedPrompt:
-    """A prompt that has been read, and compressed, up to where it is to be judged.
+    """A prompt that has been prefilled, and compressed by every method, up to its last tokens.
 
     Attributes:
-        forks: one per method that compresses, in the order given.
-        whole: the methods that mask a whole pass instead (`Method.whole_pass`).
-        lead: tokens of the prompt that are still to be fed; the logits after the last of them predict
-            the continuation's first token. Empty after a prompt of one token, which leaves nothing to
-            compress: then the prefill's logits predict it.
-        prompt_ids: the whole prompt.
-        start: what the prefill returned.
+        forks: one per method that compresses, in the order of the methods.
+        whole: by label, the methods that mask a whole pass instead (`Method.whole_pass`).
+        lead: the last tokens of the prompt, which are fed before a continuation; the logits after the
+            last of them predict the continuation's first token. Empty for a prompt of one token, which
+            leaves nothing to compress; the prefill's logits then predict that token.
+        prompt_ids: the token ids of the whole prompt.
+        start: the result of the prefill.
     """
 
     forks: Sequence[Fork]
@@ -69,11 +70,12 @@ def read(
     context_tokens: int | None = None,
     encoder: PromptEncoder | None = None,
 ) -> CompressedPrompt:
-    """One exact prefill of all but the last prompt token, which every method compresses.
+    """Prefill all but the last token of a prompt exactly, and compress it by every method.
 
     Args:
-        room: tokens that will be fed, to reserve memory for.
-        context_tokens: compress only so many tokens (the context; the question is fed after it).
+        room: how many tokens will be fed after the prompt; memory for them is reserved.
+        context_tokens: how many of the prompt's tokens are prefilled and compressed instead (the
+            context); the others (the question) are fed with the last one. None for all but the last.
         encoder: see `kvbench.engine.prefill.prefill`.
 
     Raises:
@@ -98,14 +100,14 @@ def read(
 
 
 def chunks(rows: int, tokens: int, vocab: int) -> Iterator[range]:
-    """The places 0 .. tokens - 1, in runs of as many as `CHUNK_LOGITS` allows at a time."""
+    """Cut the places 0 .. tokens - 1 into runs that `CHUNK_LOGITS` allows."""
     step = max(1, CHUNK_LOGITS // (rows * vocab))
     for begin in range(0, tokens, step):
         yield range(begin, min(tokens, begin + step))
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """The size of the model's vocabulary: logits per row and token."""
+    """The size of the model's vocabulary, which is the number of logits per row and token."""
     return int(model.config.get_text_config().vocab_size)
 
 
@@ -115,11 +117,14 @@ def feed_continuations(
     reading: CompressedPrompt,
     rows: Sequence[tuple[Fork, Sequence[int]]],
 ) -> Logits:
-    """Feed every fork its continuation, all in one batch; yields the logits of every token.
+    """Feed every fork its continuation, all in one batch, and yield the logits of every token.
 
-    What is fed joins the fork's cache, or pushes entries out of it, one token at a time. Shorter
-    continuations are made as long as the longest by repeating their last token: what follows a token
-    changes no logits before it. A fork that fails stops no other, and its logits mean nothing.
+    The tokens are added to the caches, which may evict entries, one token after the other. Shorter
+    continuations are padded to the longest by repeating their last token, which changes no logits before
+    it. If a fork fails, its logits are to be ignored; the others go on.
+
+    Args:
+        rows: pairs of a fork and its continuation's token ids.
     """
     device = input_device(model)
     forks = [fork for fork, _ in rows]
@@ -129,7 +134,7 @@ def feed_continuations(
     ids = torch.tensor(fed, device=device).view(len(rows), -1)
     positions = reading.start.n + torch.arange(ids.shape[1], device=device)
     begin = 0
-    first = 0  # the place in the continuations that the first logits of the first pass predict
+    first = 0  # the place in the continuation that the first pass predicts first
     if not lead:
         first = 1
         yield 0, reading.start.logits.expand(len(rows), 1, -1)
@@ -149,26 +154,27 @@ def feed_continuations(
 
 
 def repeat_last(tokens: Sequence[int], length: int) -> list[int]:
-    """`tokens`, made `length` long by repeating the last one."""
+    """Pad `tokens` to `length` by repeating the last one."""
     missing = length - len(tokens)
     return list(tokens) + [tokens[-1]] * missing
 
 
 @dataclass
 class WholePass(AttentionState):
-    """Attention state of one pass over prompt and continuation, for methods that mask such a pass
-    (`Method.whole_pass`): each row with its method's mask.
+    """The attention state of one pass over prompt and continuation, in which each row has the mask of
+    its method (`Method.whole_pass`).
 
     Attributes:
         rows: the method and the budget of each row; None for exact attention.
-        num_layers: of the model.
+        num_layers: the number of layers of the model.
     """
 
     rows: Sequence[tuple[Method, Budget] | None]
     num_layers: int
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Attention of each row under its mask, which is made from this layer's queries and keys."""
+        """Attention of each row under its method's mask, which is computed from the layer's queries and
+        keys. Sliding-window layers are not masked."""
         out = []
         for row, pair in enumerate(self.rows):
             of_row = call.of_row(row)
@@ -199,10 +205,10 @@ def run_masked_pass(
     continuation: Sequence[int],
     rows: Sequence[tuple[Method, Budget] | None],
 ) -> Logits:
-    """The logits of a continuation's tokens (`Logits`) by methods that mask one pass over the prompt and
-    the continuation; the prompt's last token is in that pass, too.
+    """Yield the logits of a continuation's tokens (`Logits`) by methods that mask one pass over prompt
+    and continuation.
 
-    The pass is run again for every chunk of logits; the continuations of benchmarks need one.
+    The pass is repeated for every chunk of logits (`chunks`); the continuations of benchmarks need one.
 
     Args:
         rows: see `WholePass`.
@@ -216,31 +222,40 @@ def run_masked_pass(
         yield part.start, forward_rows(model, ids, positions, state, keep=wanted)
 
 
+class ImaginedCache(NamedTuple):
+    """The size of a cache that would hold the keys that a query of a masked pass sees.
+
+    Attributes:
+        entries: the entries per query head.
+        ratio: its bytes over those of the exact cache.
+    """
+
+    entries: int
+    ratio: float
+
+
 def masked_pass_cache(
     model: PreTrainedModel, pair: tuple[Method, Budget], tokens: int
-) -> tuple[int, float]:
-    """The cache that would hold what a query sees, for a method that masks a whole pass of `tokens`
-    tokens. Each query head chooses its own entries.
-
-    Returns:
-        entries per head, and bytes over those of the exact cache.
-    """
+) -> ImaginedCache:
+    """The size of the cache that a method which masks a whole pass of `tokens` tokens would need. Each
+    query head chooses its own entries, so that keys would be repeated to query heads."""
     config = model.config.get_text_config()
     method, budget = pair
     assert method.whole_pass is not None
     entries = method.whole_pass.masked_entries(budget, tokens)
     heads = config.num_attention_heads
     group = heads // kv_heads(config)
-    return entries, entries * group / tokens
+    return ImaginedCache(entries, entries * group / tokens)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A continuation under one method.
+    """The score of a continuation under one method.
 
     Attributes:
-        logprobs: of every token, natural logarithm. greedy: whether each is the most likely one.
-        failure: what stopped the method, else None; then both lists are empty.
+        logprobs: the natural logarithm of every token's probability.
+        greedy: for every token whether it is the most likely one.
+        failure: the exception that stopped the method, or None. After a failure both lists are empty.
     """
 
     logprobs: list[float]
@@ -255,14 +270,17 @@ def score(
     *,
     batch_rows: int = 32,
 ) -> dict[str, list[Scored]]:
-    """Log-probabilities of every token of every continuation under every method.
+    """Compute the log-probabilities of every token of every continuation under every method.
 
-    Each continuation is fed to a copy of the fork, so that none sees another; a single one is fed to
-    the fork itself.
+    Each continuation is fed to a copy of the fork; a single one is fed to the fork itself.
 
     Args:
-        batch_rows: (method, continuation) pairs that are fed together; changes no result but in the
-            last digits.
+        continuations: the token ids of each continuation.
+        batch_rows: how many pairs of a method and a continuation are fed together, which changes results
+            only in their last digits.
+
+    Returns:
+        by label the scores, in the order of `continuations`.
     """
     results: dict[str, list[Scored]] = {fork.label: [] for fork in reading.forks}
     pairs = [
@@ -278,7 +296,7 @@ def score(
         for (fork, tokens), row in zip(batch, logprobs, strict=True):
             results[fork.label].append(_scored(row[: len(tokens)], fork.failure))
     for fork in reading.forks:
-        if not results[fork.label]:  # it failed while it compressed
+        if not results[fork.label]:  # the method failed while it compressed
             results[fork.label] = [Scored([], [], fork.failure)] * len(continuations)
     for label, pair in reading.whole.items():
         results[label] = []
@@ -289,8 +307,8 @@ def score(
 
 
 def _log_probabilities(continuations: Sequence[Sequence[int]], fed: Logits) -> Tensor:
-    """The log-probability of each token, and 1 where the token is the greedy choice, else 0:
-    [rows, tokens, 2]."""
+    """For each token of each continuation its log-probability, and 1 where it is the most likely token,
+    else 0: [rows, tokens, 2], on the CPU. Shorter continuations are padded (`repeat_last`)."""
     longest = max(map(len, continuations))
     tokens = torch.tensor([repeat_last(continuation, longest) for continuation in continuations])
     parts = []
@@ -303,7 +321,8 @@ def _log_probabilities(continuations: Sequence[Sequence[int]], fed: Logits) -> T
 
 
 def _scored(row: Tensor, failure: Exception | None) -> Scored:
-    """A row [tokens, 2] of `_log_probabilities`, or the failure of its fork or its logits."""
+    """The score of a row [tokens, 2] of `_log_probabilities`; if the fork failed, or a log-probability
+    is NaN, that failure."""
     not_numbers = row[:, 0].isnan().nonzero()
     if failure is None and len(not_numbers):
         failure = NonFiniteLogits(int(not_numbers[0]) + 1)
@@ -316,8 +335,11 @@ def _scored(row: Tensor, failure: Exception | None) -> Scored:
 def greedy_continuation(
     model: PreTrainedModel, reading: CompressedPrompt, fork: Fork, stopping: Stopping
 ) -> list[int]:
-    """What the fork answers when it decodes greedily, the ending token included; the fork itself stays
-    as it is."""
+    """Decode a copy of the fork greedily, and return the answer's token ids, the ending token included.
+
+    Raises:
+        Exception: what stopped the copy.
+    """
     twin = fork.clone()
     row = DecodingRow(twin, stopping)
     feed_questions(model, [row], [list(reading.lead)])

@@ -1,8 +1,10 @@
-"""Hybrid models: the states of layers that hold no keys (linear attention, state spaces, convolutions).
+"""Hybrid models: the recurrent states of layers that hold no keys (linear attention, state spaces,
+convolutions).
 
-Such a state has one size, whatever was read, so that there is nothing to compress: every fork goes on
-from a copy of its own, whose bytes count on both sides of the ratio. transformers' layers update a state
-in place; the rows of a pass therefore lie side by side, and each fork's state is a view of its row.
+A state has the same size however many tokens were read, so there is nothing to compress. Every fork has
+a copy of its own, whose bytes are counted for the fork and for the exact cache alike. transformers'
+layers update the states of all batch rows in place, as one tensor; a fork's state is therefore a view of
+its row of that tensor (`joined_cache`).
 """
 
 from __future__ import annotations
@@ -18,19 +20,27 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, __version__, cac
 from kvbench.engine.attention import UnsupportedModel
 
 State: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
-"""The layer of transformers' caches that holds a state; None in versions (5.2) that have none."""
+"""The class of transformers' cache layers that hold a state; None in versions without it (5.2)."""
 
 States = Mapping[int, State]
-"""By layer index."""
+"""The states of a model, by the layer's index."""
 
 STATEFUL = ("linear_attention", "conv", "hybrid")
-"""Layer types that carry a state; `hybrid` ones have keys and values beside it."""
+"""The types of layers that hold a state; `hybrid` layers also hold keys and values."""
 
 EMPTY = ("moe", "mlp")
-"""Layer types that attend to nothing and carry nothing."""
+"""The types of layers that hold neither keys nor a state."""
 
-_KINDS = ("conv_states", "recurrent_states")
-"""Attributes of transformers' state layers that hold tensors."""
+_TENSORS = ("conv_states", "recurrent_states")
+"""The attributes of a `State` that hold tensors: mappings from names to tensors or None."""
+
+_FLAGS = (
+    "has_previous_state",
+    "is_conv_states_initialized",
+    "conv_kernel_size",
+    "is_recurrent_states_initialized",
+)
+"""The attributes of a `State` that describe these tensors: mappings by the same names."""
 
 HYBRIDS = (
     "bamba",
@@ -42,20 +52,21 @@ HYBRIDS = (
     "qwen3_5_text",
     "qwen3_next",
 )
-"""Model types whose layers go on from a state by several tokens at once as by one after the other
-(tests/engine/test_hybrid.py); Jamba's begin anew."""
+"""Model types whose layers can read several tokens at once after a state, with the result of reading
+them one by one (tests/engine/test_hybrid.py). Jamba is not among them: its layers then start from an
+empty state."""
 
 
 def is_hybrid(config: PreTrainedConfig) -> bool:
-    """Whether some layers carry a state."""
+    """Whether some layers of a model with this text config hold a state."""
     return any(kind in STATEFUL for kind in getattr(config, "layer_types", None) or ())
 
 
 def check_hybrid(config: PreTrainedConfig) -> None:
-    """Refuse hybrids that are not known to go on from a state.
+    """Refuse hybrid models other than `HYBRIDS`, and all of them with a transformers without `State`.
 
     Raises:
-        UnsupportedModel: naming the type, or the transformers that has no states in its caches.
+        UnsupportedModel: the model type, and what is allowed.
     """
     if is_hybrid(config) and State is None:
         raise UnsupportedModel(
@@ -70,8 +81,8 @@ def check_hybrid(config: PreTrainedConfig) -> None:
 
 
 class PassingCache(DynamicCache):
-    """transformers' cache of one pass: it holds states only, keys and values go through to the attention
-    function, which stores them."""
+    """The cache that transformers is given for one pass. It holds states only; keys and values are
+    passed on to the attention function, which stores them."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
@@ -79,58 +90,65 @@ class PassingCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new keys and values as they are."""
+        """Return the new keys and values unchanged."""
         return key_states, value_states
 
 
 def states_in(cache: Cache) -> dict[int, State]:
-    """The recurrent states of a cache, each of all rows, by layer index."""
+    """The recurrent states of a cache, those of all batch rows together, by the layer's index."""
     layers = [] if State is None else cache.layers
     return {i: layer for i, layer in enumerate(layers) if isinstance(layer, State)}
 
 
 def row_of(states: States, row: int) -> dict[int, State]:
     """The states of one batch row, as views of the states of all rows."""
-    return {index: _made_of([state], lambda x: x[row : row + 1]) for index, state in states.items()}
+    return {
+        index: _combined([state], lambda tensor: tensor[row : row + 1])
+        for index, state in states.items()
+    }
 
 
 def clone_of(states: States) -> dict[int, State]:
-    """Copies of the states, to which another pass may write."""
-    return {index: _made_of([state], Tensor.clone) for index, state in states.items()}
+    """Copies of the states, which another pass can update."""
+    return {index: _combined([state], Tensor.clone) for index, state in states.items()}
 
 
 def state_bytes(states: States) -> int:
-    """Bytes of the tensors of all layers' states."""
+    """The bytes of the tensors of all layers' states."""
     total = 0
     for state in states.values():
-        for kind in _KINDS:
-            tensors = getattr(state, kind).values()
+        for attribute in _TENSORS:
+            tensors = getattr(state, attribute).values()
             total += sum(tensor.nbytes for tensor in tensors if tensor is not None)
     return total
 
 
 def joined_cache(config: PreTrainedConfig, rows: Sequence[dict[int, State]]) -> PassingCache:
-    """The cache of a pass whose batch rows go on from these states, layer by layer. Each row's states
-    are replaced by views of the cache, so that the pass updates them."""
+    """Make the cache of a pass whose batch rows continue from the states of `rows`.
+
+    In `rows`, the states are replaced by views of the new cache. So a pass that updates the cache
+    updates the states of every row.
+    """
     cache = PassingCache(config)
     for index in states_in(cache):
-        joined = _made_of([row[index] for row in rows], lambda *parts: torch.cat(parts))
+        joined = _combined([row[index] for row in rows], lambda *tensors: torch.cat(tensors))
         for number, row in enumerate(rows):
             row[index] = row_of({index: joined}, number)[index]
         cache.layers[index] = joined
     return cache
 
 
-def _made_of(states: Sequence[State], change: Callable[..., Tensor]) -> State:
-    """A state each of whose tensors is `change` of the same tensor of all these states."""
-    twin = copy.copy(states[0])
-    for kind in _KINDS:
-        made = dict(getattr(twin, kind))
-        for name, part in made.items():
-            if part is not None:
-                made[name] = change(*(getattr(state, kind)[name] for state in states))
-        setattr(twin, kind, made)
-    for flags in ("has_previous_state", "is_conv_states_initialized", "conv_kernel_size"):
-        setattr(twin, flags, dict(getattr(twin, flags)))
-    twin.is_recurrent_states_initialized = dict(twin.is_recurrent_states_initialized)
-    return twin
+def _combined(states: Sequence[State], combine: Callable[..., Tensor]) -> State:
+    """A new state whose every tensor is ``combine(*tensors)``, where `tensors` are the tensors with the
+    same name of all `states`."""
+    result = copy.copy(states[0])
+    for attribute in _TENSORS:
+        tensors = dict(getattr(result, attribute))
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                tensors[name] = combine(*(getattr(state, attribute)[name] for state in states))
+        setattr(result, attribute, tensors)
+    for attribute in _FLAGS:
+        # Copied, since transformers changes these mappings in place.
+        setattr(result, attribute, dict(getattr(result, attribute)))
+    return result

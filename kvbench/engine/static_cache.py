@@ -1,8 +1,9 @@
-"""Exact decoding by transformers itself: a second witness of the seconds of kvbench's exact cache.
+"""Exact decoding by transformers alone, whose time is compared with that of kvbench's exact cache.
 
-A throughput table divides by kvbench's own `exact`. Here the same model, at the same weights, lengths
-and batch, is read and decoded by transformers' code alone: its `generate`, its `StaticCache`, an
-attention backend that it names and, on a GPU, its torch.compile of the decode step.
+A throughput table compares every method with kvbench's own `exact`, and would flatter the methods if
+`exact` were slow. So the same model, with the same weights, lengths and batch, is also run by
+transformers' code alone: its `generate`, its `StaticCache`, one of its attention backends and, on a GPU,
+torch.compile of the decode step.
 """
 
 from __future__ import annotations
@@ -17,33 +18,39 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StaticCache
 
 from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel
-from kvbench.engine.costs import ExactBytes
+from kvbench.engine.costs import ExactBytes, LayerBytes
 from kvbench.engine.loading import Model
 from kvbench.engine.prefill import input_device, synchronize
 from kvbench.engine.rows import Generation
 
 WARM_UP = 8
-"""Tokens that are generated before the clock starts, so that the decode step is compiled and captured
-for this cache."""
+"""How many tokens are generated before the clock starts, so that the decode step is compiled and
+captured for this cache."""
 
 
-class _FirstLogits(LogitsProcessor):
-    """Notes when the logits of the first new token are there; changes none."""
+class _FirstLogitsClock(LogitsProcessor):
+    """Notes the time at which the logits of the first new token are computed: the end of the prefill.
+    It changes no logits.
+
+    Attributes:
+        read_s: the time by `time.perf_counter`; None before.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seen_at: float | None = None
+        self.read_s: float | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.seen_at is None:
+        if self.read_s is None:
             synchronize(self.device)
-            self.seen_at = time.perf_counter()
+            self.read_s = time.perf_counter()
         return scores
 
 
 @contextmanager
 def _attention_of_transformers(model: Model, name: str) -> Iterator[None]:
-    """The model uses the attention backend `name` within the context, and kvbench's afterwards."""
+    """Within this context the model uses transformers' attention backend `name`; afterwards it uses
+    kvbench's again."""
     try:
         model.set_attn_implementation(name)
         yield
@@ -59,67 +66,67 @@ def generate_with_static_cache(
     attention: str,
     compiled: bool,
 ) -> list[Generation]:
-    """Greedy answers of `new_tokens` tokens to prompts of one length, decoded together by transformers.
+    """Generate greedy answers of exactly `new_tokens` tokens to all prompts together, by transformers.
 
-    The cache has room for prompt and answer, and is used twice: for `WARM_UP` tokens that are not timed,
-    then, emptied, for the answer.
+    The same cache is used twice: for `WARM_UP` tokens that are not timed, and then, emptied, for the
+    answers.
 
     Args:
-        model: loaded for kvbench's attention, which it has again afterwards.
+        model: loaded with kvbench's attention, which it has again afterwards.
         prompts: token ids, all of the same length.
-        attention: a backend as transformers names it: sdpa, eager, flash_attention_2 ...
-        compiled: whether the decode step goes through torch.compile on a GPU; on a CPU it never does.
+        attention: transformers' name of an attention backend: sdpa, eager, flash_attention_2 ...
+        compiled: whether the decode step is compiled by torch.compile on a GPU; on a CPU it never is.
 
     Returns:
-        One `Generation` a prompt. `prefill_s` ends with the first token's logits; it and `decode_s` are
-        of the whole batch, divided by its size. Bytes are those of the entries that have been written,
-        as for `exact`, whatever room the cache reserves.
+        one `Generation` per prompt. The prefill ends when the logits of the first token are computed.
+        `prefill_s` and `decode_s` are the seconds of the batch divided by the number of prompts. Bytes
+        are those of the entries that have been written, as for `exact`; the cache reserves more.
 
     Raises:
-        ImportError, ValueError: transformers has no such backend here, or not for this model.
-        UnsupportedModel: a layer that holds a state in place of keys and values.
+        ImportError: the package of the attention backend is missing.
+        ValueError: transformers has no such backend, or not for this model.
+        UnsupportedModel: a layer holds a state in place of keys and values.
     """
     device = input_device(model)
     ids = torch.tensor([list(prompt) for prompt in prompts], device=device)
     batch, length = ids.shape
     cache = StaticCache(config=model.config, max_cache_len=length + new_tokens)
-    no_token = model.config.get_text_config().vocab_size
+    beyond_vocabulary = model.config.get_text_config().vocab_size
+    untyped_generate: Any = model.generate  # mypy takes it for a module, which is not callable
 
-    generate_tokens: Any = model.generate  # typed as what a subclass may lack
-
-    def generate(most: int, first: _FirstLogits) -> Tensor:
-        """The prompts and `most` new tokens: [batch, length + most]."""
+    def generate(max_new_tokens: int, clock: _FirstLogitsClock) -> Tensor:
+        """The prompts followed by `max_new_tokens` tokens: [batch, length + max_new_tokens]."""
         settings = GenerationConfig(
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             do_sample=False,
-            eos_token_id=no_token,  # an answer ends at its length alone
+            eos_token_id=beyond_vocabulary,  # never generated, so that no answer ends early
             pad_token_id=0,
             disable_compile=not compiled,
         )
-        generated: Tensor = generate_tokens(
+        generated: Tensor = untyped_generate(
             ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
             generation_config=settings,
-            logits_processor=LogitsProcessorList([first]),
+            logits_processor=LogitsProcessorList([clock]),
         )
         return generated
 
     with torch.inference_mode(), _attention_of_transformers(model, attention):
-        generate(min(WARM_UP, new_tokens), _FirstLogits(device))
+        generate(min(WARM_UP, new_tokens), _FirstLogitsClock(device))
         cache.reset()
-        first = _FirstLogits(device)
+        first_logits = _FirstLogitsClock(device)
         synchronize(device)
-        begin = time.perf_counter()
-        answers = generate(new_tokens, first)[:, length:]
+        begin_s = time.perf_counter()
+        answers = generate(new_tokens, first_logits)[:, length:]
         synchronize(device)
-        end = time.perf_counter()
-    assert first.seen_at is not None
-    bytes_at = _bytes_of_prompt(cache, batch)
-    last = length + new_tokens - 1  # the answer's last token is not fed
-    over_time = [bytes_at.at(tokens) for tokens in range(length, last + 1)]
+        end_s = time.perf_counter()
+    assert first_logits.read_s is not None
+    exact = _exact_bytes(cache, batch)
+    last_length = length + new_tokens - 1  # the answer's last token is not fed to the model
+    over_time = [exact.at(tokens) for tokens in range(length, last_length + 1)]
     mean_bytes = sum(over_time) / len(over_time)
-    entries = [min(length, window or length) for _, window in bytes_at.layers]
+    entries = [min(length, layer.window or length) for layer in exact.layers]
     return [
         Generation(
             prompt_tokens=length,
@@ -133,8 +140,8 @@ def generate_with_static_cache(
             exact_bytes_mean=mean_bytes,
             tokens=answer,
             new_tokens=new_tokens,
-            prefill_s=(first.seen_at - begin) / batch,
-            decode_s=(end - first.seen_at) / batch,
+            prefill_s=(first_logits.read_s - begin_s) / batch,
+            decode_s=(end_s - first_logits.read_s) / batch,
             failure=None,
             batch=batch,
         )
@@ -142,10 +149,14 @@ def generate_with_static_cache(
     ]
 
 
-def _bytes_of_prompt(cache: StaticCache, batch: int) -> ExactBytes:
-    """What one prompt of the batch takes in each layer of the cache; a sliding layer has no room for
-    more than its window."""
-    layers: list[tuple[int, int | None]] = []
+def _exact_bytes(cache: StaticCache, batch: int) -> ExactBytes:
+    """The bytes of one prompt's entries in a static cache of `batch` prompts. The room of a layer takes
+    the place of its window: a sliding-window layer has room for no more than its window.
+
+    Raises:
+        UnsupportedModel: a layer holds a state in place of keys and values.
+    """
+    layers: list[LayerBytes] = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
@@ -154,5 +165,5 @@ def _bytes_of_prompt(cache: StaticCache, batch: int) -> ExactBytes:
                 "values"
             )
         room = keys.shape[2]
-        layers.append(((keys.nbytes + values.nbytes) // (batch * room), room))
+        layers.append(LayerBytes((keys.nbytes + values.nbytes) // (batch * room), room))
     return ExactBytes(layers)

@@ -1,4 +1,4 @@
-"""When a generation ends, and where its text is cut."""
+"""The end of a generation, and where its text is cut."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ class Stopping:
     """When a generation ends.
 
     Attributes:
-        max_new_tokens: at most so many tokens.
-        end_ids: tokens that end it (not part of the text).
-        strings: stop strings, which end it and are cut from the text with all that follows.
-        decode: token ids to text; needed for `strings` and `settled`.
-        may_be_empty: False: the first token is chosen among those that do not end the generation.
-        settled: called with the text so far; True ends the generation, as nothing that follows would
-            change the score. Beyond 256 tokens it is called about 100 times per doubling of the answer.
-        timeout_s: seconds, prefill included, after which forks that still run fail; None: no limit.
+        max_new_tokens: the largest number of tokens.
+        end_ids: tokens that end the generation; they are not part of the text.
+        strings: stop strings, which end the generation; the text is cut before the first of them.
+        decode: turns token ids into text; needed for `strings` and `settled`.
+        timeout_s: the seconds, prefill included, after which a fork that has not ended fails; None for
+            no limit.
+        may_be_empty: False where the first token must not end the generation.
+        settled: is called with the text so far, and returns whether the score can no longer change; the
+            generation then ends. Beyond 256 tokens it is called about 100 times while the answer's
+            length doubles.
     """
 
     max_new_tokens: int
@@ -32,8 +34,8 @@ class Stopping:
     may_be_empty: bool = True
     settled: Callable[[str], bool] | None = None
 
-    def first(self, logits: Tensor) -> Tensor:
-        """Logits [rows, vocab] of the first token, -inf for tokens it may not be."""
+    def mask_first(self, logits: Tensor) -> Tensor:
+        """The logits [rows, vocab] of the first token, with -inf for tokens that it must not be."""
         ids = [token for token in sorted(self.end_ids) if 0 <= token < logits.shape[-1]]
         if self.may_be_empty or not ids:
             return logits
@@ -41,10 +43,10 @@ class Stopping:
         return logits.index_fill(-1, ends, float("-inf"))
 
     def cut(self, text: str) -> str:
-        """`text` up to the first stop string."""
-        ends = [text.find(stop) for stop in self.strings]
-        ends = [end for end in ends if end >= 0]
-        return text[: min(ends)] if ends else text
+        """Cut `text` before the first stop string."""
+        places = [text.find(stop) for stop in self.strings]
+        found_at = [place for place in places if place >= 0]
+        return text[: min(found_at)] if found_at else text
 
     def reached(self, tokens: Sequence[int]) -> bool:
         """Whether a generation that produced `tokens` is over."""
@@ -53,11 +55,11 @@ class Stopping:
         if self.decode is None or not tokens:
             return False
         if self.strings:
-            # A stop string of c characters spans at most c tokens that hold a character each; the
-            # margin covers multi-token characters at its edge.
+            # A stop string of c characters spans at most c tokens of a character each. The eight more
+            # cover a character at its edge that consists of several tokens.
             tail = self.decode(list(tokens[-(max(map(len, self.strings)) + 8) :]))
             if any(stop in tail for stop in self.strings):
                 return True
-        # Decoding the whole text at every token would cost the square of a long answer.
+        # To decode the whole text at every token would take time quadratic in the answer's length.
         due = len(tokens) <= 256 or len(tokens) % (len(tokens) // 128) == 0
         return self.settled is not None and due and self.settled(self.decode(list(tokens)))

@@ -1,8 +1,8 @@
-"""Reading a text of any length through a method's bounded cache, by chunks.
+"""Reading a text of any length with a method's bounded cache, in chunks.
 
-Every token attends to what it would attend to if tokens were fed one by one, so that results do not
-depend on the chunks. What is held between them is a band of first and last tokens (`BandState`), or the
-cache of a method that evicts (`EvictingState`).
+Every token attends to the entries to which it would attend if tokens were fed one by one, so that
+results do not depend on the chunks. Between two chunks either the first and the last tokens are held
+(`BandState`), or the cache of a method that evicts (`EvictingState`).
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from kvbench.kv import Budget, CompressedKV, KVError, Rotary
 from kvbench.methods.base import Method, rule_of
 
 POSITIONS = ("cache", "absolute")
-"""How positions are counted: inside the cache (as StreamingLLM: entries and query by their place there,
-so that the text may be longer than the model's positions), or every entry keeps its own."""
+"""How positions are counted. ``cache``: the position of an entry and of the query is its place in the
+cache, as in StreamingLLM, so that the text may be longer than the model's positions. ``absolute``: every
+entry keeps its position in the text."""
 
 CHUNK = 256
-"""Tokens per chunk."""
+"""The number of tokens in a chunk."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A text that was read.
+    """The result of reading a text.
 
     Attributes:
-        nll: [tokens - 1] float32, -log p of every token but the first.
-        entries: the most entries per layer and KV head after a token.
-        held_bytes: bytes held at the end; where every token is predicted by a pass of its own, those of
-            the keys and values of one pass.
-        exact_bytes: bytes of the entries of all tokens.
+        nll: [tokens - 1] float32, the negative log-likelihood of every token but the first.
+        entries: the largest number of entries per layer and KV head after a token.
+        held_bytes: the bytes held at the end. Where every token is predicted by a pass of its own, those
+            of the keys and values of one pass.
+        exact_bytes: the bytes of the exact cache of the text.
     """
 
     nll: Tensor
@@ -52,18 +53,18 @@ class Read:
 
 
 def check_reads(label: str, method: Method, budget: Budget, positions: str) -> None:
-    """Refuse methods that cannot keep a cache bounded while they read, or not with these positions.
+    """Refuse a method that cannot read a text with a bounded cache, or not with these `POSITIONS`.
 
     Raises:
-        KVError: naming the method.
+        KVError: the method, its settings, and what is allowed.
     """
     if method.reading(budget) is not None:
         return
     if method.evicts and (positions == "absolute" or budget.size is not None):
         if positions == "cache" and method.quantize is not None:
             raise KVError(
-                f"method {label!r} packs its entries, which have no place in the cache to be turned to; "
-                "allowed: positions=absolute, or quantize=null"
+                f"method {label!r} packs its keys with their positions, which positions=cache would "
+                "change later; allowed: positions=absolute, or quantize=null"
             )
         return
     raise KVError(
@@ -83,13 +84,17 @@ def read_text(
     *,
     label: str = "method",
 ) -> Read:
-    """-log p of every token but the first, each from what is held when it comes.
+    """Read a text with a method's bounded cache, and predict every token but the first by the entries
+    that are held before it.
 
     Args:
+        ids: the token ids of the text.
         positions: see `POSITIONS`.
+        label: what messages call the method.
 
     Raises:
-        KVError: see `check_reads`. UnsupportedModel: see `stream`. Whatever stopped the method.
+        KVError: see `check_reads`.
+        UnsupportedModel: see `stream`. Whatever the method raises is raised, too.
     """
     check_reads(label, method, budget, positions)
     band = method.reading(budget)
@@ -117,10 +122,11 @@ def stream(
     state: BandState | EvictingState,
     positions: str = "cache",
 ) -> Iterator[Tensor]:
-    """-log p of every token but the first, in chunks, each [tokens] float32 on the CPU.
+    """Yield the negative log-likelihoods of every token but the first, chunk by chunk, each [tokens]
+    float32 on the CPU.
 
     Args:
-        state: what is held; the text may follow an earlier one that was read with the same state.
+        state: holds the entries. A text may continue an earlier one that was read with the same state.
         positions: see `POSITIONS`.
 
     Raises:
@@ -135,14 +141,14 @@ def stream(
     size = max(1, min(CHUNK, CHUNK_LOGITS // vocabulary(model)))
     for begin in range(0, len(tokens) - 1, size):
         chunk = tokens[begin : begin + size]
-        at = torch.arange(state.seen, state.seen + len(chunk), device=device)
+        position_ids = torch.arange(state.seen, state.seen + len(chunk), device=device)
         if positions == "cache" and state.rotation is None:
-            # Positions are learned: a token has that of its place in the cache.
-            at = at.clamp(max=state.most)
+            # Positions are learned: a token has the position of its place in the cache.
+            position_ids = position_ids.clamp(max=state.most)
         elif positions == "cache":
-            # The state rotates queries and keys itself; at position 0 the model does not.
-            at = torch.zeros_like(at)
-        logits = forward_rows(model, chunk[None], at, state)[0]
+            # The state rotates queries and keys itself, and the model rotates none at position 0.
+            position_ids = torch.zeros_like(position_ids)
+        logits = forward_rows(model, chunk[None], position_ids, state)[0]
         state.seen += len(chunk)
         yield nll_of(logits, tokens[begin + 1 : begin + 1 + len(chunk)])
 
@@ -151,8 +157,12 @@ def stream(
 def recomputed(
     model: PreTrainedModel, ids: Sequence[int], *, recent: int, rows: int = 16
 ) -> Iterator[Tensor]:
-    """Negative log-likelihoods as `stream` yields them, by sliding-window re-computation: each token is
-    predicted by a new pass over the `recent` + 1 tokens before it. Takes O(len(ids) * recent^2) time."""
+    """Yield negative log-likelihoods as `stream` does, by sliding-window re-computation: each token is
+    predicted by a new pass over the `recent` + 1 tokens before it, in O(len(ids) * recent^2) time.
+
+    Args:
+        rows: how many passes run as one batch.
+    """
     device = input_device(model)
     tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
     exact = CaptureState({}, 0)
@@ -161,7 +171,7 @@ def recomputed(
     positions = torch.arange(beginning.shape[1], device=device)
     logits = forward_rows(model, beginning, positions, exact)[0]
     yield nll_of(logits, tokens[1 : recent + 2])
-    last_tokens = list(range(recent + 1, len(tokens) - 1))  # of the windows of later passes
+    last_tokens = list(range(recent + 1, len(tokens) - 1))  # the last token of each later pass
     positions = torch.arange(recent + 1, device=device)
     for begin in range(0, len(last_tokens), rows):
         last = torch.tensor(last_tokens[begin : begin + rows], device=device)
@@ -171,14 +181,15 @@ def recomputed(
 
 
 def nll_of(logits: Tensor, target: Tensor) -> Tensor:
-    """-log p of the tokens `target` [t], each predicted by the row of the same place in logits
-    [at least t, vocab]: [t] float32 on the CPU."""
+    """The negative log-likelihoods of the tokens `target` [t] by logits [at least t, vocab], whose i-th
+    row predicts the i-th token: [t] float32 on the CPU."""
     logprobs = logits[: len(target)].float().log_softmax(-1)
     return -logprobs.gather(-1, target[:, None])[:, 0].cpu()
 
 
 def rotary(frequencies: Tensor) -> Rotary:
-    """The table of rotary positions by fixed frequencies [pairs], exact at any position."""
+    """Make a rotary table of fixed frequencies [pairs]. Angles are float64, so that they are exact at
+    large positions."""
 
     def table(positions: Tensor) -> tuple[Tensor, Tensor]:
         turns = frequencies.to(positions.device, torch.float64)
@@ -189,8 +200,9 @@ def rotary(frequencies: Tensor) -> Rotary:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., tokens, dim], of which the first dimensions are rotated by cosines and sines [..., tokens,
-    width], halves paired; in float32."""
+    """Rotate the first `width` channels of x [..., tokens, dim] by cosines and sines [..., tokens,
+    width],
+    the first half of these channels against the second: [..., tokens, dim] float32."""
     part, rest = x.float().split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     first_half, second_half = part.chunk(2, dim=-1)
     turned = part * cos + torch.cat([-second_half, first_half], dim=-1) * sin
@@ -199,10 +211,10 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def rotation_of(model: PreTrainedModel) -> Rotary | None:
-    """The model's rotary table; None where positions enter with the embedding (OPT).
+    """The model's rotary table; None for a model that adds positions to the embedding (OPT).
 
-    The rotation is verified on the first layer: a key at position 0 is not rotated, and rotated here to
-    another position it must equal the model's own key there.
+    The table is verified at the first layer. The model's keys at position 0 are not rotated; rotated by
+    the table to other positions, they must equal the model's own keys at these positions.
 
     Raises:
         UnsupportedModel: another encoding, such as frequencies that depend on the length.
@@ -233,14 +245,14 @@ def rotation_of(model: PreTrainedModel) -> Rotary | None:
 
 
 class BandState(AttentionState):
-    """Attention state that reads a stream and holds the first `start` and the last `recent` tokens: each
-    of a chunk's tokens attends to those held when it is read, and to itself.
+    """An attention state that reads a stream and holds its first `start` and its last `recent` tokens.
+    Each token attends to those that are held when it is read, and to itself.
 
     Attributes:
-        most: the most entries of any layer and head after a token.
-        seen: tokens read so far.
-        rotation: rotates keys, which are held without a position, to their places in the cache; None:
-            they are held with the positions that the model gave them.
+        most: the largest number of entries of a layer and head after a token.
+        seen: the number of tokens read so far.
+        rotation: the rotary table by which keys, which are held without positions, are rotated to their
+            places in the cache; None where keys are held with the model's positions.
     """
 
     def __init__(self, start: int, recent: int, rotation: Rotary | None = None) -> None:
@@ -253,7 +265,7 @@ class BandState(AttentionState):
         self._layers: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
-        """See `BandState`."""
+        """Attention of a chunk; afterwards the tokens that later chunks do not see are dropped."""
         key, value = call.key[0], call.value[0]
         now = torch.arange(self.seen, self.seen + call.query.shape[2], device=key.device)
         times = now  # the token number at which each entry was read
@@ -273,11 +285,17 @@ class BandState(AttentionState):
         return out.reshape(1, heads, len(now), -1)
 
     def _logits(self, query: Tensor, key: Tensor, now: Tensor, times: Tensor) -> Tensor:
-        """q.k of queries [kv_heads, group, t, d] at `now` and entries [kv_heads, 1, c, d] of `times`.
+        """The products of queries [kv_heads, group, t, d] with keys [kv_heads, 1, c, d], rotated to
+        their
+        places in the cache: [kv_heads, group, t, c].
 
-        Places in the cache are counted from the oldest entry: once the cache is full, a query has the
-        place start + recent, so that its distance to a recent entry is the difference of their times,
-        and to a first entry the difference of their places.
+        Places are counted from the oldest entry, so in a full cache the query has the place start +
+        recent. Its distance to a recent entry is then the difference of their token numbers, and its
+        distance to one of the first entries the difference of their places.
+
+        Args:
+            now: [t], the token number of each query.
+            times: [c], the token number of each entry.
         """
         if self.rotation is None:
             return products(query, key)
@@ -292,24 +310,26 @@ class BandState(AttentionState):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the keys and values held."""
+        """The bytes of the keys and values that are held."""
         return sum(key.nbytes + value.nbytes for key, value, _ in self._layers.values())
 
 
 class _PlacedEntries(Entries):
-    """Entries with unrotated keys: each key is read at its place among the entries, by age.
+    """Entries whose keys are stored without positions. When they are read, each key is rotated to its
+    place among the entries, counted from the oldest.
 
     Args:
-        table: cosines and sines of the places, each [places, width].
+        table: the cosines and the sines of the places, each [places, width].
     """
 
-    def __init__(self, held: CompressedKV, room: int, table: tuple[Tensor, Tensor]) -> None:
-        super().__init__(held, room, keeps_scores=True)
+    def __init__(self, compressed: CompressedKV, room: int, table: tuple[Tensor, Tensor]) -> None:
+        super().__init__(compressed, room, keeps_scores=True)
         self.table = table
 
     def dot_keys(self, query: Tensor) -> Tensor:
-        """See `Entries.dot_keys`, of the newest token's query."""
+        """See `Entries.dot_keys`. The queries are those of the newest token, whose place is the last."""
         n = self.length
+        # The second argsort gives the rank of each position: the entry's place.
         places = self.positions[:, :n].argsort(-1).argsort(-1)
         cos, sin = (part[places] for part in self.table)
         last = (part[n - 1] for part in self.table)
@@ -317,13 +337,13 @@ class _PlacedEntries(Entries):
 
 
 class EvictingState(AttentionState):
-    """Attention state that reads a stream and holds what a method that evicts leaves.
+    """An attention state that reads a stream with the cache of a method that evicts.
 
-    Every token, from the first on, is added, attends, and evicts an entry once the cache is full, layer
-    by layer, so that accumulated scores (H2O's) are those of Algorithm 1.
+    From the first token on, every token is added and attends, and once the cache is full an entry is
+    evicted for it. Accumulated scores (H2O's) are therefore those of Algorithm 1.
 
     Args:
-        tokens: length of the whole text.
+        tokens: the length of the whole text.
         rotation: see `BandState`.
     """
 
@@ -338,36 +358,36 @@ class EvictingState(AttentionState):
         self._layers: dict[int, EvictingCache] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
-        """See `BandState`."""
+        """Attention of a chunk, whose tokens are added one by one."""
         if call.layer not in self._layers:
             self._layers[call.layer] = self._begin(call)
         query = call.query
-        at = torch.arange(self.seen, self.seen + query.shape[2], device=query.device)
-        return self._layers[call.layer].step(call, at)[None].to(query.dtype)
+        positions = torch.arange(self.seen, self.seen + query.shape[2], device=query.device)
+        return self._layers[call.layer].step(call, positions)[None].to(query.dtype)
 
     def _begin(self, call: LayerCall) -> EvictingCache:
-        """The cache of a layer that has read nothing."""
+        """Make the empty cache of a layer."""
         no_scores = call.key.new_zeros(1, call.key.shape[1], 0, dtype=torch.float32)
         rule = rule_of(self.method, self.most, self.sink)
         needs_scores = rule is None or rule.leaves != "oldest"
-        held = CompressedKV(
+        no_entries = CompressedKV(
             call.key[:, :, :0],
             call.value[:, :, :0],
             None,
             positions=no_scores.long(),
             scores=no_scores if needs_scores else None,
         )
-        room = self.most + 1  # for the token that is being read
+        room = self.most + 1  # the new token is added before one leaves
         if self.rotation is None:
-            store = store_of(held, room, self.method.quantization(), keeps_scores=True)
+            store = store_of(no_entries, room, self.method.quantization(), keeps_scores=True)
         else:
             places = torch.arange(room, device=call.key.device)
-            store = _PlacedEntries(held, room, self.rotation(places))
+            store = _PlacedEntries(no_entries, room, self.rotation(places))
         return EvictingCache(
             store, capacity=self.most, method=self.method, granted=self.most, sink=self.sink
         )
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what the caches of all layers hold, scores included."""
+        """The bytes that the caches of all layers hold, scores included."""
         return sum(cache.entry_bytes() for cache in self._layers.values())

@@ -1,9 +1,10 @@
-"""How many of the processor's threads a pass of the model runs on.
+"""The number of CPU threads on which a pass of the model runs.
 
-A prefill is large products, which all cores share. A decode step of a small model is a thousand small
-ones: dividing each costs more than it saves, and much more where another process keeps a core from
-one of the threads, for which the others wait. So a step whose products are small runs on one thread.
-What the user has set (OMP_NUM_THREADS) is left alone.
+A prefill consists of large matrix products, which all cores share. A decode step of a small model
+consists of about a thousand small ones. To divide a small product among threads takes more time than it
+saves, and much more if another process delays one of the threads, since the others wait for it. So a
+step whose products are small runs on one thread. A number that the user has set by OMP_NUM_THREADS is
+not changed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import torch
 from transformers import PreTrainedConfig
 
 SMALL = 1 << 24
-"""Multiplications of a layer's largest product up to which a pass runs on one thread."""
+"""A pass runs on one thread if the largest product of a layer has at most this many multiplications."""
 
 
 @contextmanager
 def threads_of(config: PreTrainedConfig, tokens: int) -> Iterator[None]:
-    """The threads for a pass over so many tokens, of all rows, of a model with this text config."""
+    """Set the number of threads within this context, for a pass of a model with this text config.
+
+    Args:
+        tokens: the number of tokens of all rows.
+    """
     threads = torch.get_num_threads()
     hidden = getattr(config, "hidden_size", 0)
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden

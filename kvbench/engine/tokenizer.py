@@ -1,4 +1,4 @@
-"""Tokenizers: how prompts become token ids, and which tokens end an answer."""
+"""Tokenizers: the encoding of prompts, and the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvbench.prompts import PromptEncoder, tokenizing
 Tokenizer = PreTrainedTokenizerBase
 
 MESSAGE = "KVBENCH_PROMPT_GOES_HERE"
-"""Stands for a message in a chat template, to see what the template writes before and after it."""
+"""A message that is passed to a chat template to find what the template writes before and after it."""
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
@@ -45,7 +45,8 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
 
 def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
-    """How prompts become token ids: the chat template around them, or the tokenizer's own BOS.
+    """Make the encoder of prompts, which puts the chat template around them or the tokenizer's BOS
+    before them.
 
     Raises:
         ModelError: `chat_template: always` and the tokenizer has none; a template that does not write a

@@ -55,5 +55,5 @@ def test_what_is_settled_is_asked_at_every_token_and_later_at_every_128th_part()
 def test_an_answer_that_may_not_be_empty_does_not_begin_with_an_end() -> None:
     logits = torch.zeros(2, 5)
     stopping = Stopping(5, frozenset({3, 9, -1}), may_be_empty=False)
-    assert stopping.first(logits).isinf().nonzero().tolist() == [[0, 3], [1, 3]]
-    assert torch.equal(Stopping(5, frozenset({3})).first(logits), logits)
+    assert stopping.mask_first(logits).isinf().nonzero().tolist() == [[0, 3], [1, 3]]
+    assert torch.equal(Stopping(5, frozenset({3})).mask_first(logits), logits)

@@ -22,7 +22,7 @@ from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.engine.prefill import capture_layers, prefill
-from kvbench.engine.rescore import sequences
+from kvbench.engine.rescore import chunks_of
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
@@ -188,18 +188,18 @@ def test_the_words_the_last_tokens_and_the_template_come_before_a_chunk():
     ids = list(range(50, 93))
     rule = Rescoring(20, "ab", "cd", overlap=3)
     ab, cd = WORDS.encode_text("ab"), WORDS.encode_text("cd")
-    found = list(sequences(rule, ids, 2, WORDS))
+    found = list(chunks_of(rule, ids, 2, WORDS))
     assert found == [
         (2, 22, [*ab, 7, 8, *ids[2:22]]),
         (22, 42, [*cd, *ids[19:22], 7, 8, *ids[22:42]]),
         (42, 43, [*cd, *ids[39:42], 7, 8, *ids[42:]]),
     ]
-    assert [piece[2] for piece in sequences(Rescoring(30), ids, 0, None)] == [ids[:30], ids[30:]]
-    assert [piece[2] for piece in sequences(Rescoring(30), ids, 0, WORDS)] == [ids[:30], ids[30:]]
+    assert [piece[2] for piece in chunks_of(Rescoring(30), ids, 0, None)] == [ids[:30], ids[30:]]
+    assert [piece[2] for piece in chunks_of(Rescoring(30), ids, 0, WORDS)] == [ids[:30], ids[30:]]
     for words in (("ab", ""), ("", "cd")):
         with pytest.raises(KVError, match="asks the model to repeat the prompt and there is no"):
-            next(sequences(Rescoring(20, *words), ids, 2, None))
-        assert next(sequences(Rescoring(50, *words), ids, 0, WORDS))[2][-45:] == [7, 8, *ids]
+            next(chunks_of(Rescoring(20, *words), ids, 2, None))
+        assert next(chunks_of(Rescoring(50, *words), ids, 0, WORDS))[2][-45:] == [7, 8, *ids]
 
 
 @dataclass(frozen=True, kw_only=True)

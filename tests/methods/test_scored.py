@@ -258,7 +258,7 @@ def test_what_is_held_while_decoding(name, options, budget, stays):
         assert cache.store.length == wanted
         most = max(most, wanted)
     if queries is not None:
-        assert cache.held_bytes()[0] == 4 * (2 * 2 * 8 * most + 4 * 8 * queries)
+        assert cache.bytes_over_time().peak == 4 * (2 * 2 * 8 * most + 4 * 8 * queries)
     fork.end_prompt(300, ExactBytes())
     fork.ledger.appended = 200
     fork.audit()

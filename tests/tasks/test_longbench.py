@@ -284,7 +284,7 @@ def test_samsum_stops_at_a_newline_that_is_not_its_first_token(llama: Any) -> No
     stopping = Stopping(8, example.end_ids, may_be_empty=example.may_be_empty)
     logits = torch.zeros(2, len(llama.tokenizer))
     logits[:, newline], logits[:, 7] = 2.0, 1.0
-    assert stopping.first(logits).argmax(-1).tolist() == [7, 7]
+    assert stopping.mask_first(logits).argmax(-1).tolist() == [7, 7]
     assert stopping.reached([7, newline])
     assert examples(llama, datasets=["qasper"], protocol="longbench")[0].end_ids is None
 
