@@ -155,7 +155,8 @@ def finish(folder: Path) -> None:
     """Rebuild the experiment's tables, figures and page from its records; print where they are.
     Several processes that finish at once take turns."""
     from kvbench.report.build import build_report
-    from kvbench.report.wandb import log_overview, not_taken
+    from kvbench.report.wandb import log_overview
+    from kvbench.report.wandb_client import not_taken
 
     with FileLock(folder / ".lock-report"):
         paths = build_report(folder)
