@@ -172,7 +172,8 @@ def finish(folder: Path) -> None:
         StoreError: a record or a manifest cannot be read.
     """
     from kvbench.report.build import build_report
-    from kvbench.report.wandb import log_overview, not_taken
+    from kvbench.report.wandb import log_overview
+    from kvbench.report.wandb_client import not_taken
 
     with FileLock(folder / ".lock-report"):
         paths = build_report(folder)

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.experiment import Group, as_text
+from kvbench.report.ratios import ratio_text
 from kvbench.report.style import style_of
 
 LIMIT = 60
@@ -24,6 +25,7 @@ class Answer:
 
     Attributes:
         label, color: the variant's name, and its method's colour.
+        ratio: the ratio measured on this example, as text, where the label names a rate; else empty.
         text: the prediction, or the error.
         verdict: "right", "wrong", "part" (a score in between), "failed", or "none" (no verdict:
             the score is not a fraction).
@@ -31,6 +33,7 @@ class Answer:
     """
 
     label: str
+    ratio: str
     color: str
     text: str
     verdict: str
@@ -109,11 +112,13 @@ def _answers_to(group: Group, part: pd.DataFrame) -> ExampleAnswers:
         good = row["status"] == "ok"
         score = float(row["score"])
         verdict = "none" if good else "failed"
+        names_rate = variant.label != variant.without_rate
         if good and group.percent:
             verdict = verdict_of(score)
         answers.append(
             Answer(
                 label=variant.label,
+                ratio=ratio_text([float(row["ratio"])]) if names_rate else "",
                 color=style_of(variant.method).color,
                 text=clip(row["prediction"] if good else row["error"]),
                 verdict=verdict,

@@ -82,8 +82,8 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         only_in_files += [table for table in tables if not table.columns]
         figures = figures_of(group, frame)
         if experiment.small:
-            for one in figures:
-                one.say_above(" ".join(experiment.small))
+            for figure in figures:
+                figure.say_above(" ".join(experiment.small))
         sections.append(
             Section(
                 group,
@@ -101,7 +101,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         if len(of_task) > 1 or AVERAGE in set(of_task[0][1]["value"])
     ]
     shared += _overviews(ranked)
-    drawn = [one for section in sections for one in section.figures]
+    drawn = [figure for section in sections for figure in section.figures]
     shown = [*shared, *published, *(table for section in sections for table in section.tables)]
     try:
         place = write_text(
@@ -135,10 +135,10 @@ def _write_figures(drawn: Sequence[Drawn], experiment_folder: Path) -> list[Path
     folder = experiment_folder / "figures"
     make_folder(folder, experiment_folder)
     paths = []
-    for one in drawn:
+    for figure in drawn:
         for file_type in ("png", "pdf"):
-            paths.append(folder / f"{safe_name(one.name)}.{file_type}")
-            paths[-1].write_bytes(one.encoded(file_type))
+            paths.append(folder / f"{safe_name(figure.name)}.{file_type}")
+            paths[-1].write_bytes(figure.encoded(file_type))
     return paths
 
 

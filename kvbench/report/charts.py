@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,15 @@ import pandas as pd
 
 from kvbench.report.drawing import score_axis
 from kvbench.report.experiment import BASELINE, Group, as_text
-from kvbench.report.frame import totals
 from kvbench.report.labels import words
-from kvbench.report.style import style_of
+from kvbench.report.style import OF_THE_PAPERS, style_of
 
 FIELDS = ("name", "rate", "part", "measure", "mean", "low", "high", "n", "ratio", "bytes")
 """Of a chart's rows: the method without its rate, the rate (null where it has none), the examples that
 the score is of, what is measured, the mean with its interval in the shown unit, the number of examples,
 the measured ratio of bytes and the bytes held, averaged over examples."""
+COSTS = ["ratio", "cache_bytes"]
+"""Record fields of what a method held."""
 ALL = "all examples"
 SHAPES = {
     "o": "circle",
@@ -57,14 +57,15 @@ class Chart:
     """The data of one interactive figure.
 
     Attributes:
-        methods: name, colour and shape of each method, in table order.
+        methods: name, colour and shape of each method, in table order, and whether it has a colour
+            before others.
         rows: values of `FIELDS`; the script shows those of one part and measure.
         axis: what the scores are measured in, by measure.
         lower: whether lower scores are better.
         baseline: the name whose score is drawn as a line across.
     """
 
-    methods: list[dict[str, str]]
+    methods: list[dict[str, Any]]
     rows: list[list[Any]]
     axis: dict[str, str]
     lower: bool
@@ -105,10 +106,14 @@ def chart_of(group: Group, frame: pd.DataFrame) -> Chart | None:
     known = [row for row in rows if row["mean"] is not None and row["ratio"] is not None]
     if not group.compressed & set(frame["variant"]) or not known:
         return None
-    methods: dict[str, dict[str, str]] = {}
+    methods: dict[str, dict[str, Any]] = {}
     for variant in group.variants:
         style = style_of(variant.method)
-        look = {"color": style.color, "shape": SHAPES.get(style.marker, "circle")}
+        look: dict[str, Any] = {
+            "color": style.color,
+            "shape": SHAPES.get(style.marker, "circle"),
+            "first": variant.method in OF_THE_PAPERS,
+        }
         methods.setdefault(variant.without_rate, {"name": variant.without_rate} | look)
     axis = {row["measure"]: score_axis(group) for row in known}
     return Chart(
@@ -120,9 +125,9 @@ def chart_of(group: Group, frame: pd.DataFrame) -> Chart | None:
 
 
 def _by_variant(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows for the scores and differences of every variant, over all examples and over each part."""
-    held = group.good.groupby("variant")["cache_bytes"].mean()
-    ratio = totals(frame, "ratio")["mean"]
+    """Rows for the scores and differences of every variant, over all examples and over each part. Ratio
+    and bytes are means over the same examples."""
+    totals_by_variant = group.good.groupby("variant")[COSTS].mean()
     recorded = _recorded_rates(frame)
     shown = frame[frame["measure"].isin(["score", "difference"])]
     shown = shown[shown["by"].ne("rate")]
@@ -138,11 +143,12 @@ def _by_variant(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
         elif index in last.index:
             part = ALL
         label = row["variant"]
-        made = _row(group, row, part, measure)
-        made["rate"] = _number(row["rate"]) if label in group.compressed else None
-        made["ratio"] = _number(ratio.get(label))
-        made["bytes"] = _number(held.get(label))
-        rows.append(made)
+        if part == ALL:
+            costs = totals_by_variant.reindex([label]).iloc[0]
+        else:
+            costs = _mean_costs(group, row["by"]).reindex([(label, row["value"])]).iloc[0]
+        rate = row["rate"] if label in group.compressed else None
+        rows.append(_row(group, row, part, measure) | _costs_in_row(rate, costs))
     return rows
 
 
@@ -151,17 +157,23 @@ def _by_recorded_rate(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]
     recorded = _recorded_rates(frame)
     if recorded.empty:
         return []
-    keys = [group.good["variant"], group.good["rate"].map(as_text)]
-    held = group.good.groupby(keys)[["ratio", "cache_bytes"]].mean()
     rows = []
     for _, row in recorded[recorded["variant"].isin(group.compressed)].iterrows():
-        costs = held.reindex([(row["variant"], row["value"])]).iloc[0]
-        made = _row(group, row, ALL, "score")
-        made["rate"] = _number(float(row["value"]))
-        made["ratio"] = _number(costs["ratio"])
-        made["bytes"] = _number(costs["cache_bytes"])
-        rows.append(made)
+        costs = _mean_costs(group, "rate").reindex([(row["variant"], row["value"])]).iloc[0]
+        rows.append(_row(group, row, ALL, "score") | _costs_in_row(float(row["value"]), costs))
     return rows
+
+
+@lru_cache(maxsize=16)
+def _mean_costs(group: Group, by: str) -> pd.DataFrame:
+    """The means of `COSTS` by variant and by the value, as text, of a record field."""
+    return group.good.groupby(["variant", group.good[by].map(as_text)])[COSTS].mean()
+
+
+def _costs_in_row(rate: float | None, costs: pd.Series) -> dict[str, float | None]:
+    """Those of `FIELDS` that say how much a method held."""
+    ratio, bytes_held = (_number(costs[name]) for name in COSTS)
+    return {"rate": _number(rate), "ratio": ratio, "bytes": bytes_held}
 
 
 def _recorded_rates(frame: pd.DataFrame) -> pd.DataFrame:
@@ -182,8 +194,3 @@ def _number(value: Any) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
-
-
-def all_methods(charts: Sequence[Chart]) -> list[dict[str, str]]:
-    """The methods of several charts, each once."""
-    return list({one["name"]: one for chart in charts for one in chart.methods}.values())

@@ -29,9 +29,9 @@ COLUMNS = [
 ]
 """Columns without which a file is no table of claims."""
 SUBTITLE = (
-    "A claim holds where the interval of every cell lies on the claimed side, holds on average where"
-    " that of the mean over cells does, fails where it lies on the other side; otherwise it cannot be"
-    " told."
+    "A claim is tested in several cells (layers, rates or measures). It holds if the 95 % interval of"
+    " every cell lies on the claimed side; it holds on average if only the interval of the mean over"
+    " cells does; it fails if that interval lies on the other side. Otherwise it cannot be told."
 )
 
 
@@ -76,7 +76,7 @@ def verdict_table(rows: pd.DataFrame) -> Table:
         Column("difference", text=score_format("")),
         Column("claimed"),
         Column("units", text=whole),
-        Column("more", "prompts that would tell", whole),
+        Column("more", "prompts needed to tell", whole),
         Column("measure", "as stated, or ours"),
     )
     frame = deciding.assign(claim=claim)

@@ -148,17 +148,17 @@ def _changes(first: Side, second: Side, family: Array) -> pd.DataFrame:
         family: see `kvbench.report.stats.differences`; for the total, which alone is marked.
     """
     (_, y), both = second, _one_group(first, second)
-    strata = {one.value: [one] for one in strata_of(both)}
+    strata = {dataset.value: [dataset] for dataset in strata_of(both)}
     datasets = len(strata)
     if datasets > 1:
-        strata[AVERAGE] = [one for ones in strata.values() for one in ones]
+        strata[AVERAGE] = [dataset for members in strata.values() for dataset in members]
     rows = []
-    for value, ones in strata.items():
+    for value, members in strata.items():
         of_value = both.records["dataset"].map(as_text).eq(value)
         records = both.records if value == AVERAGE else both.records[of_value]
-        total = family if len(ones) == datasets else ALONE
+        total = family if len(members) == datasets else ALONE
         row: dict[str, Any] = {"model": both.model, "task": both.task, "dataset": value}
-        row |= {"unit": both.meta.score_unit, **_paired(both, ones, total)}
+        row |= {"unit": both.meta.score_unit, **_paired(both, members, total)}
         for side in SIDES:
             row |= _side_costs(side, records[records["variant"] == side])
         rows.append(row)
@@ -192,11 +192,13 @@ def _one_group(first: Side, second: Side) -> Group:
 def _paired(both: Group, strata: Sequence[Scores], family: Array) -> dict[str, Any]:
     """Means of both sides, the second minus the first with its test, and on how many examples the second
     is better or worse."""
-    changes = [one.values[:, [1]] - one.values[:, [0]] for one in strata]
-    paired = [one.stratum(change) for one, change in zip(strata, changes, strict=True)]
+    changes = [dataset.values[:, [1]] - dataset.values[:, [0]] for dataset in strata]
+    paired = [dataset.stratum(change) for dataset, change in zip(strata, changes, strict=True)]
     reach = largest_scores(strata, [(0, 1)])
     (difference,) = differences(paired, fraction=both.percent, family=family, reach=reach)
-    means = mean_intervals([one.stratum(one.values) for one in strata], fraction=both.percent)
+    means = mean_intervals(
+        [dataset.stratum(dataset.values) for dataset in strata], fraction=both.percent
+    )
     row: dict[str, Any] = difference.named("difference") | {"p": difference.p}
     for side, mean in zip(SIDES, means, strict=True):
         row |= mean.named(side)

@@ -44,7 +44,7 @@ AXIS_LABELS = {
     "depth": "depth (%)",
     "num_lines": "number of lines",
     "prompt_tokens": "prompt length (tokens)",
-    "rate": "rate (fraction of the middle that is kept)",
+    "rate": "rate (share of the middle that is kept); below it the measured ratio",
 }
 """Labels of axes that show a record field, where its name does not say enough."""
 LIGHT_GREY = "#C4C4C4"
@@ -229,7 +229,7 @@ def lines(
             ``ringed`` says which points have a ring around them.
         columns: panels beside each other, at most.
         log: the axes that are logarithmic, "x", "y" or "xy".
-        ticks: names of x = 0, 1, ...
+        ticks: names of x = 0, 1, ..., of one line or several.
         baseline: the label whose first number is drawn as a dashed line across all x.
         joined: whether a line joins the means of a label.
         grey: labels that are drawn thin and grey, without intervals; the legend has their number.
@@ -251,7 +251,8 @@ def lines(
             _grey_line(ax, f"{len(grey)} others", rows, joined=joined)
         _scales(ax, frame, log)
         if ticks:
-            ax.set_xticks(range(len(ticks)), [shown_name(tick) for tick in ticks])
+            names = ["\n".join(map(shown_name, tick.split("\n"))) for tick in ticks]
+            ax.set_xticks(range(len(ticks)), names)
         if also:
             also(ax, frame)
         ax.set_title(shown_name(title))

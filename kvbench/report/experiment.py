@@ -113,16 +113,15 @@ class TaskMeta:
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
         """Read a manifest, with the defaults above for what it does not say."""
         meta = manifest.get("task_meta") or {}
-        given: dict[str, Any] = {f.name: meta[f.name] for f in fields(TaskMeta) if f.name in meta}
+        known: dict[str, Any] = {f.name: meta[f.name] for f in fields(TaskMeta) if f.name in meta}
         for key in ("breakdown", "measures"):
-            given[key] = tuple(name for name in given.get(key) or () if name != "dataset")
-        if not given.get(
-            "metric"
-        ):  # manifests did not tell it before: it is an option of some tasks
+            known[key] = tuple(name for name in known.get(key) or () if name != "dataset")
+        if not known.get("metric"):
+            # Older manifests name the metric only as an option of the task.
             options = (manifest.get("config") or {}).get("task")
             options = options if isinstance(options, Mapping) else {}
-            given["metric"] = str(options.get("primary") or options.get("metric") or "")
-        return TaskMeta(**given | {"kind": task_kind(meta), "figures": figures_in(meta)})
+            known["metric"] = str(options.get("primary") or options.get("metric") or "")
+        return TaskMeta(**known | {"kind": task_kind(meta), "figures": figures_in(meta)})
 
     def figure(self, kind: type[F]) -> F | None:
         """The first figure of this type that the task asks for."""
@@ -371,13 +370,13 @@ def _variants(method: str, runs: Sequence[Run]) -> list[Variant]:
 
 
 def _keeps_whole_cache(run: Run) -> bool:
-    """Whether every record that says so says that the method saves no memory."""
+    """Whether the method of a run saves no memory, by all records that have this field."""
     saves_memory = run.records["saves_memory"].dropna()
     return len(saves_memory) > 0 and not saves_memory.astype(bool).any()
 
 
 def _options_of(run: Run, *, with_budget: bool) -> dict[str, str]:
-    """What the run was asked for that changes a score, by dotted key; data files by one digest."""
+    """The run's settings that change a score, by dotted key; a digest stands for the data files."""
     identity = dict(run.manifest.get("identity") or run.manifest.get("config") or {})
     if identity.get("data"):
         identity["data"] = digest(json.dumps(identity["data"], sort_keys=True))
@@ -441,8 +440,9 @@ def load(folder: str | Path) -> pd.DataFrame:
     if (place / MANIFEST).is_file():
         runs = [load_run(place)]
     else:
-        inner = sorted({path.parents[3] for path in place.glob(f"*/*/*/*/{MANIFEST}")})
-        runs = [run for one in inner for run in load_runs(one)] or load_runs(place)
+        experiments = sorted({path.parents[3] for path in place.glob(f"*/*/*/*/{MANIFEST}")})
+        runs = [run for folder_of_runs in experiments for run in load_runs(folder_of_runs)]
+        runs = runs or load_runs(place)
     if not runs:
         raise StoreError(f"no runs in {place}: expected an experiment's folder, or one run's")
     frames = []
@@ -471,7 +471,7 @@ def _plain(value: Any, *, texts: bool) -> Any:
 
 def _entries(records: pd.DataFrame) -> dict[str, pd.Series]:
     """The records' ``entries`` as two columns of numbers."""
-    each = [entries if isinstance(entries, dict) else {} for entries in records["entries"]]
-    entries = pd.DataFrame(each).reindex(index=range(len(records)), columns=["mean", "max"])
+    counts = [entries if isinstance(entries, dict) else {} for entries in records["entries"]]
+    entries = pd.DataFrame(counts).reindex(index=range(len(records)), columns=["mean", "max"])
     entries = entries.set_index(records.index)
     return {f"entries_{key}": pd.to_numeric(entries[key], errors="coerce") for key in entries}

@@ -26,16 +26,23 @@ from kvbench.report.drawing import (
     lines,
     new_panels,
     score_axis,
+    shown_name,
     stem,
 )
 from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
 from kvbench.report.frame import totals
 from kvbench.report.labels import words
 from kvbench.report.panels import heatmaps, kept_figure
+from kvbench.report.ratios import mean_over_rates, measures_several_rates, rate_texts
 from kvbench.report.scaling import curves_of
+from kvbench.report.style import OF_THE_PAPERS
 
 MOST_LINES = 8
-"""Lines of a figure that have a colour; the others are grey."""
+"""Methods of a figure that have a colour, beside the exact cache; the others are grey."""
+RULE_OF_COLOURS = (
+    f"In colour: {MOST_LINES} methods, BalanceKV, SubGen and H2O before others, then those of the best"
+    " mean over all points of the figure. The others are grey."
+)
 RATIO_AXIS = "measured ratio (bytes held / bytes of the exact cache)"
 GREY = "#666666"
 ABOUT_ONE_RATIO = 1.5
@@ -49,24 +56,24 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
         return []
     if curve := group.meta.figure(Curve):
         return curve_figures(group, curve)
-    wanted: list[tuple[str, Callable[[], Drawn | None]]] = [
+    to_draw: list[tuple[str, Callable[[], Drawn | None]]] = [
         ("score by ratio", partial(memory, group, frame))
     ]
     if heatmap := group.meta.figure(Heatmap):
-        wanted.append(("heatmap", partial(heatmaps, group, heatmap)))
+        to_draw.append(("heatmap", partial(heatmaps, group, heatmap)))
     if bar := group.meta.figure(Bars):
-        wanted.append(("bars", partial(bars, group, bar)))
+        to_draw.append(("bars", partial(bars, group, bar)))
     for by, part in frame[~frame["by"].isin(["", "dataset"])].groupby("by", sort=False):
         if part["value"].nunique() > 1:
-            wanted.append((f"by {by}", partial(breakdown, group, part)))
-    wanted.append(("kept tokens", partial(kept_figure, group)))
-    drawn = [drawn_or_told(group, what, draw) for what, draw in wanted]
-    return [one for one in drawn if one is not None]
+            to_draw.append((f"by {by}", partial(breakdown, group, part)))
+    to_draw.append(("kept tokens", partial(kept_figure, group)))
+    drawn = [drawn_or_note(group, what, draw) for what, draw in to_draw]
+    return [figure for figure in drawn if figure is not None]
 
 
-def drawn_or_told(group: Group, what: str, draw: Callable[[], Drawn | None]) -> Drawn | None:
+def drawn_or_note(group: Group, what: str, draw: Callable[[], Drawn | None]) -> Drawn | None:
     """What `draw` draws. Where a record's values make that impossible, an empty figure whose caption
-    says so, because the rest of the report is wanted all the same."""
+    says so, so that the rest of the report is still written."""
     try:
         return draw()
     except Exception as failure:  # noqa: BLE001 - whatever a record's values do to matplotlib
@@ -86,7 +93,7 @@ def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
     points = list(zip(others["x"], others["mean"], strict=True))
     rows["ringed"] = False
     rows.loc[others.index, "ringed"] = pareto(points, lower=lower)
-    text = "Means with 95 % intervals and the ratio that was measured."
+    text = "Mean scores with 95 % intervals, at the measured ratio."
     one_point_each = not rows["label"].duplicated().any()
     if one_point_each and others["x"].max() <= ABOUT_ONE_RATIO * others["x"].min():
         rows = rows.sort_values("mean", ascending=lower, kind="stable")
@@ -94,15 +101,13 @@ def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
         figure = forest(named, f"{score_axis(group)}; beside the name the ratio")
     else:
         text += (
-            " Dashed with its band: exact. Ringed and joined: the Pareto set, no other point has fewer"
-            " bytes and a better mean. Points of about one ratio stand side by side."
+            " The dashed line with its band is the exact cache. Ringed and joined points are the Pareto"
+            " set: no other point has both fewer bytes and a better mean. Points of about the same ratio"
+            " are drawn side by side."
         )
-        grey = rest_of(rows, {BASELINE, *rows["label"][rows["ringed"]]}, lower=lower)
+        grey = rest_of(rows[rows["label"] != BASELINE], lower=lower)
         if grey:
-            text += (
-                f" In colour, {MOST_LINES}: exact, methods with a point in the Pareto set, then those"
-                " with the best mean over all their points."
-            )
+            text += f" {RULE_OF_COLOURS}"
         figure = lines(
             {"": rows},
             RATIO_AXIS,
@@ -110,17 +115,21 @@ def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
             log="xy" if lower and (rows["mean"] > 0).all() else "x",
             baseline=BASELINE,
             grey=grey,
-            also=frontier,
+            also=partial(frontier, grey=grey),
         )
     title = f"{group.task}: score against memory"
     return Drawn(f"{stem(group)}-ratio", title, text, figure, kind="memory")
 
 
-def frontier(ax: Axes, rows: pd.DataFrame) -> None:
-    """Join the ringed points by steps: the best mean that so many bytes buy."""
+def frontier(ax: Axes, rows: pd.DataFrame, grey: Collection[str] = ()) -> None:
+    """Join the ringed points by steps: the best mean that so many bytes buy. The legend does not name
+    grey methods: their ringed points have their name beside them."""
     best = rows[rows["ringed"]].sort_values("x")
     look: dict[str, Any] = {"color": GREY, "linestyle": ":", "linewidth": 1.1, "zorder": 1.5}
     ax.step(best["x"], best["mean"], where="post", **look)
+    beside: dict[str, Any] = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 7}
+    for row in best[best["label"].isin(grey)].to_dict("records"):
+        ax.annotate(shown_name(row["label"]), (row["x"], row["mean"]), color=GREY, **beside)
 
 
 def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
@@ -155,15 +164,16 @@ def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
     ]
 
 
-def rest_of(rows: pd.DataFrame, first: Collection[str] = (), *, lower: bool) -> list[str]:
-    """The labels that a figure of at most `MOST_LINES` coloured lines draws in grey.
+def rest_of(rows: pd.DataFrame, *, lower: bool) -> list[str]:
+    """The labels that a figure of at most `MOST_LINES` coloured lines draws in grey: `RULE_OF_COLOURS`.
 
     Args:
-        first: labels that have a colour before others; then better means over all points go first.
+        rows: with ``label``, ``method`` and ``mean``, without the exact cache.
         lower: whether lower scores are better.
     """
     means = rows.groupby("label", sort=False)["mean"].mean().dropna()
     ranked = means.sort_values(ascending=lower, kind="stable").index
+    first = set(rows["label"][rows["method"].isin(OF_THE_PAPERS)])
     return sorted(ranked, key=lambda label: label not in first)[MOST_LINES:]
 
 
@@ -171,21 +181,24 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
     """Scores against a record field at the lowest rate, a line for each method; where the field's values
     are no numbers, points."""
     lowest = part["rate"].min()
+    several = part["rate"].nunique() > 1
     part = part[part["measure"].eq("score") & (part["rate"].eq(lowest) | part["rate"].isna())]
     by, ticks = str(part["by"].iloc[0]), list(part["value"].unique())
     rows = in_shown_unit(group, part)
     rows = rows.assign(x=part["value"].map(ticks.index), label=part["variant"].map(group.names))
-    grey = rest_of(rows, lower=group.meta.lower_is_better)
+    grey = rest_of(rows[rows["label"] != BASELINE], lower=group.meta.lower_is_better)
     text = "Mean and 95 % interval over examples. Values are evenly spaced."
-    if not np.isnan(lowest):
-        text += f" At rate {lowest:g}."
+    if measures_several_rates(group) and by != "rate":
+        text += f" Each is a {mean_over_rates(group)}."
+    elif by != "rate" and not np.isnan(lowest):
+        text += f" At {rate_texts(group)[lowest]}" + (", the lowest." if several else ".")
     if grey:
-        text += f" In colour: the {MOST_LINES} best means."
+        text += f" {RULE_OF_COLOURS}"
     figure = lines(
         {"": rows},
         AXIS_LABELS.get(by, words(by)),
         score_axis(group),
-        ticks=ticks,
+        ticks=_rate_ticks(group, ticks) if by == "rate" else ticks,
         joined=all(tick[:1].isdigit() for tick in ticks),
         grey=grey,
     )
@@ -226,10 +239,21 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     panels = {f"{field} {value!s}" if value else "": part for value, part in parts}
     xlabel, ylabel = AXIS_LABELS.get(spec.x, words(spec.x)), spec.ylabel or "score"
     names = [as_text(tick) for tick in ticks]
+    if spec.x == "rate":
+        names = _rate_ticks(group, names)
     figure = lines(panels, xlabel, ylabel, ticks=names, joined=False)
-    text = f"Means; lines: the standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
+    text = (
+        f"Means; error bars: one standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
+    )
     title = f"{group.task}: {ylabel} by {words(spec.x)}"
     return Drawn(f"{stem(group)}-bars", title, text, figure, kind="bars")
+
+
+def _rate_ticks(group: Group, rates: Sequence[str]) -> list[str]:
+    """The names of ticks that are rates: the rate, and below it the ratios that were measured at it."""
+    texts = rate_texts(group)
+    named = [texts.get(float(rate), f"rate {rate}") for rate in rates]
+    return [name.removeprefix("rate ").replace(", ", "\n") for name in named]
 
 
 def curve_figures(group: Group, spec: Curve) -> list[Drawn]:

@@ -85,11 +85,12 @@ def tidy(group: Group) -> pd.DataFrame:
 
 @lru_cache(maxsize=16)
 def comparisons(group: Group) -> dict[Pair, Estimate]:
-    """The differences over all datasets that a table speaks of, by pair of variants.
+    """The differences over all datasets that a table shows, by pair of variants.
 
-    Intervals and p-values hold together for all differences of a family. A family has the differences of
-    one rate: between every pair of variants that compete at it, and between each of them and its exact
-    variant. Differences at no rate are a family, too. The datasets are those of `compared_strata`.
+    Intervals and p-values are adjusted for multiple comparisons within a family. A family has the
+    differences of one rate: between every pair of variants that compete at it, and between each of them
+    and its exact variant. The differences of variants without a rate are one more family. The datasets
+    are those of `compared_strata`.
     """
     strata = compared_strata(group)
     bases = {
@@ -112,7 +113,7 @@ def compared_strata(group: Group) -> list[Scores]:
     none has as many. An average counts each dataset alike; the error of one with a few prompts would be
     most of the average's error, and hide what the others show."""
     strata = strata_of(group)
-    large = [one for one in strata if len(set(one.units)) >= FEWEST]
+    large = [dataset for dataset in strata if len(set(dataset.units)) >= FEWEST]
     return large or strata
 
 
@@ -136,10 +137,10 @@ def scores(
         for field in fields:
             having = group.records[group.records[field].notna() | failed]
             parts.append(having.assign(score=having[field], measure=field))
-        every = [one for part in parts for one in strata_of(group, part, "measure")]
+        every = [dataset for part in parts for dataset in strata_of(group, part, "measure")]
     else:
         every = strata_of(group, group.records, by)
-    strata = {one.value: [one] for one in every}
+    strata = {dataset.value: [dataset] for dataset in every}
     single = dict(strata)
     if by == "dataset" and len(every) > 1:
         strata[AVERAGE] = every
@@ -147,9 +148,9 @@ def scores(
         if set(values) <= set(single):
             strata[name] = [single[value][0] for value in values]
     rows: list[dict[str, Any]] = []
-    for value, ones in strata.items():
-        total = by == "dataset" and len(ones) == len(every) and value not in (also or ())
-        rows += [{**row, "by": by, "value": value} for row in _rows(group, ones, total)]
+    for value, members in strata.items():
+        total = by == "dataset" and len(members) == len(every) and value not in (also or ())
+        rows += [{**row, "by": by, "value": value} for row in _rows(group, members, total)]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -183,7 +184,7 @@ def _rows(group: Group, strata: Sequence[Scores], total: bool) -> list[dict[str,
     """
     labels, marks = group.labels, dict[int, str]()
     base = [labels.index(group.baseline[label] or label) for label in labels]
-    own = [one.stratum(one.values) for one in strata]
+    own = [dataset.stratum(dataset.values) for dataset in strata]
     means = mean_intervals(own, fraction=group.percent)
     if total:
         tests = comparisons(group)
@@ -191,21 +192,21 @@ def _rows(group: Group, strata: Sequence[Scores], total: bool) -> list[dict[str,
         for peers in group.peers:
             marks |= standing(strata, peers, tests, lower=group.meta.lower_is_better)
     else:
-        paired = [one.stratum(one.values - one.values[:, base]) for one in strata]
+        paired = [dataset.stratum(dataset.values - dataset.values[:, base]) for dataset in strata]
         reach = largest_scores(strata, list(enumerate(base)))
         changes = differences(paired, fraction=group.percent, reach=reach)
     rows = []
     for i, label in enumerate(labels):
         failures: Counter[str] = Counter()
-        for one in strata:
-            failures.update(one.statuses[i])
-        given = [one.values[one.given[:, i], i] for one in strata]
+        for dataset in strata:
+            failures.update(dataset.statuses[i])
+        given = [dataset.values[dataset.given[:, i], i] for dataset in strata]
         n, expected = sum(int((~np.isnan(v)).sum()) for v in given), sum(map(len, given))
         about = _named(group, label) | {
             "unit": group.meta.score_unit,
             "n": n,
             "expected": expected,
-            "units": sum(int((one.counts[:, i] > 0).sum()) for one in own),
+            "units": sum(int((dataset.counts[:, i] > 0).sum()) for dataset in own),
             "failures": failures_text(failures),
         }
         words = [marks.get(i, ""), "incomplete" if n < expected else ""]

@@ -28,6 +28,7 @@ from kvbench.report.drawing import Drawn
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.labels import words
 from kvbench.report.papers import notes_on
+from kvbench.report.ratios import rate_texts
 from kvbench.report.render import write_text
 from kvbench.report.style import style_of
 from kvbench.report.table import Table, footer, value_text
@@ -80,9 +81,9 @@ class Section:
     @property
     def filters(self) -> dict[str, list[str]]:
         """Fields to filter answers by, each with its values in order of appearance."""
-        fields = pd.DataFrame([one.fields for one in self.sample[0]])
+        fields = pd.DataFrame([example.fields for example in self.sample[0]])
         values = {str(name): fields[name].dropna().unique().tolist() for name in fields}
-        return {name: each for name, each in values.items() if len(each) > 1}
+        return {name: distinct for name, distinct in values.items() if len(distinct) > 1}
 
     @property
     def failures(self) -> pd.DataFrame:
@@ -159,7 +160,7 @@ def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
     return made.get_template(template).render(
         style=_template("page.css"),
         scripts=scripts,
-        script_hashes=[base64.b64encode(one).decode() for one in digests],
+        script_hashes=[base64.b64encode(digest).decode() for digest in digests],
         footer=footer,
         clip=clip,
         most_failures=_FAILURES,
@@ -175,7 +176,7 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     manifests = [run.manifest for run in experiment.runs]
     statuses = Counter(s for g in experiment.groups for s in g.records["status"].astype(str))
     variants = [variant for group in experiment.groups for variant in group.variants]
-    rates = sorted({v.rate for v in variants if v.rate is not None}, reverse=True)
+    rates = rate_texts(*experiment.groups)
     hardware = [manifest.get("hardware") or {} for manifest in manifests]
     starts = [one for m in manifests for one in (*m.get("earlier_starts", ()), m)]
     dates = sorted(str(one["started"])[:10] for one in starts if one.get("started"))
@@ -186,7 +187,7 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
         "model": [group.model for group in experiment.groups],
         "dtype": [str(one.get("dtype") or "").removeprefix("torch.") for one in identities],
         "methods": [variant.method for variant in variants],
-        "rate": [f"{rate:g}" for rate in rates],
+        "budget": ["; ".join(rates[rate] for rate in sorted(rates, reverse=True))],
         "sink and window": [_ends(budget) for budget in budgets],
         "compressed": [_PROTOCOLS.get(str(one.get("compress_after")), "") for one in identities],
         "device": [str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware],
@@ -205,7 +206,7 @@ def _ends(budget: Mapping[str, Any]) -> str:
     sink, window = budget.get("sink"), budget.get("window")
     if sink is None or window is None:
         return ""
-    return f"first {sink} and last {window} tokens, outside the rate"
+    return f"first {sink} and last {window} tokens, always kept and not counted in the rate"
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:

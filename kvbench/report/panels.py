@@ -30,6 +30,7 @@ from kvbench.report.drawing import (
 )
 from kvbench.report.experiment import BASELINE, Group, Variant, as_text
 from kvbench.report.labels import words
+from kvbench.report.ratios import label_with_ratio, rate_texts
 from kvbench.report.style import style_of
 
 MOST_PANELS = 16
@@ -55,14 +56,14 @@ def best_first(group: Group, labels: Collection[str]) -> list[Variant]:
     return sorted((v for v in group.variants if v.label in labels), key=place)
 
 
-def left_out_text(ordered: list[Variant]) -> str:
+def left_out_text(group: Group, ordered: list[Variant]) -> str:
     """A sentence that says by what order panels were chosen and which methods have none; empty where all
     have one."""
     if len(ordered) <= MOST_PANELS:
         return ""
     rates = [variant.rate for variant in ordered if variant.rate is not None]
-    at_lowest = f" at the lowest rate, {min(rates):g}," if rates else ""
-    rest = [variant.label for variant in ordered[MOST_PANELS:]]
+    at_lowest = f" at the lowest rate ({rate_texts(group)[min(rates)]})" if rates else ""
+    rest = [label_with_ratio(group, variant) for variant in ordered[MOST_PANELS:]]
     named = "; ".join(rest[:MOST_NAMES])
     if len(rest) > MOST_NAMES:
         named += f" and {len(rest) - MOST_NAMES} more"
@@ -96,15 +97,22 @@ def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
     figure, axes = new_panels(len(shown), 4, (2.3, 2.05), (0.9, 0.6), sharex=True, sharey=True)
     for ax, variant in zip(axes, shown, strict=True):
         image = _heat(ax, grids[variant.label], float(low), float(high))
-        ax.set_title(shown_name(variant.label))
+        ax.set_title(_panel_title(label_with_ratio(group, variant)))
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
     bar.ax.set_ylabel(score_axis(group), fontsize=TEXT)
     assert bar.solids is not None
     bar.solids.set_rasterized(True)  # hundreds of shades, one picture
     label_axes(figure, axes, *(AXIS_LABELS.get(name, words(name)) for name in (spec.x, spec.y)))
     title = f"{group.task}: score by {words(spec.x)} and {words(spec.y)}"
-    text = "Means on one colour scale; grey cells have no scored example." + left_out_text(ordered)
+    text = "Means on one colour scale; grey cells have no scored example."
+    text += left_out_text(group, ordered)
     return Drawn(f"{stem(group)}-heatmap", title, text, figure, kind="heatmap")
+
+
+def _panel_title(label: str) -> str:
+    """A variant's label above a narrow panel: the method in the first line, its options below."""
+    method, _, options = label.partition(", ")
+    return "\n".join(filter(None, (shown_name(method), shown_name(options))))
 
 
 def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
@@ -143,46 +151,49 @@ def kept_figure(group: Group) -> Drawn | None:
     """
     if "kept" not in group.records:
         return None
-    told = group.records.dropna(subset=["kept"])
-    told = told[told["method"].ne(BASELINE)].drop_duplicates(["seed", "example_id", "variant"])
-    if told.empty:
+    with_kept = group.records.dropna(subset=["kept"])
+    with_kept = with_kept[with_kept["method"].ne(BASELINE)].drop_duplicates(
+        ["seed", "example_id", "variant"]
+    )
+    if with_kept.empty:
         return None
-    counts = told.groupby(["seed", "example_id"], sort=False)["variant"].transform("size")
-    example = told[counts == counts.max()].iloc[-1]
-    same = told["seed"].eq(example["seed"]) & told["example_id"].eq(example["example_id"])
-    kept = told[same].set_index("variant")["kept"]
+    counts = with_kept.groupby(["seed", "example_id"], sort=False)["variant"].transform("size")
+    example = with_kept[counts == counts.max()].iloc[-1]
+    same = with_kept["seed"].eq(example["seed"]) & with_kept["example_id"].eq(example["example_id"])
+    kept = with_kept[same].set_index("variant")["kept"]
     ordered = best_first(group, set(kept.index))
     shown = ordered[:MOST_PANELS]
     most = max(min(MOST_LAYERS, len(kept[variant.label]["layers"])) for variant in shown)
     figure, axes = new_panels(len(shown), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
     for ax, variant in zip(axes, shown, strict=True):
-        _strips(ax, variant, kept[variant.label])
+        _strips(ax, variant, kept[variant.label], label_with_ratio(group, variant))
     axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
     caption = (
-        f"Example {printable(str(example['example_id']))}. From left to right the prompt's tokens;"
-        " height: the weight that a layer's cache holds of each piece, per token and mean over KV heads"
-        " (full height is the number beside the name; the exact cache holds 1 everywhere). Marked: where"
-        " the answer stands. Entries that are no single token's are not shown."
+        f"Example {printable(str(example['example_id']))}. The x axis is the prompt, from its first"
+        " token to its last. The height of a strip is the weight that a layer's cache gives to a piece"
+        " of the prompt, per token and averaged over KV heads; full height is the number behind the"
+        " name (the exact cache has 1 everywhere). Yellow: where the answer stands. Entries that stand"
+        " for no single token are not shown."
     )
     title = f"What each method kept: {group.task} on {group.model}"
-    caption += left_out_text(ordered)
+    caption += left_out_text(group, ordered)
     return Drawn(f"kept-{stem(group)}", title, caption, figure, kind="kept")
 
 
-def _strips(ax: Axes, variant: Variant, kept: dict[str, Any]) -> None:
+def _strips(ax: Axes, variant: Variant, kept: dict[str, Any], title: str) -> None:
     """Draw what a variant's layers hold of each piece of the prompt, one strip below the other."""
-    held = pd.DataFrame({int(k): np.array(layer) / 100 for k, layer in kept["layers"].items()})
-    held = held.sort_index(axis=1).iloc[:, :: math.ceil(held.shape[1] / MOST_LAYERS)]
-    highest = max(1.0, float(held.to_numpy().max()))
-    edges = [*held.index * kept["width"], kept["tokens"]]
+    weights = pd.DataFrame({int(k): np.array(layer) / 100 for k, layer in kept["layers"].items()})
+    weights = weights.sort_index(axis=1).iloc[:, :: math.ceil(weights.shape[1] / MOST_LAYERS)]
+    highest = max(1.0, float(weights.to_numpy().max()))
+    edges = [*weights.index * kept["width"], kept["tokens"]]
     color = style_of(variant.method).color
-    for row, layer in enumerate(held):
-        heights = held[layer].to_numpy() / highest * 0.86 - row
+    for row, layer in enumerate(weights):
+        heights = weights[layer].to_numpy() / highest * 0.86 - row
         ax.stairs(heights, edges, baseline=-row, fill=True, color=color, linewidth=0)
     if kept.get("answer"):
         ax.axvspan(*kept["answer"], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
     ax.set_xlim(0, kept["tokens"])
-    ax.set_ylim(1 - held.shape[1], 1)
-    ax.set_yticks([0.43 - row for row in range(held.shape[1])], [f"layer {i}" for i in held])
+    ax.set_ylim(1 - weights.shape[1], 1)
+    ax.set_yticks([0.43 - row for row in range(weights.shape[1])], [f"layer {i}" for i in weights])
     ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
-    ax.set_title(f"{shown_name(variant.label)}   ×{highest:.1f}", loc="left", pad=2)
+    ax.set_title(f"{shown_name(title)}   ×{highest:.1f}", loc="left", pad=2)

@@ -60,14 +60,16 @@ def specs_of(paper_table: Any) -> list[PaperTable]:
     Raises:
         PaperError: it is of a wrong type, names what is no file's name, or has an unknown key.
     """
-    each = [paper_table] if isinstance(paper_table, str | Mapping) else paper_table or []
-    if not isinstance(each, Sequence) or not all(isinstance(one, str | Mapping) for one in each):
+    named = [paper_table] if isinstance(paper_table, str | Mapping) else paper_table or []
+    if not isinstance(named, Sequence) or not all(
+        isinstance(table, str | Mapping) for table in named
+    ):
         raise PaperError(
             f"paper_table is {paper_table!r:.200}; allowed: a file of results/paper, a mapping, a list"
         )
     known = [field.name for field in fields(PaperTable)]
     tables = []
-    for spec in each:
+    for spec in named:
         options: dict[str, Any] = {"file": spec} if isinstance(spec, str) else dict(spec)
         for key in set(options) - set(known):
             raise PaperError(f"paper_table.{key} is unknown; allowed: {', '.join(known)}")

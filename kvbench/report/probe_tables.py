@@ -14,6 +14,7 @@ import pandas as pd
 from kvbench.records.figures import Curve
 from kvbench.report.experiment import Group, as_text
 from kvbench.report.frame import failures_of, failures_text, scores
+from kvbench.report.ratios import headings, rate_texts
 from kvbench.report.scaling import slopes
 from kvbench.report.stats import median_of
 from kvbench.report.table import (
@@ -40,8 +41,8 @@ _MEDIANS = {
 _MEANS = ("peak_bytes", "cache_bytes", "ratio")
 """Columns that are means over runs."""
 WITNESSED = (
-    "x transformers: times the decoding rate of transformers' own static cache (torch.compile on a GPU)"
-    " in the same run; of exact, how fast the yardstick of this table is."
+    "decode x transformers: decode tokens/s divided by that of transformers' own static cache"
+    " (torch.compile on a GPU) in the same run; in the row of exact it says how fast the baseline is."
 )
 _DISTANCES = ("kl", "max_kl", "agreement", "difference", "perplexity_ratio", "ratio")
 """Record fields of a fidelity probe; agreement is a fraction."""
@@ -116,11 +117,11 @@ def timing_table(group: Group) -> Table:
         frame,
         with_values(frame, columns),
         (
-            "No prefill is shared; its seconds include compression. tokens/s: new tokens of the whole"
-            " batch over the time of prefill and decoding, and over decoding alone. x: times the exact"
-            " cache's in the same run. [low, high]: 95 % intervals of medians between two order"
-            " statistics; below six runs there are none. peak: allocated on the GPU; on a CPU the whole"
-            " process.",
+            "Every method has a prefill of its own, whose seconds include compression. tokens/s: the"
+            " batch's new tokens divided by the seconds of prefill and decoding; decode tokens/s: by"
+            " those of decoding alone. x: divided by the exact cache's value in the same run. [low,"
+            " high]: 95 % confidence intervals of medians (order statistics), from six runs on. peak:"
+            " memory allocated on the GPU; on a CPU that of the whole process.",
             *([WITNESSED] if frame["decode_tokens_per_s_over_transformers"].notna().any() else []),
         ),
         frame,
@@ -147,8 +148,12 @@ def fidelity_table(group: Group) -> Table:
     frame = frame.sort_values(
         "value", key=lambda of: pd.to_numeric(of, errors="coerce"), ascending=False, kind="stable"
     )
-    frame["group"] = [f"rate {value}" if by == "rate" else "" for value in frame.pop("value")]
+    value = frame.pop("value")
+    frame["group"] = "rate " + value if by == "rate" else ""
     shares = {str(k): 100 * frame[k] for k in frame if str(k).startswith("agreement")}
+    data = frame.assign(model=group.model, task=group.task, **shares)
+    if by == "rate":
+        frame["group"] = headings(pd.to_numeric(value), rate_texts(group))
     return Table(
         f"{group.task}-{group.model}-fidelity",
         f"{group.task} on {group.model}: distance from the exact model, per token",
@@ -164,10 +169,11 @@ def fidelity_table(group: Group) -> Table:
             Column("compressed"),
         ),
         (
-            "Every method reads the same continuation, token by token. KL is of the exact model's"
-            " next-token distribution from the method's.",
+            "Every method reads the same continuation, token by token. KL: the Kullback-Leibler"
+            " divergence KL(exact || method) of the next-token distributions. NLL: negative"
+            " log-likelihood of the continuation; Δ: the method's minus the exact cache's.",
         ),
-        frame.assign(model=group.model, task=group.task, **shares),
+        data,
     )
 
 
@@ -193,7 +199,7 @@ def slope_table(group: Group, curve: Curve) -> Table:
         (
             f"Least-squares slopes of log {curve.y} against log {curve.x}, from"
             f" {least:.0f} to {most:.0f}, with 95 % t intervals over {curve.unit}s"
-            f" ({data['repetitions'].min():.0f} or more); one has no interval.",
+            f" ({data['repetitions'].min():.0f} or more); a slope of one repetition has no interval.",
         ),
         data.assign(model=group.model, task=group.task),
     )

@@ -40,8 +40,8 @@ from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, 
 LEAST = 50
 """Examples; of fewer nothing is flagged."""
 MARGIN = (
-    "± is descriptive: how far two honest runs of our number of examples may be apart, plus rounding of"
-    " the print, for our own model only."
+    "±: how far the means of two runs of one experiment with our number of examples may differ, plus the"
+    " rounding of the printed number. It is given where the models are the same, and is no test."
 )
 LENGTH = "prompt_tokens"
 """The field of prompts' lengths, which tables of times and throughputs have in ``by``."""

@@ -57,7 +57,7 @@ class Curve:
 
     def over(self, other: Curve, level: float) -> Estimate:
         """This curve's y over another's at one level, paired."""
-        places = [np.flatnonzero(one.frame["level"] == level) for one in (self, other)]
+        places = [np.flatnonzero(curve.frame["level"] == level) for curve in (self, other)]
         if not all(map(len, places)):
             return NOTHING
         i, j = (int(place[0]) for place in places)
@@ -99,7 +99,7 @@ def curves_of(group: Group, spec: figures.Curve) -> list[Curve]:
             frame = frame.assign(facet=str(facet), label=variant.label, method=variant.method)
             frame = frame.assign(mean=table.mean().to_numpy())
             for end in ("low", "high"):
-                frame[end] = np.exp([getattr(one, end) for one in ends])
+                frame[end] = np.exp([getattr(interval, end) for interval in ends])
             curves.append(Curve(str(facet), variant, frame, parts, len(table)))
     return curves
 

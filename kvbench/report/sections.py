@@ -25,8 +25,8 @@ class Section:
     """Runs of one model and task with the same settings of the task.
 
     Attributes:
-        settings: by dotted key the value as text. Runs that were made before an option existed do not
-            tell it; they have the value of the others.
+        settings: by dotted key the value as text. Runs that were made before an option existed lack it,
+            and are taken to have the value of the others.
     """
 
     settings: dict[str, str]
@@ -86,7 +86,7 @@ def task_settings(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def agree(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
-    """Whether every setting that both tell is the same."""
+    """Whether every setting that both have is the same."""
     return all(first[key] == second[key] for key in first.keys() & second.keys())
 
 
@@ -105,19 +105,19 @@ def on_the_same_prompts(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """Restrict the runs of a section to the prompts that the last command asked for, seed by seed.
 
     A run that was asked for a prompt and has no record of it stays: it was interrupted, and its table
-    says so. A run that was never asked for some of the prompts is left out. Where the last run does not
-    tell what it was asked for, all records of the seed count.
+    says so. A run that was never asked for some of the prompts is left out. Where the last run's prompts
+    are not recorded, all records of the seed count.
 
     Returns:
         The runs with their records of these prompts, and the methods of the runs that are left out.
     """
-    wanted: dict[Any, frozenset[str] | None] = {}
+    asked: dict[Any, frozenset[str] | None] = {}
     for run in sorted(runs, key=lambda run: str(run.manifest.get("started"))):
-        wanted[run.manifest.get("seed")] = run.asked
+        asked[run.manifest.get("seed")] = run.asked
     kept: list[Run] = []
     left_out: list[str] = []
     for run in runs:
-        prompts = wanted[run.manifest.get("seed")]
+        prompts = asked[run.manifest.get("seed")]
         if prompts is None:
             kept.append(run)
             continue

@@ -74,8 +74,8 @@ def build_site(out: Path, folders: Sequence[Path], *, reference: bool = True) ->
     Raises:
         StoreError: no folder has a report, `out` holds something else, or pdoc is not installed.
     """
-    found = [folder for folder in folders if (folder / PAGE).is_file()]
-    if not found:
+    with_report = [folder for folder in folders if (folder / PAGE).is_file()]
+    if not with_report:
         named = ", ".join(map(str, folders))
         raise StoreError(f"no reports in {named:.200}; expected {PAGE} in each")
     if out.exists() and any(out.iterdir()) and not (out / ".kvbench-site").is_file():
@@ -83,16 +83,16 @@ def build_site(out: Path, folders: Sequence[Path], *, reference: bool = True) ->
     shutil.rmtree(out, ignore_errors=True)
     make_folder(out, out.absolute().parent)
     (out / ".kvbench-site").touch()
-    for folder in found:
+    for folder in with_report:
         _copy_report(folder, out / "experiments" / folder.name)
-    methods = method_pages(found)
+    methods = method_pages(with_report)
     for page in methods:
         _write(out / "methods" / f"{page.name}.html", "method", page.name, page=page)
     _write(out / "add.html", "add", "How to add your result")
     if reference:
         _write_reference(out / "api")
     index = out / "index.html"
-    experiments = [folder.name for folder in found]
+    experiments = [folder.name for folder in with_report]
     shown = {"experiments": experiments, "methods": methods, "reference": reference}
     _write(index, "index", "kvbench", **shown)
     return index
@@ -135,12 +135,12 @@ def method_pages(folders: Sequence[Path]) -> list[MethodPage]:
 
 def _composed(folder: Path, name: str) -> dict[str, Any]:
     """A method's YAML with those that it begins with."""
-    given = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
-    found: dict[str, Any] = {}
-    for base in given.pop("defaults", []):
+    config = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+    inherited: dict[str, Any] = {}
+    for base in config.pop("defaults", []):
         if isinstance(base, str) and base != "_self_":
-            found |= _composed(folder, base.partition("@")[0])
-    return found | given
+            inherited |= _composed(folder, base.partition("@")[0])
+    return inherited | config
 
 
 def _options(kind: Any, config: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -166,13 +166,13 @@ def _checked_rows() -> Mapping[str, Mapping[str, str]]:
         if line.startswith("| ")
     ]
     head, _, *rows = lines
-    found: dict[str, Mapping[str, str]] = {}
+    rows_by_name: dict[str, Mapping[str, str]] = {}
     for cells in rows:
         plain = [re.sub(r"\[([^\]]*)\]\(([^)]*)\)", r"\1 (\2)", cell) for cell in cells]
         row = dict(zip(head, (cell.replace("`", "") for cell in plain), strict=False))
         for name in re.findall(r"`(\w+)`", cells[0]):
-            found.setdefault(name, row)
-    return found
+            rows_by_name.setdefault(name, row)
+    return rows_by_name
 
 
 def results_of(folders: Sequence[Path]) -> pd.DataFrame:

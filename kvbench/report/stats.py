@@ -298,15 +298,15 @@ def together(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
     independent tests would.
     """
     parts = []
-    for one in strata:
-        part = one.stratum(one.values)
+    for dataset in strata:
+        part = dataset.stratum(dataset.values)
         parts.append(ratio(part.sums - part.mean * part.counts, part.counts.sum(0)))
     residuals = np.nan_to_num(np.concatenate(parts))
     covariance, largest = residuals.T @ residuals, np.zeros(DRAWS)
     seed = []
-    for one in strata:
-        name = f"{one.by} {one.value}".strip()
-        seed += [zlib.crc32(name.encode()), len(one.values)]
+    for dataset in strata:
+        name = f"{dataset.by} {dataset.value}".strip()
+        seed += [zlib.crc32(name.encode()), len(dataset.values)]
     drawn = np.random.default_rng(seed).multivariate_normal(
         np.zeros(len(covariance)), covariance, DRAWS, method="eigh", check_valid="ignore"
     )
@@ -327,7 +327,9 @@ def compared(
     if not pairs or not strata:
         return {}
     first, second = np.array(pairs).T
-    parts = [one.stratum(one.values[:, first] - one.values[:, second]) for one in strata]
+    parts = [
+        dataset.stratum(dataset.values[:, first] - dataset.values[:, second]) for dataset in strata
+    ]
     family = together(strata, pairs)
     reach = largest_scores(strata, pairs)
     changes = differences(parts, fraction=fraction, family=family, reach=reach)
@@ -337,7 +339,9 @@ def compared(
 def largest_scores(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
     """For each pair the largest score of its two variants, which is the most that one can lose to the
     other; 1 where every score is 0."""
-    largest = np.max([np.nan_to_num(one.values).max(0, initial=0.0) for one in strata], axis=0)
+    largest = np.max(
+        [np.nan_to_num(dataset.values).max(0, initial=0.0) for dataset in strata], axis=0
+    )
     first, second = np.array(pairs).T
     reach = np.maximum(largest[first], largest[second])
     return np.where(reach > 0, reach, 1.0)
@@ -364,11 +368,13 @@ def standing(
         Marks by index of the variant; none where nothing can be ranked.
     """
     sign = -1.0 if lower else 1.0
-    scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
+    scored = [
+        i for i in peers if all((~np.isnan(dataset.values[:, i])).any() for dataset in strata)
+    ]
     ranked = _rankable(strata, scored)
     if len(scored) < 2 or not ranked:
         return {}
-    common = [one.values[_scored_by(one, ranked)][:, ranked] for one in strata]
+    common = [dataset.values[_scored_by(dataset, ranked)][:, ranked] for dataset in strata]
     means = sign * np.mean([values.mean(0) for values in common], axis=0)
     if not means.any():
         return {}
@@ -377,9 +383,9 @@ def standing(
     marks = dict.fromkeys(best, "best")
     for other in (i for i in scored if i not in best):
         against = [_against(strata, winner, other, tests, sign) for winner in sorted(best)]
-        told = [mark for mark in ("few", "worse", "better", "tied") if mark in against]
-        if told:
-            marks[other] = told[0]
+        shown = [mark for mark in ("few", "worse", "better", "tied") if mark in against]
+        if shown:
+            marks[other] = shown[0]
     return marks
 
 
@@ -394,10 +400,10 @@ def _rankable(strata: Sequence[Scores], scored: Sequence[int]) -> list[int]:
     nearly_all = [
         i
         for i in scored
-        if all(np.isnan(one.values[:, i]).mean() <= MOST_LACKING for one in strata)
+        if all(np.isnan(dataset.values[:, i]).mean() <= MOST_LACKING for dataset in strata)
     ]
     ranked = nearly_all or list(scored)
-    return ranked if all(_scored_by(one, ranked).any() for one in strata) else []
+    return ranked if all(_scored_by(dataset, ranked).any() for dataset in strata) else []
 
 
 def _against(
@@ -412,8 +418,11 @@ def _against(
     change = tests.get((other, winner) if turned else (winner, other), NOTHING)
     if math.isnan(change.value):
         return ""
-    both = [_scored_by(one, [winner, other]) for one in strata]
-    if sum(len(set(one.units[rows])) for one, rows in zip(strata, both, strict=True)) < FEWEST:
+    both = [_scored_by(dataset, [winner, other]) for dataset in strata]
+    if (
+        sum(len(set(dataset.units[rows])) for dataset, rows in zip(strata, both, strict=True))
+        < FEWEST
+    ):
         return "few"
     if not change.p < ALPHA:
         return "tied"

@@ -29,14 +29,19 @@ _KNOWN = {
     "subgen": Style("#E69F00", "D"),
     "subgen_streaming": Style("#DDCC77", ">"),
     "balancekv": Style("#D55E00", "*"),
+    "balancekv_turboquant": Style("#9C6644", "*"),
+    "balancekv_wildcat": Style("#F4845F", "h"),
     "balancekv_needle": Style("#CC79A7", "p"),
     "balancekv_streaming": Style("#332288", "d"),
     "kvpress": Style("#6699CC", "+"),
     "minference": Style("#117733", "x"),
     "attention_matching": Style("#B5179E", "o"),
+    "attention_matching_repeat": Style("#6A0136", "8"),
+    "attention_matching_turboquant": Style("#E78AC3", "H"),
     "adakv": Style("#E07552", "s"),
     "expected_attention": Style("#852FDA", "D"),
     "kvzip": Style("#0E7C7B", "v"),
+    "kvzip_turboquant": Style("#6B9E00", "d"),
     "pages": Style("#48AC39", "^"),
     "qjl": Style("#DA2F44", "v"),
     "recompress": Style("#156079", "X"),
@@ -44,6 +49,8 @@ _KNOWN = {
     "turboquant": Style("#9966CC", ">"),
     "wildcat": Style("#229BC3", "s"),
 }
+OF_THE_PAPERS = ("balancekv", "subgen", "h2o")
+"""The methods that the papers propose whose experiments kvbench reproduces."""
 _COLORS = ("#332288", "#DDCC77", "#CC79A7", "#44AA99", "#661100", "#999933", "#6699CC")
 _MARKERS = ("h", "p", ">", "d", "8", "H", "+", "x")
 

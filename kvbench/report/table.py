@@ -18,20 +18,21 @@ MARKS = {"incomplete": "†", "tied": "≈", "better": "▲", "beyond": "‡", "
 """The sign of a mark behind a value; "best" and "shown" set it in bold, others are for files."""
 LEGEND = {
     "best": "Bold: the best mean of the compressed methods at its rate.",
-    "tied": "≈: not shown to differ from it.",
-    "better": "▲: shown better than it, over the examples that both scored.",
-    "worse": "No mark: shown worse.",
-    "few": "Of fewer than ten prompts nothing is said about differences.",
+    "tied": "≈: not shown to differ from the best (adjusted p of 0.05 or more).",
+    "better": "▲: shown to be better than the best, over the examples that both scored.",
+    "worse": "No mark: shown to be worse than the best (adjusted p below 0.05).",
+    "few": "Differences are not tested, as there are fewer than ten prompts.",
     "incomplete": "†: some examples failed or are missing; the mean is over the others.",
-    "beyond": "‡: the published number is further from ours than honest runs differ.",
-    "untold": "?: cannot be told: fewer than 50 examples, or nobody measured how many answers an honest"
-    " rerun changes (paper_table.rescored).",
+    "beyond": "‡: the published number differs from ours by more than the margin (±).",
+    "untold": "?: not decided: there are fewer than 50 examples, or it was not measured which share of"
+    " the answers changes when a run is repeated (paper_table.rescored).",
 }
 """What each mark means, one sentence each."""
-INTERVAL = "[low, high]: 95 % interval over examples."
+INTERVAL = "[low, high]: 95 % confidence interval over examples."
 TOGETHER = (
-    "Differences at one rate are tested together: in 95 of 100 tables all their intervals hold the"
-    " truth, and an interval excludes 0 where the adjusted p is below 0.05."
+    "Intervals and p-values of differences are adjusted for multiple comparisons, over all differences"
+    " at one rate: with a probability of 95 % all of these intervals contain the true difference. An"
+    " interval excludes 0 exactly where the adjusted p is below 0.05."
 )
 DIFFERENCE = "Δ exact: paired difference to the exact cache, over the examples that both scored."
 

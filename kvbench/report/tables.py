@@ -26,6 +26,7 @@ from kvbench.report.frame import (
 )
 from kvbench.report.labels import words
 from kvbench.report.probe_tables import fidelity_table, slope_table, timing_table
+from kvbench.report.ratios import headings, rate_in_title, rate_texts, ratios_of
 from kvbench.report.scaling import slopes
 from kvbench.report.stats import FEWEST, Estimate
 from kvbench.report.table import (
@@ -83,8 +84,8 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     change = totals(frame, "difference")
     for end, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
         table[f"difference{end}"] = table["variant"].map(change[key])
-    held = [key for key in COSTS if key != "entries_max"]
-    for key in held:
+    costs = [key for key in COSTS if key != "entries_max"]
+    for key in costs:
         table[key] = table["variant"].map(totals(frame, key)["mean"])
     table["scored"] = [f"{row.n:.0f}/{row.expected:.0f}" for row in total.itertuples()]
     order = table.assign(
@@ -94,28 +95,23 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     )
     keys = ["is_compared", "minus_rate", "loss"]
     table = table.loc[order.sort_values(keys, kind="stable").index]
-    if table["rate"].nunique() > 1:
-        rates = table["rate"].where(table["variant"].map(group.baseline).notna())
-        table["group"] = [f"rate {rate:g}" if rate == rate else "" for rate in rates]
-        table["variant"] = table["variant"].map(group.names)
+    table = _in_groups_by_rate(group, table)
     unit, count = group.meta.score_unit, len(group.datasets)
     name = str(group.datasets[0]) if count == 1 else f"average of {count} datasets"
     columns = [METHOD, Column("total", f"{name}{metric_text(group)}", score_format(unit))]
     if group.baseline_name:
         text = score_format(unit, signed=True)
         columns.append(Column("difference", f"Δ {group.baseline_name}", text))
-    for key in held:
+    for key in costs:
         if table[key].notna().any():
             name = key.removesuffix("_mean").replace("_", " ")
             columns.append(Column(key, name, whole if name == "entries" else number))
     if table["failures"].any():
         columns.append(Column("failures", "failed"))
     columns.append(Column("scored"))
-    budget_rates = {variant.rate for variant in group.variants if variant.rate is not None}
-    at_rate = f" at rate {budget_rates.pop():g}" if len(budget_rates) == 1 else ""
     return Table(
         f"{group.task}-{group.model}",
-        f"{group.task} on {group.model}{at_rate}: score{unit_text(unit)}",
+        f"{group.task} on {group.model}{rate_in_title(group)}: score{unit_text(unit)}",
         table,
         tuple(columns),
         tuple(dict.fromkeys([*_interval_notes(group, table), *legend(table), *_notes(group)])),
@@ -123,12 +119,29 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     )
 
 
+def _in_groups_by_rate(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of variants in groups by their rate, whose heading is a column ``group``; the variants are
+    then named without it. Where all variants have one rate the rows stay as they are."""
+    if rows["rate"].nunique() < 2:
+        return rows
+    rate = pd.to_numeric(rows["rate"]).where(rows["variant"].isin(group.compressed))
+    names = rows["variant"].map(group.names)
+    return rows.assign(group=headings(rate, rate_texts(group)), variant=names)
+
+
 def split_table(group: Group, frame: pd.DataFrame, by: str) -> Table:
     """Scores of every variant by the values of a record field."""
     rows = frame[frame["by"].eq(by) & frame["measure"].eq("score")]
+    rows = _in_groups_by_rate(group, rows)
     title = f"{group.task} on {group.model}: score by {by.replace('_', ' ')}"
     table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows, "value")
-    return replace(table, data=in_percent(frame[frame["by"] == by]))
+    columns = table.columns
+    if by == "rate":
+        texts = rate_texts(group)
+        rates = pd.to_numeric(pd.Series([column.key for column in columns[1:]]))
+        named = zip(columns[1:], headings(rates, texts), strict=True)
+        columns = (METHOD, *(replace(column, heading=heading) for column, heading in named))
+    return replace(table, columns=columns, data=in_percent(frame[frame["by"] == by]))
 
 
 def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
@@ -142,8 +155,9 @@ def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
         used, every = len(compared_strata(group)), len(strata_of(group))
         if used < every:
             yield (
-                f"Differences and marks are of the {used} datasets of ten prompts or more: in an average"
-                f" that counts each alike, the few prompts of the other {every - used} hide the rest."
+                f"Differences and marks are over the {used} datasets of ten prompts or more. An average"
+                f" counts each dataset alike, so that the error of the other {every - used}, with few"
+                " prompts each, would be most of its error."
             )
 
 
@@ -153,26 +167,26 @@ def _notes(group: Group) -> Iterator[str]:
         yield DIFFERENCE
     elif group.compressed and not group.meta.lower_is_better:
         yield "The exact cache was not run: add exact to the methods for differences to it."
-    whole = group.good["compressed"].eq(False) & group.good["saves_memory"].eq(True)
-    if whole.any():
-        counts = group.good["variant"][whole].value_counts()
+    uncompressed = group.good["compressed"].eq(False) & group.good["saves_memory"].eq(True)
+    if uncompressed.any():
+        counts = group.good["variant"][uncompressed].value_counts()
         named = ", ".join(f"{label} ({count})" for label, count in counts.items())
-        yield f"Prompts no longer than the capacity stay uncompressed: {named}."
+        yield f"Prompts that are no longer than the capacity are not compressed: {named}."
     if "budget_preset" in group.good:
         for label, part in group.good.dropna(subset=["budget_preset"]).groupby("variant"):
-            held, allowed = part["entries_mean"].mean(), part["capacity"].mean()
+            entries, allowed = part["entries_mean"].mean(), part["capacity"].mean()
             yield (
-                f"{label} holds {held:.0f} entries per layer and KV head where the budget allows"
+                f"{label} holds {entries:.0f} entries per layer and KV head where the budget allows"
                 f" {allowed:.0f}: its preset reproduces a released code's own split."
             )
     unit = group.meta.unit
     if unit != "example_id" and unit in group.records:
         count = group.records[unit].nunique()
-        yield f"Intervals are over {count} independent units: every {unit.removesuffix('_id')} is one."
+        yield f"Intervals are over {count} independent units: one per {unit.removesuffix('_id')}."
     if "beyond_positions" in group.records:
         over = group.records[group.records["beyond_positions"].eq(True)]["example_id"].nunique()
         if over:
-            yield f"{over} prompts are longer than the model's positions: their scores say nothing."
+            yield f"{over} prompts are longer than the model has positions: their scores mean nothing."
     if "imagined" in group.records:
         masked = group.records["variant"][group.records["imagined"].eq(True)].unique()
         yield (
@@ -182,7 +196,7 @@ def _notes(group: Group) -> Iterator[str]:
     cut = [set(manifest.get("datasets_left_out") or []) for manifest in group.manifests]
     left_out = sorted(set.intersection(*cut)) if cut else []
     if left_out:
-        yield f"Left out by limit: {', '.join(left_out)}."
+        yield f"Datasets of which the limit leaves no example: {', '.join(left_out)}."
     if group.left_out:
         yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
 
@@ -203,9 +217,16 @@ def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -
 
 def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     """One task as papers print it: datasets as columns, a group of rows for each model."""
-    rows = pd.concat([f[(f["by"] == "dataset") & (f["measure"] == "score")] for _, f in groups])
-    task, rows = groups[0][0].task, rows.assign(group=rows["model"])
-    return _pivot(groups[0][0], f"{task}-paper", f"{task}: score", rows, "value")
+    parts = []
+    for group, frame in groups:
+        rows = frame[frame["by"].eq("dataset") & frame["measure"].eq("score")]
+        rows = _in_groups_by_rate(group, rows)
+        heading = rows["model"]
+        if "group" in rows:
+            heading = heading + rows["group"].map(lambda text: f", {text}" if text else "")
+        parts.append(rows.assign(group=heading))
+    first, _ = groups[0]
+    return _pivot(first, f"{first.task}-paper", f"{first.task}: score", pd.concat(parts), "value")
 
 
 def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
@@ -215,7 +236,7 @@ def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     cache) stand above all rates.
     """
     rows = pd.concat([_overview_rows(*part) for part in groups], ignore_index=True)
-    rows["group"] = [f"rate {rate:g}" if rate == rate else "" for rate in rows["rate"]]
+    rows["group"] = headings(rows["rate"], rate_texts(*(group for group, _ in groups)))
     table = wide(rows, ["group", "rate", "method", "variant"], "task")
     first, _ = groups[0]
     loss = table[first.task] if first.meta.lower_is_better else -table[first.task]
@@ -223,7 +244,9 @@ def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     order = order.sort_values(["minus_rate", "loss"], na_position="last", kind="stable")
     table = pd.concat([table[table["rate"].isna()], table.loc[order.dropna(subset="rate").index]])
     table = table.dropna(subset=[group.task for group, _ in groups], how="all")
-    columns = [METHOD]
+    ratios = rows.groupby(["group", "variant"])["ratio"].mean()
+    table["ratio"] = [ratios[key] for key in zip(table["group"], table["variant"], strict=True)]
+    columns = [METHOD, Column("ratio", "ratio, mean of tasks", number)]
     for group, _ in groups:
         better = ", lower is better" if group.meta.lower_is_better else ""
         unit = group.meta.score_unit
@@ -241,15 +264,18 @@ def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
 
 def _overview_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
     """A group's total scores by rate, named without it: of a probe that measures several rates in one
-    run those of each rate, else those of the variants."""
+    run those of each rate, else those of the variants. ``ratio`` is the mean measured ratio."""
     total = totals(frame)
+    total = total.assign(ratio=totals(frame, "ratio")["mean"])
     at_rates = frame[frame["by"].eq("rate") & frame["measure"].eq("score")]
     at_rates = at_rates[at_rates["variant"].isin(group.compressed)]
     if at_rates["value"].nunique() > 1:
-        # a method that holds as many bytes at every rate has none: few bits of the whole cache
-        ratios = group.good.groupby("variant")["ratio"].agg(lambda held: held.round(4).nunique())
-        at_rates = at_rates[at_rates["variant"].map(ratios).gt(1)]
+        at_rates = at_rates[at_rates["variant"].isin(ratios_of(group)["variant"])]
         at_rates = at_rates.assign(rate=pd.to_numeric(at_rates["value"]))
+        good = group.good.assign(rate=pd.to_numeric(group.good["rate"]))
+        ratio = good.groupby(["variant", "rate"])["ratio"].mean()
+        keys = zip(at_rates["variant"], at_rates["rate"], strict=True)
+        at_rates = at_rates.assign(ratio=[ratio[key] for key in keys])
         others = total[~total["variant"].isin(at_rates["variant"])].assign(rate=np.nan)
         total = pd.concat([others, at_rates])
     competes = total["variant"].isin(group.compressed)
@@ -302,21 +328,28 @@ def pairs_table(group: Group, frame: pd.DataFrame) -> Table | None:
             if i > j:
                 change = Estimate(-change.value, -change.high, -change.low, change.p)
             units = 0
-            for one in strata:
-                both_scored = ~np.isnan(one.values[:, [i, j]]).any(axis=1)
-                units += len(set(one.units[both_scored]))
+            for dataset in strata:
+                both_scored = ~np.isnan(dataset.values[:, [i, j]]).any(axis=1)
+                units += len(set(dataset.units[both_scored]))
             row = {"first": group.labels[i], "second": group.labels[j], "to_best": i == ranked[0]}
+            row["rate"] = group.variants[i].rate
             row |= change.named("difference") | {"p": change.p}
             rows.append(row | {"datasets": len(strata), "examples": units})
     if not rows:
         return None
-    data = pd.DataFrame(rows).assign(model=group.model, task=group.task, unit=group.meta.score_unit)
-    shown = data if len(data) <= MOST_PAIRS else data[data["to_best"]]
+    frame = pd.DataFrame(rows)
     unit = group.meta.score_unit
+    data = frame.drop(columns="rate").assign(model=group.model, task=group.task, unit=unit)
+    shown = frame if len(frame) <= MOST_PAIRS else frame[frame["to_best"]]
+    first, second = shown["first"], shown["second"]
+    if len(group.peers) > 1:
+        first, second = first.map(group.names), second.map(group.names)
+        texts = rate_texts(group)
+        shown = shown.assign(group=headings(pd.to_numeric(shown["rate"]), texts))
     return Table(
         f"{group.task}-{group.model}-pairs",
         f"{group.task} on {group.model}: which compressed methods are shown to differ{unit_text(unit)}",
-        shown.assign(methods=shown["first"] + " − " + shown["second"]),
+        shown.assign(methods=first + " − " + second),
         (
             Column("methods"),
             Column("difference", text=score_format(unit, signed=True)),

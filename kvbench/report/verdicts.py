@@ -12,6 +12,12 @@ from kvbench.records.figures import Curve
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import totals
 from kvbench.report.labels import words
+from kvbench.report.ratios import (
+    mean_over_rates,
+    measures_several_rates,
+    rate_text,
+    ratios_of,
+)
 from kvbench.report.scaling import slopes
 from kvbench.report.stats import FEWEST
 from kvbench.report.table import score_format, value_text
@@ -37,14 +43,24 @@ def verdict(group: Group, frame: pd.DataFrame) -> str:
         scored = total.reindex([group.labels[i] for i in peers]).dropna(subset=["mean"])
         if len(scored):
             scored = scored.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
-            lines.append(_verdict_at(group, group.variants[peers[0]].rate, scored, change))
+            lines.append(_where(group, peers) + _verdict_on(group, scored, change))
     return "\n".join(lines)
 
 
-def _verdict_at(
-    group: Group, rate: float | None, scored: pd.DataFrame, change: pd.DataFrame
-) -> str:
-    """The line of one rate.
+def _where(group: Group, peers: Sequence[int]) -> str:
+    """What a line begins with: the rate of these methods with their measured ratios, or the rates that
+    their scores are means over; empty where they have none."""
+    rate = group.variants[peers[0]].rate
+    if rate is None:
+        return ""
+    if measures_several_rates(group):
+        return f"{mean_over_rates(group).capitalize()}: "
+    ratios = ratios_of(group, [group.labels[i] for i in peers])["ratio"]
+    return f"At {rate_text(rate, ratios)}: "
+
+
+def _verdict_on(group: Group, scored: pd.DataFrame, change: pd.DataFrame) -> str:
+    """The line on the methods of one rate, without the rate.
 
     Args:
         scored: the totals of the methods that compete at it, best first.
@@ -59,13 +75,12 @@ def _verdict_at(
     signed = score_format(group.meta.score_unit, signed=True)
     units = int(scored["units"].max())
     unit = "%" if group.percent else words(group.meta.score_unit)
-    line = "" if rate is None else f"At rate {rate:g}: "
-    line += f"{group.names[first]} has {text(scored['mean'][first])} {unit} ({units} prompts)"
+    line = f"{group.names[first]} has {text(scored['mean'][first])} {unit} ({units} prompts)"
     if units < FEWEST:
         return f"{line}: too few prompts to say more."
     if first in change.index and not math.isnan(change["low"][first]):
         low, value, high = (signed(change[key][first]) for key in ("low", "mean", "high"))
-        line += f", {value} [{low}, {high}] to {group.baseline_name or BASELINE}"
+        line += f", {value} [{low}, {high}] against {group.baseline_name or BASELINE}"
     alike = [label for label in marked["best"] if label != first] + marked["tied"]
     line += _listed(group, "shown better", marked["better"])
     line += _listed(group, "not shown to differ", alike)
@@ -92,6 +107,6 @@ def slope_verdict(data: pd.DataFrame) -> str:
     for label, rows in data.dropna(subset=["verdict"]).groupby("variant", sort=False):
         predicted = value_text(float(rows["expected"].iloc[0]), "")
         counts = rows["verdict"].value_counts().items()
-        told = ", ".join(f"{word} on {count} of {len(rows)}" for word, count in counts)
-        parts.append(f"{label} (predicted {predicted}): {told}")
+        counted = ", ".join(f"{word} on {count} of {len(rows)}" for word, count in counts)
+        parts.append(f"{label} (predicted {predicted}): {counted}")
     return f"Slopes: {'; '.join(parts)}." if parts else ""

@@ -4,15 +4,11 @@ One W&B run per method and rate, grouped by job (a model on a task), so that W&B
 and sweeps compare methods; and one of the whole experiment with its page and charts. Their ids are made
 from what they are about, so that logging again replaces what was logged. Runs are written offline, into
 ``<results>/<experiment>/wandb``, and then sent by W&B's own client in a process of its own if that is
-wanted: a server that is down, slow or broken loses nothing, and ``wandb sync <that folder>`` sends what
-is left at any time.
-
-``python -m kvbench.report.wandb <results>/<experiment>`` builds a W&B report of an experiment.
+wanted (`kvbench.report.wandb_client`); ``wandb sync <that folder>`` sends what is left at any time.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import io
@@ -20,45 +16,35 @@ import json
 import logging
 import math
 import os
-import shlex
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from kvbench.errors import UserError, first_line, presentable, redact
+from kvbench.errors import UserError, first_line
 from kvbench.errors.options import Positive, fits, refusal
-from kvbench.records.durable import make_folder, replace
+from kvbench.records.durable import make_folder
 from kvbench.records.read import Run
+from kvbench.report.wandb_client import QUIET, Mode, client, end, resolved, send
 
 if TYPE_CHECKING:
     import pandas as pd
     import wandb
-    import wandb_workspaces.reports.v2 as wr
 
     from kvbench.report.build import ReportPaths
-    from kvbench.report.experiment import Experiment, Group, Variant
+    from kvbench.report.experiment import Group, Variant
     from kvbench.report.figures import Drawn
 
 log = logging.getLogger(__name__)
-Mode = Literal["auto", "online", "offline", "disabled"]
 OVERVIEW = "overview"
 """Job type of the W&B run of an experiment."""
 MAX_PREDICTIONS = 500
 """Rows of a table of predictions."""
-SEND_S = 600.0
-"""Seconds that sending for a report may take."""
-_QUIET = {"WANDB_ERROR_REPORTING": "false"}
 _MADE = ("seed", "command", "code_revision", "versions", "hardware", "started")
-_FAILED: set[Path] = set()
-"""Where this process could not send from: said once, and not tried again."""
 
 
 def check_logger(mode: str, timeout_s: float) -> None:
@@ -100,7 +86,7 @@ def log_runs(
         UserError: an unknown mode, or a timeout that is not positive.
     """
     check_logger(mode, timeout_s)
-    mode, jobs = _resolved(mode), dict[str, list[Run]]()
+    mode, jobs = resolved(mode), dict[str, list[Run]]()
     for run in runs if mode != "disabled" else ():
         if not run.records.empty:
             about = [run.manifest.get(key) for key in ("model", "task", "seed")]
@@ -114,16 +100,8 @@ def log_runs(
 
         _write(job[0].folder.parents[2], job[0].folder.name, write)
     if mode == "online" and written:
-        _send(written, timeout_s)
+        send(written, timeout_s)
     return len(written)
-
-
-def _resolved(mode: Mode) -> Mode:
-    """The mode that "auto" stands for."""
-    wanted, known = os.environ.get("WANDB_MODE"), os.environ.get("WANDB_API_KEY")
-    if mode == "auto" and wanted != "disabled":
-        return "online" if known and wanted != "offline" else "offline"
-    return "disabled" if mode == "auto" else mode
 
 
 def _write(experiment: Path, what: str, make: Callable[[], object]) -> None:
@@ -161,7 +139,7 @@ def _open(
     quiet: dict[str, Any] = dict.fromkeys(off, True)
     for old in (experiment / "wandb").glob(f"*run-*-{code}"):
         shutil.rmtree(old)
-    for name, value in {**_QUIET, "WANDB_SILENT": "true"}.items():
+    for name, value in {**QUIET, "WANDB_SILENT": "true"}.items():
         os.environ.setdefault(name, value)
     before = os.environ.get("WANDB_DATA_DIR")
     run = wandb.init(
@@ -204,7 +182,7 @@ class Live(ExitStack):
         super().__init__()
         self._experiment, self._names = experiment, names
         self._where = {key: logger[key] for key in ("project", "entity")}
-        self._wanted = _resolved(logger["mode"]) == "online"
+        self._wanted = resolved(logger["mode"]) == "online"
         self._runs: dict[str, wandb.Run] = {}
 
     def log(self, means: Mapping[str, float]) -> None:
@@ -234,7 +212,7 @@ class Live(ExitStack):
             self._runs[str(names["method"])] = self.enter_context(opened)
         places = [Path(run.dir).parent for run in self._runs.values()]
         words = ["beta", "sync", "--live", "-n", str(len(places)), *map(str, places)]
-        self.callback(_end, _client(*words, place=places[0].parent))
+        self.callback(end, client(*words, place=places[0].parent))
 
     def __exit__(self, *_: object) -> None:
         if self._runs:
@@ -289,13 +267,18 @@ def _log_variant(
     Args:
         code: the W&B run's id. group: with this variant alone. scores: its rows of the tidy frame.
     """
+    import pandas as pd
+
+    from kvbench.report.ratios import rate_text, ratios_of
+
     manifest, (variant,) = run.manifest, group.variants
     by_rate = scores[(scores["by"] == "rate") & (scores["measure"] == "score")]
     only_rate = variant.rate if by_rate.empty else None  # a probe measures at several in one run
     rate = [] if only_rate is None else [f"rate {only_rate:g}"]
+    measured = [] if only_rate is None else [rate_text(only_rate, ratios_of(group)["ratio"])]
     seed = f"seed{manifest.get('seed')}"
     budget = (manifest.get("config") or {}).get("budget") or {}
-    job = "/".join((group.model, group.task, f"rate {budget.get('rate')}", seed))
+    job = "/".join((group.model, group.task, _budget_text(budget), seed))
     config = {
         "model": group.model,
         "task": group.task,
@@ -310,7 +293,7 @@ def _log_variant(
     with _open(
         run.folder.parents[2],
         code,
-        "/".join((group.model, group.task, variant.method, *rate, seed)),
+        "/".join((group.model, group.task, variant.method, *measured, seed)),
         manifest,
         config=config,
         job_type=group.task,
@@ -325,17 +308,28 @@ def _log_variant(
         for count, row in enumerate(means.to_dict("records"), start=1):
             known = {str(name): mean for name, mean in row.items() if not math.isnan(mean)}
             logged.log({"examples": count, **known})
-        found: dict[str, Any] = {"examples": len(numbers)}
-        found |= {"scores": _table(scores), "records": _table(_plain_records(group))}
-        found |= {k: v for k, v in _extras(group, predictions).items() if v is not None}
-        logged.log(found)
+        values: dict[str, Any] = {"examples": len(numbers)}
+        values |= {"scores": _table(scores), "records": _table(_plain_records(group))}
+        values |= {k: v for k, v in _extras(group, predictions).items() if v is not None}
+        logged.log(values)
         last = {str(name): mean for name, mean in numbers.mean().items() if not math.isnan(mean)}
         summary = {k.rpartition("/")[2]: v for k, v in scalars_of(scores).items()}
         for value, mean in zip(by_rate["value"], by_rate["mean"], strict=True):
             summary[f"score at rate {value}"] = mean
+            at_rate = pd.to_numeric(group.good["rate"]).eq(float(value))
+            summary[f"ratio at rate {value}"] = float(group.good.loc[at_rate, "ratio"].mean())
         failed = len(group.records) - len(group.good)
         logged.summary.update({**last, **summary, "examples": len(numbers), "failed": failed})
         return Path(logged.dir).parent
+
+
+def _budget_text(budget: Mapping[str, Any]) -> str:
+    """What the methods of a job may keep, as the name of their group says it."""
+    if budget.get("size") is not None:
+        return f"{budget['size']} entries"
+    if budget.get("total_rate") is not None:
+        return f"rate {budget['total_rate']} of the prompt"
+    return f"rate {budget.get('rate')} of the middle"
 
 
 _COUNTED = ("ratio", "cache_bytes", "entries_mean", "prefill_s", "compress_s", "decode_s")
@@ -391,7 +385,7 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     """
     manifest, scores = paths.manifest, paths.scores
     logger = (manifest.get("config") or {}).get("logger") or {}
-    mode = _resolved(logger["mode"]) if logger.get("name") == "wandb" else "disabled"
+    mode = resolved(logger["mode"]) if logger.get("name") == "wandb" else "disabled"
     if mode == "disabled" or scores.empty:
         return False
     import pandas as pd
@@ -410,11 +404,11 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
             total["column"] = total["task"] + ": " + total["measure"]
             keys = ["model", "variant"]
             spread = total.pivot_table(index=keys, columns="column", values="mean", sort=False)
-            found: dict[str, Any] = {"task_by_method": _table(spread.reset_index())}
+            values: dict[str, Any] = {"task_by_method": _table(spread.reset_index())}
             for drawn in paths.drawn:
                 if drawn.kind in ("memory", "heatmap"):
-                    found[drawn.name] = _image(drawn)
-            run.log(found)
+                    values[drawn.name] = _image(drawn)
+            run.log(values)
             page = wandb.Artifact(f"report-{run.id}", "report")
             page.add_file(str(paths.page))
             run.log_artifact(page)
@@ -424,7 +418,7 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     _write(folder, name, write)
     written = list((folder / "wandb").glob(f"offline-run-*-{code}"))  # none where it failed
     if written and mode == "online":
-        _send(written, float(logger["timeout_s"]))
+        send(written, float(logger["timeout_s"]))
     return bool(written)
 
 
@@ -450,8 +444,11 @@ def _answers(group: Group) -> wandb.Table | None:
     for example in sample_of(group, MAX_PREDICTIONS)[0]:
         line: dict[str, Any] = {"example_id": example.example_id, "seed": example.seed}
         line |= {**example.fields, "prompt_tail": example.prompt_tail, "answer": example.expected}
-        for one in example.answers:
-            line |= {f"{one.label}: prediction": one.text, f"{one.label}: score": one.score}
+        for answer in example.answers:
+            line |= {
+                f"{answer.label}: prediction": answer.text,
+                f"{answer.label}: score": answer.score,
+            }
         lines.append(line)
     return _table(pd.DataFrame(lines)) if lines else None
 
@@ -460,118 +457,3 @@ def _table(frame: pd.DataFrame) -> wandb.Table:
     import wandb
 
     return wandb.Table(dataframe=frame.astype(object).where(frame.notna(), None))
-
-
-def _send(folders: Sequence[Path], timeout_s: float) -> None:
-    """Send offline runs (``offline-run-*``) to the W&B server; one that is there already is replaced.
-    What was not taken is one warning, without the API key; the same place is not tried again."""
-    place = folders[0].parent
-    if place in _FAILED:
-        return
-    process = _client("sync", *map(str, folders), place=place, stdout=subprocess.PIPE)
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-        said = [line for line in output.splitlines() if "error" in line.lower()]
-        why = (said or [f"`wandb sync` ended with status {process.returncode}"])[-1]
-    except BaseException as error:
-        _end(process)
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        why = f"not done after {timeout_s:g} s"
-    left = not_taken(folders)
-    if left:
-        _FAILED.add(place)
-        log.warning(
-            "W&B: %s. %d of %d runs were not sent; they, and what this process logs from now on, are on"
-            " disk. Send them later with: wandb sync %s",
-            *(presentable(redact(why)), len(left), len(folders), shlex.quote(str(place))),
-        )
-
-
-def _client(*words: str, place: Path, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
-    """W&B's own command line with these words, for runs in this folder."""
-    environment = {**_QUIET, **os.environ, "WANDB_DIR": str(place.parent)}  # its own logs
-    environment.pop("WANDB_MODE", None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "wandb", *words],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # so that the client's helper processes end with it
-    )
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def not_taken(folders: Sequence[Path]) -> list[Path]:
-    """Those of the runs that the client has not marked as sent (and nobody has replaced since)."""
-    return [folder for folder in folders if folder.exists() and not any(folder.glob("*.synced"))]
-
-
-def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -> wr.Report:
-    """The report, not yet published: published numbers beside ours, the first table of each model and
-    task, the charts and table of the experiment's own run, and how to reproduce it."""
-    import wandb_workspaces.reports.v2 as wr
-    from wandb_workspaces import expr
-
-    from kvbench.report.frame import tidy
-    from kvbench.report.page import how_to_reproduce
-    from kvbench.report.published import beside, published_tables
-    from kvbench.report.render import markdown
-    from kvbench.report.tables import tables_of
-
-    tables = published_tables(beside(experiment))
-    for group in experiment.groups:
-        tables += [table for table in tables_of(group, tidy(group)) if table.columns][:1]
-    blocks: list[Any] = [wr.TableOfContents(), wr.H1("Scores")]
-    blocks += [wr.MarkdownBlock(text=markdown(table)) for table in tables]
-    of = expr.Config("experiment") == str(experiment.runs[0].manifest["experiment"])
-    whole = wr.Runset(name=OVERVIEW, filters=expr.And(of, expr.Config("kind") == OVERVIEW))
-    panels: list[Any] = [wr.MediaBrowser(), wr.WeavePanelSummaryTable(table_name="task_by_method")]
-    blocks += [wr.H1("All methods side by side"), wr.PanelGrid(runsets=[whole], panels=panels)]
-    blocks.append(wr.H1("How to reproduce"))
-    for what, lines in how_to_reproduce(experiment):
-        blocks += [wr.H3(what), wr.CodeBlock(code="\n".join(lines), language=None)]
-    title = f"kvbench: {experiment.name}"[:128]
-    return wr.Report(project=project, entity=entity, title=title, blocks=blocks, width="fluid")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 all well, 1 records that cannot be read, or a server that took nothing."""
-    from kvbench.report.__main__ import in_a_line
-    from kvbench.report.experiment import load_experiment
-
-    parser = argparse.ArgumentParser(prog="python -m kvbench.report.wandb", description=__doc__)
-    parser.add_argument("folders", nargs="+", metavar="folder", help="<results>/<experiment>")
-    parser.add_argument("--project", default="kvbench", help="W&B project (default: kvbench)")
-    parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="its owner")
-    known = bool(os.environ.get("WANDB_API_KEY"))
-    send_it: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": known}
-    parser.add_argument("--send", **send_it, help="publish (default: if WANDB_API_KEY is set)")
-    options = parser.parse_args(arguments)
-
-    def work() -> None:
-        for folder in map(Path, options.folders):
-            experiment = load_experiment(folder)
-            report = build_wandb_report(experiment, options.project, options.entity)
-            make_folder(folder / "wandb", folder)
-            text = report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
-            replace(folder / "wandb" / "report.json", text.encode(), sync=False)
-            print(f"{folder / 'wandb' / 'report.json'}: built")
-            if options.send:
-                where = {"project": options.project, "entity": options.entity or None}
-                log_runs(experiment.runs, **where, mode="online", timeout_s=SEND_S)
-                report.save()
-                print(f"report: {report.url}")
-
-    return in_a_line(work, options.folders, "wandb")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -127,7 +127,7 @@ CLICKS = (ROOT / "tests" / "data" / "page_clicks.js").read_text()
 
 def test_what_clicks_do(pages: dict[str, Path]) -> None:
     found, _ = run_in(pages["report"], [CLICKS])
-    assert found["boardAtOneRate"] == ["rate 0.25"], "the middle one at first"
+    assert found["boardAtOneRate"] == ["rate 0.25, ratio 0.25 to 0.37"], "the middle one at first"
     assert found["names"][0] == "exact"
     assert found["names"][1:] == sorted(found["names"][1:]), "A to Z first"
     assert found["backwards"][1:] == found["names"][:0:-1]

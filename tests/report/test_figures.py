@@ -24,7 +24,7 @@ from support.tables import data, group_of, shown
 from kvbench.records.figures import Curve, Heatmap, as_json
 from kvbench.report.drawing import Drawn
 from kvbench.report.experiment import Group
-from kvbench.report.figures import figures_of, memory_rows, pareto
+from kvbench.report.figures import RULE_OF_COLOURS, figures_of, memory_rows, pareto
 from kvbench.report.frame import tidy
 from kvbench.report.panels import grid_of, heatmaps
 from kvbench.report.probe_tables import slope_table
@@ -85,8 +85,10 @@ def test_a_sweep_is_drawn_against_the_measured_ratio_with_its_pareto_set(tmp_pat
 
 
 def test_at_most_eight_lines_have_a_colour_and_a_name(tmp_path: Path) -> None:
-    """The Pareto set holds few bytes with a low score, too; means decide the rest."""
-    means = {"exact": 1.0, "cheap": 0.1} | {f"m{i}": i / 10 for i in range(1, 10)}
+    """Methods that the papers propose come first, however low their means; means decide the rest. A
+    point of the Pareto set whose method is grey has the name beside it."""
+    means = {"exact": 1.0, "cheap": 0.1, "subgen": 0.0}
+    means |= {f"m{i}": i / 10 for i in range(2, 10)}
     for method, mean in means.items():
         for rate in (0.25, 0.5):
             ratio = rate / (9 if method == "cheap" else 1)
@@ -96,8 +98,10 @@ def test_at_most_eight_lines_have_a_colour_and_a_name(tmp_path: Path) -> None:
     one = drawn(group_of(tmp_path / "demo"))["ratio"]
     (legend,) = one.figure.legends
     named = [text.get_text() for text in legend.get_texts()]
-    assert sorted(named) == ["3 others", "cheap", "exact", *(f"m{i}" for i in range(4, 10))]
-    assert "In colour, 8: exact, methods with a point in the Pareto set" in one.caption
+    in_colour = [f"m{i}" for i in range(3, 10)]
+    assert sorted(named) == ["2 others", "exact", *in_colour, "subgen"]
+    assert RULE_OF_COLOURS in one.caption
+    assert {text.get_text() for text in one.figure.axes[0].texts} == {"cheap"}
 
 
 def test_heatmaps_share_one_scale_and_leave_gaps_where_nothing_was_scored(tmp_path: Path) -> None:
@@ -125,7 +129,13 @@ def test_panels_show_the_best_methods_of_the_lowest_rate_and_name_the_rest(tmp_p
     for method, mean in means.items():
         for rate in (0.5, 0.25):
             records = [
-                {"example_id": f"{x}-{y}", "length": x, "depth": y, "score": mean}
+                {
+                    "example_id": f"{x}-{y}",
+                    "length": x,
+                    "depth": y,
+                    "score": mean,
+                    "ratio": rate + 0.06,
+                }
                 for x in (256, 512)
                 for y in (0, 50)
             ]
@@ -134,10 +144,12 @@ def test_panels_show_the_best_methods_of_the_lowest_rate_and_name_the_rest(tmp_p
             write_run(tmp_path, records=records, **about)
     one = drawn(group_of(tmp_path / "demo"))["heatmap"]
     titles = [ax.get_title() for ax in one.figure.axes if ax.get_title()]
-    assert titles[:3] == ["exact", "m17, rate 0.25", "m16, rate 0.25"]
+    assert titles[:3] == ["exact", "m17\nrate 0.25, ratio 0.31", "m16\nrate 0.25, ratio 0.31"]
     assert len(titles) == 16
-    rest = one.caption.partition("The best at the lowest rate, 0.25, first. Left out: ")[2]
-    assert rest.startswith("m02, rate 0.25; m01, rate 0.25; m00, rate 0.25; m17, rate 0.5")
+    rest = one.caption.partition(
+        "The best at the lowest rate (rate 0.25, ratio 0.31) first. Left out: "
+    )[2]
+    assert rest.startswith("m02, rate 0.25, ratio 0.31; m01, rate 0.25, ratio 0.31; m00,")
     assert rest.endswith(" and 9 more.")
 
 

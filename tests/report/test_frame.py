@@ -141,7 +141,7 @@ def test_tiny_datasets_do_not_blind_the_others(tmp_path: Path) -> None:
     group = group_of(tmp_path / "many")
     assert marks(group)["uniform"] == {"worse"}
     assert any(
-        "of the 10 datasets of ten prompts" in x for x in score_table(group, tidy(group)).notes
+        "over the 10 datasets of ten prompts" in x for x in score_table(group, tidy(group)).notes
     )
 
 

@@ -35,7 +35,7 @@ from kvbench.report.charts import ALL, FIELDS, chart_of
 from kvbench.report.experiment import load_experiment
 from kvbench.report.frame import tidy, totals
 from kvbench.report.page import facts_of, write_index
-from kvbench.report.wandb import main as wandb_main
+from kvbench.report.wandb_report import main as wandb_main
 
 
 class Parsed(HTMLParser):
@@ -72,7 +72,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
     return build_report(write_demo(tmp_path_factory.mktemp("results"), methods), for_print=True)
 
 
-def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
+def test_a_page_is_one_file_that_runs_its_own_scripts_alone(demo: ReportPaths) -> None:
     text = demo.page.read_text()
     parsed = Parsed(text)
     allowed = re.findall(r"'sha256-([^']*)'", text.partition("script-src")[2].partition('"')[0])
@@ -84,23 +84,36 @@ def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
     assert "owned" in text, "model output stays text"
     assert all(address.startswith("data:image/svg+xml") for address in parsed.fetched)
     assert len(text.encode()) < 3_000_000, "the libraries are 0.8 of these"
-    assert text.count("[low, high]: 95 % interval over examples") == 1, "footnotes stand once"
-    told = json.loads((demo.page.parent / "summary.json").read_text())["recall_mini"]
-    assert told["longeval_lines"]["snapkv"]["score"] == pytest.approx(0.72)
-    assert set(told["longeval_lines"]["snapkv"]) == {"score", "low", "high", "n", "ratio"}
+
+
+def test_the_summary_has_scores_with_intervals(demo: ReportPaths) -> None:
+    summary = json.loads((demo.page.parent / "summary.json").read_text())["recall_mini"]
+    assert summary["longeval_lines"]["snapkv"]["score"] == pytest.approx(0.72)
+    assert set(summary["longeval_lines"]["snapkv"]) == {"score", "low", "high", "n", "ratio"}
+
+
+def test_a_page_leads_with_the_leaderboard_and_folds_what_is_secondary(demo: ReportPaths) -> None:
+    text = demo.page.read_text()
+    assert text.count("[low, high]: 95 % confidence interval over examples") == 1, (
+        "footnotes stand once"
+    )
     leaderboard, first = text.index('<h2 id="leaderboard-1">'), text.index('<h2 id="section-1">')
     assert leaderboard < first, "a page of several tasks leads with all of them"
-    for fact in ("<dt>model</dt><dd>recall_mini", "first 32 and last 32 tokens, outside the rate"):
-        assert fact in text
     needle = text.partition('<h2 id="section-2">')[2]
     folded = needle.index("<details")
     for open_ in ("needle: score against memory", "needle: score by length and depth", "<table"):
         assert needle.index(open_) < folded, "the ranking and the heatmap are not folded"
     assert max(map(len, re.findall('<p class="verdict">(.*?)</p>', text))) < 400
+
+
+def test_a_page_and_its_files_hold_everything(demo: ReportPaths) -> None:
+    text = demo.page.read_text()
     for part in (
+        "<dt>model</dt><dd>recall_mini",
+        "first 32 and last 32 tokens, always kept",
         '<h2 id="section-1">longeval_lines',
-        "At rate 0.25: snapkv has 72.0 %",
-        "longeval_lines on recall_mini at rate 0.25: score, %",
+        "At rate 0.25, ratio 0.37: snapkv has 72.0 %",
+        "longeval_lines on recall_mini at rate 0.25, ratio 0.37: score, %",
         "which compressed methods are shown to differ",
         "2 failed examples",
         " of 50 examples</summary>",
@@ -121,10 +134,15 @@ def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
     frame = tidy(group)
     chart = chart_of(group, frame)
     assert chart is not None
-    told = chart.as_json()
-    assert json.loads(json.dumps(told, allow_nan=False))["baseline"] == "exact"
-    rows = pd.DataFrame(told["rows"], columns=list(told["fields"]))
-    assert [one["name"] for one in told["methods"]] == ["exact", "uniform", "snapkv", "balancekv"]
+    content = json.loads(json.dumps(chart.as_json(), allow_nan=False))
+    assert content["baseline"] == "exact"
+    rows = pd.DataFrame(content["rows"], columns=content["fields"])
+    assert [method["name"] for method in content["methods"]] == [
+        "exact",
+        "uniform",
+        "snapkv",
+        "balancekv",
+    ]
     assert set(rows["measure"]) == {"score", "difference to exact"}
     assert set(rows["part"]) == {ALL, *(f"num lines {n}" for n in (10, 20, 30, 40, 50))}
     mine = rows[rows["part"].eq(ALL) & rows["measure"].eq("score")].set_index(["name", "rate"])
@@ -134,8 +152,21 @@ def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
         wanted = [100 * total[key][label] for key in ("mean", "low", "high")]
         assert list(row[["mean", "low", "high"]]) == pytest.approx(wanted, rel=1e-4)
         assert (row["n"], row["bytes"]) == (50, pytest.approx(2048 * 720 * row["ratio"], rel=0.1))
-    whole = group_of(write_demo(tmp_path, ("exact",), ("needle",)))
-    assert chart_of(whole, tidy(whole)) is None, "nothing saves memory"
+
+
+def test_a_part_of_a_chart_stands_at_the_ratio_of_its_own_examples(tmp_path: Path) -> None:
+    group = group_of(write_sweep(tmp_path))
+    chart = chart_of(group, tidy(group))
+    assert chart is not None
+    rows = pd.DataFrame(chart.rows, columns=list(FIELDS))
+    parts = rows[rows["name"].eq("snapkv") & rows["rate"].eq(0.25) & rows["measure"].eq("score")]
+    ratios = parts.set_index("part")["ratio"]
+    assert ratios["num lines 10"] > ratios[ALL] > ratios["num lines 50"]
+
+
+def test_there_is_no_chart_where_nothing_saves_memory(tmp_path: Path) -> None:
+    group = group_of(write_demo(tmp_path, ("exact",), ("needle",)))
+    assert chart_of(group, tidy(group)) is None
 
 
 def test_a_chart_of_one_run_with_several_rates_has_each(tmp_path: Path) -> None:

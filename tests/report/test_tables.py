@@ -156,7 +156,7 @@ def tables(group: Group) -> dict[str, Table]:
     return {t.name.removeprefix(f"{group.task}-{group.model}"): t for t in found}
 
 
-def test_a_task_has_its_scores_costs_and_pairs(tmp_path: Path) -> None:
+def test_a_task_has_its_scores_and_costs(tmp_path: Path) -> None:
     group = group_of(write_demo(tmp_path, tasks=["longeval_lines"]))
     found = tables(group)
     expected = ["", "-pairs", "-by-num_lines"]
@@ -178,6 +178,12 @@ def test_a_task_has_its_scores_costs_and_pairs(tmp_path: Path) -> None:
     frame = data(found[""])
     assert not {name for name in frame["measure"] if "_s" in name}, "seconds are a probe's"
     assert frame["unit"].eq("%").sum() == 15, "scores and differences are saved as per cent"
+
+
+def test_pairs_of_methods_are_all_in_the_file_and_those_with_the_best_in_the_table(
+    tmp_path: Path,
+) -> None:
+    found = tables(group_of(write_demo(tmp_path, tasks=["longeval_lines"])))
     pairs = data(found["-pairs"])
     assert len(pairs) == 21
     assert pairs["first"][0] == "snapkv"
@@ -190,13 +196,14 @@ def test_the_verdict_is_one_sentence_a_rate_from_the_marks(tmp_path: Path) -> No
     lines = verdict(group, tidy(group)).splitlines()
     assert len(lines) == 3
     assert lines[1] == (
-        "At rate 0.25: snapkv has 72.0 % (50 prompts), −20.0 [−36.7, −3.3] to exact; not shown to"
-        " differ: balancekv; shown worse: uniform."
+        "At rate 0.25, ratio 0.37: snapkv has 72.0 % (50 prompts), −20.0 [−36.7, −3.3] against exact;"
+        " not shown to differ: balancekv; shown worse: uniform."
     )
     groups = [
         (heading, [row["variant"] for row in rows]) for heading, rows in tables(group)[""].groups()
     ]
-    assert [heading for heading, _ in groups] == ["", "rate 0.5", "rate 0.25", "rate 0.125"]
+    rates = ["rate 0.5, ratio 0.62", "rate 0.25, ratio 0.37", "rate 0.125, ratio 0.25"]
+    assert [heading for heading, _ in groups] == ["", *rates]
     assert groups[0][1] == ["exact"]
     assert groups[2][1] == ["snapkv", "balancekv", "uniform"], "by score"
 
@@ -219,8 +226,9 @@ def test_several_datasets_and_tasks_are_set_side_by_side(tmp_path: Path) -> None
     two = load_experiment(write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines", "needle")))
     *_, overview = tables_to_print(two)
     assert overview.kind == "overview"
-    assert heads(overview) == ["method", "longeval_lines, %", "needle, %"]
-    assert [row[0] for row in shown(overview)] == ["exact", "snapkv"]
+    ratio = "ratio, mean of tasks"
+    assert heads(overview) == ["method", ratio, "longeval_lines, %", "needle, %"]
+    assert [row[:2] for row in shown(overview)] == [["exact", "1.00"], ["snapkv", "0.369"]]
 
 
 def test_no_column_is_empty_or_without_a_head(tmp_path: Path) -> None:
@@ -254,19 +262,20 @@ def test_a_leaderboard_has_every_method_on_every_task_at_each_rate(tmp_path: Pat
     table = overview_table(parts)
     assert heads(table) == [
         "method",
+        "ratio, mean of tasks",
         "longeval_lines, %",
         "layer_error: per query, relative error, lower is better",
     ]
     groups = {heading: [row["variant"] for row in rows] for heading, rows in table.groups()}
     rates = ["rate 0.5", "rate 0.25", "rate 0.125", "rate 0.0625"]
-    assert list(groups) == ["", *rates]
+    assert [heading.partition(",")[0] for heading in groups] == ["", *rates]
     assert groups[""] == ["exact"]
-    assert sorted(groups["rate 0.25"]) == ["balancekv", "uniform"]
-    frame = table.frame.set_index(["group", "variant"])
-    for heading, label in (("rate 0.5", "rate 0.5"), ("rate 0.25", "rate 0.25")):
-        of_lines = totals(parts[0][1])["mean"][f"uniform, {label}"]
-        assert frame["longeval_lines"][heading, "uniform"] == of_lines
-    assert frame["longeval_lines"].isna()["rate 0.125", "uniform"]
+    assert sorted(groups["rate 0.25, ratio 0.25 to 0.37"]) == ["balancekv", "uniform"]
+    frame = table.frame.set_index(["rate", "variant"])
+    for rate in (0.5, 0.25):
+        of_lines = totals(parts[0][1])["mean"][f"uniform, rate {rate}"]
+        assert frame["longeval_lines"][rate, "uniform"] == of_lines
+    assert frame["longeval_lines"].isna()[0.125, "uniform"]
 
 
 def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from support.wandb_server import Fault, StandIn
 from kvbench.errors import UserError
 from kvbench.records.read import load_run, load_runs
 from kvbench.report import wandb as ours
+from kvbench.report import wandb_client, wandb_report
 from kvbench.report.build import build_report
 from kvbench.report.wandb import check_logger, log_overview, log_runs, run_id, run_names
 
@@ -26,14 +27,13 @@ LOGGER = {"name": "wandb", "mode": "offline", "project": "p", "entity": None, "t
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     isolated(monkeypatch, tmp_path)
-    monkeypatch.setattr(ours, "_FAILED", set())
+    monkeypatch.setattr(wandb_client, "_FAILED", set())
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What kvbench said; W&B keeps a log of its own."""
-    return [
-        r.message for r in caplog.records if r.name == ours.__name__ and r.levelname == "WARNING"
-    ]
+    names = (ours.__name__, wandb_client.__name__)
+    return [r.message for r in caplog.records if r.name in names and r.levelname == "WARNING"]
 
 
 def write(folder: Path, methods: tuple[str, ...] = ("exact", "snapkv")) -> Path:
@@ -51,35 +51,47 @@ def ids(folder: Path) -> dict[str, str]:
     return {str(m["method"]): run_id(*run_names(m)) for m in manifests}
 
 
-def test_a_method_at_a_rate_is_one_run_with_all_that_is_known_of_it(tmp_path: Path) -> None:
+def test_logging_again_replaces_the_copies(tmp_path: Path) -> None:
+    folder = write(tmp_path / "results")
+    runs = load_runs(folder)
+    assert log_runs(runs, predictions=True) == 2
+    assert table_of(offline_run(folder, ids(folder)["snapkv"])[0], "predictions")["snapkv: score"]
+    assert log_runs(runs) == 2
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 2
+
+
+def test_a_method_at_a_rate_is_one_run_that_its_names_and_config_tell_apart(tmp_path: Path) -> None:
     folder = write(tmp_path / "results")
     runs = load_runs(folder)
     snapkv = next(run for run in runs if run.manifest["method"] == "snapkv")
-    assert log_runs(runs, predictions=True) == 2
-    assert table_of(offline_run(folder, ids(folder)["snapkv"])[0], "predictions")["snapkv: score"]
-    assert log_runs(runs) == 2, "the copies are replaced"
-    assert len(list((folder / "wandb").glob("offline-run-*"))) == 2
-    place, messages = offline_run(folder, ids(folder)["snapkv"])
+    assert log_runs(runs) == 2
+    _, messages = offline_run(folder, ids(folder)["snapkv"])
     start = start_of(messages)
-    assert start.display_name == "recall_mini/needle/snapkv/rate 0.25/seed0"
-    assert start.run_group == "recall_mini/needle/rate 0.25/seed0"
+    assert start.display_name == "recall_mini/needle/snapkv/rate 0.25, ratio 0.37/seed0"
+    assert start.run_group == "recall_mini/needle/rate 0.25 of the middle/seed0"
     assert start_of(offline_run(folder, ids(folder)["exact"])[1]).run_group == start.run_group
     assert start.job_type == "needle"
     assert list(start.tags) == ["recall_mini", "needle", "snapkv", "rate 0.25"]
     config = updates(messages, "config")
     assert (config["method"], config["rate"], config["task"]) == ("snapkv", 0.25, "needle")
     assert config["config"] == snapkv.manifest["config"], "the whole config"
-    scores = list(snapkv.records["score"])
+
+
+def test_a_run_has_means_by_the_number_of_examples_and_tables(tmp_path: Path) -> None:
+    folder = write(tmp_path / "results", ("exact", "snapkv"))
+    runs = load_runs(folder)
+    records = next(run for run in runs if run.manifest["method"] == "snapkv").records
+    assert log_runs(runs) == 2
+    place, messages = offline_run(folder, ids(folder)["snapkv"])
+    scores = list(records["score"])
+    means = [sum(scores[: n + 1]) / (n + 1) for n in range(len(scores))]
     summary = updates(messages, "summary")
-    assert summary["score"] == pytest.approx(snapkv.records["score"].mean())
-    assert summary["ratio"] == pytest.approx(snapkv.records["ratio"].mean())
-    assert (summary["examples"], summary["failed"]) == (len(scores), 0)
+    for name in ("score", "ratio"):
+        assert summary[name] == pytest.approx(records[name].mean())
+    assert {"examples": len(scores), "failed": 0}.items() <= summary.items()
     assert "difference" in summary
-    *means, last = history(messages)
-    assert [row["examples"] for row in means] == list(range(1, len(scores) + 1))
-    assert [row["score"] for row in means] == pytest.approx(
-        [sum(scores[: n + 1]) / (n + 1) for n in range(len(scores))]
-    )
+    *rows, last = history(messages)
+    assert [row["score"] for row in rows] == pytest.approx(means)
     assert {"scores", "records", "heatmap"} <= {key.split("/")[0] for key in last}
     assert set(table_of(place, "scores")["variant"]) == {"snapkv"}
     assert table_of(place, "records")["score"] == scores
@@ -98,7 +110,8 @@ def test_a_probe_has_its_score_at_every_rate_in_the_summary(tmp_path: Path) -> N
     _, messages = offline_run(tmp_path / "demo", ids(tmp_path / "demo")["snapkv"])
     assert updates(messages, "config")["rate"] is None
     summary = updates(messages, "summary")
-    assert {"score at rate 0.25", "score at rate 0.5"} <= set(summary)
+    for measure in ("score", "ratio"):
+        assert {f"{measure} at rate 0.25", f"{measure} at rate 0.5"} <= set(summary)
 
 
 @pytest.mark.slow
@@ -163,7 +176,7 @@ def test_the_real_client_sends_what_was_written(
         assert server.runs[name]["displayName"].startswith("recall_mini/needle/snapkv/rate")
         assert server.summary[name]["score"] == pytest.approx(run.records["score"].mean())
         assert any("scores" in path for path in server.uploads)
-        assert not ours.not_taken(list((folder / "wandb").glob("offline-run-*")))
+        assert not wandb_client.not_taken(list((folder / "wandb").glob("offline-run-*")))
 
 
 @pytest.mark.slow
@@ -205,13 +218,13 @@ def test_a_server_that_fails_loses_nothing_and_is_asked_once(
     assert "1 of 1 runs were not sent" in said
     assert "wandb sync" in said
     assert "x" * 40 not in said
-    assert ours.not_taken(list((folder / "wandb").glob("offline-run-*")))
+    assert wandb_client.not_taken(list((folder / "wandb").glob("offline-run-*")))
 
 
 def test_a_report_is_built_without_a_network(tmp_path: Path) -> None:
     pytest.importorskip("wandb_workspaces", reason="needs kvbench[wandb-report]")
     folder = write(tmp_path / "results")
-    assert ours.main([str(folder), "--no-send"]) == 0
+    assert wandb_report.main([str(folder), "--no-send"]) == 0
     blocks = json.loads((folder / "wandb" / "report.json").read_text())["blocks"]
     text = json.dumps(blocks)
     for part in (
@@ -221,4 +234,4 @@ def test_a_report_is_built_without_a_network(tmp_path: Path) -> None:
         "0123abcd",
     ):
         assert part in text, part
-    assert ours.main([str(tmp_path / "nowhere")]) == 1
+    assert wandb_report.main([str(tmp_path / "nowhere")]) == 1

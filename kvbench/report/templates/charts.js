@@ -2,6 +2,7 @@
 // printed one, shows the pictures instead.
 "use strict";
 const MOST_LINES = 8;  // methods that have a colour at once
+const ABOUT_ONE_RATIO = 1.5;  // the largest ratio over the smallest where methods hold about as much
 const hiddenMethods = new Set();
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -32,38 +33,89 @@ function frontierOf(rows, lower) {  // the points than which no other has fewer 
   return ordered.filter((row) => sign * row.mean > best && ((best = sign * row.mean), true));
 }
 
-function coloured(rows, lower) {  // names on the frontier, then those of the best means over all rows
+function coloured(chart, rows) {  // names of the papers' methods, then those of the best means over all rows
   const means = new Map();
   for (const row of rows) means.set(row.name, [...(means.get(row.name) ?? []), row.mean]);
-  const sign = lower ? 1 : -1;
+  const sign = chart.lower ? 1 : -1;
   const average = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-  const first = new Set(frontierOf(rows, lower).map((row) => row.name));
+  const first = new Set(chart.methods.filter((method) => method.first).map((method) => method.name));
   const ranked = [...means].sort((a, b) => first.has(b[0]) - first.has(a[0])
     || sign * (average(a[1]) - average(b[1])));
   return new Set(ranked.slice(0, MOST_LINES).map(([name]) => name));
 }
 
-function specOf(chart, rows, axis) {
-  const text = isDark.matches ? "#e4e8ed" : "#1c2430";
-  const line = isDark.matches ? "#343c47" : "#d9dde3";
-  const soft = isDark.matches ? "#9aa6b4" : "#5a6573";
-  const shown = rows.filter((row) => row.name !== chart.baseline);
-  const names = coloured(shown, chart.lower);
-  const bright = shown.filter((row) => names.has(row.name));
-  const grey = shown.filter((row) => !names.has(row.name));
-  const methods = chart.methods.filter((method) => names.has(method.name));
-  const tooltip = [
+function inks() {  // text, lines and what is less important, in the page's own colours
+  return isDark.matches ? { text: "#e4e8ed", line: "#343c47", soft: "#9aa6b4" }
+    : { text: "#1c2430", line: "#d9dde3", soft: "#5a6573" };
+}
+function tooltipOf(axis) {
+  return [
     { field: "name", title: "method" }, { field: "at", title: "rate" },
     { field: "value", title: axis }, { field: "interval", title: "95 % interval" },
     { field: "n", title: "examples" }, { field: "ratio", title: "ratio" },
     { field: "held", title: "bytes held" },
   ];
+}
+function framed(spec) {  // a figure's layers with what all figures share
+  const { text, line } = inks();
+  return {
+    width: "container", background: null, resolve: { scale: { color: "shared" } },
+    ...spec, layer: spec.layer.filter((part) => part.data.values.length),
+    config: {
+      aria: false, mark: { aria: false }, view: { stroke: null }, font: "system-ui, sans-serif",
+      axis: { aria: false, labelColor: text, titleColor: text, gridColor: line, domainColor: line, tickColor: line,
+        titleFontWeight: "normal", titleFontSize: 12, labelFontSize: 12, titleLimit: 600 },
+    },
+  };
+}
+const compressedOf = (chart, rows) => rows.filter((row) => row.name !== chart.baseline);
+function holdAsMuch(chart, rows) {  // whether each method has one point, and all are of about one ratio
+  const shown = compressedOf(chart, rows);
+  const ratios = shown.map((row) => row.ratio);
+  return new Set(shown.map((row) => row.name)).size === shown.length
+    && Math.max(...ratios) <= ABOUT_ONE_RATIO * Math.min(...ratios);
+}
+
+function rowsSpec(chart, rows, axis) {  // a row for each method, the best first
+  const { text, soft } = inks();
+  const sign = chart.lower ? 1 : -1;
+  const named = (row) => ({ ...row, row: row.name + "  (" + row.ratio.toPrecision(2) + ")" });
+  const shown = compressedOf(chart, rows).sort((a, b) => sign * (a.mean - b.mean)).map(named);
+  const exact = rows.filter((row) => row.name === chart.baseline).slice(0, 1);
+  const methods = chart.methods.filter((method) => shown.some((row) => row.name === method.name));
+  const scale = (key) => ({ domain: methods.map((m) => m.name), range: methods.map((m) => m[key]) });
+  const color = { field: "name", type: "nominal", legend: null, scale: scale("color") };
+  const shape = { field: "name", type: "nominal", legend: null, scale: scale("shape") };
+  const x = { field: "mean", type: "quantitative", title: axis, scale: { zero: false } };
+  const y = { field: "row", type: "nominal", sort: shown.map((row) => row.row),
+    title: null, axis: { grid: true, labelLimit: 260 } };
+  const tooltip = tooltipOf(axis);
+  return framed({
+    height: 24 * shown.length,
+    layer: [
+      { data: { values: exact }, mark: { type: "rule", strokeDash: [6, 4], color: text }, encoding: { x, tooltip } },
+      { data: { values: shown.filter((row) => row.low !== null) }, mark: { type: "rule", strokeWidth: 2, opacity: 0.55 },
+        encoding: { y, x: { ...x, field: "low" }, x2: { field: "high" }, color } },
+      { data: { values: shown }, mark: { type: "point", filled: true, size: 90, opacity: 1, stroke: soft, strokeWidth: 0.6 },
+        encoding: { x, y, color, shape, tooltip } },
+    ],
+  });
+}
+
+function ratioSpec(chart, rows, axis) {  // the measure against the ratio, a line for each method
+  const { text, soft } = inks();
+  const shown = compressedOf(chart, rows);
+  const names = coloured(chart, shown);
+  const bright = shown.filter((row) => names.has(row.name));
+  const grey = shown.filter((row) => !names.has(row.name));
+  const methods = chart.methods.filter((method) => names.has(method.name));
+  const tooltip = tooltipOf(axis);
   const least = Math.min(...shown.map((row) => row.low ?? row.mean));
   const log = chart.lower && least > 0 && axis === chart.axis.score;
   const x = { field: "ratio", type: "quantitative", title: "ratio: bytes held / bytes of the exact cache",
     scale: { type: "log", base: 2 }, axis: { format: ".2~r" } };
   const y = { field: "mean", type: "quantitative", title: axis,
-    scale: log ? { type: "log" } : { zero: false } };
+    scale: log ? { type: "log", nice: false } : { zero: false } };
   const color = { field: "name", type: "nominal", legend: null,
     scale: { domain: methods.map((m) => m.name), range: methods.map((m) => m.color) } };
   const shape = { field: "name", type: "nominal", legend: null,
@@ -82,15 +134,8 @@ function specOf(chart, rows, axis) {
       encoding: { x, y: { ...y, field: "low" }, y2: { field: "high" }, color } },
     { data: { values: bright }, mark: { type: "point", filled: true, size: 90, opacity: 1, stroke: soft, strokeWidth: 0.6 },
       encoding: { x, y, color, shape, tooltip } },
-  ].filter((part) => part.data.values.length);
-  return {
-    width: "container", height: 340, background: null, layer, resolve: { scale: { color: "shared" } },
-    config: {
-      aria: false, mark: { aria: false }, view: { stroke: null }, font: "system-ui, sans-serif",
-      axis: { aria: false, labelColor: text, titleColor: text, gridColor: line, domainColor: line, tickColor: line,
-        titleFontWeight: "normal", titleFontSize: 12, labelFontSize: 12, titleLimit: 600 },
-    },
-  };
+  ];
+  return framed({ height: 340, layer });
 }
 
 function option(select, value, text) {
@@ -109,6 +154,11 @@ function chooser(place, name, values) {  // a select, where there is something t
   }
   return select;
 }
+function rateText(rate, rows) {  // a rate with the ratios that were measured at it: "0.25, ratio 0.28 to 0.31"
+  const ratios = rows.filter((row) => row.rate === rate).map((row) => row.ratio);
+  const [low, high] = [Math.min(...ratios), Math.max(...ratios)].map((ratio) => ratio.toPrecision(2));
+  return rate + ", ratio " + (low === high ? low : low + " to " + high);
+}
 const distinct = (rows, field) => [...new Set(rows.map((row) => row[field]))];
 
 function buildChart(place, chart) {
@@ -116,7 +166,7 @@ function buildChart(place, chart) {
   const controls = document.createElement("div");
   controls.className = "controls";
   const rates = distinct(rows, "rate").filter((rate) => rate !== null).sort((a, b) => b - a);
-  const rateChoices = rates.map((rate) => [String(rate), String(rate)]);
+  const rateChoices = rates.map((rate) => [String(rate), rateText(rate, rows)]);
   const rate = chooser(controls, "rate", rates.length > 1 ? [["", "all"], ...rateChoices] : rateChoices);
   const measure = chooser(controls, "measure", distinct(rows, "measure").map((name) => [name, name]));
   const parts = distinct(rows, "part").sort((a, b) => (b === chart.all) - (a === chart.all));
@@ -139,12 +189,14 @@ function buildChart(place, chart) {
       && (rate.value === "" || row.rate === null || String(row.rate) === rate.value)
       && !hiddenMethods.has(row.name));
     const compressed = new Set(wanted.map((row) => row.name).filter((name) => name !== chart.baseline));
+    const inRows = compressed.size > 0 && holdAsMuch(chart, wanted);
     told.textContent = compressed.size === 0 ? "No such numbers: choose others, or show a method."
-      : compressed.size > MOST_LINES ? "In colour: " + MOST_LINES + " of " + compressed.size + " methods shown, those on the frontier first, then the best means."
+      : inRows ? "All hold about as many bytes (the ratio stands behind the name): a row for each method, the best first; dashed: exact."
+      : compressed.size > MOST_LINES ? "In colour: " + MOST_LINES + " of " + compressed.size + " methods shown: BalanceKV, SubGen and H2O before others, then those of the best mean over all points. Grey points say on hover what they are."
       : "";
     const axis = measure.value.startsWith("difference") ? measure.value + ", " + chart.axis.score : chart.axis.score;
     if (compressed.size === 0) { canvas.replaceChildren(); return; }
-    vegaEmbed(canvas, specOf(chart, wanted, axis), { actions: false, renderer: "svg", ast: true, tooltip: { theme: isDark.matches ? "dark" : "light" } });
+    vegaEmbed(canvas, (inRows ? rowsSpec : ratioSpec)(chart, wanted, axis), { actions: false, renderer: "svg", ast: true, tooltip: { theme: isDark.matches ? "dark" : "light" } });
   };
   for (const select of [rate, measure, part]) select.addEventListener("change", draw);
   document.addEventListener("methods", draw);
