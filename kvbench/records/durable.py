@@ -32,7 +32,7 @@ def replace(path: Path, content: bytes, *, sync: bool = True) -> None:
             sync_folder(path.parent)
     except OSError:  # on a full disk half a file would take the room of records
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
         raise
 
 

@@ -137,6 +137,7 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         *((text, "line 1: not JSON") for text in ("\0" * 50, second[:-20], "[" * 99_999)),
         ('{"example_id": "a"}', "line 1: .*lacks experiment"),
         (json.dumps(make_record("a", score="high")), "line 1: score is 'high'; allowed: a valid"),
+        (json.dumps(make_record("a", score=math.nan)), "line 1: score is nan; allowed: a finite"),
     ]:
         damaged = "\n".join([bad, second, ""])
         path.write_text(damaged)
@@ -233,6 +234,9 @@ def test_what_a_killed_process_left_beside_a_file_is_written_anew(tmp_path: Path
     (tmp_path / ".manifest.json.new").write_bytes(b"half of")
     durable.replace(path, b"all of it")
     assert path.read_bytes() == b"all of it"
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode, "others read it, too"
+    (tmp_path / "other").unlink()
     assert [one.name for one in tmp_path.iterdir()] == ["manifest.json"]
 
 
