@@ -35,7 +35,7 @@ def replace(path: Path, content: bytes, *, sync: bool = True) -> None:
             sync_folder(path.parent)
     except OSError:  # on a full disk, half a file would take the space that records need
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
         raise
 
 

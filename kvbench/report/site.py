@@ -161,7 +161,7 @@ def _options(kind: Any, config: Mapping[str, Any]) -> list[dict[str, str]]:
 def _checked_rows() -> Mapping[str, Mapping[str, str]]:
     """By method its row of the table in kvbench/methods/README.md, without Markdown's marks."""
     lines = [
-        [cell.strip() for cell in line.strip("|").split(" | ")]
+        [cell.strip() for cell in line.strip("|").split("|")]
         for line in _METHODS.read_text(encoding="utf-8").splitlines()
         if line.startswith("| ")
     ]

@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 def code_revision() -> str:
     """Git commit of the checkout the package runs from (``+dirty`` with uncommitted changes to the
     code), or ``unknown`` outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
     status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", "../conf"]
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:

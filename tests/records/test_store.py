@@ -157,6 +157,7 @@ BROKEN_LINES = [
     ("[" * 99_999, "line 1: not JSON"),
     ('{"example_id": "a"}', "line 1: .*lacks experiment"),
     (json.dumps(make_record("a", score="high")), "line 1: score is 'high'; allowed: a valid"),
+    (json.dumps(make_record("a", score=math.nan)), "line 1: score is nan; allowed: a finite"),
 ]
 
 
@@ -263,6 +264,10 @@ def test_a_temporary_file_of_a_killed_process_is_overwritten(tmp_path: Path) -> 
     (tmp_path / ".manifest.json.new").write_bytes(b"half of")
     durable.replace(path, b"all of it")
     assert path.read_bytes() == b"all of it"
+    other = tmp_path / "other"
+    other.touch()
+    assert path.stat().st_mode == other.stat().st_mode, "others may read it as any new file"
+    other.unlink()
     assert list(tmp_path.iterdir()) == [path]
 
 

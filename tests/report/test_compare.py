@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from scipy.stats import t
 from support.report_runs import ERROR_META, HOSTILE, write_run
-from support.tables import shown
+from support.tables import heads, shown
 
 from kvbench.records.read import StoreError
 from kvbench.report.__main__ import main
@@ -100,6 +100,7 @@ def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> Non
     assert (row["common_examples"], row["better"], row["worse"]) == (60, 60, 0), "lower is better"
     (table,) = found.tables
     assert list(table.frame["difference_mark"]) == ["shown"]
+    assert heads(table)[:3] == ["method", "change", "p"]
     older = [{"example_id": f"e{i}", "score": 0.5} for i in range(60)]  # without their prompts
     write_run(tmp_path / "c", method="snapkv", records=older, task_meta=ERROR_META)
     row = compared(tmp_path / "c" / "demo", tmp_path / "b" / "demo").frame.iloc[0]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from scipy.stats import ttest_1samp
 from support.report_runs import (
     NEEDLE_META,
@@ -21,8 +24,8 @@ from support.report_runs import (
 )
 from support.tables import data, group_of, shown
 
-from kvbench.records.figures import Curve, Heatmap, as_json
-from kvbench.report.drawing import Drawn
+from kvbench.records.figures import Curve, Heatmap, as_json, figures_in
+from kvbench.report.drawing import Drawn, forest
 from kvbench.report.experiment import Group
 from kvbench.report.figures import RULE_OF_COLOURS, figures_of, memory_rows, pareto
 from kvbench.report.frame import tidy
@@ -122,6 +125,28 @@ def test_heatmaps_share_one_scale_and_leave_gaps_where_nothing_was_scored(tmp_pa
     *panels, _ = one.figure.axes
     assert [ax.get_title() for ax in panels] == ["exact", "snapkv"]
     assert {ax.collections[0].get_clim() for ax in panels} == {(0.0, 100.0)}
+    labels = [label.get_text() for label in panels[0].get_xticklabels()]
+    assert labels == ["256", "512", "1024", "2048"]
+
+
+def test_a_forest_has_its_intervals_along_the_scores() -> None:
+    row = {"row": "snapkv", "method": "snapkv", "mean": 50.0, "low": 30.0, "high": 90.0}
+    (ax,) = forest(pd.DataFrame([row]), "score").axes
+    intervals: Any = ax.collections[0]
+    (interval,) = intervals.get_segments()
+    assert interval.tolist() == [[30.0, 0.0], [90.0, 0.0]]
+
+
+def test_a_name_that_no_font_has_is_drawn_without_a_warning() -> None:
+    figure = Figure()
+    figure.suptitle("\U00012000")
+    with warnings.catch_warnings(action="error"):
+        assert Drawn("name", "title", "caption", figure).encoded("svg")
+
+
+def test_a_figure_that_lacks_a_field_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^task_meta\.figures: 0\.heatmap\.y: Field required$"):
+        figures_in({"figures": [{"kind": "heatmap", "x": "length"}]})
 
 
 def test_panels_show_the_best_methods_of_the_lowest_rate_and_name_the_rest(tmp_path: Path) -> None:

@@ -338,3 +338,17 @@ def test_records_are_a_frame_with_documented_columns_and_parquet(tmp_path: Path)
     again = pd.read_parquet(tmp_path / "records.parquet")
     np.testing.assert_array_equal(again["score"], frame["score"])
     assert list(again["answers"][0]) == frame["answers"][0]
+
+
+@pytest.mark.parametrize(("temperature", "likeness"), [(1.0, 1.0), (0.0, np.nan)])
+def test_sampled_answers_have_their_likeness(
+    tmp_path: Path, temperature: float, likeness: float
+) -> None:
+    records = [
+        {"example_id": f"e{i}", "score": 1.0, "prediction": "the dog ran off"} for i in range(2)
+    ]
+    options = {"sampling": {"temperature": temperature}}
+    write_run(tmp_path, method="snapkv", records=records, options=options)
+    table = tidy(group_of(tmp_path / "demo"))
+    means = table[table["measure"] == "self_bleu"]["mean"]
+    assert list(means) == [pytest.approx(likeness, nan_ok=True)]

@@ -23,17 +23,20 @@ from support.report_runs import (
     lines_records,
     needle_records,
     write_demo,
+    write_longbench,
     write_run,
     write_sweep,
 )
 from support.tables import group_of
 
+from kvbench.records.read import StoreError
 from kvbench.report.__main__ import main
 from kvbench.report.answers import sample_of
 from kvbench.report.build import ReportPaths, build_report
 from kvbench.report.charts import ALL, FIELDS, chart_of
 from kvbench.report.experiment import load_experiment
 from kvbench.report.frame import tidy, totals
+from kvbench.report.item import RunNote, write_item_page
 from kvbench.report.page import facts_of, write_index
 from kvbench.report.wandb_report import main as wandb_main
 
@@ -126,6 +129,11 @@ def test_a_page_and_its_files_hold_everything(demo: ReportPaths) -> None:
     stem = "longeval_lines-recall_mini"
     assert {f"{stem}.csv", f"{stem}.md", f"{stem}.tex", "overview-recall_mini.md"} <= names
     assert f"{stem}-ratio.pdf" in {path.name for path in demo.figures}
+
+
+def test_a_table_of_a_tasks_datasets_stands_on_the_page_once(tmp_path: Path) -> None:
+    text = build_report(write_longbench(tmp_path)).page.read_text()
+    assert re.findall("<caption>(.*?)</caption>", text).count("longbench: score, %") == 1
 
 
 def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
@@ -239,6 +247,30 @@ def test_the_command_rebuilds_links_and_says_errors_in_a_line(
         assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_an_index_of_no_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"no reports in .*nowhere; expected report\.html in each"):
+        write_index([tmp_path / "nowhere"])
+
+
+def test_the_page_of_a_script_keeps_the_order_of_its_runs_and_shows_what_the_paper_printed(
+    tmp_path: Path,
+) -> None:
+    note = RunNote("a model", "make it", y="error", x="rate", by="method", panel="layer")
+    rows = [
+        {"layer": 1, "rate": rate, "method": method, "error": 1.0}
+        for rate in (0.5, 0.25)
+        for method in ("uniform", "balancekv")
+    ]
+    pd.DataFrame(rows).to_csv(tmp_path / "run.csv", index=False)
+    (tmp_path / "run.png").touch()
+    note.write(tmp_path / "run")
+    about: Any = {"title": "balancekv_table1", "paper": "", "shows": "", "differs": []}
+    text = write_item_page(tmp_path, **about).read_text()
+    heads = re.findall('<button type="button">(.*?)</button>', text)
+    assert heads[:4] == ["layer", "rate", "uniform", "balancekv"]
+    assert "balancekv_table1, as printed" in text
+
+
 @pytest.mark.parametrize(
     ("hardware", "device"),
     [
@@ -292,6 +324,7 @@ FORGED: list[tuple[str, Any]] = [
     ("record.kept", {"tokens": "ten", "width": 0, "layers": [1]}),
     ("record.kept", {"tokens": 10**12, "width": 3, "layers": {"0": [float("nan"), -1]}}),
     ("record.length", {"a": [1]}),
+    ("record.entries", {"mean": "ten", "max": [1]}),
 ]
 
 

@@ -90,6 +90,15 @@ def test_a_setting_that_older_runs_lack_sets_nothing_apart(tmp_path: Path) -> No
     assert list(groups_of(tmp_path)) == ["t"]
 
 
+def test_datasets_that_every_run_left_out_are_named(tmp_path: Path) -> None:
+    for method, datasets in (("exact", ["b", "a"]), ("h2o", ["a", "b", "c"])):
+        run = run_of(tmp_path, method, "xy")
+        manifest = json.loads((run / "manifest.json").read_text())
+        (run / "manifest.json").write_text(json.dumps(manifest | {"datasets_left_out": datasets}))
+    (group,) = groups_of(tmp_path).values()
+    assert "Left out by limit: a, b." in table_of(group).notes
+
+
 CASES: list[tuple[dict[str, str], dict[str, str], list[str]]] = [
     # records of each method in the order of their commands; rows of the table; methods left out
     ({"exact": "abcd", "h2o": "ab"}, {"exact": "ab", "h2o": "ab"}, []),

@@ -30,6 +30,9 @@ def test_a_method_has_a_page_with_what_is_known_of_it(tmp_path: Path) -> None:
         "36.1 to 69.8",
     ):
         assert part in snapkv, part
+    exact = (tmp_path / "site/methods/exact.html").read_text(encoding="utf-8")
+    assert "Checked against: generate of transformers, 16 architectures" in exact
+    assert "Paper: the exact cache" in exact, "the class says it, the table does not"
     released = (tmp_path / "site/methods/snapkv.html").parent / "balancekv_released.html"
     assert "BalanceKV" in released.read_text(encoding="utf-8")
 

@@ -191,6 +191,13 @@ def test_pairs_of_methods_are_all_in_the_file_and_those_with_the_best_in_the_tab
     assert len(shown(found["-pairs"])) < 21, "of many, those with the best"
 
 
+def test_scores_of_a_task_that_says_nothing_else_are_better_the_higher(tmp_path: Path) -> None:
+    for method, score in (("h2o", 0.0), ("snapkv", 1.0)):
+        records = [{"example_id": f"e{i}", "score": score} for i in range(12)]
+        write_run(tmp_path, method=method, records=records, task_meta={})
+    assert [row[0] for row in shown(tables(group_of(tmp_path / "demo"))[""])] == ["snapkv", "h2o"]
+
+
 def test_the_verdict_is_one_sentence_a_rate_from_the_marks(tmp_path: Path) -> None:
     (group,) = load_experiment(write_sweep(tmp_path)).groups
     lines = verdict(group, tidy(group)).splitlines()
@@ -223,8 +230,9 @@ def test_several_datasets_and_tasks_are_set_side_by_side(tmp_path: Path) -> None
     split = data(tables(group)["-by-length_bucket-and-dataset"])
     mine = split[(split["variant"] == "snapkv") & (split["dataset"] == "trec")]
     assert mine["mean_of_parts"].iloc[0] == pytest.approx(mine["score"].mean())
-    two = load_experiment(write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines", "needle")))
-    *_, overview = tables_to_print(two)
+    tasks = ("longeval_lines", "needle", "throughput")  # times are no scores
+    several = load_experiment(write_demo(tmp_path, ("exact", "snapkv"), tasks))
+    *_, overview = tables_to_print(several)
     assert overview.kind == "overview"
     ratio = "ratio, mean of tasks"
     assert heads(overview) == ["method", ratio, "longeval_lines, %", "needle, %"]

@@ -105,9 +105,11 @@ def test_a_probe_has_its_score_at_every_rate_in_the_summary(tmp_path: Path) -> N
         for rate in (0.5, 0.25)
     ]
     about = {"task_meta": LINES_META | {"breakdown": ["rate"]}, "options": {"logger": LOGGER}}
-    write_run(tmp_path, task="lines", method="snapkv", records=records, **about)
+    name = "m" * 70
+    write_run(tmp_path, task="lines", method="snapkv", model=name, records=records, **about)
     assert log_runs(load_runs(tmp_path / "demo")) == 1
     _, messages = offline_run(tmp_path / "demo", ids(tmp_path / "demo")["snapkv"])
+    assert start_of(messages).tags[0] == "m" * 64, "W&B takes no longer tag"
     assert updates(messages, "config")["rate"] is None
     summary = updates(messages, "summary")
     for measure in ("score", "ratio"):

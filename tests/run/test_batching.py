@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.jobs import Echo, make_job, records_of
+from support.jobs import Echo, make_job, records_of, with_session
 from support.prompts import methods
 
 from kvbench.engine import memory
@@ -164,6 +165,24 @@ def test_a_unit_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Pa
     told = [outcomes[0].example_id for outcomes in runner.run(work)]
     assert plan.groups == [4, 1, 2, 2]
     assert told == ["u1", "u2", "u3", "u0", "u4", "u5", "u6", "u7"]
+
+
+def test_a_unit_has_the_time_of_one_answer_unless_it_has_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+
+    def limited(seconds: float | None, hung: Any) -> Any:
+        limits.append(seconds)
+        return nullcontext()
+
+    monkeypatch.setattr(batching, "time_limit", limited)
+    session = with_session(make_job(tmp_path), example_timeout=5.0).session
+    runner = Runner(Counting(), session, 1, lambda outcomes: None)
+    units = (Unit("a", ("a",), None), Unit("b", ("b",), None, answers=3))
+    work: Any = [(unit, {"m": None}) for unit in units]
+    list(runner.run(work))
+    assert limits == [5.0, 15.0]
 
 
 SIZES: list[tuple[Any, int, int | None, list[int]]] = [

@@ -6,11 +6,14 @@ import json
 import logging
 import re
 import statistics
+import subprocess
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from support.command import main
 from support.jobs import SMALL, Echo, Letters, make_job, records_of, with_session
 from support.tiny import Broken, Greedy
@@ -22,7 +25,7 @@ from kvbench.probes.throughput import Throughput
 from kvbench.prompts import PromptEncoder
 from kvbench.records.read import COMMON_FIELDS, load_run, load_runs
 from kvbench.records.store import config_hash
-from kvbench.run import identity
+from kvbench.run import identity, provenance
 from kvbench.run.identity import without_defaults
 from kvbench.run.plan import TaskPlan
 from kvbench.run.preview import print_dry_run
@@ -41,6 +44,7 @@ def test_one_record_per_example_and_method_with_every_field(tmp_path: Path) -> N
     manifest = load_run(result.folders["snapkv"]).manifest
     assert manifest["task_meta"]["breakdown"] == ["length"]
     assert manifest["identity"]["budget"] == {"rate": 0.25}
+    assert "sampling" not in manifest["identity"], "greedy runs keep the names they always had"
 
 
 def test_a_record_says_what_was_asked_and_what_was_held(tmp_path: Path) -> None:
@@ -121,6 +125,52 @@ def test_two_examples_of_one_id_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(KVError, match="task echo has 2 examples with the id 'e0'; allowed: one"):
         run_job(make_job(tmp_path, EXACT, echo=Twice()))
+
+
+def test_a_field_of_an_example_that_every_record_has_is_refused(tmp_path: Path) -> None:
+    class Taken(Echo):
+        def examples(self, encoder: PromptEncoder) -> Any:
+            return [replace(e, fields={"status": "mine"}) for e in super().examples(encoder)]
+
+    with pytest.raises(KVError, match="task echo, example 'e0': fields have 'status', which every"):
+        run_job(make_job(tmp_path, EXACT, echo=Taken()))
+
+
+def test_answers_end_at_the_models_tokens_and_at_the_encoders(tmp_path: Path) -> None:
+    session = make_job(tmp_path, EXACT).session
+    session.__dict__["encoder"] = PromptEncoder(Letters(), end_ids=frozenset({90}))
+    model: Any = session.model
+    model.generation_config.eos_token_id = [91]
+    assert {90, 91} <= session.end_ids
+
+
+def test_the_revision_says_whether_code_or_configs_have_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *author, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    files = [tmp_path / name for name in ("kvbench/run/a.py", "kvbench/b.py", "conf/c.yaml", "d")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.setattr(provenance, "__file__", str(files[0]))
+    for file, suffix in zip(files, ("+dirty", "+dirty", "+dirty", ""), strict=True):
+        file.write_text("changed")
+        assert provenance.code_revision.__wrapped__() == git("rev-parse", "HEAD") + suffix
+        file.write_text("")
+
+
+def test_the_hardware_of_a_run_on_a_gpu_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="A GPU", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    facts = provenance.hardware(torch.device("cuda"))
+    assert (facts["gpu"], facts["gpu_memory_gib"]) == ("A GPU", 80.0)
 
 
 # What names a run.
