@@ -228,10 +228,7 @@ class Matching:
         return pursuit.selection
 
     def solve(self, block: Block, selection: Selection) -> Solution:
-        """Solve for the log-weights and values of the selected entries.
-
-        With `queries_per_entry` the places of the selection must be ascending.
-        """
+        """Solve for the log-weights and values of the selected entries, in the order of the selection."""
         places, weights = selection
         if not len(places):
             return Solution(block.total[:0], block.values[:0])
@@ -239,6 +236,11 @@ class Matching:
         if self.queries_per_entry:
             at_once = max(1, block.mass.shape[1] // self.queries_per_entry)
             groups = math.ceil(len(places) / at_once)
+        order = torch.arange(len(places), device=places.device)
+        if groups > 1:  # a part of the block is what lies between two places
+            order = places.argsort()
+            places = places[order]
+            weights = None if weights is None else weights[order]
         edges = [group * len(places) // groups for group in range(groups + 1)]
         solved: list[Solution] = []
         start = 0
@@ -251,7 +253,8 @@ class Matching:
             solved.append(self.solve_part(part, block.total, in_part))
             start = stop
         log_weights, values = zip(*solved, strict=True)
-        return Solution(torch.cat(log_weights), torch.cat(values))
+        as_selected = order.argsort()
+        return Solution(torch.cat(log_weights)[as_selected], torch.cat(values)[as_selected])
 
     def solve_part(self, part: Block, block_total: Tensor, selection: Selection) -> Solution:
         """`solve` for a part of a block.

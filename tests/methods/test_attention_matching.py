@@ -135,6 +135,18 @@ def test_entries_solved_for_in_parts():
     assert at_once < apart < 2 * at_once
 
 
+def test_entries_solved_for_in_parts_stand_in_the_order_of_their_choice():
+    """So few queries that each entry is a part of its own."""
+    layer = make_layer(12, kv_heads=1, group=1, dim=4)
+    rows = (layer.keys[0], layer.values[0], layer.queries[0, :, :3])
+    kept = match(*rows, 4, layer.scaling, queries_per_entry=5, values="kept")
+    assert not torch.equal(kept.positions, kept.positions.sort().values), "not ascending"
+    assert torch.equal(kept.values[0], layer.values[0, 0, kept.positions[0]])
+    solved = match(*rows, 4, layer.scaling, queries_per_entry=5)
+    assert torch.equal(solved.log_weights, kept.log_weights)
+    assert torch.isfinite(solved.values).all()
+
+
 def test_weights_of_entries_that_have_some_multiply():
     layer = make_layer(120, dim=8)
     weights = torch.randn(1, 2, 120, generator=torch.Generator().manual_seed(1))
