@@ -331,15 +331,15 @@ class PackedEntries(Entries):
         """See `Entries.pack_keys`."""
         if self.codecs.keys.ahead:
             first = self.first_key
-            keys, _ = self.codecs.keys.take(self.keys[:, : self.length - first])
+            keys = self.codecs.keys.take(self.keys[:, : self.length - first])
             self.codecs = self.codecs._replace(keys=keys)
             self._move_to_front(self.keys, first, self.first_key)
 
     def pack(self) -> None:
         """See `Entries.pack`."""
         first_key, first_value = self.first_key, self.first_value
-        keys, _ = self.codecs.keys.take(self.keys[:, : self.length - first_key])
-        values, _ = self.codecs.values.take(self.values[:, : self.length - first_value])
+        keys = self.codecs.keys.take(self.keys[:, : self.length - first_key])
+        values = self.codecs.values.take(self.values[:, : self.length - first_value])
         self.codecs = Codecs(keys, values)
         self._move_to_front(self.keys, first_key, self.first_key)
         self._move_to_front(self.values, first_value, self.first_value)

@@ -128,7 +128,7 @@ class QJL:
             partial(pack, quantization=self._value_quantization, by_channel=False),
             due=lambda _, exact: max(0, exact - self.buffer),
         )
-        return key_codec.take(keys)[0], value_codec.take(values)[0]
+        return key_codec.take(keys), value_codec.take(values)
 
     @property
     def _value_quantization(self) -> Quantization:

@@ -143,23 +143,20 @@ class Codec(Generic[B]):
         """The bytes of the packed rows as they are stored."""
         return self.fixed_nbytes + sum(block.nbytes for block in self.blocks)
 
-    def take(self, rows: Tensor) -> tuple[Codec[B], int]:
-        """Pack the exact rows that are due.
+    def take(self, rows: Tensor) -> Codec[B]:
+        """The codec with the exact rows that are due, which are the first of `rows`.
 
         Args:
             rows: [heads, t, d], all exact rows, oldest first.
-
-        Returns:
-            the codec with the rows that were due, and how many these are: the first of `rows`.
         """
         due = self.due(self.count, rows.shape[1])
         if not due:
-            return self, 0
+            return self
         blocks = [*self.blocks, self.pack(rows[:, :due])]
         if self.blocks and self.blocks[-1].count < MERGED:
             new = blocks.pop()
             blocks[-1] = blocks[-1].joined(new)
-        return replace(self, blocks=tuple(blocks)), due
+        return replace(self, blocks=tuple(blocks))
 
     def without(self, places: Tensor) -> Codec[B]:
         """The codec without one row of each head, at places [heads] (`Block.without`); there must be
@@ -267,7 +264,7 @@ class Quantization:
     def _codec(self, rows: Tensor, by_channel: bool) -> Codec:
         """Make a codec of these rows [heads, n, d]. It packs further rows only if `by_entry`."""
         pack_rows = partial(pack, quantization=self, by_channel=by_channel)
-        codec, _ = Codec(pack_rows, due=lambda _, exact: exact).take(rows)
+        codec = Codec(pack_rows, due=lambda _, exact: exact).take(rows)
         return codec if self.by_entry else replace(codec, due=never)
 
     def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:

@@ -119,7 +119,7 @@ class TurboQuant:
             due=lambda _, exact: max(0, exact - self.buffer),
             fixed_nbytes=fixed_nbytes,
         )
-        return codec.take(rows)[0]
+        return codec.take(rows)
 
     def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
         """See `kvbench.kernels.quantize.Scheme`."""

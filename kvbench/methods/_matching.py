@@ -228,7 +228,7 @@ class Matching:
         return pursuit.selection
 
     def solve(self, block: Block, selection: Selection) -> Solution:
-        """Solve for the log-weights and values of the selected entries, in the order of the selection."""
+        """Solve for the log-weights and values of the selected entries, in their order."""
         places, weights = selection
         if not len(places):
             return Solution(block.total[:0], block.values[:0])

@@ -73,7 +73,7 @@ def released(golden, name) -> Released:
         k: case[k] for k in ("m", "m_out", "outliers", "buffer", "value_bits", "value_group")
     }
     scheme = QJL(**options, first_layers=0, group=32, orthogonal=case["rot"])
-    codec, _ = Codec(
+    codec = Codec(
         lambda x: pack_keys(x, projection=projection, m_out=m_out, scheme=scheme),
         due=lambda _, exact: exact - exact % buffer,
     ).take(keys[0])

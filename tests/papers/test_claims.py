@@ -176,7 +176,8 @@ def test_the_command_runs_the_script_where_it_is(
     monkeypatch.setattr(reproduce.subprocess, "run", run)
     with pytest.raises(SystemExit, match="2"):
         main(["claims", "model=recall_mini", "claims=L1"])
-    assert commands[0][1:] == [ROOT / "scripts" / "claims.py", "model=recall_mini", "claims=L1"]
+    script = str(ROOT / "scripts" / "claims.py")
+    assert commands[0][1:] == [script, "model=recall_mini", "claims=L1"]
     monkeypatch.setattr(reproduce, "config_dir", lambda: tmp_path / "conf")
     with pytest.raises(SystemExit, match="2"):
         main(["claims", "model=tiny_random"])
