@@ -213,6 +213,20 @@ def test_a_method_of_kvbench_that_writes_in_place_fails_alone(
             assert found[label][0][name] == record[name], (label, name)
 
 
+def test_a_method_from_outside_writes_to_copies() -> None:
+    layer = replace(make_layer(40, kv_heads=2), log_weights=torch.zeros(1, 2, 40))
+    tensors = {name: getattr(layer, name) for name in ("keys", "values", "queries", "log_weights")}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def writes(layer: LayerKV, _: Budget) -> None:
+        for name in tensors:
+            getattr(layer, name).data.fill_(7.0)
+
+    guarded("bad", Bad(fault=writes), layer, Budget(), torch.Generator(), {})
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_a_shared_result_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bad, "__module__", "kvbench.methods.bad")
     layer = make_layer(40, kv_heads=2)
