@@ -245,8 +245,7 @@ class Jsonl(Task):
         """One context of each data set in turn, with all its questions, in the order of the files.
 
         Raises:
-            TaskError: data that are missing or wrong; a field that a row lacks; a template that does
-            not
+            TaskError: data that are missing or wrong; a field that a row lacks; a template that does not
                 print the context once; a metric whose package is not installed.
         """
         queues = []

@@ -109,8 +109,7 @@ class LongBench(Task):
         """One example of each data set in turn; the examples of a data set are sorted by ``_id``.
 
         Raises:
-            TaskError: data that are missing or wrong; a model that the protocol cannot prompt; a
-            metric
+            TaskError: data that are missing or wrong; a model that the protocol cannot prompt; a metric
                 whose package is not installed.
         """
         names = self.datasets or ()

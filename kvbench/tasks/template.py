@@ -1,10 +1,8 @@
 """Prompt templates from a config: Jinja over the fields of a row, in Jinja's sandbox.
 
-The sandbox keeps a template from Python's objects. Its own settings also keep a short template from
-making
-an endless text by mistake: it calls nothing (no methods, macros or ``range``), does not multiply, and
-    has
-the filters of `FILTERS`. The length of the text is checked while it is made.
+The sandbox keeps a template from Python's objects. Its settings here also keep a short template from
+making an endless text by mistake: a template calls nothing (no methods, macros or ``range``), does not
+multiply, and has only the filters of `FILTERS`. The length of the text is checked while it is made.
 """
 
 from __future__ import annotations
