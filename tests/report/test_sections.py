@@ -96,7 +96,7 @@ def test_datasets_that_every_run_left_out_are_named(tmp_path: Path) -> None:
         manifest = json.loads((run / "manifest.json").read_text())
         (run / "manifest.json").write_text(json.dumps(manifest | {"datasets_left_out": datasets}))
     (group,) = groups_of(tmp_path).values()
-    assert "Left out by limit: a, b." in table_of(group).notes
+    assert "Datasets of which the limit leaves no example: a, b." in table_of(group).notes
 
 
 CASES: list[tuple[dict[str, str], dict[str, str], list[str]]] = [
