@@ -29,6 +29,8 @@ SMALL: dict[str, list[str]] = {
     **{name: ["task.lengths=[300]"] for name in ("passkey", "number_string", "needle")},
     **{name: ["task.num_lines=[10]"] for name in ("longeval_lines", "longeval_lines_context")},
     "h2o_summaries": [f"task.data={DATA / 'summaries'}"],
+    "instructions": [],
+    "instructions_told": [],
     "jsonl": [
         f"task.files=[{INVENTED}/gsm8k.jsonl]",
         "task.fields.context=question",
