@@ -110,9 +110,9 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "figure": {
         "kvbench/report/figures.py": [
-            ('    wanted.append(("kept tokens",',
-             '    wanted.append(("extra", partial(extra_figure, group)))\n'
-             '    wanted.append(("kept tokens",'),
+            ('    to_draw.append(("kept tokens",',
+             '    to_draw.append(("extra", partial(extra_figure, group)))\n'
+             '    to_draw.append(("kept tokens",'),
             ("", FIGURE),
         ],
     },
