@@ -38,8 +38,8 @@ PAGE = "report.html"
 _FAILURES = 100
 """Failed examples that a page names."""
 _PROTOCOLS = {
-    "prompt": "after the whole prompt, question included",
-    "context": "after the context, before the question",
+    "prompt": "after the whole prompt (question included)",
+    "context": "after the context (before the question)",
 }
 """What the option ``compress_after`` means."""
 
