@@ -18,7 +18,8 @@ from torch import Tensor
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
-from kvbench.kernels.decode_attention import append_entries, entry_table, weighted_decode_attention
+from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
+from kvbench.kernels.entry_table import entry_table
 from kvbench.kernels.kcentre import greedy_k_centre
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}

@@ -24,7 +24,8 @@ from kvbench.engine.entries import table_of
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.ragged_cache import RaggedCache
 from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
-from kvbench.kernels.eviction import EvictionTable, evict_entries
+from kvbench.kernels.eviction import evict_entries
+from kvbench.kernels.eviction_table import EvictionTable
 from kvbench.kernels.philox import to_device
 
 NO_LIMIT = (1 << 31) - 2

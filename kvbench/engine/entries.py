@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.kernels.decode_attention import EntryTable, entry_table, is_readable, products
+from kvbench.kernels.decode_attention import products
+from kvbench.kernels.entry_table import EntryTable, entry_table, is_readable
 from kvbench.kernels.quantize import Codec, Packed, Scheme, never
 from kvbench.kv import CompressedKV, weighted_entries
 

@@ -29,111 +29,33 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels._choice import on_its_device
-from kvbench.kernels._triton_tiles import capped, load_rows, online_softmax
-from kvbench.kernels.decode_attention import COLUMNS
+from kvbench.kernels._triton_packed import read_packed
+from kvbench.kernels._triton_table import (
+    KEY_ENTRY_STRIDE,
+    KEY_HEAD_STRIDE,
+    KEYS,
+    PACKED,
+    RESERVED,
+    TABLE_COLUMNS,
+    VALUE_ENTRY_STRIDE,
+    VALUE_HEAD_STRIDE,
+    VALUES,
+    row_pointer,
+    row_stride,
+    weights_of_head,
+)
+from kvbench.kernels._triton_tiles import (
+    load_rows,
+    online_softmax,
+    store_partial,
+    weighted_logits,
+)
 from kvbench.kernels.quantize import Quantization
 
-TABLE_COLUMNS = tl.constexpr(len(COLUMNS))
-"""The int64 columns of `EntryTable.pointers`. The constants below are their places."""
-KEYS = tl.constexpr(COLUMNS.index("keys"))
-VALUES = tl.constexpr(COLUMNS.index("values"))
-LOG_WEIGHTS = tl.constexpr(COLUMNS.index("log_weights"))
-KEY_HEAD_STRIDE = tl.constexpr(COLUMNS.index("key_head_stride"))
-KEY_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("key_entry_stride"))
-VALUE_HEAD_STRIDE = tl.constexpr(COLUMNS.index("value_head_stride"))
-VALUE_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("value_entry_stride"))
-WEIGHT_HEAD_STRIDE = tl.constexpr(COLUMNS.index("weight_head_stride"))
-WEIGHT_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("weight_entry_stride"))
-RESERVED = tl.constexpr(COLUMNS.index("reserved"))
-PACKED = tl.constexpr(COLUMNS.index("packed"))
-KEY_CODES = tl.constexpr(COLUMNS.index("key_codes"))
-KEY_SCALES = tl.constexpr(COLUMNS.index("key_scales"))
-KEY_ZEROS = tl.constexpr(COLUMNS.index("key_zeros"))
-VALUE_CODES = tl.constexpr(COLUMNS.index("value_codes"))
-VALUE_SCALES = tl.constexpr(COLUMNS.index("value_scales"))
-VALUE_ZEROS = tl.constexpr(COLUMNS.index("value_zeros"))
 STAGE_BYTES = 32768
 """Bytes of keys and values that one stage of the pipeline holds in shared memory. Of multiprocessors
 with 227 KB, two programs with three stages each fit into one; of those with 163 KB, one does. Two
 stages in flight are far more than latency x bandwidth of a multiprocessor (about 20 KB)."""
-
-
-@triton.jit
-def row_pointer(table, row, column, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address in a column of the row's line of the table, as a pointer to `dtype`."""
-    pointer = tl.load(table + row * TABLE_COLUMNS + column).to(tl.pointer_type(dtype))
-    if ALIGNED:  # to 16 bytes: without this promise the compiler loads number by number
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit
-def row_stride(table, row, column, ALIGNED: tl.constexpr, UNIT: tl.constexpr):
-    """The stride in a column of the row's line of the table; a multiple of UNIT if ALIGNED."""
-    stride = tl.load(table + row * TABLE_COLUMNS + column)
-    if ALIGNED:
-        stride = tl.multiple_of(stride, UNIT)
-    return stride
-
-
-@triton.jit
-def weights_of_head(table, row, head):
-    """The log-weights of a KV head of a row: the address of the first entry's, the stride from entry to
-    entry, and false where all are zero and none are stored."""
-    stored = tl.load(table + row * TABLE_COLUMNS + LOG_WEIGHTS) != 0
-    weights = row_pointer(table, row, LOG_WEIGHTS, tl.float32, False)
-    weights += head * tl.load(table + row * TABLE_COLUMNS + WEIGHT_HEAD_STRIDE)
-    return weights, tl.load(table + row * TABLE_COLUMNS + WEIGHT_ENTRY_STRIDE), stored
-
-
-@triton.jit
-def weighted_logits(
-    products,
-    scaling,
-    softcap,
-    weights,
-    weight_stride,
-    weights_stored,
-    entries,
-    is_entry,
-    SOFTCAP: tl.constexpr,
-):
-    """Logits of a block of entries from the products q.k [GROUP, BLOCK] with the group's queries.
-
-    Args:
-        weights, weight_stride, weights_stored: what `weights_of_head` returned, from entry 0 on.
-        entries: [BLOCK] int64, which entries.
-        is_entry: [BLOCK] bool, false behind the chunk's last entry; the logit is -inf there.
-    """
-    logits = capped(products * scaling, softcap, SOFTCAP)
-    weight = tl.load(weights + entries * weight_stride, mask=is_entry & weights_stored, other=0.0)
-    return tl.where(is_entry[None, :], logits + weight[None, :], -float("inf"))
-
-
-@triton.jit
-def store_partial(
-    partial_out,
-    partial_max,
-    partial_sum,
-    slots,
-    in_group,
-    out,
-    largest,
-    total,
-    VALUE_DIM: tl.constexpr,
-    E: tl.constexpr,
-):
-    """Write the results of a chunk for the query heads of a group: the values summed by exponentials
-    out [GROUP, E], the largest logit and the sum of the exponentials [GROUP], to the places `slots`
-    [GROUP]."""
-    tl.store(partial_max + slots, largest, mask=in_group)
-    tl.store(partial_sum + slots, total, mask=in_group)
-    columns = tl.arange(0, E)
-    tl.store(
-        partial_out + slots[:, None] * VALUE_DIM + columns[None, :],
-        out,
-        mask=in_group[:, None] & (columns < VALUE_DIM)[None, :],
-    )
 
 
 @triton.jit(do_not_specialize=["lengths", "chunk", "splits", "first_split", "longest"])
@@ -440,9 +362,7 @@ def attention(
     # Without `return_mass` no logits are written; the kernel is passed some tensor all the same.
     logits = log_sum.new_empty(rows, heads, longest) if return_mass else log_sum
     if quantization is not None:
-        from kvbench.kernels import _triton_packed
-
-        _triton_packed.read_packed(
+        read_packed(
             query,
             pointers,
             (partial_out, partial_max, partial_sum),

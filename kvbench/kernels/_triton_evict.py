@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels._choice import on_its_device
-from kvbench.kernels._triton_decode import (
+from kvbench.kernels._triton_table import (
     KEY_ENTRY_STRIDE,
     KEY_HEAD_STRIDE,
     KEYS,
@@ -30,7 +30,7 @@ from kvbench.kernels._triton_decode import (
     row_pointer,
     weights_of_head,
 )
-from kvbench.kernels.eviction import RULE
+from kvbench.kernels.eviction_table import RULE
 
 RULE_COLUMNS = tl.constexpr(len(RULE))
 """The int64 columns of `EvictionTable.numbers`. The eight constants below are their places."""

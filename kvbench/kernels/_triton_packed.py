@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels._triton_decode import (
+from kvbench.kernels._triton_table import (
     KEY_CODES,
     KEY_SCALES,
     KEY_ZEROS,
@@ -24,11 +24,14 @@ from kvbench.kernels._triton_decode import (
     VALUE_SCALES,
     VALUE_ZEROS,
     row_pointer,
-    store_partial,
-    weighted_logits,
     weights_of_head,
 )
-from kvbench.kernels._triton_tiles import load_rows, online_softmax
+from kvbench.kernels._triton_tiles import (
+    load_rows,
+    online_softmax,
+    store_partial,
+    weighted_logits,
+)
 from kvbench.kernels.quantize import Quantization
 
 NUMBERS = 4096

@@ -58,3 +58,53 @@ def online_softmax(logits, largest, total):
     exponentials = tl.exp(logits - base[:, None])
     rescale = tl.exp(largest - base)
     return exponentials, rescale, new_largest, total * rescale + tl.sum(exponentials, 1)
+
+
+@triton.jit
+def weighted_logits(
+    products,
+    scaling,
+    softcap,
+    weights,
+    weight_stride,
+    weights_stored,
+    entries,
+    is_entry,
+    SOFTCAP: tl.constexpr,
+):
+    """Logits of a block of entries from the products q.k [GROUP, BLOCK] with the group's queries.
+
+    Args:
+        weights, weight_stride, weights_stored: what `weights_of_head` returned, from entry 0 on.
+        entries: [BLOCK] int64, which entries.
+        is_entry: [BLOCK] bool, false behind the chunk's last entry; the logit is -inf there.
+    """
+    logits = capped(products * scaling, softcap, SOFTCAP)
+    weight = tl.load(weights + entries * weight_stride, mask=is_entry & weights_stored, other=0.0)
+    return tl.where(is_entry[None, :], logits + weight[None, :], -float("inf"))
+
+
+@triton.jit
+def store_partial(
+    partial_out,
+    partial_max,
+    partial_sum,
+    slots,
+    in_group,
+    out,
+    largest,
+    total,
+    VALUE_DIM: tl.constexpr,
+    E: tl.constexpr,
+):
+    """Write the results of a chunk for the query heads of a group: the values summed by exponentials
+    out [GROUP, E], the largest logit and the sum of the exponentials [GROUP], to the places `slots`
+    [GROUP]."""
+    tl.store(partial_max + slots, largest, mask=in_group)
+    tl.store(partial_sum + slots, total, mask=in_group)
+    columns = tl.arange(0, E)
+    tl.store(
+        partial_out + slots[:, None] * VALUE_DIM + columns[None, :],
+        out,
+        mask=in_group[:, None] & (columns < VALUE_DIM)[None, :],
+    )

@@ -48,7 +48,8 @@ from kvbench.kernels._choice import VARIABLE
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
-from kvbench.kernels.decode_attention import EntryTable, entry_table, weighted_decode_attention
+from kvbench.kernels.decode_attention import weighted_decode_attention
+from kvbench.kernels.entry_table import EntryTable, entry_table
 from kvbench.kernels.kcentre import greedy_k_centre
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method

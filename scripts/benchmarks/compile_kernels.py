@@ -41,8 +41,8 @@ from kvbench.kernels import (
     _triton_philox,
     _triton_walk,
 )
-from kvbench.kernels.decode_attention import COLUMNS
-from kvbench.kernels.eviction import RULE
+from kvbench.kernels.entry_table import COLUMNS
+from kvbench.kernels.eviction_table import RULE
 from kvbench.kernels.quantize import Quantization
 
 

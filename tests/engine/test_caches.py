@@ -20,11 +20,8 @@ from kvbench.engine.entries import table_of
 from kvbench.engine.fork import Fork
 from kvbench.engine.kept import entries_of
 from kvbench.engine.ragged_cache import RaggedCache
-from kvbench.kernels.decode_attention import (
-    append_entries,
-    entry_table,
-    weighted_decode_attention,
-)
+from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
+from kvbench.kernels.entry_table import entry_table
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, pack, unpack
 from kvbench.kernels.turboquant import TurboQuant

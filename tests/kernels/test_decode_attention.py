@@ -17,12 +17,8 @@ from support.kernels import (
     relative,
 )
 
-from kvbench.kernels.decode_attention import (
-    _too_wide,
-    append_entries,
-    entry_table,
-    weighted_decode_attention,
-)
+from kvbench.kernels.decode_attention import _too_wide, append_entries, weighted_decode_attention
+from kvbench.kernels.entry_table import entry_table
 from kvbench.kernels.quantize import Quantization, pack, unpack
 
 

@@ -10,7 +10,8 @@ from support.pretended import counted, needs_cuda, needs_pretend
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
-from kvbench.kernels.decode_attention import append_entries, entry_table, weighted_decode_attention
+from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
+from kvbench.kernels.entry_table import entry_table
 from kvbench.kernels.kcentre import greedy_k_centre
 from kvbench.kernels.philox import philox
 from kvbench.kv import Budget, LayerKV

@@ -7,8 +7,9 @@ import torch
 from support.interpreted import DEVICE
 from support.kernels import both
 
-from kvbench.kernels.decode_attention import entry_table
-from kvbench.kernels.eviction import EvictionTable, evict_entries
+from kvbench.kernels.entry_table import entry_table
+from kvbench.kernels.eviction import evict_entries
+from kvbench.kernels.eviction_table import EvictionTable
 from kvbench.methods.base import Eviction
 
 DIM, VALUE_DIM = 16, 8

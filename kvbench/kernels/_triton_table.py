@@ -1,0 +1,57 @@
+"""How Triton kernels read a row's line of `EntryTable.pointers`, as functions that are compiled into
+each of them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvbench.kernels.entry_table import COLUMNS
+
+TABLE_COLUMNS = tl.constexpr(len(COLUMNS))
+"""The int64 columns of `EntryTable.pointers`. The constants below are their places."""
+KEYS = tl.constexpr(COLUMNS.index("keys"))
+VALUES = tl.constexpr(COLUMNS.index("values"))
+LOG_WEIGHTS = tl.constexpr(COLUMNS.index("log_weights"))
+KEY_HEAD_STRIDE = tl.constexpr(COLUMNS.index("key_head_stride"))
+KEY_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("key_entry_stride"))
+VALUE_HEAD_STRIDE = tl.constexpr(COLUMNS.index("value_head_stride"))
+VALUE_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("value_entry_stride"))
+WEIGHT_HEAD_STRIDE = tl.constexpr(COLUMNS.index("weight_head_stride"))
+WEIGHT_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("weight_entry_stride"))
+RESERVED = tl.constexpr(COLUMNS.index("reserved"))
+PACKED = tl.constexpr(COLUMNS.index("packed"))
+KEY_CODES = tl.constexpr(COLUMNS.index("key_codes"))
+KEY_SCALES = tl.constexpr(COLUMNS.index("key_scales"))
+KEY_ZEROS = tl.constexpr(COLUMNS.index("key_zeros"))
+VALUE_CODES = tl.constexpr(COLUMNS.index("value_codes"))
+VALUE_SCALES = tl.constexpr(COLUMNS.index("value_scales"))
+VALUE_ZEROS = tl.constexpr(COLUMNS.index("value_zeros"))
+
+
+@triton.jit
+def row_pointer(table, row, column, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a column of the row's line of the table, as a pointer to `dtype`."""
+    pointer = tl.load(table + row * TABLE_COLUMNS + column).to(tl.pointer_type(dtype))
+    if ALIGNED:  # to 16 bytes: without this promise the compiler loads number by number
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def row_stride(table, row, column, ALIGNED: tl.constexpr, UNIT: tl.constexpr):
+    """The stride in a column of the row's line of the table; a multiple of UNIT if ALIGNED."""
+    stride = tl.load(table + row * TABLE_COLUMNS + column)
+    if ALIGNED:
+        stride = tl.multiple_of(stride, UNIT)
+    return stride
+
+
+@triton.jit
+def weights_of_head(table, row, head):
+    """The log-weights of a KV head of a row: the address of the first entry's, the stride from entry to
+    entry, and false where all are zero and none are stored."""
+    stored = tl.load(table + row * TABLE_COLUMNS + LOG_WEIGHTS) != 0
+    weights = row_pointer(table, row, LOG_WEIGHTS, tl.float32, False)
+    weights += head * tl.load(table + row * TABLE_COLUMNS + WEIGHT_HEAD_STRIDE)
+    return weights, tl.load(table + row * TABLE_COLUMNS + WEIGHT_ENTRY_STRIDE), stored

@@ -1,0 +1,256 @@
+"""Where the entries of the rows of a decode step lie: a table of addresses, made once and read at every
+step by the kernels that attend, append and evict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels._choice import multiprocessors
+from kvbench.kernels.philox import to_device
+from kvbench.kernels.quantize import Packed, Quantization
+
+COLUMNS = (
+    "keys",
+    "values",
+    "log_weights",
+    "key_head_stride",
+    "key_entry_stride",
+    "value_head_stride",
+    "value_entry_stride",
+    "weight_head_stride",
+    "weight_entry_stride",
+    "reserved",
+    "packed",
+    "key_codes",
+    "key_scales",
+    "key_zeros",
+    "value_codes",
+    "value_scales",
+    "value_zeros",
+)
+"""What the columns of `EntryTable.pointers` have for a row: the addresses of its three buffers (that
+of the log-weights is 0 where all are zero); the strides of each over heads and over entries, in
+elements; how many entries there is room for (`reserved`, packed ones included); how many entries are
+packed; and the addresses of their codes, scales and zero points (0 where no entry is packed)."""
+
+
+@dataclass(frozen=True)
+class EntryTable:
+    """A table of where the entries of each row lie. `entry_table` makes it once; every step reads it.
+
+    The rows of a decode step are prompts and methods with different numbers of entries, in buffers
+    that were reserved when each was prefilled. A padded batch tensor would read and store padding; one
+    pool for all rows would have to be moved when a row joins, leaves or grows. With a table of
+    addresses rows stay where they are (in buffers, or in views of a pool), and the same table serves
+    every step, so that a step does no Python work per row and can be captured in a CUDA graph. Only
+    the rows' lengths, a tensor beside the table, change from step to step.
+
+    The first entries of a row may be packed (`kvbench.kernels.quantize`). They are read as they are
+    stored. The buffers of keys and values have the entries behind them.
+
+    Attributes:
+        keys, values: for each row [kv_heads, reserved, dim]; `reserved` differs between rows.
+        log_weights: for each row [kv_heads, packed + reserved] float32, or None where all are zero;
+            -inf hides an entry.
+        longest: the entries in buffers for which programs are launched, at least the largest
+            `reserved`.
+        packed: for each row its packed keys (`by_channel`) and values, all of one `Quantization`;
+            empty where no row has any.
+        longest_packed: the packed entries for which programs are launched, at least those of every
+            row.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    log_weights: tuple[Tensor | None, ...]
+    longest: int
+    packed: tuple[tuple[Packed, Packed], ...] = ()
+    longest_packed: int = 0
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(self.keys)
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of KV heads, which all rows share."""
+        return self.keys[0].shape[0]
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """The scheme of the packed entries; None where there are none."""
+        return self.packed[0][0].quantization if self.packed else None
+
+    @property
+    def packed_counts(self) -> list[int]:
+        """The number of packed entries of each row."""
+        return [keys.count for keys, _ in self.packed] or [0] * self.rows
+
+    @cached_property
+    def chunk(self) -> int:
+        """How many entries a program of the Triton kernel reads: a power of two.
+
+        Four programs for each multiprocessor keep all of them busy to the end although rows differ.
+        Below 128 entries the launch that combines the chunks would cost more than the one that reads
+        them.
+        """
+        entries = sum(key.shape[1] for key in self.keys) + sum(self.packed_counts)
+        programs = 4 * multiprocessors(self.keys[0].device)
+        share = -(-self.kv_heads * entries // programs)
+        return min(4096, max(128, 1 << (share - 1).bit_length()))
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every entry in a buffer, and the first code of each row, lies at a multiple of 16
+        bytes."""
+        return all(codes.data_ptr() % 16 == 0 for codes in self._all_codes) and all(
+            part.data_ptr() % 16 == 0
+            and all(stride * part.element_size() % 16 == 0 for stride in part.stride()[:2])
+            for part in (*self.keys, *self.values)
+        )
+
+    @property
+    def _all_codes(self) -> list[Tensor]:
+        return [side.codes for row in self.packed for side in row]
+
+    @cached_property
+    def pointers(self) -> Tensor:
+        """The table as a tensor, [rows, columns] int64 on the rows' device; `COLUMNS` names the
+        columns."""
+        table = []
+        not_packed = dict.fromkeys(COLUMNS, 0)
+        for number, count in enumerate(self.packed_counts):
+            key, value = self.keys[number], self.values[number]
+            weight = self.log_weights[number]
+            row = not_packed | {
+                "keys": key.data_ptr(),
+                "values": value.data_ptr(),
+                "log_weights": 0 if weight is None else weight.data_ptr(),
+                "key_head_stride": key.stride(0),
+                "key_entry_stride": key.stride(1),
+                "value_head_stride": value.stride(0),
+                "value_entry_stride": value.stride(1),
+                "weight_head_stride": 0 if weight is None else weight.stride(0),
+                "weight_entry_stride": 0 if weight is None else weight.stride(1),
+                "reserved": count + key.shape[1],
+                "packed": count,
+            }
+            if self.packed:
+                for side, packed in zip(("key", "value"), self.packed[number], strict=True):
+                    row[f"{side}_codes"] = packed.codes.data_ptr()
+                    row[f"{side}_scales"] = packed.scale.data_ptr()
+                    row[f"{side}_zeros"] = packed.zero.data_ptr()
+            table.append([row[name] for name in COLUMNS])
+        return to_device(torch.tensor(table, dtype=torch.int64), self.keys[0].device)
+
+
+def entry_table(
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    log_weights: Sequence[Tensor | None] | None = None,
+    *,
+    packed: Sequence[tuple[Packed, Packed]] = (),
+    longest: int = 0,
+    longest_packed: int = 0,
+) -> EntryTable:
+    """Make the table of these rows. It refers to their buffers (or views of a pool) and copies
+    nothing.
+
+    A new table is needed when a row joins or leaves, or when a buffer is replaced by a larger one, but
+    not when an entry is appended to a buffer in place.
+
+    Args:
+        keys, values: for each row [kv_heads, reserved, dim]. All keys share dtype, device, kv_heads
+            and dim; so do all values, with a dim of their own. The numbers of an entry are adjacent in
+            memory.
+        log_weights: for each row [kv_heads, packed + reserved] float32, or None where all are zero.
+        packed: for each row the packed keys and values of the entries before those in the buffers;
+            empty where no row has any.
+        longest, longest_packed: `EntryTable.longest` and `longest_packed`, if that is more than the
+            rows need.
+
+    Raises:
+        ValueError: no rows, or rows that differ in what they must share.
+    """
+    weights = (None,) * len(keys) if log_weights is None else tuple(log_weights)
+    if not keys or not len(keys) == len(values) == len(weights):
+        raise ValueError(
+            f"{len(keys)} rows of keys, {len(values)} of values, {len(weights)} of log-weights; "
+            "allowed: the same number, at least 1"
+        )
+    for name, rows in (("keys", keys), ("values", values)):
+        shared = {(row.shape[0], row.shape[2], row.dtype, row.device) for row in rows}
+        if len(shared) > 1:
+            raise ValueError(
+                f"{name} differ in (kv_heads, dim, dtype, device): {sorted(map(str, shared))}"
+            )
+        if any(row.stride(2) != 1 for row in rows):
+            raise ValueError(f"{name} of an entry are not adjacent in memory (stride 1)")
+    if packed:
+        _check_packed(packed, keys, values)
+    counts = [row[0].count for row in packed] or [0] * len(keys)
+    for row, (key, value, weight) in enumerate(zip(keys, values, weights, strict=True)):
+        buffers = [(tuple(x.shape[:2]), x.dtype) for x in (key, value, weight) if x is not None]
+        weights_shape = (key.shape[0], counts[row] + key.shape[1])
+        fitting = [buffers[0], buffers[0], (weights_shape, torch.float32)]
+        if buffers != fitting[: len(buffers)]:
+            raise ValueError(
+                f"row {row} has keys, values, log-weights {buffers}; allowed: {fitting}"
+            )
+    table = EntryTable(
+        tuple(keys),
+        tuple(values),
+        weights,
+        max(longest, *(key.shape[1] for key in keys)),
+        tuple(packed),
+        max(longest_packed, *counts),
+    )
+    if keys[0].is_cuda:
+        _ = table.pointers  # Made now, since nothing can be copied while a CUDA graph is captured.
+    return table
+
+
+def is_readable(keys: object, values: object) -> bool:
+    """Whether `weighted_decode_attention` can read these packed keys and values as they are stored:
+    integers in groups of a power of two numbers, keys packed by channel, values by entry, as many of
+    both."""
+    if not isinstance(keys, Packed) or not isinstance(values, Packed):
+        return False
+    size = keys.quantization.group_size
+    return (
+        size & (size - 1) == 0
+        and keys.by_channel
+        and not values.by_channel
+        and keys.count == values.count
+        and all(part.is_contiguous() for side in (keys, values) for part in side.parts)
+    )
+
+
+def _check_packed(
+    packed: Sequence[tuple[Packed, Packed]], keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> None:
+    """Raise the ValueError of `entry_table` where packed entries cannot be read or do not fit the
+    buffers."""
+    if len(packed) != len(keys):
+        raise ValueError(f"{len(packed)} rows have packed entries; allowed: none, or {len(keys)}")
+    for row, sides in enumerate(packed):
+        if not is_readable(*sides):
+            raise ValueError(
+                f"row {row} is packed by {sides[0].quantization}; allowed: keys by channel, values by "
+                "entry, groups of a power of two"
+            )
+        stored = [
+            (side.shape[0], side.shape[2], side.scale.dtype, side.quantization) for side in sides
+        ]
+        quantization = packed[0][0].quantization
+        fitting = [
+            (x.shape[0], x.shape[2], x.dtype, quantization) for x in (keys[row], values[row])
+        ]
+        if stored != fitting:
+            raise ValueError(f"row {row} has packed keys and values {stored}; allowed: {fitting}")
