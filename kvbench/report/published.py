@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import Decimal, InvalidOperation
 from functools import reduce
 from pathlib import Path
 
@@ -250,6 +251,7 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
         model=both["our_model"],
         published_model=both["model"],
         unit=both["our_unit"].where(~percent, "%"),
+        printed_unit=both["unit"],
         published=published,
         margin=margins,
         **{key: both[of] * factor for key, of in numbers.items()},
@@ -264,8 +266,9 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
     )
     marks = compared["beyond_margin"].map({True: "beyond", False: ""})
     compared["mark"] = marks.where(~untold, "untold")
-    keys = [*_KEYS, "value", "field", "unit", "printed", "published", *numbers, "difference"]
-    return compared[[*keys, "margin", "beyond_margin", "mark", "n", "expected", "published_of"]]
+    keys = [*_KEYS, "value", "field", "unit", "printed", "printed_unit", "published", *numbers]
+    about = ["difference", "margin", "beyond_margin", "mark", "n", "expected", "published_of"]
+    return compared[[*keys, *about]]
 
 
 def published_tables(frame: pd.DataFrame) -> list[Table]:
@@ -278,6 +281,14 @@ def published_tables(frame: pd.DataFrame) -> list[Table]:
     return tables
 
 
+def _in_per_cent(printed: str) -> str:
+    """A printed fraction in per cent with the same digits: 0.830 is 83.0. Other text stays as it is."""
+    try:
+        return f"{Decimal(printed).scaleb(2):f}"
+    except InvalidOperation:
+        return printed
+
+
 def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     unit = "fraction" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
     scale = 0.01 if unit == "fraction" else 1.0
@@ -288,6 +299,10 @@ def _table(source: str, field: str, part: pd.DataFrame) -> Table:
         for task, ours, theirs in part[["task", "model", "published_model"]].itertuples(index=False)
     ]
     frame["value"] = part["value"].where(part["value"] != "", part["field"])
+    frame["printed"] = [
+        _in_per_cent(printed) if printed_unit == "fraction" else printed
+        for printed, printed_unit in part[["printed", "printed_unit"]].itertuples(index=False)
+    ]
     frame["printed_mark"] = part["mark"]
     frame["score_mark"] = (part["n"] < part["expected"]).map({True: "incomplete", False: ""})
     text, signed = (score_format(unit, signed=s) for s in (False, True))
