@@ -63,8 +63,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 """Options of `generate`, and the values of each that are possible. A compressed cache cannot remove
 tokens (assisted decoding does), is made in one forward pass over the whole prompt, computes no attention
-matrix,
-and is causal: no token sees a later one."""
+matrix, and is causal: no token sees a later one."""
 
 
 def refused(name: str, value: Any) -> UnsupportedGeneration:

@@ -201,8 +201,7 @@ def rotary(frequencies: Tensor) -> Rotary:
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first `width` channels of x [..., tokens, dim] by cosines and sines [..., tokens,
-    width],
-    the first half of these channels against the second: [..., tokens, dim] float32."""
+    width], the first half of these channels against the second: [..., tokens, dim] float32."""
     part, rest = x.float().split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     first_half, second_half = part.chunk(2, dim=-1)
     turned = part * cos + torch.cat([-second_half, first_half], dim=-1) * sin
@@ -286,8 +285,7 @@ class BandState(AttentionState):
 
     def _logits(self, query: Tensor, key: Tensor, now: Tensor, times: Tensor) -> Tensor:
         """The products of queries [kv_heads, group, t, d] with keys [kv_heads, 1, c, d], rotated to
-        their
-        places in the cache: [kv_heads, group, t, c].
+        their places in the cache: [kv_heads, group, t, c].
 
         Places are counted from the oldest entry, so in a full cache the query has the place start +
         recent. Its distance to a recent entry is then the difference of their token numbers, and its

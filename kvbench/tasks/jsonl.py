@@ -110,8 +110,7 @@ class Jsonl(Task):
         merge_answers: whether rows of one id are one question with several answers.
         golden_turns: what stands between a context and its second, third ... question. True: the
             questions before it with their first answers; False: the same with the method's own answers
-            (under
-            ``compress_after=context`` only); None: nothing.
+            (under ``compress_after=context`` only); None: nothing.
         breakdowns: the fields of a row by whose values tables are split.
         subsets: by the name of a data set, the options (`SUBSET_OPTIONS`) in which it differs.
         datasets: the names of `subsets` that are run; None for all.

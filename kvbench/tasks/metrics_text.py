@@ -83,8 +83,7 @@ def _words(text: str) -> list[str]:
 
 def containment(prediction: str, answer: str) -> float:
     """1 if the prediction contains the answer, else 0. Case, runs of white space, and a ``.``, ``!``
-    or
-    ``?`` at the end of the answer make no difference."""
+    or ``?`` at the end of the answer make no difference."""
     answer_text = " ".join(answer.lower().split())
     without_end = answer_text.rstrip(".!?") or answer_text
     return float(without_end in " ".join(prediction.lower().split()))
