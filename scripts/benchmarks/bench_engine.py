@@ -105,14 +105,24 @@ def medians(runs: Mapping[str, Callable[[], object]], count: int) -> dict[str, f
 
 
 def generated(
-    model: PreTrainedModel, ids: list[int], names: Iterable[str], stopping: Stopping, budget: Budget
+    model: PreTrainedModel,
+    ids: list[int],
+    names: Iterable[str],
+    stopping: Stopping,
+    budget: Budget,
+    idle: int = 0,
 ) -> dict[str, Generation]:
     """What each method generates from one prefill.
+
+    Args:
+        idle: how many caches of StreamingLLM, which computes nothing to compress, join the job.
 
     Raises:
         RuntimeError: a method failed.
     """
     methods = {name: (build_method(name), budget) for name in names}
+    for number in range(idle):
+        methods[f"idle {number}"] = (build_method("streaming_llm"), budget)
     prompt = Prompt(ids, [], methods, stopping, "bench")
     with kvbench_attention_on(model):
         (answers,) = run_batch(model, [prompt], seed=0)
@@ -123,7 +133,8 @@ def generated(
 
 
 def bench_sharing(options: argparse.Namespace) -> None:
-    """One prefill and one decoding for eight methods, over a job of `exact` alone."""
+    """One prefill and one decoding for eight methods, over a job of `exact` alone; and the same for
+    `exact` and seven caches of StreamingLLM, which are decoded but take no time to compress."""
     model = model_of(options)
     ids = random_tokens(options.tokens or 4096)
     stopping = Stopping(options.new or 32)
@@ -131,11 +142,16 @@ def bench_sharing(options: argparse.Namespace) -> None:
     runs = {
         "exact": partial(generated, model, ids, ["exact"], stopping, RATE),
         "all": partial(generated, model, ids, names, stopping, RATE),
+        "decoded": partial(generated, model, ids, ["exact"], stopping, RATE, len(names) - 1),
     }
     seconds = medians(runs, options.runs)
     print(f"{options.model}, {len(ids)} + {stopping.max_new_tokens} tokens")
     print(f"exact {seconds['exact']:.3f} s; {len(names)} methods in one job {seconds['all']:.3f} s")
     print(f"ratio {seconds['all'] / seconds['exact']:.2f}")
+    print(
+        f"ratio of exact and {len(names) - 1} caches that take no time to compress "
+        f"{seconds['decoded'] / seconds['exact']:.2f}"
+    )
 
 
 def bench_decode(options: argparse.Namespace) -> None:
