@@ -201,7 +201,7 @@ def bench_layer(options: argparse.Namespace) -> None:
             scheme=method.quantization(),
         )
         call = LayerCall(0, queries[:, :, -1:], key, value, scaling)
-        if not cache.steps_by_kernel:
+        if method.evicts or not cache.steps_by_kernel:
             return lambda: cache.step(call, torch.tensor([tokens]))
         store = cache.store
         table, lengths = table_of([store]), [store.length]
