@@ -120,9 +120,9 @@ LIMIT = 560.0
 TESTS = (
     "tests/kernels/test_attention_mass.py tests/kernels/test_balanced_cut.py "
     "tests/kernels/test_balanced_walk.py tests/kernels/test_choice.py "
-    "tests/kernels/test_decode_attention.py tests/kernels/test_kcentre.py "
-    "tests/kernels/test_online_clusters.py tests/kernels/test_kernels_cuda.py "
-    "tests/kernels/test_kernels_eviction.py tests/engine/test_cuda.py"
+    "tests/kernels/test_decode_attention.py tests/kernels/test_eviction.py "
+    "tests/kernels/test_kcentre.py tests/kernels/test_online_clusters.py "
+    "tests/kernels/test_kernels_cuda.py tests/engine/test_cuda.py"
 )
 """Every kernel at several shapes, eviction included, and decoding steps."""
 WORKERS = 4

@@ -20,7 +20,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   exit 2
 fi
 tests=("$@")
-[ $# -gt 0 ] || tests=(tests/kernels/test_{attention_mass,balanced_cut,balanced_walk,choice,decode_attention,kcentre,online_clusters,kernels_cuda,kernels_eviction}.py)
+[ $# -gt 0 ] || tests=(tests/kernels/test_{attention_mass,balanced_cut,balanced_walk,choice,decode_attention,eviction,kcentre,online_clusters,kernels_cuda}.py)
 # every allocation of its own, so that memcheck sees where each ends
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 # without the full-size shapes, which take a sanitizer hours

@@ -61,9 +61,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for report in terminalreporter.stats.get("skipped", []):
         _, _, reason = report.longrepr  # file, line, reason
         reasons[reason.removeprefix("Skipped: ")] += 1
-    told = (f"{reason} ({count})" for reason, count in reasons.most_common())
+    lines = (f"{reason} ({count})" for reason, count in reasons.most_common())
     if reasons:
-        terminalreporter.write_line(f"{reasons.total()} skipped: " + "; ".join(told))
+        terminalreporter.write_line(f"{reasons.total()} skipped: " + "; ".join(lines))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -86,6 +86,13 @@ def _log_handlers_of_its_own() -> Iterator[None]:
     before = list(root.handlers), root.level
     yield
     root.handlers[:], root.level = before
+
+
+@pytest.fixture
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is not collected between batches of tiny models: it takes longer than all the rest."""
+    for module in ("probes.throughput", "run.batching"):
+        monkeypatch.setattr(f"kvbench.{module}.free_memory", lambda device: None)
 
 
 @pytest.fixture(autouse=True)

@@ -66,12 +66,11 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-def test_wrong_arguments_are_refused_in_one_line() -> None:
-    model = tiny_model("llama")
-    for call, message in WRONG:
-        with pytest.raises(KVError, match=message) as error:
-            call(model)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_wrong_arguments_are_refused_in_one_line(call: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(KVError, match=message) as error:
+        call(tiny_model("llama"))
+    assert "\n" not in str(error.value)
 
 
 def test_compare_gives_what_compress_gives_from_one_prefill() -> None:

@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_no_default_changes_unseen(name: str) -> None:
+def test_defaults_are_those_written_down(name: str) -> None:
     kind, written = locate(name), WRITTEN[name]
     found = {option: value_of(kind, option) for option in written}
     if "presets" in written:  # others may be added

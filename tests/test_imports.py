@@ -117,13 +117,17 @@ def test_usage_errors_come_without_importing_what_they_do_not_need(
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
-def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise() -> None:
+@pytest.mark.parametrize(
+    ("own", "displayed"), [({}, "'PASSIVE'"), ({"GOMP_SPINCOUNT": "7"}, "'7'")], ids=["", "own"]
+)
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
+    own: dict[str, str], displayed: str
+) -> None:
     """From Python, too, and without a trace in the program's environment."""
     script = "import kvbench, os; kvbench.Budget; print({'GOMP_SPINCOUNT'} <= set(os.environ))"
-    for own, told in ({}, "'PASSIVE'"), ({"GOMP_SPINCOUNT": "7"}, "'7'"):
-        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(PACKAGE.parent), **own}
-        environment["OMP_DISPLAY_ENV"] = "VERBOSE"
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.stdout == f"{bool(own)}\n", done.stderr
-        assert re.search(rf"(WAIT_POLICY|SPINCOUNT) = {told}", done.stderr), done.stderr
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(PACKAGE.parent), **own}
+    environment["OMP_DISPLAY_ENV"] = "VERBOSE"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stdout == f"{bool(own)}\n", done.stderr
+    assert re.search(rf"(WAIT_POLICY|SPINCOUNT) = {displayed}", done.stderr), done.stderr

@@ -1,4 +1,4 @@
-"""What the READMEs tell a reader to type works as typed.
+"""The commands and the code of the READMEs work as they are written.
 
 Every command is read by a shell and checked by the command line's own checks; the Python block and "Add
 your own task" are executed here, "Add your own method" by test_additions.py, the three commands by

@@ -17,8 +17,10 @@ from kvbench.records.read import load_runs
 ANSWERS = [["Paris", "the city of Paris"], ["a red fox"], ["42"], ["42"]]
 
 
+PAIR_RELEASED = runpy.run_path(str(ROOT / "scripts" / "released.py"))["pair_released"]
+
+
 def test_released_predictions_stand_beside_the_same_examples(tmp_path: Path, capsys: Any) -> None:
-    pair_released = runpy.run_path(str(ROOT / "scripts" / "released.py"))["pair_released"]
     records = [
         {"example_id": f"qasper-{i}", "dataset": "qasper", "answers": answers, "score": 0.0}
         | {"length": 100 + min(i, 2), "ratio": 0.25}
@@ -31,13 +33,18 @@ def test_released_predictions_stand_beside_the_same_examples(tmp_path: Path, cap
     rows = [{"pred": text, "answers": ANSWERS[i], "length": n} for text, i, n in predictions]
     lines = "".join(json.dumps(row | {"all_classes": None}) + "\n" for row in rows)
     (tmp_path / "pred" / "qasper.jsonl").write_text(lines)
-    pair_released([f"run={run}", f"predictions={tmp_path / 'pred'}"])
+    PAIR_RELEASED([f"run={run}", f"predictions={tmp_path / 'pred'}"])
     assert "3 of 4 examples matched" in capsys.readouterr().out
     (released,) = load_runs(tmp_path / "results" / "table1_released")
     scores = released.records.set_index("example_id")["score"].to_dict()
     # F1 of "a fox" against "a red fox", articles left out: precision 1, recall 1/2
     assert scores == pytest.approx({"qasper-1": 2 / 3, "qasper-2": 1.0, "qasper-3": 0.0})
     assert released.records["ratio"].isna().all()
-    for words, message in (([], "takes run="), ([f"run={tmp_path}", "predictions=x"], "a run's f")):
-        with pytest.raises(UserError, match=message):
-            pair_released(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [([], "takes run="), (["run=.", "predictions=x"], "a run's folder")]
+)
+def test_arguments_that_are_wrong_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        PAIR_RELEASED(words)

@@ -275,15 +275,18 @@ def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
         fork_of(build_method("adakv"), budget).hold(0, held, mean - 2)
 
 
-def test_heads_of_different_lengths_hold_no_scores_signed_weights_or_lone_keys():
+@pytest.mark.parametrize(
+    "extra",
+    [{"scores": torch.ones(1, 2, 6)}, {"denominators": torch.ones(1, 2, 6)}, {"keys_only": 2}],
+    ids=["scores", "denominators", "keys_only"],
+)
+def test_heads_of_different_lengths_hold_no_scores_signed_weights_or_lone_keys(extra):
     x, at = torch.randn(1, 2, 6, 8), torch.arange(6).expand(1, 2, -1)
     held = CompressedKV(x, x, None, at, lengths=torch.tensor([[6, 4]]))
     fork = fork_of(build_method("adakv"), Budget(rate=1.0, sink=0, window=0))
     fork.hold(0, held, 6)
-    weights = torch.ones(1, 2, 6)
-    for extra in ({"scores": weights}, {"denominators": weights}, {"keys_only": 2}):
-        with pytest.raises(KVError, match="heads of different lengths hold scores"):
-            RaggedCache(replace(held, **extra), lambda part: None)
+    with pytest.raises(KVError, match="heads of different lengths hold scores"):
+        RaggedCache(replace(held, **extra), lambda part: None)
 
 
 def schedule(method: Method, n: int, steps: int) -> list[int]:

@@ -36,7 +36,7 @@ def alone(model: Any, name: str, question: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["exact", "topk", "h2o", "balancekv", "subgen_streaming"])
-def test_every_question_meets_the_same_cache(name: str) -> None:
+def test_every_question_is_asked_of_the_same_cache(name: str) -> None:
     model = tiny_model("llama")
     expected = [alone(model, name, question) for question in QUESTIONS]
     with compress(model, name, rate=0.25, **SMALL) as session:

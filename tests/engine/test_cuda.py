@@ -75,7 +75,7 @@ def test_what_is_not_finite_is_refused_with_its_layer(part, value, name, monkeyp
 
 @needs_pretend
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
-def test_the_prefill_s_attention_tells_its_normalisers(backend, monkeypatch):
+def test_the_prefills_attention_returns_its_normalisers(backend, monkeypatch):
     chosen = getattr(torch.nn.attention.SDPBackend, backend).value
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **options: chosen)
     query, key, value = (torch.randn(1, 2, 40, 16).to(CUDA) for _ in range(3))

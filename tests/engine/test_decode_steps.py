@@ -284,7 +284,7 @@ def test_rows_that_ended_change_nothing_for_those_that_go_on(
     assert pretended == sorted(pretended, reverse=True)
 
 
-def test_what_evicts_is_captured_and_what_goes_row_by_row_goes_apart(pretended: list[int]) -> None:
+def test_eviction_is_captured_and_rows_that_step_one_by_one_are_apart(pretended: list[int]) -> None:
     prompt = replace(unlike_prompts()[0], stopping=Stopping(30))
     graph, eager = both_ways([prompt])
     assert graph == eager
@@ -323,17 +323,25 @@ def test_which_step_is_recalled(pretended: list[int], monkeypatch: pytest.Monkey
     assert [kinds.index(kind) for kind in kinds] == [0, 0, 2]
 
 
-def test_the_cpu_captures_nothing_and_graph_is_refused_there(monkeypatch: Any) -> None:
-    monkeypatch.setenv("CXX", "nosuch")
+def test_the_cpu_captures_nothing() -> None:
     assert not StepGraphs().is_possible(model_on())
-    spec = ModelSpec(name="x", path="x")
-    for decode, said in (
+
+
+@pytest.mark.parametrize(
+    ("decode", "message"),
+    [
         ("graph", "decode is 'graph' and the device is cpu; allowed there: auto, eager, compiled"),
         ("fast", "decode is 'fast'; allowed: auto, eager, graph, compiled"),
         ("compiled", "decode is 'compiled' and there is no C.* compiler 'nosuch'; allowed: CXX="),
-    ):
-        with pytest.raises(KVError, match=said):
-            Session(spec, torch.device("cpu"), torch.float32, decode=decode)
+    ],
+)
+def test_what_decode_cannot_be_on_a_cpu(
+    decode: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "nosuch")
+    spec = ModelSpec(name="x", path="x")
+    with pytest.raises(KVError, match=message):
+        Session(spec, torch.device("cpu"), torch.float32, decode=decode)
 
 
 @pytest.mark.slow

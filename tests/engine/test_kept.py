@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.generation import Letters
 from support.jobs import Echo, make_job, records_of
-from support.jobs import Letters as _Letters
 from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
@@ -24,11 +24,6 @@ from kvbench.run.runner import run_job
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 4}
 PROMPT = "the quick brown fox jumps over the lazy dog. " * 4
-
-
-class Letters(_Letters):
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": self.encode(text)}
 
 
 def fork_of(method: Any, ids: list[int]) -> Fork:

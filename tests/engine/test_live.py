@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -198,18 +199,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # options of generate, what is sa
 ]
 
 
-def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line() -> None:
-    model = tiny_model("llama")
-    inputs = batch(40)
+@dataclass(frozen=True)
+class Generated:
+    """A model under `compress`, and what it has generated there of a prompt of 40 tokens."""
+
+    model: Any
+    ids: torch.Tensor
+    past: Any
+
+
+@pytest.fixture(scope="module")
+def generated() -> Iterator[Generated]:
+    model, inputs = tiny_model("llama"), batch(40)
     with compress(model, "snapkv", **SMALL):
-        past = model.generate(**inputs, return_dict_in_generate=True).past_key_values
-        given = ({"past_key_values": past}, "40 tokens and past_key_values holds 51")
-        for options, message in [*REFUSED, given]:
-            with pytest.raises(UnsupportedGeneration, match=message) as error:
-                model.generate(**{**inputs, **options})
-            assert "\n" not in str(error.value)
-        model.generate(**inputs)  # still works, and so it does outside
+        output = model.generate(**inputs, return_dict_in_generate=True)
+        yield Generated(model, inputs["input_ids"], output.past_key_values)
+        model.generate(**inputs)  # still works after every refusal, and so it does outside
     model.generate(**inputs)
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_options_that_a_compressed_cache_cannot_serve_are_refused_in_one_line(
+    generated: Generated, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedGeneration, match=message) as error:
+        generated.model.generate(**{**batch(40), **options})
+    assert "\n" not in str(error.value)
 
 
 def filled(model: Any, ids: torch.Tensor) -> t.DynamicCache:
@@ -222,6 +237,10 @@ def filled(model: Any, ids: torch.Tensor) -> t.DynamicCache:
 
 CALLS: list[tuple[Callable[[Any, torch.Tensor, Any], Any], str]] = [
     # of a model, its ids and the cache of an earlier generation
+    (
+        lambda model, ids, past: model.generate(**batch(40), past_key_values=past),
+        "40 tokens and past_key_values holds 51",
+    ),
     (
         lambda model, ids, past: model(
             ids, past_key_values=t.StaticCache(config=model.config, max_cache_len=64)
@@ -254,19 +273,25 @@ CALLS: list[tuple[Callable[[Any, torch.Tensor, Any], Any], str]] = [
 ]
 
 
-def test_calls_that_a_compressed_cache_cannot_serve_are_refused_in_one_line() -> None:
+@pytest.mark.parametrize(("call", "message"), CALLS)
+def test_calls_that_a_compressed_cache_cannot_serve_are_refused_in_one_line(
+    generated: Generated, call: Callable[[Any, torch.Tensor, Any], Any], message: str
+) -> None:
+    with torch.no_grad(), pytest.raises(UnsupportedGeneration, match=message) as error:
+        call(generated.model, generated.ids, generated.past)
+    assert "\n" not in str(error.value)
+
+
+def test_a_pass_with_gradients_is_refused(generated: Generated) -> None:
+    with pytest.raises(UnsupportedGeneration, match="does not keep gradients; allowed: gen"):
+        generated.model(generated.ids)
+
+
+def test_a_cache_whose_generation_is_over_is_refused_outside() -> None:
     model = tiny_model("llama")
-    inputs = batch(40)
-    ids = inputs["input_ids"]
     with compress(model, "snapkv", **SMALL):
-        output = model.generate(**inputs, return_dict_in_generate=True)
-        past = output.past_key_values
-        for call, message in CALLS:
-            with torch.no_grad(), pytest.raises(UnsupportedGeneration, match=message) as error:
-                call(model, ids, past)
-            assert "\n" not in str(error.value)
-        with pytest.raises(UnsupportedGeneration, match="does not keep gradients; allowed: gen"):
-            model(ids)
+        output = model.generate(**batch(40), return_dict_in_generate=True)
+    past = output.past_key_values
     with pytest.raises(UnsupportedGeneration, match="whose generation is over"):
         model.generate(output.sequences, past_key_values=past)
 
@@ -313,7 +338,7 @@ def test_models_that_cannot_be_compressed_are_refused() -> None:
     drops.generate(**batch(20))
 
 
-def test_two_models_a_deep_copy_and_a_compiled_model_each_go_their_own_way() -> None:
+def test_two_models_a_deep_copy_and_a_compiled_model_are_apart() -> None:
     model, second = tiny_model("llama"), tiny_model("qwen3")
     inputs = batch(60)
     with compress(model, "snapkv", **SMALL) as session, compress(second, "uniform") as other:

@@ -127,11 +127,11 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-def test_what_cannot_be_is_refused_in_one_line() -> None:
-    for call, message in REFUSED:
-        with pytest.raises(ModelError, match=message) as error:
-            call()
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
 
 
 def test_a_wrong_type_in_a_config_is_one_line_at_any_verbosity(caplog: Any) -> None:

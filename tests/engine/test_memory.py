@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-def test_what_may_be_used_is_what_is_held_and_what_is_free() -> None:
+def test_memory_that_may_be_used_is_that_of_the_process_and_what_is_free() -> None:
     used, total = memory.used_bytes(CPU), memory.total_bytes(CPU)
     assert used is not None
     assert total is not None

@@ -37,32 +37,38 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_shipped_file_is_unpacked_once(package: Path, capfd: Any, caplog: Any) -> None:
-    """To exactly gguf's own numbers, in one line, without importing the package."""
-    import gguf
+TINY = "package:shipped_weights/tiny.Q8.gguf"
 
-    spec = ModelSpec(name="m", path="package:shipped_weights/tiny.Q8.gguf", otherwise="a/b")
-    assert (spec.label, spec.otherwise) == ("m-Q8", None)
+
+def test_a_shipped_file_is_unpacked_once(package: Path, capfd: Any, caplog: Any) -> None:
+    """One line is logged, and the package is not imported."""
     verbosity = logging.get_verbosity()
-    folder = Path(local_path(spec.path))
+    folder = Path(local_path(TINY))
     assert logging.get_verbosity() == verbosity, "transformers' messages are shown as before"
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     assert [record.message.partition(" ")[0] for record in caplog.records] == ["unpacking"]
     assert capfd.readouterr().err == ""
-    model = load_model(spec, device=torch.device("cpu"), dtype=torch.float32)
-    (tensor,) = (
-        one
-        for one in gguf.GGUFReader(package / "tiny.Q8.gguf").tensors
-        if one.name == "token_embd.weight"
-    )
-    wanted = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    torch.testing.assert_close(model.model.embed_tokens.weight.data, torch.from_numpy(wanted))
+    assert "shipped_weights" not in sys.modules
     made = (folder / "model.safetensors").stat().st_mtime_ns
     unpacked.cache_clear()
-    assert unpacked(spec.path) == folder
+    assert unpacked(TINY) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_a_shipped_model_has_ggufs_own_numbers_and_its_tokenizer(package: Path) -> None:
+    import gguf
+
+    spec = ModelSpec(name="m", path=TINY, otherwise="a/b")
+    assert (spec.label, spec.otherwise) == ("m-Q8", None)
+    model = load_model(spec, device=torch.device("cpu"), dtype=torch.float32)
+    (tensor,) = (
+        stored
+        for stored in gguf.GGUFReader(package / "tiny.Q8.gguf").tensors
+        if stored.name == "token_embd.weight"
+    )
+    expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    torch.testing.assert_close(model.model.embed_tokens.weight.data, torch.from_numpy(expected))
     assert load_tokenizer(spec).eos_token_id == 2
-    assert "shipped_weights" not in sys.modules
 
 
 def test_a_package_that_is_missing_is_one_line(package: Path, caplog: Any) -> None:

@@ -52,13 +52,18 @@ def test_draws_depend_on_seed_example_sample_and_nothing_else() -> None:
         assert torch.equal(alone[:, 0], rows[:, row])
 
 
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1e-30), Sampling(5.0, 1e-9)], ids=["cold", "one token left"]
+)
+def test_with_one_likely_token_sampling_is_greedy(sampling: Sampling) -> None:
+    assert sampling.pick(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([1 - 2**-24]))[0, 0] == 1
+
+
 def test_the_edges() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [float("nan"), 0.0, 1.0], [2.0, float("inf"), 0.0]])
     largest = torch.full((3,), 1 - 2**-24)
     assert GREEDY.uniforms(0, "e", 0, 4) is None
     assert GREEDY.pick(logits, None)[0, 0] == 1
-    for sampling in (Sampling(1e-30), Sampling(5.0, 1e-9)):
-        assert sampling.pick(logits, largest)[0, 0] == 1, "cold, or with one token left: greedy"
     tokens, sound = Sampling(1.0).pick(logits, largest)
     assert sound.tolist() == [1, 0, 0]
     assert tokens[0] == 0

@@ -140,7 +140,7 @@ FOLDERS: dict[str, tuple[Harm, str]] = {
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_folder_that_does_harm_or_is_broken_is_one_line(
+def test_a_harmful_or_broken_folder_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     harm, says = FOLDERS[kind]
@@ -161,7 +161,7 @@ def test_a_folder_that_does_harm_or_is_broken_is_one_line(
     assert not mark.exists()
 
 
-def test_folders_that_are_odd_and_well(tmp_path: Path) -> None:
+def test_unusual_folders_that_are_sound_load(tmp_path: Path) -> None:
     """Weights in several files, and a template that adds its marks alone."""
     folder = shutil.copytree(PACKAGE / "assets" / "recall_mini", tmp_path / "model")
     found = load_file(folder / WEIGHTS)

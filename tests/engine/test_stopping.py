@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvbench.engine.stopping import Stopping
@@ -11,9 +12,9 @@ def text_of(tokens: list[int]) -> str:
     return "".join(map(chr, tokens))
 
 
-def test_a_generation_is_over_at_its_length_an_end_token_or_a_stop_string() -> None:
-    stopping = Stopping(5, frozenset({7}), ("ab",), text_of)
-    for tokens, over in (
+@pytest.mark.parametrize(
+    ("tokens", "over"),
+    [
         ([], False),
         ([99] * 4, False),
         ([99] * 5, True),
@@ -22,8 +23,12 @@ def test_a_generation_is_over_at_its_length_an_end_token_or_a_stop_string() -> N
         ([99, 97, 98], True),
         ([97, 98, 99], True),
         ([98, 97], False),
-    ):
-        assert stopping.reached(tokens) == over, tokens
+    ],
+)
+def test_a_generation_is_over_at_its_length_an_end_token_or_a_stop_string(
+    tokens: list[int], over: bool
+) -> None:
+    assert Stopping(5, frozenset({7}), ("ab",), text_of).reached(tokens) == over
 
 
 def test_a_stop_string_is_looked_for_in_the_last_tokens() -> None:

@@ -26,12 +26,12 @@ def threads_in_a_pass(tokens: int, **sizes: int) -> int:
         return torch.get_num_threads()
 
 
-def test_a_small_pass_runs_on_one_thread(two_threads: None) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 256}], ids=["default", "given"])
+def test_a_small_pass_runs_on_one_thread(two_threads: None, sizes: dict[str, int]) -> None:
     most = SMALL // (64 * 256)
-    for sizes in ({"hidden_size": 64}, {"hidden_size": 64, "intermediate_size": 256}):
-        assert threads_in_a_pass(most, **sizes) == 1
-        assert torch.get_num_threads() == 2, "only within the pass"
-        assert threads_in_a_pass(most + 1, **sizes) == 2
+    assert threads_in_a_pass(most, hidden_size=64, **sizes) == 1
+    assert torch.get_num_threads() == 2, "only within the pass"
+    assert threads_in_a_pass(most + 1, hidden_size=64, **sizes) == 2
 
 
 def test_a_number_of_threads_that_is_set_stays(

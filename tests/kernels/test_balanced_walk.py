@@ -198,7 +198,7 @@ def test_walk_of_large_values_is_that_in_float64():
     assert torch.equal(single, double)
 
 
-def test_a_walk_that_is_forced_onto_a_gpu_says_that_there_is_none(monkeypatch):
+def test_a_walk_that_is_forced_onto_a_gpu_is_refused_where_there_is_none(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     keys, values, index, uniforms = walk_inputs(1, 1, 8, 4, 4, FLOAT)
     with pytest.raises(ValueError, match="balanced_walk cannot run as a Triton kernel"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
-from support.attention import by_definition, draw
 from support.interpreted import DEVICE
 from support.kernels import (
     BRAIN,
@@ -16,10 +18,70 @@ from support.kernels import (
     put,
     relative,
 )
+from torch import Tensor
 
 from kvbench.kernels.decode_attention import _too_wide, append_entries, weighted_decode_attention
 from kvbench.kernels.entry_table import entry_table
 from kvbench.kernels.quantize import Quantization, pack, unpack
+
+
+def draw(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    lengths: Sequence[int],
+    reserved: Any,
+    dtype: torch.dtype = torch.float32,
+    weighted: bool = True,
+) -> Any:
+    """Queries [rows, heads, dim]; for each row keys and values [kv_heads, reserved, dim] and log-weights
+    or None, with NaN beyond the row's length."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    query = 2 * normal(len(lengths), heads, dim)
+    keys = [normal(kv_heads, room, dim) for room in reserved]
+    values = [normal(kv_heads, room, value_dim) for room in reserved]
+    weights: list[Tensor | None] = [None] * len(lengths)
+    if weighted:
+        weights = [torch.randn(kv_heads, room, generator=generator) for room in reserved]
+        weights[0] = None
+        for weight, n in zip(weights[1:], lengths[1:], strict=True):
+            weight[:, : n // 3] = -torch.inf
+    for key, value, n in zip(keys, values, lengths, strict=True):
+        key[:, n:], value[:, n:] = torch.nan, torch.nan  # what is beyond must not be read
+    return query, keys, values, weights
+
+
+def by_definition(
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    weights: Any,
+    lengths: Sequence[int],
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and the mean weight of each entry over the query heads of a group, in float64."""
+    out, mass = [], []
+    longest = max(key.shape[1] for key in keys)
+    for q, key, value, weight, n in zip(query, keys, values, weights, lengths, strict=True):
+        group = q.shape[0] // key.shape[0]
+        k = key[:, :n].double().repeat_interleave(group, 0)
+        v = value[:, :n].double().repeat_interleave(group, 0)
+        logits = torch.einsum("hd,hnd->hn", q.double(), k) * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if weight is not None:
+            logits = logits + weight[:, :n].double().repeat_interleave(group, 0)
+        attention = logits.softmax(-1)
+        out.append(torch.einsum("hn,hnd->hd", attention, v))
+        received = attention.view(key.shape[0], group, n).mean(1)
+        mass.append(torch.nn.functional.pad(received, (0, longest - n)))
+    return torch.stack(out), torch.stack(mass)
 
 
 def put_all(drawn):
@@ -223,48 +285,6 @@ def test_append_behind_packed_entries(implementation):
 KEY = torch.zeros(2, 5, 4)
 """A row's keys, or its values: 2 KV heads, 5 entries, 4 numbers."""
 CODES = Quantization(4, 4)
-PACKED_KEYS, PACKED_VALUES = pack(KEY, CODES, by_channel=True), pack(KEY, CODES, by_channel=False)
-
-
-@pytest.mark.parametrize(
-    ("keys", "values", "log_weights", "message"),
-    [
-        ([], [], None, "0 rows of keys"),
-        ([KEY, KEY.half()], [KEY, KEY.half()], None, "keys differ"),
-        ([KEY.mT.contiguous().mT], [KEY], None, "not adjacent"),
-        ([KEY], [KEY], [torch.zeros(2, 4)], "row 0 has keys, values, log-weights"),
-    ],
-)
-def test_rows_that_do_not_fit_a_table_are_refused(keys, values, log_weights, message):
-    with pytest.raises(ValueError, match=message):
-        entry_table(keys, values, log_weights)
-
-
-@pytest.mark.parametrize(
-    ("packed", "message"),
-    [
-        (
-            [(PACKED_KEYS, PACKED_VALUES)] * 2,
-            "2 rows have packed entries; allowed: none, or 1",
-        ),
-        (
-            [(PACKED_VALUES, PACKED_KEYS)],
-            "row 0 is packed by .*; allowed: keys by channel, values by entry",
-        ),
-        (
-            [tuple(pack(KEY, Quantization(4, 3), by_channel=side) for side in (True, False))],
-            "group_size=3.*; allowed: .*groups of a power of two",
-        ),
-        (
-            [(pack(KEY[:1], CODES, by_channel=True), PACKED_VALUES)],
-            "row 0 has packed keys",
-        ),
-    ],
-    ids=["too many rows", "keys by entry", "odd groups", "fewer heads"],
-)
-def test_packed_entries_that_do_not_fit_a_table_are_refused(packed, message):
-    with pytest.raises(ValueError, match=message):
-        entry_table([KEY], [KEY], packed=packed)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +302,7 @@ def test_packed_entries_that_do_not_fit_a_table_are_refused(packed, message):
         (
             4,
             6,
-            [(PACKED_KEYS, PACKED_VALUES)],
+            [(pack(KEY, CODES, by_channel=True), pack(KEY, CODES, by_channel=False))],
             {"return_mass": True},
             "return_mass is True and entries are packed",
         ),

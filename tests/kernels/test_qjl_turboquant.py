@@ -236,28 +236,28 @@ def test_qjl_by_definition(outliers, m_out, dtype):
     torch.testing.assert_close(block.dot(query).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_bias_of_orthogonal_sketches_is_divided_out_only_with_unbias():
+@pytest.mark.parametrize("orthogonal", [False, True])
+@pytest.mark.parametrize("unbias", [False, True])
+def test_the_bias_of_orthogonal_sketches_is_divided_out_only_with_unbias(orthogonal, unbias):
     """sqrt(d / 2) Gamma(d / 2) / Gamma((d + 1) / 2), which goes to 1 for large d."""
     keys, projection = torch.randn(1, 4, 16), torch.randn(16, 16)
-    for orthogonal in (False, True):
-        for unbias in (False, True):
-            scheme = QJL(
-                m=16, m_out=8, outliers=0, group=4, buffer=4, orthogonal=orthogonal, unbias=unbias
-            )
-            block = pack_keys(keys, projection=projection, m_out=0, scheme=scheme)
-            bias = math.sqrt(8) * math.gamma(8) / math.gamma(8.5) if orthogonal and unbias else 1
-            assert block.bias == pytest.approx(bias, rel=1e-12)
+    scheme = QJL(m=16, m_out=8, outliers=0, group=4, buffer=4, orthogonal=orthogonal, unbias=unbias)
+    block = pack_keys(keys, projection=projection, m_out=0, scheme=scheme)
+    bias = math.sqrt(8) * math.gamma(8) / math.gamma(8.5) if orthogonal and unbias else 1
+    assert block.bias == pytest.approx(bias, rel=1e-12)
 
 
-def test_no_bits_have_one_centroid_and_centroids_are_each_ranges_mean():
-    assert lloyd_max(16, 0, "beta").tolist() == lloyd_max(16, 0, "normal").tolist() == [0.0]
+@pytest.mark.parametrize("codebook", ["normal", "beta"])
+@pytest.mark.parametrize("bits", [0, 1, 3])
+def test_centroids_are_the_means_of_their_ranges(codebook, bits):
+    """With no bits there is one, the mean of all."""
     draws = torch.randn(200_000, 16, generator=torch.Generator().manual_seed(0))
-    for codebook, x in (("normal", draws[:, 0] / 4), ("beta", (draws.T / draws.norm(dim=1))[0])):
-        for bits in (1, 3):
-            centroids = torch.from_numpy(lloyd_max(16, bits, codebook))
-            nearest = (x[:, None] - centroids).abs().argmin(1)
-            means = [float(x[nearest == i].mean()) for i in range(2**bits)]
-            assert means == pytest.approx(centroids.tolist(), abs=4e-3)
+    x = draws[:, 0] / (4 if codebook == "normal" else draws.norm(dim=1))
+    centroids = torch.from_numpy(lloyd_max(16, bits, codebook))
+    assert len(centroids) == 2**bits
+    nearest = (x[:, None] - centroids).abs().argmin(1)
+    means = [float(x[nearest == i].mean()) for i in range(2**bits)]
+    assert means == pytest.approx(centroids.tolist(), abs=4e-3)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
@@ -429,14 +429,22 @@ def test_a_token_that_completes_the_buffer_attends_to_packed_keys():
             torch.testing.assert_close(out[:, t - 20 : t - 19], result)
 
 
-def test_what_cannot_be_stored_says_so():
+@pytest.mark.parametrize(
+    ("scheme", "channels", "message"),
+    [
+        (QJL(outliers=1), 16, r"norm is more than torch\.float16 holds"),
+        (TurboQuant(), 16, r"norm is more than torch\.float16 holds"),
+        (TurboQuant(rotation="hadamard"), 12, "a set has 12 channels; allowed: a power of two"),
+    ],
+)
+def test_keys_that_cannot_be_stored_are_refused(scheme, channels, message):
     keys = torch.full((1, 128, 16), 3e4, dtype=torch.float16)
-    for scheme in (QJL(outliers=1), TurboQuant()):
-        with pytest.raises(ValueError, match=r"norm is more than torch\.float16 holds"):
-            scheme.codecs(keys, keys, layer=0, seed=0)
-    with pytest.raises(ValueError, match="a set has 12 channels; allowed: a power of two"):
-        TurboQuant(rotation="hadamard").codecs(keys[..., :12], keys, layer=0, seed=0)
+    with pytest.raises(ValueError, match=message):
+        scheme.codecs(keys[..., :channels], keys, layer=0, seed=0)
+
+
+@pytest.mark.parametrize("scheme", [TurboQuant(keys="prod"), QJL(outliers=1)], ids=["prod", "qjl"])
+def test_keys_of_zero_have_products_of_zero(scheme):
     zeros = torch.zeros(1, 128, 16)
-    for scheme in (TurboQuant(keys="prod"), QJL(outliers=1)):
-        first, _ = scheme.codecs(zeros, zeros, layer=0, seed=0)
-        assert first.dot(torch.ones(1, 1, 16)).eq(0).all()
+    keys, _ = scheme.codecs(zeros, zeros, layer=0, seed=0)
+    assert keys.dot(torch.ones(1, 1, 16)).eq(0).all()

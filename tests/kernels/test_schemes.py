@@ -76,8 +76,16 @@ def test_the_smallest_options_are_taken() -> None:
     assert QJL(m_out=0, first_m_out=0, outliers=0, group=1, buffer=1).m_out == 0
 
 
-def test_entries_may_leave_where_they_are_packed_one_by_one() -> None:
-    assert Quantization(keys="entry").by_entry
-    assert TurboQuant().by_entry
-    for scheme in (Quantization(), QJL(), TurboQuant(buffer=8)):
-        assert not scheme.by_entry
+@pytest.mark.parametrize(
+    ("scheme", "by_entry"),
+    [
+        (Quantization(keys="entry"), True),
+        (TurboQuant(), True),
+        (Quantization(), False),
+        (QJL(), False),
+        (TurboQuant(buffer=8), False),
+    ],
+    ids=str,
+)
+def test_entries_may_leave_where_they_are_packed_one_by_one(scheme: Any, by_entry: bool) -> None:
+    assert scheme.by_entry is by_entry

@@ -76,7 +76,7 @@ def test_rows_are_found_by_their_bits(dtype: torch.dtype, copies: int, dim: int)
     assert (found == where).sum() == where.numel() - 1
 
 
-def test_equal_rows_are_told_off_in_order() -> None:
+def test_equal_rows_are_assigned_in_order() -> None:
     rows = torch.tensor([[[[1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [1.0, 2.0]]]])
     assert find_rows((rows[:, :, [3, 1, 0]],), (rows,)).tolist() == [[[0, 1, 2]]]
     layer = LayerKV(rows, rows, None, 0, 1, 1.0)
@@ -103,7 +103,7 @@ def test_queries_carry_the_layers_scaling() -> None:
         scaled_queries(replace(layer, softcap=50.0), "x")
 
 
-def test_of_equal_keys_the_value_tells_the_position() -> None:
+def test_of_equal_keys_the_value_decides_the_position() -> None:
     """As where a prompt repeats itself and positions are not encoded in its keys."""
     layer = make_layer(6, kv_heads=1, dim=2)
     keys = torch.ones_like(layer.keys)

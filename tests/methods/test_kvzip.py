@@ -196,10 +196,14 @@ def test_the_words_the_last_tokens_and_the_template_come_before_a_chunk():
     ]
     assert [piece[2] for piece in chunks_of(Rescoring(30), ids, 0, None)] == [ids[:30], ids[30:]]
     assert [piece[2] for piece in chunks_of(Rescoring(30), ids, 0, WORDS)] == [ids[:30], ids[30:]]
-    for words in (("ab", ""), ("", "cd")):
-        with pytest.raises(KVError, match="asks the model to repeat the prompt and there is no"):
-            next(chunks_of(Rescoring(20, *words), ids, 2, None))
-        assert next(chunks_of(Rescoring(50, *words), ids, 0, WORDS))[2][-45:] == [7, 8, *ids]
+
+
+@pytest.mark.parametrize("words", [("ab", ""), ("", "cd")], ids=["first", "later"])
+def test_words_before_one_chunk_alone_need_a_tokenizer_too(words):
+    ids = list(range(50, 93))
+    with pytest.raises(KVError, match="asks the model to repeat the prompt and there is no"):
+        next(chunks_of(Rescoring(20, *words), ids, 2, None))
+    assert next(chunks_of(Rescoring(50, *words), ids, 0, WORDS))[2][-45:] == [7, 8, *ids]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +233,7 @@ class Looks(Method):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_method_that_fails_while_it_looks_does_so_alone(fails):
+def test_a_method_that_fails_during_the_repetition_fails_alone(fails):
     ids, kvzip = prompt_ids(120), build_method("kvzip", chunk=50)
     _, want, _, _ = read(kvzip, ids)
     _, fork, _, (bad,) = read(kvzip, ids, others=[Looks(fails=fails)])

@@ -89,7 +89,7 @@ budgets = st.builds(
 )
 
 
-def test_promises_are_of_methods_that_there_are() -> None:
+def test_the_table_of_promises_names_methods_that_exist() -> None:
     assert INVARIANTS.keys() <= {name for name, _ in EVERY}
     assert {name for name, _ in LISTED} <= set(available_methods())
 
@@ -371,17 +371,22 @@ def test_subgen_keeps_far_apart_keys_and_counts_clusters():
     assert wide[4:].tolist() == list(range(137, 147))
 
 
-def test_heavy_hitters_beside_a_pattern_and_of_topk():
+@pytest.mark.parametrize(("name", "options"), [("strided", {}), ("fixed", {"summary": 5})])
+def test_heavy_hitters_beside_a_pattern(name, options):
     layer, budget = make_layer(100), Budget(rate=1e-9, sink=20, window=20)
     mass = layer.attention_mass().view(1, 2, 2, 100).mean(2)[0]
-    for name, options in (("strided", {}), ("fixed", {"summary": 5})):
-        method = build_method(name, heavy_hitters=True, **options)
-        kept = run(method, layer, budget).positions[0]
-        pattern = set(method.pattern(80, 10).tolist())
-        for head in range(2):
-            by_mass = mass[head, :80].argsort(descending=True).tolist()
-            heavy = [position for position in by_mass if position not in pattern][:10]
-            assert kept[head].tolist() == [*sorted(pattern | set(heavy)), *range(80, 100)]
+    method = build_method(name, heavy_hitters=True, **options)
+    kept = run(method, layer, budget).positions[0]
+    pattern = set(method.pattern(80, 10).tolist())
+    for head in range(2):
+        by_mass = mass[head, :80].argsort(descending=True).tolist()
+        heavy = [position for position in by_mass if position not in pattern][:10]
+        assert kept[head].tolist() == [*sorted(pattern | set(heavy)), *range(80, 100)]
+
+
+def test_heavy_hitters_of_topk():
+    layer, budget = make_layer(100), Budget(rate=1e-9, sink=20, window=20)
+    mass = layer.attention_mass().view(1, 2, 2, 100).mean(2)[0]
     marks = run(build_method("topk", heavy_hitters=True), layer, budget).scores
     heaviest = mass.argsort(-1, descending=True)[:, :20].sort(-1).values
     assert torch.equal(marks[0].nonzero()[:, 1].view(2, -1), heaviest)
@@ -389,7 +394,7 @@ def test_heavy_hitters_beside_a_pattern_and_of_topk():
 
 @given(
     older=st.integers(1, 120),
-    count=st.integers(1, 60),
+    count=st.integers(0, 60),
     summary=st.integers(1, 9),
 )
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -517,16 +522,24 @@ def test_balancekv_released_weights_are_powers_of_two_at_their_rates():
         torch.testing.assert_close(inside, torch.full_like(inside, weight))
 
 
-def test_balancekv_keeps_at_least_half_of_what_its_last_halving_finds():
-    keys = torch.randn(1, 1, 12, 4)
+def draws_of_halvings(blocks):
+    """Draws for a halving of one block of 12 keys, and for a second one of so many blocks."""
+    return [torch.rand(1, 1, 1, 12), torch.rand(1, 1, blocks, 12)]
+
+
+@pytest.mark.parametrize("kept", [3, 4, 5, 6])
+def test_balancekv_keeps_at_least_half_of_what_its_last_halving_finds(kept):
     method = build_method("balancekv", block_size=12, use_values=False)
-    for kept in (3, 4, 5, 6):
-        uniforms = [torch.rand(1, 1, 1, 12), torch.rand(1, 1, int(kept < 6), 12)]
-        positions, _ = method.select(keys, None, uniforms, kept=kept)
-        assert positions.shape[2] == kept
-    for kept in (0, 2, 7, 12):
-        with pytest.raises(KVError, match=rf"kept is {kept}; allowed: from half of 6 to all"):
-            method.select(keys, None, uniforms, kept=kept)
+    uniforms = draws_of_halvings(int(kept < 6))
+    positions, _ = method.select(torch.randn(1, 1, 12, 4), None, uniforms, kept=kept)
+    assert positions.shape[2] == kept
+
+
+@pytest.mark.parametrize("kept", [0, 2, 7, 12])
+def test_balancekv_keeps_neither_less_than_half_nor_more_than_its_last_halving_finds(kept):
+    method = build_method("balancekv", block_size=12, use_values=False)
+    with pytest.raises(KVError, match=rf"kept is {kept}; allowed: from half of 6 to all"):
+        method.select(torch.randn(1, 1, 12, 4), None, draws_of_halvings(0), kept=kept)
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -296,29 +296,36 @@ def test_weights_of_merge_and_reduce(half, n, halve, seed):
     assert torch.equal(whole.sample()[0], tree.sample()[0]), "in one call as one by one"
 
 
-def test_failed_walks_raise_or_restart():
-    for options in ({"bound": 0.05}, {"bound": 0.9, "with_values": False}):
-        tree = structure(16, 64, **options)
-        with pytest.raises(BalanceFailure, match=rf"exceeded its bound {options['bound']}"):
-            tree.read(torch.arange(64))
+@pytest.mark.parametrize("options", [{"bound": 0.05}, {"bound": 0.9, "with_values": False}])
+def test_failed_walks_raise(options):
+    tree = structure(16, 64, **options)
+    with pytest.raises(BalanceFailure, match=rf"exceeded its bound {options['bound']}"):
+        tree.read(torch.arange(64))
+
+
+def test_failed_walks_restart():
+    options = {"bound": 0.9, "with_values": False}
     assert structure(16, 64, **options, on_fail="restart").read(torch.arange(64)).batches == 4
 
 
-def test_buckets_by_norm_are_erased_by_their_upper_end():
-    """With keys of zero the threshold is eps / (2 n) v_max, here v_max / 100."""
-    values = torch.zeros(50, 2)
-    for largest, kept in [
+@pytest.mark.parametrize(
+    ("largest", "kept"),
+    [
         (99.0, {6: 1, 0: 2, -1: 1}),  # the threshold is just below 1, the upper end of [1/2, 1)
         (100.0, {6: 1, 0: 2}),
         (101.0, {6: 1, 0: 2}),  # between the ends of [1, 2): what it holds may still matter
         (199.0, {7: 1, 0: 2}),
         (200.0, {7: 1}),
-    ]:
-        values[:5, 0] = torch.tensor([1.75, 0.75, 1.0, 0.0, largest])
-        options = BalanceKVStreaming(eps=1.0)
-        buckets, whole = structures(torch.zeros(50, 4), values, options, 64, 0.0, 0)
-        assert {i: bucket.seen for i, bucket in buckets.items()} == kept
-        assert whole.seen == 50
+    ],
+)
+def test_buckets_by_norm_are_erased_by_their_upper_end(largest, kept):
+    """With keys of zero the threshold is eps / (2 n) v_max, here v_max / 100."""
+    values = torch.zeros(50, 2)
+    values[:5, 0] = torch.tensor([1.75, 0.75, 1.0, 0.0, largest])
+    options = BalanceKVStreaming(eps=1.0)
+    buckets, whole = structures(torch.zeros(50, 4), values, options, 64, 0.0, 0)
+    assert {i: bucket.seen for i, bucket in buckets.items()} == kept
+    assert whole.seen == 50
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -358,19 +365,19 @@ def test_denominator_samples_hold_keys_only(name, bits):
         torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
 
 
-def test_balancekv_streams_answers():
+@pytest.mark.parametrize("n", [1, 60, 127, 128, 200, 255, 256, 300])
+def test_balancekv_streams_answers(n):
     """Exact while nothing has been halved, and of bounded error after."""
     keys, values = (part[0] for part in data(1, 300, 4, seed=2, scale=0.3))
     radius, query = float(keys.norm(dim=-1).max()), torch.tensor([0.5, -0.2, 0.9, 0.1])
-    for n in (1, 60, 127, 128, 200, 255, 256, 300):
-        options = BalanceKVStreaming(eps=1e-3)
-        buckets, whole = structures(keys[:n], values[:n], options, 128, radius, 0)
-        weights, (below, level) = (keys[:n] @ query).softmax(0), whole.sample()
-        total = (keys[below] @ query + level).exp().sum()
-        error = -weights @ values[:n]
-        for places, level in (bucket.sample() for bucket in buckets.values()):
-            error += (keys[places] @ query + level).exp() @ values[places] / total
-        if n < 128:
-            torch.testing.assert_close(error, torch.zeros(5), atol=1e-5, rtol=0)
-        else:  # equation (2)
-            assert error.norm() < 2.0 * weights.norm() * values[:n].norm()
+    options = BalanceKVStreaming(eps=1e-3)
+    buckets, whole = structures(keys[:n], values[:n], options, 128, radius, 0)
+    weights, (below, level) = (keys[:n] @ query).softmax(0), whole.sample()
+    total = (keys[below] @ query + level).exp().sum()
+    error = -weights @ values[:n]
+    for places, level in (bucket.sample() for bucket in buckets.values()):
+        error += (keys[places] @ query + level).exp() @ values[places] / total
+    if n < 128:
+        torch.testing.assert_close(error, torch.zeros(5), atol=1e-5, rtol=0)
+    else:  # equation (2)
+        assert error.norm() < 2.0 * weights.norm() * values[:n].norm()

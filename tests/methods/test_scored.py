@@ -132,19 +132,21 @@ def test_queries_are_turned_back_whatever_the_length_of_the_rotation():
         torch.testing.assert_close(rotated(plain, longer), layer.queries)
 
 
-def test_the_best_of_all_heads_by_sorting():
+@pytest.mark.parametrize(
+    ("heads", "n", "kept", "safe"), [(2, 7, 3, 0), (3, 90, 40, 11), (1, 5, 5, 2), (2, 400, 130, 30)]
+)
+def test_the_best_of_all_heads_by_sorting(heads, n, kept, safe):
     """Each head's safe ones, then the largest of all; of equal scores the lower head and place."""
     generator = torch.Generator().manual_seed(0)
-    for heads, n, kept, safe in ((2, 7, 3, 0), (3, 90, 40, 11), (1, 5, 5, 2), (2, 400, 130, 30)):
-        scores = torch.randint(0, 5, (1, heads, n), generator=generator).float()
-        scores[:, 0] -= 10  # of which nothing stays but what is safe
-        found = best_of_all_heads(scores, kept, safe)[0]
-        assert int(found.sum()) == heads * kept
-        ranked = [sorted(range(n), key=lambda i, h=h: -scores[0, h, i]) for h in range(heads)]
-        first = {(h, i) for h in range(heads) for i in ranked[h][:safe]}
-        places = [(h, i) for h in range(heads) for i in range(n)]
-        places.sort(key=lambda at: (at not in first, -scores[0, at[0], at[1]]))
-        assert {tuple(at) for at in found.nonzero().tolist()} == set(places[: heads * kept])
+    scores = torch.randint(0, 5, (1, heads, n), generator=generator).float()
+    scores[:, 0] -= 10  # of which nothing stays but what is safe
+    mask = best_of_all_heads(scores, kept, safe)[0]
+    assert int(mask.sum()) == heads * kept
+    ranked = [sorted(range(n), key=lambda i, h=h: -scores[0, h, i]) for h in range(heads)]
+    first = {(h, i) for h in range(heads) for i in ranked[h][:safe]}
+    places = [(h, i) for h in range(heads) for i in range(n)]
+    places.sort(key=lambda place: (place not in first, -scores[0, place[0], place[1]]))
+    assert {tuple(place) for place in mask.nonzero().tolist()} == set(places[: heads * kept])
 
 
 def test_a_budget_that_pages_ask_for_is_enough():
@@ -169,7 +171,7 @@ def test_without_an_interval_nothing_is_compressed_again():
 BUDGET = Budget(rate=0.3, sink=4, window=6)
 
 
-def test_heads_get_what_their_scores_deserve():
+def test_heads_share_the_budget_by_their_scores():
     layer = make_layer(200, kv_heads=2, group=1)
     keys = layer.keys.clone()
     keys[:, 0] *= 0.01  # attention of the first head is even, the second's is sharp

@@ -159,21 +159,21 @@ def test_first_pivot_is_drawn_in_proportion_to_the_kernel():
 BUDGET = Budget(rate=0.25, sink=4, window=6)
 
 
-def test_bins_spend_the_budget_and_may_be_rescaled_to_their_tokens():
-    layer, budget = (
-        make_layer(200, kv_heads=1, dim=64, scale=1.5),
-        Budget(rate=0.9, sink=4, window=6),
-    )
+@pytest.mark.parametrize(
+    "options", [{}, {"bins": "released"}, {"bin_size": 3, "normalise": True}], ids=str
+)
+def test_bins_spend_the_budget_and_may_be_rescaled_to_their_tokens(options):
+    layer = make_layer(200, kv_heads=1, dim=64, scale=1.5)
+    budget = Budget(rate=0.9, sink=4, window=6)
     outside = [*range(4), *range(-6, 0)]
-    for options in ({}, {"bins": "released"}, {"bin_size": 3, "normalise": True}):
-        method = build_method("wildcat", **options)
-        kept = run(method, layer, budget)
-        assert torch.equal(kept.values[:, :, outside], layer.values[:, :, outside])
-        assert kept.denominators[:, :, outside].eq(1).all()
-        if "normalise" in options:
-            assert float(kept.denominators.sum()) == pytest.approx(200, rel=1e-3)
-        else:
-            assert kept.entries.unique().tolist() == [method.layer_capacity(budget, 200, 0, 4)]
+    method = build_method("wildcat", **options)
+    kept = run(method, layer, budget)
+    assert torch.equal(kept.values[:, :, outside], layer.values[:, :, outside])
+    assert kept.denominators[:, :, outside].eq(1).all()
+    if "normalise" in options:
+        assert float(kept.denominators.sum()) == pytest.approx(200, rel=1e-3)
+    else:
+        assert kept.entries.unique().tolist() == [method.layer_capacity(budget, 200, 0, 4)]
 
 
 @pytest.mark.parametrize("bin_size", [3, 4, 5, 8])

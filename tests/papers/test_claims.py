@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import runpy
 import subprocess
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +69,10 @@ def test_a_verdict_is_that_of_the_rule(
     assert (decision.more is not None) == (verdict == "cannot be told")
 
 
-def test_answers_that_are_all_alike_bear_out_nothing() -> None:
-    alike = np.zeros((12, 1))
-    for side in ("below", "above"):
-        for more in ({}, {"fraction": True}):
-            assert SCRIPT["verdict_on"](alike, {"side": side} | more).verdict != "holds"
+@pytest.mark.parametrize("side", ["below", "above"])
+@pytest.mark.parametrize("more", [{}, {"fraction": True}], ids=["", "fraction"])
+def test_answers_that_are_all_alike_bear_out_nothing(side: str, more: dict[str, Any]) -> None:
+    assert SCRIPT["verdict_on"](np.zeros((12, 1)), {"side": side} | more).verdict != "holds"
 
 
 def test_a_slope_is_compared_with_a_target() -> None:
@@ -193,32 +196,63 @@ TWO_RUNS = {
 }
 
 
-@pytest.mark.slow
-def test_two_claims_are_run_once_and_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@dataclass(frozen=True)
+class Decided:
+    """What the script was asked for, and what it printed."""
+
+    claims: dict[str, Any]
+    arguments: list[str]
+    folder: Path
+    printed: list[str]
+
+
+@pytest.fixture(scope="module")
+def two_claims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decided]:
+    """Two small claims that the script has decided; it has no others while these tests run."""
     claims = [claim for claim in CLAIMS["claims"] if claim["id"] in ("B1", "H2")]
     small = {
         "runs": {name: {"command": text, "protocol": "{texts}"} for name, text in TWO_RUNS.items()},
         "claims": [claim | {"comparisons": claim["comparisons"][:1]} for claim in claims],
     }
-    monkeypatch.setitem(SCRIPT["main"].__globals__, "claims_for", lambda model: small)
-    arguments = ["model=recall_mini", f"results_dir={tmp_path / 'runs'}"]
-    SCRIPT["main"](arguments)
-    printed = capsys.readouterr().out.splitlines()
+    folder = tmp_path_factory.mktemp("claims") / "runs"
+    arguments = ["model=recall_mini", f"results_dir={folder}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCRIPT["main"].__globals__, "claims_for", lambda model: small)
+        with redirect_stdout(StringIO()) as output:
+            SCRIPT["main"](arguments)
+        yield Decided(small, arguments, folder, output.getvalue().splitlines())
+
+
+@pytest.mark.slow
+def test_two_claims_are_decided_and_written(two_claims: Decided) -> None:
+    printed = two_claims.printed
     assert printed[0].startswith("layers: python -m kvbench model=recall_mini task=layer_error")
     assert printed[2].startswith("  layers, relative_error: balancekv - uniform ")
     assert [line[:3] for line in printed if line[0] in "BH"] == ["B1 ", "H2 "]
-    table = pd.read_csv(tmp_path / "runs" / "claims.csv")
+    table = pd.read_csv(two_claims.folder / "claims.csv")
     assert list(table["id"]) == ["B1", "H2"]
     assert set(table["units"]) == {4}
     assert set(table["protocol"]) == {"generated sentences; seed 0"}
-    markdown = (tmp_path / "runs" / "claims.md").read_text()
+    markdown = (two_claims.folder / "claims.md").read_text()
     assert markdown.splitlines()[2].startswith("| B1 | the error of single-layer")
-    monkeypatch.setattr(subprocess, "run", None)  # nothing is run again
-    SCRIPT["main"](arguments)
-    again = capsys.readouterr().out.splitlines()
-    assert again == [line for line in printed if not line.startswith(("layers: ", "mass: "))]
-    small["runs"]["layers"]["command"] += " task.seeds=1"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_there_is_not_made_again(
+    two_claims: Decided, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", None)  # fails if it is called
+    SCRIPT["main"](two_claims.arguments)
+    commands = ("layers: ", "mass: ")
+    expected = [line for line in two_claims.printed if not line.startswith(commands)]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.slow
+def test_a_run_of_another_command_is_refused(
+    two_claims: Decided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = two_claims.claims["runs"]["layers"]
+    monkeypatch.setitem(layers, "command", layers["command"] + " task.seeds=1")
     with pytest.raises(UserError, match="is of another command; allowed: another results_dir"):
-        SCRIPT["main"](arguments)
+        SCRIPT["main"](two_claims.arguments)

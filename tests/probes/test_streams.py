@@ -189,13 +189,18 @@ def test_records_of_the_task(tmp_path, positions):
     assert [r["text"] for r in records["local"]] == ["a.txt", "b.txt"]
 
 
+@pytest.mark.parametrize(
+    ("name", "positions"), [("snapkv", "cache"), ("subgen_streaming", "absolute")]
+)
+def test_methods_that_cannot_read_a_stream_are_refused(name, positions):
+    model = tiny_model("llama")
+    with kvbench_attention_on(model), pytest.raises(KVError, match="cannot read a stream"):
+        read_text(model, prompt_ids(500), build_method(name), SMALL_SIZE, positions)
+
+
 def test_refusals(tmp_path):
-    model, ids = tiny_model("llama"), prompt_ids(600)
     with pytest.raises(UnsupportedModel, match="sliding"):
-        streaming_nll(tiny_model("gemma2"), ids, 1, 4)
-    for name, positions in (("snapkv", "cache"), ("subgen_streaming", "absolute")):
-        with kvbench_attention_on(model), pytest.raises(KVError, match="cannot read a stream"):
-            read_text(model, ids[:500], build_method(name), SMALL_SIZE, positions)
+        streaming_nll(tiny_model("gemma2"), prompt_ids(600), 1, 4)
     probe = Stream(files=files(tmp_path), positions="absolute")
     job = stream_job(tmp_path, probe, {"exact": build_method("exact")})
     job.session.__dict__["encoder"] = replace(job.session.encoder, max_positions=60)

@@ -25,11 +25,7 @@ METHODS = {name: build_method(name) for name in ("h2o", "exact", "balancekv")}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collecting garbage takes longer than everything else here."""
-    for module in ("probes.throughput", "run.batching"):
-        monkeypatch.setattr(f"kvbench.{module}.free_memory", lambda device: None)
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 def job(tmp_path: Path, probe: Any, methods: dict[str, Any] = METHODS) -> Job:

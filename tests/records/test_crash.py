@@ -116,7 +116,7 @@ def test_what_stops_a_write_leaves_no_half_line(
         assert records.append(make_record("b"))
 
 
-def test_a_file_that_somebody_else_changes_or_removes_is_not_written(tmp_path: Path) -> None:
+def test_a_file_that_another_process_changes_or_removes_is_not_written(tmp_path: Path) -> None:
     with RecordStore(tmp_path) as records:
         records.append(make_record("a"))
         records.path.write_bytes(records.path.read_bytes() * 2)

@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -123,13 +124,22 @@ def test_values_that_json_does_not_have_become_values_that_it_has(tmp_path: Path
     assert record["prediction"] == "half a pair ?"
 
 
-def test_a_record_that_readers_would_refuse_is_not_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (make_record("b") | {"status": "fine"}, "status"),
+        (make_record("b") | {"example_id": 3}, "example_id"),
+        (make_record("b") | {"extra": object()}, "extra"),
+        ({"example_id": "b"}, r"example 'b': lacks experiment, model, .*error"),
+    ],
+    ids=["status", "example_id", "extra", "lacking"],
+)
+def test_a_record_that_readers_would_refuse_is_not_written(
+    tmp_path: Path, record: dict[str, Any], message: str
+) -> None:
     with RecordStore(tmp_path) as records:
-        for key, value in {"status": "fine", "example_id": 3, "extra": object()}.items():
-            with pytest.raises(StoreError, match=key):
-                records.append(make_record("b") | {key: value})
-        with pytest.raises(StoreError, match=r"example 'b': lacks experiment, model, .*error"):
-            records.append({"example_id": "b"})
+        with pytest.raises(StoreError, match=message):
+            records.append(record)
         assert records.path.read_bytes() == b""
 
 

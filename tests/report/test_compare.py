@@ -107,7 +107,7 @@ def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> Non
     assert row["p"] < 0.001, "then every record is a unit"
 
 
-def test_what_one_lacks_is_told(both: tuple[Path, Path]) -> None:
+def test_runs_that_only_one_experiment_has_are_listed(both: tuple[Path, Path]) -> None:
     found = compared(*both)
     assert found.names == tuple(map(str, both))
     lacking = [
@@ -155,6 +155,11 @@ def test_the_command_writes_page_text_and_numbers(
     page = (out / "compare.html").read_text()
     assert "<script>document" not in page
     assert "only in" in capsys.readouterr().out
+
+
+def test_experiments_with_nothing_in_common_are_refused(
+    both: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path / "c", task="other", records=[{"example_id": "a", "score": 1.0}])
     with pytest.raises(StoreError, match="no model, task and method in common"):
         compared(both[0], tmp_path / "c" / "demo")

@@ -233,6 +233,10 @@ def test_fits_recover_the_slopes_they_were_made_with(tmp_path: Path) -> None:
         assert row["bytes_ratio_last"] == 0.25
     ratio = frame[frame["method"] == "balancekv"]["last_ratio"]
     assert list(ratio) == pytest.approx([1024**-0.5] * 2)
+
+
+def test_slopes_are_a_table_a_figure_and_a_sentence(tmp_path: Path) -> None:
+    group = write_curves(tmp_path, {"uniform": -0.5, "balancekv": -1.0}, 0.0)
     table = slope_table(group, SPEC)
     assert shown(table)[0] == ["uniform", "−0.500", *2 * ["−0.500 [−0.500, −0.500]"]]
     assert len(data(table)) == 4

@@ -128,7 +128,7 @@ def test_a_note_stands_only_where_what_it_explains_is_in_the_table(
     assert {named[note] for note in notes} == expected
 
 
-def test_tiny_datasets_do_not_blind_the_others(tmp_path: Path) -> None:
+def test_a_difference_in_large_datasets_is_shown_beside_tiny_ones(tmp_path: Path) -> None:
     """Thirteen datasets of 2 to 300 prompts, .2 apart in each: shown, and a note says over which."""
     rng = np.random.default_rng(0)
     for method, p in (("snapkv", 0.7), ("uniform", 0.5)):
@@ -293,21 +293,34 @@ def test_variants_are_named_by_what_differs(tmp_path: Path) -> None:
     assert group.labels[:3] == ["exact", "uniform, rate 0.5", "uniform, rate 0.25"]
     assert len(group.labels) == 10, "a budget means nothing to exact"
     assert set(group.baseline.values()) == {None, "exact"}
-    record = [{"example_id": "a", "score": 1.0}]
-    cases: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
-        ({"budget.size": 64}, {"budget.size": 256}, {"h2o, size 64", "h2o, size 256"}),
-        ({"method.f": "a/x.txt"}, {"method.f": "b/y.txt"}, {"h2o, f x.txt", "h2o, f y.txt"}),
-        ({"method.f": "a/x"}, {"method.f": "b/x"}, {"h2o, f a/x", "h2o, f b/x"}),
-    ]
-    for i, (one, other, labels) in enumerate(cases):
-        for options in (one, other):
-            write_run(tmp_path, experiment=f"{i}", method="h2o", records=record, options=options)
-        assert set(group_of(tmp_path / f"{i}").labels) == labels
-    for version in (1, 2):  # nothing that counts tells them apart but the hash
-        options = {"verbose": version}
-        write_run(tmp_path, experiment="v", method="h2o", records=record, options=options)
-    found = group_of(tmp_path / "v")
-    assert set(found.labels) == {f"h2o, {m['config_hash']}" for m in found.manifests}
+
+
+RECORD = [{"example_id": "a", "score": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "labels"),
+    [
+        ("budget.size", (64, 256), {"h2o, size 64", "h2o, size 256"}),
+        ("method.f", ("a/x.txt", "b/y.txt"), {"h2o, f x.txt", "h2o, f y.txt"}),
+        ("method.f", ("a/x", "b/x"), {"h2o, f a/x", "h2o, f b/x"}),
+    ],
+)
+def test_variants_are_named_by_the_option_that_differs(
+    tmp_path: Path, option: str, values: tuple[Any, Any], labels: set[str]
+) -> None:
+    for value in values:
+        write_run(tmp_path, method="h2o", records=RECORD, options={option: value})
+    assert set(group_of(tmp_path / "demo").labels) == labels
+
+
+def test_variants_that_differ_in_nothing_that_counts_are_named_by_their_hash(
+    tmp_path: Path,
+) -> None:
+    for version in (1, 2):
+        write_run(tmp_path, method="h2o", records=RECORD, options={"verbose": version})
+    group = group_of(tmp_path / "demo")
+    assert set(group.labels) == {f"h2o, {m['config_hash']}" for m in group.manifests}
 
 
 def test_models_stand_in_the_order_in_which_they_were_started(tmp_path: Path) -> None:

@@ -220,31 +220,58 @@ def test_answers_shown_are_of_every_dataset_and_all_of_a_small_one(tmp_path: Pat
     assert datasets == {"few": 3, "many": 7}
 
 
-def test_the_command_rebuilds_links_and_says_errors_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+NAMES = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def experiments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three small experiments, from which the command is run."""
+    folder = tmp_path_factory.mktemp("experiments")
+    for name in NAMES:
+        write_run(folder, experiment=name, records=lines_records("exact")[:3])
+    return folder
+
+
+def test_the_command_makes_a_report_and_lists_its_files(
+    experiments: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("one", "two", "three"):
-        write_run(tmp_path, experiment=name, records=lines_records("exact")[:3])
-    folders = [str(tmp_path / name) for name in ("one", "two", "three")]
-    assert main([folders[0], "--list"]) == 0
+    assert main([str(experiments / "one"), "--list"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[-1] == f"{folders[0]}/report.html"
+    assert out[-1] == f"{experiments}/one/report.html"
     assert len(out) > 5
-    assert main(folders) == 0
-    index = (tmp_path / "index.html").read_text()
-    assert re.findall('href="([^"]*)"', index) == [
-        f"{n}/report.html" for n in ("one", "two", "three")
-    ]
-    assert write_index([tmp_path / "one"]) == tmp_path / "index.html"
-    capsys.readouterr()
-    for words in (["--out", "x", folders[0]], ["--rescored", "x", *folders[:2]]):
-        with pytest.raises(SystemExit) as stopped:
-            main(words)
-        assert stopped.value.code == 2
-        assert capsys.readouterr().err.count("\n") == 1
-    for words in ([str(tmp_path / "nowhere")], [folders[0], str(tmp_path)], [*folders, "nowhere"]):
-        assert main(words) == 1
-        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_several_reports_have_an_index(experiments: Path) -> None:
+    assert main([str(experiments / name) for name in NAMES]) == 0
+    index = (experiments / "index.html").read_text()
+    assert re.findall('href="([^"]*)"', index) == [f"{name}/report.html" for name in NAMES]
+    assert write_index([experiments / "one"]) == experiments / "index.html"
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["--out", "x", "one"], 2),
+        (["--rescored", "x", "one", "two"], 2),
+        (["nowhere"], 1),
+        (["one", "."], 1),
+        (["one", "two", "three", "nowhere"], 1),
+    ],
+)
+def test_the_command_says_an_error_in_a_line(
+    words: list[str],
+    status: int,
+    experiments: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(experiments)
+    try:
+        returned: Any = main(words)
+    except SystemExit as stopped:
+        returned = stopped.code
+    assert returned == status
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_an_index_of_no_report_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,11 @@ def test_every_published_table_is_tidy_and_in_our_names() -> None:
         assert path.stem.split("_")[0] in (PAPER / "README.md").read_text()
 
 
-def test_ours_are_joined_by_method_and_value_and_compared_in_per_cent(tmp_path: Path) -> None:
-    spec = {"file": "balancekv_table1", "where": {"model": "Llama-3.1-8B-Instruct"}}
-    write_qa(tmp_path, spec)
+ON_LLAMA = {"file": "balancekv_table1", "where": {"model": "Llama-3.1-8B-Instruct"}}
+
+
+def test_ours_are_joined_by_method_and_value_in_per_cent(tmp_path: Path) -> None:
+    write_qa(tmp_path, ON_LLAMA)
     frame = joined(tmp_path)
     assert list(frame["value"]) == ["qasper", "hotpotqa"], "the paper's average is of 13 datasets"
     assert list(frame["printed"]) == ["42.87", "52.05"]
@@ -64,8 +67,11 @@ def test_ours_are_joined_by_method_and_value_and_compared_in_per_cent(tmp_path: 
     of_another = ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87", "Llama-3.1-8B-Instruct"]
     assert shown(table)[0] == of_another
     assert not any("±" in note for note in table.notes)
-    write_qa(tmp_path / "own", spec, model="Llama-3.1-8B-Instruct")
-    frame = joined(tmp_path / "own")
+
+
+def test_differences_are_from_numbers_of_the_same_model(tmp_path: Path) -> None:
+    write_qa(tmp_path, ON_LLAMA, model="Llama-3.1-8B-Instruct")
+    frame = joined(tmp_path)
     assert list(frame["difference"]) == pytest.approx([7.13, -2.05])
     (table,) = published_tables(frame)
     assert heads(table) == ["method", "measured on", "ours", "published", "difference", "±"]
@@ -98,27 +104,30 @@ def test_a_printed_fraction_stands_in_the_unit_of_ours_and_is_compared_in_it(
     assert printed["h2o_diversity"]["exact"] == "0.0057"
 
 
-def test_of_repeated_runs_the_minimum_is_compared_and_other_lengths_are_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "prompt", "difference", "published_of"),
+    [
+        ("big", 16384, 2.231, ""),
+        ("big", 256, math.nan, "big 16384+1024"),
+        ("small", 16384, math.nan, "big"),
+    ],
+)
+def test_of_repeated_runs_the_minimum_is_compared_and_other_lengths_are_not(
+    tmp_path: Path, model: str, prompt: int, difference: float, published_of: str
+) -> None:
     """BalanceKV's Table 2: minima of 10 runs of 16,384 + 1,024 tokens, of a model that is not named."""
-    spec = {"file": "balancekv_table2", "model": "big", "statistic": "minimum"}
-    for model, prompt in (("big", 16384), ("big", 256), ("small", 16384)):
-        where = {"prompt_tokens": prompt, "asked_new_tokens": 1024, "score": 1.0}
-        records = [
-            {**where, "example_id": f"{i}", "decode_s": 40.0 + i**2, "prefill_compress_s": 4.0}
-            for i in range(4)
-        ]
-        folder = tmp_path / f"{model}{prompt}"
-        options = {"paper_table": spec}
-        write_run(folder, model=model, records=records, task_meta=THROUGHPUT_META, options=options)
-        frame = joined(folder)
-        row = frame[frame["field"] == "decode_s"].iloc[0]
-        assert (row["score"], row["median"], row["printed"]) == (40.0, 42.5, "37.769")
-        if (model, prompt) == ("big", 16384):
-            assert row["difference"] == pytest.approx(2.231)
-            assert row["published_of"] == ""
-        else:
-            assert pd.isna(row["difference"])
-            assert row["published_of"] == ("big 16384+1024" if prompt == 256 else "big")
+    options = {"paper_table": {"file": "balancekv_table2", "model": "big", "statistic": "minimum"}}
+    where = {"prompt_tokens": prompt, "asked_new_tokens": 1024, "score": 1.0}
+    records = [
+        {**where, "example_id": f"{i}", "decode_s": 40.0 + i**2, "prefill_compress_s": 4.0}
+        for i in range(4)
+    ]
+    write_run(tmp_path, model=model, records=records, task_meta=THROUGHPUT_META, options=options)
+    frame = joined(tmp_path)
+    row = frame[frame["field"] == "decode_s"].iloc[0]
+    assert (row["score"], row["median"], row["printed"]) == (40.0, 42.5, "37.769")
+    assert row["difference"] == pytest.approx(difference, nan_ok=True)
+    assert row["published_of"] == published_of
 
 
 def test_an_average_is_compared_over_the_same_datasets_only(tmp_path: Path) -> None:
@@ -198,7 +207,7 @@ def test_a_margin_is_for_our_own_model_and_narrows_with_the_share_answered_anew(
     assert shown(published_tables(frame)[0])[1][3:] == ["64.06 ?", "−15.3", "4.9"]
 
 
-def test_of_few_examples_or_reruns_nobody_made_it_cannot_be_told(tmp_path: Path) -> None:
+def test_of_few_examples_or_without_reruns_no_margin_is_known(tmp_path: Path) -> None:
     """Our exact cache has .5; far from 99, near 52, and 20 examples say nothing."""
     rows = HEAD + "exact,dataset,qasper,score,%,52\nexact,dataset,hotpotqa,score,%,99\n"
     for n, rescored, marks in (

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -116,28 +117,32 @@ def test_an_average_of_datasets_by_welch_and_satterthwaite() -> None:
         assert found.high == pytest.approx(min(1.0 if fraction else 9, found.value + half))
 
 
-def test_no_interval_has_no_width() -> None:
-    for values in (np.zeros(25), np.ones(25)):
-        (found,) = mean_intervals([stratum(values)], fraction=True)
-        assert found.high - found.low > 0.1
-        several = [stratum(values[:n]) for n in (2, 5, 25)]
-        (found,) = mean_intervals(several, fraction=True)
-        assert found.high - found.low > 0.2
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize(("sizes", "width"), [([25], 0.1), ([2, 5, 25], 0.2)])
+def test_shares_of_none_and_of_all_have_an_interval(
+    value: float, sizes: list[int], width: float
+) -> None:
+    strata = [stratum(np.full(n, value)) for n in sizes]
+    (mean,) = mean_intervals(strata, fraction=True)
+    assert mean.high - mean.low > width
+
+
+def test_a_difference_between_equals_has_an_interval() -> None:
     (same,) = differences([stratum(np.zeros(25))], fraction=True)
     assert same.low == pytest.approx(-same.high, abs=1e-9)
     assert (same.high > 0.05, same.p) == (True, 1.0)
 
 
-def test_one_unit_has_none_and_missing_ones_are_left_out() -> None:
-    for find in (mean_intervals, differences):
-        (one,) = find([stratum(np.array([1.0]))], fraction=True)
-        assert one.value == 1
-        assert np.isnan([one.low, one.high]).all()
-        values = np.array([1.0, np.nan, 0.0, 1.0, 1.0, np.nan])
-        known = values[~np.isnan(values)]
-        gaps, kept = (find([stratum(x)], fraction=True)[0][:3] for x in (values, known))
-        assert gaps == kept
-        assert np.isnan(find([stratum(values), stratum(values * np.nan)], fraction=True)[0].value)
+@pytest.mark.parametrize("find", [mean_intervals, differences])
+def test_one_unit_has_none_and_missing_ones_are_left_out(find: Any) -> None:
+    (one,) = find([stratum(np.array([1.0]))], fraction=True)
+    assert one.value == 1
+    assert np.isnan([one.low, one.high]).all()
+    values = np.array([1.0, np.nan, 0.0, 1.0, 1.0, np.nan])
+    known = values[~np.isnan(values)]
+    gaps, kept = (find([stratum(x)], fraction=True)[0][:3] for x in (values, known))
+    assert gaps == kept
+    assert np.isnan(find([stratum(values), stratum(values * np.nan)], fraction=True)[0].value)
 
 
 def scores(values: np.ndarray) -> Scores:
@@ -145,10 +150,13 @@ def scores(values: np.ndarray) -> Scores:
     return Scores("", "d", values, np.ones(values.shape, dtype=bool), np.arange(len(values)), none)
 
 
-def test_a_family_of_one_is_the_test_alone_and_of_many_is_sidaks() -> None:
-    for tests in (1, 5):
-        z = independent(tests)[-round(ALPHA * DRAWS)]
-        assert 2 * norm.sf(z) == pytest.approx(1 - 0.95 ** (1 / tests), rel=5e-3)
+@pytest.mark.parametrize("tests", [1, 5])
+def test_the_bound_of_independent_tests_is_sidaks(tests: int) -> None:
+    z = independent(tests)[-round(ALPHA * DRAWS)]
+    assert 2 * norm.sf(z) == pytest.approx(1 - 0.95 ** (1 / tests), rel=5e-3)
+
+
+def test_a_family_of_one_is_the_test_alone() -> None:
     values = np.random.default_rng(0).normal(0.3, 1, (40, 2))
     change = values[:, 0] - values[:, 1]
     (found,) = differences([stratum(change)], fraction=False)
@@ -272,7 +280,7 @@ def test_the_margin_of_an_average_is_that_of_its_datasets() -> None:
     ],
 )
 def test_the_worst_cells_keep_their_bounds(figures: Callable[[], Iterable[bench.Figure]]) -> None:
-    """Within what 400 (200) simulated studies can tell: 2.6 standard errors of a share at its bound."""
+    """Within what 400 (200) simulated studies can show: 2.6 standard errors of a share at its bound."""
     for figure in figures():
         room = 2.6 * np.sqrt(figure.bound * (1 - figure.bound) / 200)
         share = figure.share - room if figure.most else figure.share + room

@@ -37,6 +37,7 @@ class Unlike(Echo):
         ]
 
 
+pytestmark = pytest.mark.usefixtures("no_collection")
 LABELS = ("exact", "exact_4bit", "h2o", "balancekv", "snapkv")
 
 
@@ -55,12 +56,6 @@ def scores(result: Any) -> dict[str, list[dict[str, Any]]]:
 
 def batches(result: Any) -> list[int]:
     return [row["batch"] for row in records_of(result)["exact"] if row["status"] == "ok"]
-
-
-@pytest.fixture(autouse=True)
-def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collecting garbage takes longer than everything else here."""
-    monkeypatch.setattr(batching, "free_memory", lambda device: None)
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +157,9 @@ def test_a_unit_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Pa
     plan = Tight()
     work: Any = [(Unit(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(8)]
     runner = Runner(plan, make_job(tmp_path).session, 4, lambda outcomes: None)
-    told = [outcomes[0].example_id for outcomes in runner.run(work)]
+    ids = [outcomes[0].example_id for outcomes in runner.run(work)]
     assert plan.groups == [4, 1, 2, 2]
-    assert told == ["u1", "u2", "u3", "u0", "u4", "u5", "u6", "u7"]
+    assert ids == ["u1", "u2", "u3", "u0", "u4", "u5", "u6", "u7"]
 
 
 def test_a_unit_has_the_time_of_one_answer_unless_it_has_more(
@@ -210,6 +205,6 @@ def test_auto_doubles_until_twice_the_need_would_not_fit(
     monkeypatch.setattr(memory, "total_bytes", lambda device: 100)
     work: Any = [(Unit(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(count)]
     runner = Runner(plan, session, setting, lambda outcomes: None)
-    told = [outcomes[0].example_id for outcomes in runner.run(work)]
-    assert told == [unit.id for unit, _ in work]
+    ids = [outcomes[0].example_id for outcomes in runner.run(work)]
+    assert ids == [unit.id for unit, _ in work]
     assert plan.groups == wanted

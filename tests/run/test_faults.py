@@ -24,11 +24,7 @@ from kvbench.run.batching import DeviceLost
 from kvbench.run.plan import Methods, Outcome, TaskPlan, Unit, status_of
 from kvbench.run.runner import run_job
 
-
-@pytest.fixture(autouse=True)
-def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collecting garbage takes longer than everything else here."""
-    monkeypatch.setattr(batching, "free_memory", lambda device: None)
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 def beside_snapkv(folder: Path, fault: Callable[[LayerKV], Any], **changes: Any) -> Any:
@@ -63,7 +59,7 @@ def test_statuses(error: Exception, status: str) -> None:
 
 
 class Mute(Exception):
-    """An error that fails to tell its message."""
+    """An error whose message cannot be read."""
 
     def __str__(self) -> str:
         raise ValueError("nothing to say")
@@ -153,7 +149,7 @@ def test_memory_may_run_out_anywhere_and_the_next_example_goes_on(
 # Time.
 
 
-def test_a_method_that_hangs_times_out_and_the_others_end_well(tmp_path: Path) -> None:
+def test_a_method_that_hangs_times_out_and_the_others_finish(tmp_path: Path) -> None:
     (first, second) = beside_snapkv(
         tmp_path, lambda kv: time.sleep(60) if kv.n < 80 else None, example_timeout=1.0
     )

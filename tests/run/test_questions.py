@@ -149,8 +149,10 @@ def test_golden_turns_are_a_question_that_begins_with_them(tmp_path: Path) -> No
     before = ["", f"{ASKED[0]}A0\n\n", f"{ASKED[0]}A0\n\n{ASKED[1]}A1\n\n"]
     written = tuple(a + b for a, b in zip(before, ASKED, strict=True))
     plain = run_job(job(tmp_path / "2", Quiz(questions=written)))
-    told = ("prediction", "prompt_tokens", "entries", "cache_bytes_end", "ratio")
-    one, other = ([[row[k] for k in told] for row in records_of(r)["h2o"]] for r in (golden, plain))
+    fields = ("prediction", "prompt_tokens", "entries", "cache_bytes_end", "ratio")
+    one, other = (
+        [[row[k] for k in fields] for row in records_of(r)["h2o"]] for r in (golden, plain)
+    )
     assert one == other
     assert {row["history"] for row in records_of(golden)["h2o"]} == {"golden"}
 

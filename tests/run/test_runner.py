@@ -1,4 +1,4 @@
-"""The runner: records, failures, resuming, the hash that names a run, and what a dry run tells of it."""
+"""The runner: records, failures, resuming, the hash that names a run, and dry runs."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ def test_a_record_says_what_was_asked_and_what_was_held(tmp_path: Path) -> None:
     assert records["uniform"][0]["ratio"] > first["ratio"], "its weights count"
 
 
-def test_progress_is_told_the_score_and_the_tasks_other_measures(tmp_path: Path) -> None:
+def test_progress_gets_the_score_and_the_tasks_other_measures(tmp_path: Path) -> None:
     class Two(Echo):
         measures: ClassVar[tuple[str, ...]] = ("letters",)
 
-    told: list[Any] = []
+    received: list[Any] = []
     progress = Progress()
-    progress.add = lambda method, values: told.append(values)  # type: ignore[method-assign]
+    progress.add = lambda method, values: received.append(values)  # type: ignore[method-assign]
     job = make_job(tmp_path, EXACT, echo=Two())
     result = run_job(job, progress)
     modules = list(job.session.model.modules())
     assert not any(one._forward_pre_hooks or one._forward_hooks for one in modules), "as it was"
-    assert told == [
+    assert received == [
         {k: row[k] for k in ("score", "letters")} for row in records_of(result)["exact"]
     ]
 
@@ -273,7 +273,7 @@ def beyond(job: Any, positions: int | None) -> Any:
     return job
 
 
-def test_prompts_beyond_the_models_positions_are_told_and_recorded(
+def test_prompts_beyond_the_models_positions_are_logged_and_recorded(
     tmp_path: Path, caplog: Any, capsys: Any
 ) -> None:
     """Of prompts of 75, 83, 91 and 99 tokens those above the limit, with both numbers."""
@@ -282,8 +282,10 @@ def test_prompts_beyond_the_models_positions_are_told_and_recorded(
             run_job(beyond(make_job(tmp_path / str(number), EXACT), positions))
         assert not caplog.records
         result = run_job(beyond(make_job(tmp_path, EXACT), 83))
-    told = "2 of 4 prompts are longer than the model's positions: up to 99 tokens, and tiny has 83;"
-    assert [told in record.message for record in caplog.records] == [True]
+    warning = (
+        "2 of 4 prompts are longer than the model's positions: up to 99 tokens, and tiny has 83;"
+    )
+    assert [warning in record.message for record in caplog.records] == [True]
     flags = [
         (row.get("beyond_positions"), row.get("max_positions"))
         for row in records_of(result)["exact"]
@@ -313,7 +315,7 @@ def test_another_rank_than_the_first_runs_what_is_left_and_writes_nothing(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json*")} == before
 
 
-def test_a_dry_run_tells_the_capacity_of_each_method_at_the_median_prompt(
+def test_a_dry_run_shows_the_capacity_of_each_method_at_the_median_prompt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [row["prompt_tokens"] for row in records_of(run_job(make_job(tmp_path)))["exact"]]

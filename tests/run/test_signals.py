@@ -97,9 +97,8 @@ def test_terminated_inside_an_example_and_inside_the_report(
     child = server.kvbench(tmp_path, *FEW, stall=ENDLESS if inside else report)
     wait_until_stalled(child)
     child.signal(signal.SIGTERM)
-    time.sleep(0.2)
+    wait_until(child, lambda: child.err.read_text().endswith(WAIT_NOTICE))
     assert child.running(), "the first waits for the example, or for the page"
-    assert child.err.read_text().endswith(WAIT_NOTICE)
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
     assert one_line(child) == f"terminated; {GOES_ON}"

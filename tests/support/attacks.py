@@ -1,4 +1,4 @@
-"""What tests of security share."""
+"""A model folder with a hostile pickle, secrets, and a search for them in what was written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def written(folder: Path) -> dict[Path, bytes]:
 
 
 def leaks(folder: Path, text: str) -> list[str]:
-    """Where a secret stands in what was written or said."""
+    """Where a secret stands in the files below the folder or in the text."""
     values = [*SECRETS.values(), TYPED]
     found = [f"said: {value}" for value in values if value in text]
     for path, content in written(folder).items():

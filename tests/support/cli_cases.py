@@ -1,4 +1,4 @@
-"""What may come of a command line: a correct run or one line."""
+"""Runs of the command line in this process, which must end correctly or with an error of one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BASE = ["logger=none", "model=tiny_random", "device=cpu", "limit=1", "dry_run=tr
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a command line."""
+    """The exit status and the output of a command line."""
 
     status: Any
     out: str
@@ -39,16 +39,16 @@ class Ended:
         shown = re.compile(r"kvbench: .* x .*: (\d+/\d+, |loading)")  # how far a job is
         lines = [line for line in self.err.splitlines() if line.strip() and not shown.match(line)]
         lines = [line for line in lines if not line.startswith(logged)]
-        told = [line for line in lines if line.startswith(("kvbench: ", "kvbench-report: "))]
-        others = 0 if self.verbose else len(lines) - len(told)
+        errors = [line for line in lines if line.startswith(("kvbench: ", "kvbench-report: "))]
+        others = 0 if self.verbose else len(lines) - len(errors)
         bugs = ("Traceback", "Error executing job", "HYDRA_FULL_ERROR")
         wrong = {
             "a traceback": any(word in text for word in bugs),
             f"status {self.status!r}": self.status not in (0, 1, 2),
-            "not one line": others or (len(told) > 1 and not self.sweep),
-            "a failure without a line": self.status != 0 and not told,
-            "a complaint and status 0": self.status == 0 and told,
-            "a line that nobody reads": any(len(line) > 2000 for line in told),
+            "not one line": others or (len(errors) > 1 and not self.sweep),
+            "a failure without a line": self.status != 0 and not errors,
+            "a complaint and status 0": self.status == 0 and errors,
+            "a line that nobody reads": any(len(line) > 2000 for line in errors),
         }
         return next((why for why, is_so in wrong.items() if is_so), None)
 

@@ -46,7 +46,7 @@ def cases_of(golden: Any, listing: str = "configs_json") -> dict[str, Any]:
 
 
 def checked(case: dict[str, Any], **arrays: np.ndarray) -> list[Tensor]:
-    """The inputs of a case, redrawn; their hashes tell when the generator has changed."""
+    """The inputs of a case, redrawn; their hashes show whether the generator has changed."""
     for name, array in arrays.items():
         digest = case.get(f"{name}_sha256")
         assert digest in (None, hashlib.sha256(array.tobytes()).hexdigest()), name

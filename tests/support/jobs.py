@@ -1,4 +1,4 @@
-"""What tests of runner and others share."""
+"""A tokenizer, a task and jobs on a tiny model, and the records of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of longbench run and others share."""
+"""The repository's folder, invented LongBench files, and files of JSON lines."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).parents[1] / "data" / "longbench"
-
-
 ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "longbench"
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What tests of probes and others share."""
+"""Jobs of probes, and sessions with a tiny or the shipped model."""
 
 from __future__ import annotations
 

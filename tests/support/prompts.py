@@ -1,4 +1,4 @@
-"""What tests of batching and others share."""
+"""Prompts of unlike lengths, methods and ends, and what two generations are compared by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of store and others share."""
+"""Records to write, and the records below a folder."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def offline_run(experiment: Path, run_id: str) -> tuple[Path, list[Any]]:
     """A run's folder and its messages, once W&B's own process has written the last one."""
     (folder,) = (experiment / "wandb").glob(f"offline-run-*-{run_id}")
     (file,) = folder.glob("*.wandb")
-    for _ in range(200):
+    for _ in range(1200):
         messages = list(read_offline(file))
         if messages and messages[-1].WhichOneof("record_type") == "exit":
             return folder, messages

@@ -1,4 +1,4 @@
-"""What tests of launchers and others share."""
+"""Commands in processes of their own, and what their workers have written."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_texts_are_a_column_of_a_repository(requests: list[Any]) -> None:
         texts_of_dataset("files", "some/set", None, "test", "body")
 
 
-def test_datasets_is_not_asked_where_the_hub_is_silent(
+def test_datasets_is_not_called_where_the_hub_does_not_answer(
     requests: list[Any], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: False)

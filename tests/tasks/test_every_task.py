@@ -26,15 +26,15 @@ MODELS = sorted({path.stem for path in (config_dir() / "model").glob("[!_]*.yaml
 
 
 @pytest.mark.slow
-def test_every_model_config_makes_a_model_that_can_be_run() -> None:
-    for name in MODELS:
-        config = composed(f"model={name}", "task_label=t")
-        spec: ModelSpec = instantiate(config.model, _convert_="all")
-        assert re.fullmatch(r"[0-9a-f]{40}", spec.revision or "0" * 40), name
-        architecture = load_config(spec)
-        if spec.max_input is not None:
-            assert spec.max_input + 512 <= architecture.max_position_embeddings, name
-        assert not spec.trust_remote_code
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_config_makes_a_model_that_can_be_run(name: str) -> None:
+    config = composed(f"model={name}", "task_label=t")
+    spec: ModelSpec = instantiate(config.model, _convert_="all")
+    assert re.fullmatch(r"[0-9a-f]{40}", spec.revision or "0" * 40)
+    architecture = load_config(spec)
+    if spec.max_input is not None:
+        assert spec.max_input + 512 <= architecture.max_position_embeddings
+    assert not spec.trust_remote_code
 
 
 # what is refused
@@ -97,10 +97,18 @@ REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
 }
 
 
-@pytest.mark.parametrize("task", REFUSED, ids=lambda task: task.name)
-def test_what_is_refused_is_one_line(task: type[Task]) -> None:
-    for options, message in REFUSED[task]:
-        with pytest.raises(TaskError) as caught:
-            task(**{**REQUIRED.get(task, {}), **options})
-        assert message in str(caught.value), options
-        assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        pytest.param(task, options, message, id=f"{task.name} {options}")
+        for task, cases in REFUSED.items()
+        for options, message in cases
+    ],
+)
+def test_what_is_refused_is_one_line(
+    task: type[Task], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TaskError) as caught:
+        task(**{**REQUIRED.get(task, {}), **options})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

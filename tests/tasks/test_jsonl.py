@@ -218,11 +218,11 @@ def test_what_is_wrong_is_one_line(
 
 @pytest.mark.parametrize("template", FORBIDDEN)
 def test_a_template_that_is_not_allowed_is_refused_at_once(tmp_path: Path, template: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(TaskError, match=r"^task\.template") as caught:
         examples(write(tmp_path / "my.jsonl", ROWS), template=template)
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_the_text_of_a_template_has_a_longest_length(monkeypatch: Any) -> None:

@@ -236,14 +236,14 @@ def test_a_chat_model_that_the_protocol_does_not_know_is_refused(qwen: Any) -> N
     assert ids_of(example) == qwen.tokenizer.encode(example.context + example.question)
 
 
-def test_the_middle_of_token_ids_is_cut() -> None:
-    for length, limit in ((10, 10), (11, 10), (30, 10), (30, 11), (5, 100)):
-        ids, half = list(range(length)), limit // 2
-        for cut in range(length + 1):
-            prompt = truncate_middle(ids, cut, limit)
-            assert prompt.ids == (ids if length <= limit else ids[:half] + ids[-half:])
-            assert prompt.truncated == length - len(prompt.ids)
-            assert prompt.ids[: prompt.cut] == [i for i in prompt.ids if i < cut]
+@pytest.mark.parametrize(("length", "limit"), [(10, 10), (11, 10), (30, 10), (30, 11), (5, 100)])
+def test_the_middle_of_token_ids_is_cut(length: int, limit: int) -> None:
+    ids, half = list(range(length)), limit // 2
+    for cut in range(length + 1):
+        prompt = truncate_middle(ids, cut, limit)
+        assert prompt.ids == (ids if length <= limit else ids[:half] + ids[-half:])
+        assert prompt.truncated == length - len(prompt.ids)
+        assert prompt.ids[: prompt.cut] == [i for i in prompt.ids if i < cut]
 
 
 def test_balancekv_truncates_token_ids(qwen: Any) -> None:

@@ -29,11 +29,19 @@ CASES = json.loads((ROOT / "tests/data/metrics.json").read_text(encoding="utf-8"
 and LongBench's own below."""
 
 
-def test_every_metric_scores_its_cases() -> None:
-    for name, cases in CASES.items():
-        for prediction, answers, choices, expected in cases:
-            scores = METRICS[name](prediction, Key(tuple(answers), tuple(choices)))
-            assert scores["score"] == pytest.approx(expected, abs=1e-6), (name, prediction)
+@pytest.mark.parametrize(
+    ("name", "prediction", "answers", "choices", "expected"),
+    [
+        pytest.param(name, *case, id=f"{name} {number}")
+        for name, cases in CASES.items()
+        for number, case in enumerate(cases)
+    ],
+)
+def test_every_metric_scores_its_cases(
+    name: str, prediction: str, answers: list[str], choices: list[str], expected: float
+) -> None:
+    scores = METRICS[name](prediction, Key(tuple(answers), tuple(choices)))
+    assert scores["score"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_without_lm_eval_a_metric_that_needs_it_is_refused(monkeypatch: Any) -> None:
@@ -99,10 +107,10 @@ def test_a_pattern_matches_the_answer() -> None:
 
 def test_a_pattern_that_runs_for_ever_is_stopped(monkeypatch: Any) -> None:
     monkeypatch.setattr("kvbench.tasks.metrics_text.REGEX_SECONDS", 0.2)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(TaskError, match=r"takes more than 0.2 s on one prediction"):
         METRICS["regex"]("a" * 60 + "!", Key(("x",), pattern=r"(a|aa|a?)+$"))
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 # needle

@@ -48,28 +48,31 @@ def test_prompts_have_exactly_the_asked_length(encoder: Any, repeats: int) -> No
         assert example.context.count(NEEDLE["needle"]) == repeats
 
 
+@pytest.mark.parametrize("depths", [(0, 50), (50, 100), (3, 4), (0, 0)], ids=str)
 @pytest.mark.parametrize("start", [1, 3, 6])
-def test_a_needle_at_the_very_start_may_have_another_number_of_tokens(start: int) -> None:
+def test_a_needle_at_the_very_start_may_have_another_number_of_tokens(
+    start: int, depths: tuple[int, int]
+) -> None:
     """The prompt is as long as asked all the same: sentences of 5 tokens, needles of 3 or `start`."""
     pieces = [[10 + i] * 5 for i in range(30)]
     needles = [([1, 1, 1], [1] * start), ([2, 2, 2], [2] * start)]
-    for depths in ((0, 50), (50, 100), (3, 4), (0, 0)):
-        ids, spans = place_needles(pieces, needles, depths, 99, 80)
-        assert len(ids) == 80
-        for number, (begin, count) in enumerate(spans):
-            assert ids[begin : begin + count] == [number + 1] * count
-            assert count == (start if depths[number] < 6 else 3)
-        filler = [token for token in ids if token >= 10]
-        assert filler == [token for piece in pieces for token in piece][: len(filler)]
+    ids, spans = place_needles(pieces, needles, depths, 99, 80)
+    assert len(ids) == 80
+    for number, (begin, count) in enumerate(spans):
+        assert ids[begin : begin + count] == [number + 1] * count
+        assert count == (start if depths[number] < 6 else 3)
+    filler = [token for token in ids if token >= 10]
+    assert filler == [token for piece in pieces for token in piece][: len(filler)]
 
 
-def test_a_begin_token_stands_in_the_filler_only_where_that_is_asked(with_begin_token: Any) -> None:
-    tokenizer = with_begin_token
-    encoder = PromptEncoder(tokenizer, (tokenizer.bos_token_id,))
-    for begin_tokens, count in ((False, 0), (True, 3)):
-        options = {"begin_tokens": begin_tokens, "depths": [50], "lengths": [500]}
-        (example,) = task(**options).examples(encoder)
-        assert list(example.context_ids).count(tokenizer.bos_token_id) == count
+@pytest.mark.parametrize(("begin_tokens", "count"), [(False, 0), (True, 3)])
+def test_a_begin_token_stands_in_the_filler_only_where_that_is_asked(
+    with_begin_token: Any, begin_tokens: bool, count: int
+) -> None:
+    begin = with_begin_token.bos_token_id
+    options = {"begin_tokens": begin_tokens, "depths": [50], "lengths": [500]}
+    (example,) = task(**options).examples(PromptEncoder(with_begin_token, (begin,)))
+    assert list(example.context_ids).count(begin) == count
 
 
 def test_needle_follows_the_nearest_sentence_end_at_or_before_its_depth() -> None:

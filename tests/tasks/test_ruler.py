@@ -180,10 +180,13 @@ def test_context_and_question_are_tokenised_together() -> None:
     assert [*context, *question] == shipped().encode_text("a hat is there.\nWhere is it?")
 
 
-def test_a_length_that_is_too_short_is_one_line_with_the_least() -> None:
-    for task in GENERATED:
-        with pytest.raises(TaskError, match=f"length 180 is too short for {task}"):
-            made(tasks=[task], lengths=[180])
+@pytest.mark.parametrize("task", GENERATED)
+def test_a_length_that_is_too_short_is_one_line(task: str) -> None:
+    with pytest.raises(TaskError, match=f"length 180 is too short for {task}"):
+        made(tasks=[task], lengths=[180])
+
+
+def test_a_length_that_is_too_short_is_refused_with_the_least() -> None:
     with pytest.raises(TaskError) as caught:
         made(tasks=["niah_multikey_3"], lengths=[400])
     (least,) = re.findall(r"take (\d+) of", str(caught.value))
@@ -273,14 +276,21 @@ def test_generation_may_end_once_all_values_are_in_the_answer() -> None:
 
 
 @pytest.mark.parametrize("content", ["[1", "[1]", "[]", '{"data": [{"paragraphs": []}]}'])
-def test_a_file_in_another_format_is_refused(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "option", "message"),
+    [
+        ("qa_1", "squad", r"ruler: \S+ (is not|holds no question)"),
+        ("qa_2", "hotpotqa", r"ruler: \S+ (is not|holds no question)"),
+        ("niah_single_2", "essays", "JSON|object with a field text"),
+    ],
+)
+def test_a_file_in_another_format_is_refused(
+    tmp_path: Path, task: str, option: str, message: str, content: str
+) -> None:
     path = tmp_path / "wrong.json"
     path.write_text(content)
-    for task, option in (("qa_1", "squad"), ("qa_2", "hotpotqa")):
-        with pytest.raises(TaskError, match=r"ruler: \S+ (is not|holds no question)"):
-            made(tasks=[task], **{option: str(path)})
-    with pytest.raises(TaskError, match=r"JSON|object with a field text"):
-        made(tasks=["niah_single_2"], essays=str(path))
+    with pytest.raises(TaskError, match=message):
+        made(tasks=[task], **{option: str(path)})
 
 
 def test_essays_without_words_and_too_many_questions_are_refused(
