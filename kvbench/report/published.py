@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import Decimal
 from functools import reduce
 from pathlib import Path
 
@@ -278,6 +279,14 @@ def published_tables(frame: pd.DataFrame) -> list[Table]:
     return tables
 
 
+def _in_shown_unit(printed: str, published: float) -> str:
+    """A published number with the digits that were printed; a printed fraction as per cent ("0.90" as
+    "90") where it is compared in per cent."""
+    if math.isnan(published) or math.isclose(float(printed), published):
+        return printed
+    return f"{Decimal(printed).scaleb(2):f}"
+
+
 def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     unit = "fraction" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
     scale = 0.01 if unit == "fraction" else 1.0
@@ -299,6 +308,9 @@ def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     ]
     if repeated:
         columns.append(Column("median", "median", text))
+    frame["printed"] = [
+        _in_shown_unit(*row) for row in part[["printed", "published"]].itertuples(index=False)
+    ]
     columns.append(Column("printed", "published"))
     if (frame["published_of"] != "").any():
         columns.append(Column("published_of", "published of"))

@@ -81,10 +81,12 @@ def test_a_score_that_lacks_prompts_is_marked(tmp_path: Path) -> None:
     assert marks.to_dict() == {"qasper": {"incomplete"}, "hotpotqa": {""}}
 
 
-def test_a_fraction_stands_as_it_is_printed_and_is_compared_in_per_cent(tmp_path: Path) -> None:
+def test_a_printed_fraction_is_shown_and_compared_in_per_cent(tmp_path: Path) -> None:
     write_qa(tmp_path, "mine")
-    frame = joined(tmp_path, f"{HEAD}exact,dataset,qasper,score,fraction,0.83\n")
-    assert list(frame["printed"]) == ["0.83"]
+    frame = joined(tmp_path, f"{HEAD}exact,dataset,qasper,score,fraction,0.830\n")
+    assert list(frame["printed"]) == ["0.830"], "the file has what the paper prints"
+    (table,) = published_tables(frame)
+    assert shown(table)[0][2:4] == ["50.0 [4.4, 95.6]", "83.0 ?"]
     assert list(frame["difference"]) == pytest.approx([50.0 - 83.0])
     printed = {
         file: pd.read_csv(PAPER / f"{file}.csv", dtype=str).set_index("method")["printed"]
