@@ -8,7 +8,7 @@ mean, low, high, p   the number, its 95 % interval, and the p-value of no differ
 n, expected, units   scored examples, examples given to any variant, independent units
 mark       words: "best" (of the compressed methods at one rate), "tied" (not shown to differ from
            the best), "worse" and "better" (shown to be), "few" (too few prompts to say; these are
-           of totals alone), "incomplete"
+           of totals and of the scores at one rate alone), "incomplete"
 failures   a text such as "2 oom"
 """
 
@@ -85,14 +85,18 @@ def tidy(group: Group) -> pd.DataFrame:
 
 @lru_cache(maxsize=16)
 def comparisons(group: Group) -> dict[Pair, Estimate]:
-    """The differences over all datasets that a table shows, by pair of variants.
+    """The differences over all datasets that a table shows, by pair of variants. The datasets are those
+    of `compared_strata`."""
+    return comparisons_over(group, compared_strata(group))
+
+
+def comparisons_over(group: Group, strata: Sequence[Scores]) -> dict[Pair, Estimate]:
+    """The average differences over these datasets, by pair of variants.
 
     Intervals and p-values are adjusted for multiple comparisons within a family. A family has the
     differences of one rate: between every pair of variants that compete at it, and between each of them
-    and its exact variant. The differences of variants without a rate are one more family. The datasets
-    are those of `compared_strata`.
+    and its exact variant. The differences of variants without a rate are one more family.
     """
-    strata = compared_strata(group)
     bases = {
         i: group.labels.index(base)
         for i, label in enumerate(group.labels)
@@ -149,8 +153,12 @@ def scores(
             strata[name] = [single[value][0] for value in values]
     rows: list[dict[str, Any]] = []
     for value, members in strata.items():
-        total = by == "dataset" and len(members) == len(every) and value not in (also or ())
-        rows += [{**row, "by": by, "value": value} for row in _rows(group, members, total)]
+        tests = None
+        if by == "rate":  # of a probe that measures several rates in one run
+            tests = comparisons_over(group, members)
+        elif by == "dataset" and len(members) == len(every) and value not in (also or ()):
+            tests = comparisons(group)
+        rows += [{**row, "by": by, "value": value} for row in _rows(group, members, tests)]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -176,18 +184,20 @@ def _named(group: Group, label: str) -> dict[str, Any]:
     return about | {"variant": label, "rate": variant.rate, "mark": "", "failures": ""}
 
 
-def _rows(group: Group, strata: Sequence[Scores], total: bool) -> list[dict[str, Any]]:
+def _rows(
+    group: Group, strata: Sequence[Scores], tests: Mapping[Pair, Estimate] | None
+) -> list[dict[str, Any]]:
     """Score and difference of every variant, over one dataset or on average of several.
 
     Args:
-        total: whether these are the total scores, which alone have marks, and differences of families.
+        tests: what `comparisons` returned of total scores, or `comparisons_over` of those at one rate;
+            their differences are these, and they have marks. None of other scores.
     """
     labels, marks = group.labels, dict[int, str]()
     base = [labels.index(group.baseline[label] or label) for label in labels]
     own = [dataset.stratum(dataset.values) for dataset in strata]
     means = mean_intervals(own, fraction=group.percent)
-    if total:
-        tests = comparisons(group)
+    if tests is not None:
         changes = [tests.get(pair, NOTHING) for pair in enumerate(base)]
         for peers in group.peers:
             marks |= standing(strata, peers, tests, lower=group.meta.lower_is_better)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from urllib.parse import quote
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from kvbench.errors import disk_line, printable, printable_lines
 from kvbench.records.read import StoreError
@@ -31,7 +33,7 @@ from kvbench.report.papers import notes_on
 from kvbench.report.ratios import rate_texts
 from kvbench.report.render import write_text
 from kvbench.report.style import style_of
-from kvbench.report.table import Table, footer, value_text
+from kvbench.report.table import Table, footer, is_general, value_text
 
 _HERE = Path(__file__).parent / "templates"
 PAGE = "report.html"
@@ -42,6 +44,10 @@ _PROTOCOLS = {
     "context": "after the context (before the question)",
 }
 """What the option ``compress_after`` means."""
+_PLACE = re.compile(r""" ('?)results_dir=/[^\s']*\1(?= |$)""")
+"""An absolute ``results_dir`` in a command."""
+_KEPT = ", always kept and not counted in the rate"
+"""What is true of every sink and window."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,8 @@ def render_page(
     """
     charts = [section.chart.as_json() if section.chart else None for section in sections]
     leaderboards = [table for table in tables if table.kind == "overview"]
-    every = [*tables, *published, *(table for section in sections for table in section.tables)]
-    notes = dict.fromkeys(note for table in every for note in table.notes)
+    notes = dict.fromkeys(note for table in (*tables, *published) for note in table.notes)
+    notes |= dict.fromkeys(_notes_of(sections))
     above = {note for table in leaderboards for note in table.notes}
     configs = [run.manifest.get("config") or {} for run in experiment.runs]
     return html(
@@ -131,10 +137,24 @@ def render_page(
     )
 
 
+def _notes_of(sections: Sequence[Section]) -> Iterator[str]:
+    """The notes of all sections' tables. Where there are several sections, a note on the examples of one
+    begins with the name of its task."""
+    for section in sections:
+        for note in (note for table in section.tables for note in table.notes):
+            named = len(sections) > 1 and not is_general(note)
+            yield f"{section.group.task}: {note}" if named else note
+
+
 def _shown(value: Any) -> Any:
     """A template's value as the page shows it: text without invisible characters (escape sequences,
     marks that change the direction of writing); markup as it is."""
     return printable_lines(value) if type(value) is str else value
+
+
+def _breakable(text: str) -> Markup:
+    """A name that a narrow column breaks behind its underscores, not within a word."""
+    return escape(printable_lines(text)).replace("_", Markup("_<wbr>"))
 
 
 def _template(name: str) -> str:
@@ -155,6 +175,7 @@ def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    made.globals["breakable"] = _breakable
     scripts = [_template("page.js"), *libraries]
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     return made.get_template(template).render(
@@ -182,14 +203,13 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     dates = sorted(str(one["started"])[:10] for one in starts if one.get("started"))
     failed = [f"{n} {name}" for name, n in sorted(statuses.items()) if name != "ok"]
     identities = [m.get("identity") or m.get("config") or {} for m in manifests]
-    budgets = [identity.get("budget") or {} for identity in identities]
     facts = {
         "model": [group.model for group in experiment.groups],
         "dtype": [str(one.get("dtype") or "").removeprefix("torch.") for one in identities],
         "methods": [variant.method for variant in variants],
         "budget": ["; ".join(rates[rate] for rate in sorted(rates, reverse=True))],
-        "sink and window": [_ends(budget) for budget in budgets],
-        "compressed": [_PROTOCOLS.get(str(one.get("compress_after")), "") for one in identities],
+        "sink and window": _by_task(manifests, [_ends(one) for one in identities], _KEPT),
+        "compressed": _by_task(manifests, [_protocol(one) for one in identities]),
         "device": [str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware],
         "date": dates[:1] + dates[-1:],
         "code revision": [str(one.get("code_revision") or "")[:12] for one in starts],
@@ -200,22 +220,58 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def _ends(budget: Mapping[str, Any]) -> str:
-    """The first and last tokens of a prompt that a budget keeps beside its rate; empty where it is not
+def _by_task(manifests: Sequence[Any], texts: Sequence[str], ending: str = "") -> list[str]:
+    """What was said of each run, once; with the names of the tasks where it differs between them.
+
+    Args:
+        manifests: of the runs, one for each text.
+        ending: what follows, where there is a text.
+    """
+    tasks_of: dict[str, dict[str, None]] = {}
+    for manifest, text in zip(manifests, texts, strict=True):
+        if text:
+            tasks_of.setdefault(text, {})[str(manifest.get("task"))] = None
+    if len(tasks_of) > 1:
+        parts = [f"{', '.join(tasks)}: {text}" for text, tasks in tasks_of.items()]
+    else:
+        parts = list(tasks_of)
+    return ["; ".join(parts) + ending] if parts else []
+
+
+def _kept_by_probe(identity: Mapping[str, Any]) -> int | None:
+    """The tokens that a probe of single layers keeps at each end of a prompt in place of the budget's;
+    None of other tasks."""
+    task = identity.get("task")
+    kept = task.get("exact") if isinstance(task, Mapping) else None
+    return kept if isinstance(kept, int) else None
+
+
+def _ends(identity: Mapping[str, Any]) -> str:
+    """The first and last tokens of a prompt that a run keeps beside its rate; empty where they are not
     known."""
-    sink, window = budget.get("sink"), budget.get("window")
-    if sink is None or window is None:
-        return ""
-    return f"first {sink} and last {window} tokens, always kept and not counted in the rate"
+    budget = identity.get("budget") or {}
+    kept = _kept_by_probe(identity)
+    sink, window = (budget.get("sink"), budget.get("window")) if kept is None else (kept, kept)
+    return "" if sink is None or window is None else f"first {sink} and last {window} tokens"
+
+
+def _protocol(identity: Mapping[str, Any]) -> str:
+    """What a run's prompts were compressed after; empty where it is not known."""
+    if _kept_by_probe(identity) is not None:
+        return "the cache of each layer by itself"
+    return _PROTOCOLS.get(str(identity.get("compress_after")), "")
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
-    """What the runs were made with: by name the distinct values, a line each."""
+    """What the runs were made with: by name the distinct values, a line each. Commands are without the
+    place of the results on the machine that ran them."""
     lines = []
     for key in ("command", "seed", "code_revision", "versions", "hardware"):
         values = [run.manifest.get(key) for run in experiment.runs]
-        distinct = dict.fromkeys(_plain(value) for value in values if value is not None)
-        lines.append((words(key), list(distinct)))
+        texts = [_plain(value) for value in values if value is not None]
+        if key == "command":
+            texts = [_PLACE.sub("", text) for text in texts]
+        lines.append((words(key), list(dict.fromkeys(texts))))
     return lines
 
 

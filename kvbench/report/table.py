@@ -150,6 +150,11 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
+def is_general(note: str) -> bool:
+    """Whether a note explains intervals, differences or marks, which mean the same in every table."""
+    return note in (INTERVAL, TOGETHER, DIFFERENCE) or note in LEGEND.values()
+
+
 def footer(notes: Iterable[str]) -> list[str]:
     """Notes in at most three lines: intervals and differences, then marks, then everything else."""
     about_intervals: list[str] = []

@@ -182,7 +182,8 @@ def _notes(group: Group) -> Iterator[str]:
     unit = group.meta.unit
     if unit != "example_id" and unit in group.records:
         count = group.records[unit].nunique()
-        yield f"Intervals are over {count} independent units: one per {unit.removesuffix('_id')}."
+        name = {"filler": "filler text"}.get(unit, words(unit))
+        yield f"Intervals are over {count} independent units, one for each {name}."
     if "beyond_positions" in group.records:
         over = group.records[group.records["beyond_positions"].eq(True)]["example_id"].nunique()
         if over:

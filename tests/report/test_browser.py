@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
-from support.report_runs import lines_records, write_demo, write_run
+from support.report_runs import ERROR_META, error_records, lines_records, write_demo, write_run
 
 from kvbench.report.build import build_report
 from kvbench.report.claims_page import write_claims_page
@@ -91,8 +91,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     claims = results / "claims"
     claims.mkdir()
     shutil.copy(ROOT / "results" / "claims" / "claims.csv", claims)
-    report, of_claims = build_report(folder).page, write_claims_page(claims)
-    return {"report": report, "claims": of_claims, "index": write_index([folder, claims])}
+    for method in ("exact", "uniform", "balancekv", "attention_matching_turboquant"):
+        errors: Any = {"records": error_records(method), "task_meta": ERROR_META}
+        write_run(results, experiment="errors", task="layer_error", method=method, **errors)
+    return {
+        "report": build_report(folder).page,
+        "errors": build_report(results / "errors").page,
+        "claims": write_claims_page(claims),
+        "index": write_index([folder, claims]),
+    }
 
 
 RUN_AXE = """
@@ -156,8 +163,9 @@ def test_a_click_in_a_legend_hides_a_method_everywhere(clicked: dict[str, Any]) 
     assert clicked["pointsAtOneRate"] == 3
 
 
+@pytest.mark.parametrize("name", ["report", "errors"])
 def test_a_phone_shows_the_difference_and_the_page_does_not_scroll_sideways(
-    pages: dict[str, Path],
+    pages: dict[str, Path], name: str
 ) -> None:
     """Chromium's windows are 500 pixels wide at least: the page's body is made narrower."""
     script = """
@@ -170,11 +178,13 @@ def test_a_phone_shows_the_difference_and_the_page_does_not_scroll_sideways(
         document.body.dataset.found = JSON.stringify({
           width: document.body.scrollWidth,
           right: heads.map((one) => one.getBoundingClientRect().right),
-          heatmap: document.querySelector(".heatmap img").getBoundingClientRect().width,
+          heatmaps: [...document.querySelectorAll(".heatmap img")]
+            .map((one) => one.getBoundingClientRect().width),
         });
       }, 1000);"""
-    found, _ = run_in(pages["report"], [script], "--window-size=390,844")
+    found, _ = run_in(pages[name], [script], "--window-size=390,844")
     assert found["width"] <= 390
     assert found["right"]
     assert max(found["right"]) <= 390
-    assert found["heatmap"] > 390, "its numbers keep their size; it scrolls"
+    assert all(width > 390 for width in found["heatmaps"]), "numbers keep their size; it scrolls"
+    assert bool(found["heatmaps"]) == (name == "report")

@@ -20,6 +20,7 @@ from support.report_runs import (
     HOSTILE,
     LINES_META,
     NEEDLE_META,
+    error_records,
     lines_records,
     needle_records,
     write_demo,
@@ -37,7 +38,7 @@ from kvbench.report.charts import ALL, FIELDS, chart_of
 from kvbench.report.experiment import load_experiment
 from kvbench.report.frame import tidy, totals
 from kvbench.report.item import RunNote, write_item_page
-from kvbench.report.page import facts_of, write_index
+from kvbench.report.page import facts_of, how_to_reproduce, write_index
 from kvbench.report.wandb_report import main as wandb_main
 
 
@@ -121,6 +122,7 @@ def test_a_page_and_its_files_hold_everything(demo: ReportPaths) -> None:
         "2 failed examples",
         " of 50 examples</summary>",
         "recall_mini: all tasks",
+        "throughput: Every method has a prefill of its own",
         "throughput on recall_mini: medians over runs",
         "0123abcd",
     ):
@@ -133,7 +135,7 @@ def test_a_page_and_its_files_hold_everything(demo: ReportPaths) -> None:
 
 def test_a_table_of_a_tasks_datasets_stands_on_the_page_once(tmp_path: Path) -> None:
     text = build_report(write_longbench(tmp_path)).page.read_text()
-    assert re.findall("<caption>(.*?)</caption>", text).count("longbench: score, %") == 1
+    assert re.findall("<caption><span>(.*?)</span>", text).count("longbench: score, %") == 1
 
 
 def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
@@ -313,6 +315,44 @@ def test_the_device_of_the_page_is_what_ran_the_model(
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | {"hardware": hardware}))
     assert facts_of(load_experiment(tmp_path / "demo"))["device"] == device
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("kvbench task=needle results_dir=/home/ann/runs limit=2", "kvbench task=needle limit=2"),
+        ("kvbench task=needle 'results_dir=/home/ann/runs'", "kvbench task=needle"),
+        ("kvbench results_dir=results limit=2", "kvbench results_dir=results limit=2"),
+    ],
+)
+def test_a_command_on_a_page_is_without_a_path_of_the_machine_that_ran_it(
+    tmp_path: Path, command: str, shown: str
+) -> None:
+    run = write_run(tmp_path, records=lines_records("exact"), task_meta=LINES_META)
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"command": command}))
+    assert dict(how_to_reproduce(load_experiment(tmp_path / "demo")))["command"] == [shown]
+
+
+def test_the_head_of_a_page_names_the_task_where_settings_differ(tmp_path: Path) -> None:
+    """A probe of single layers keeps its own number of tokens at both ends, whatever the budget says."""
+    write_run(tmp_path, task="lines", records=lines_records("exact"), task_meta=LINES_META)
+    run = write_run(tmp_path, task="layer_error", records=error_records("exact"))
+    for place in (tmp_path / "demo").rglob("manifest.json"):
+        manifest = json.loads(place.read_text())
+        settings: dict[str, Any] = {"budget": {"sink": 4, "window": 8}, "compress_after": "prompt"}
+        if place.parent == run:
+            settings["task"] = {"exact": 64}
+        place.write_text(json.dumps(manifest | {"identity": settings}))
+    facts = facts_of(load_experiment(tmp_path / "demo"))
+    assert facts["sink and window"] == (
+        "layer_error: first 64 and last 64 tokens; lines: first 4 and last 8 tokens, always kept and not"
+        " counted in the rate"
+    )
+    assert facts["compressed"] == (
+        "layer_error: the cache of each layer by itself; lines: after the whole prompt (question"
+        " included)"
+    )
 
 
 def test_claims_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -284,6 +284,9 @@ def test_a_leaderboard_has_every_method_on_every_task_at_each_rate(tmp_path: Pat
         of_lines = totals(parts[0][1])["mean"][f"uniform, rate {rate}"]
         assert frame["longeval_lines"][rate, "uniform"] == of_lines
     assert frame["longeval_lines"].isna()[0.125, "uniform"]
+    marks = frame["layer_error_mark"].unstack()
+    for rate in (0.5, 0.25, 0.125, 0.0625):
+        assert list(marks.loc[rate, ["balancekv", "uniform"]]) == ["best", "few"], "at each rate"
 
 
 def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ function ratioSpec(chart, rows, axis) {  // the measure against the ratio, a lin
   const least = Math.min(...shown.map((row) => row.low ?? row.mean));
   const log = chart.lower && least > 0 && axis === chart.axis.score;
   const x = { field: "ratio", type: "quantitative", title: "ratio: bytes held / bytes of the exact cache",
-    scale: { type: "log", base: 2 }, axis: { format: ".2~r" } };
+    scale: { type: "log", base: 2 }, axis: { format: ".2~r", labelSeparation: 8 } };
   const y = { field: "mean", type: "quantitative", title: axis,
     scale: log ? { type: "log", nice: false } : { zero: false } };
   const color = { field: "name", type: "nominal", legend: null,
