@@ -1,8 +1,12 @@
 """Prompt templates from a config: Jinja over the fields of a row, in Jinja's sandbox.
 
-The sandbox keeps a template from Python's objects. Its settings here also keep a short template from
-making an endless text by mistake: a template calls nothing (no methods, macros or ``range``), does not
-multiply, and has only the filters of `FILTERS`. The length of the text is checked while it is made.
+The sandbox keeps a template from Python's objects. Here it also keeps a short template from filling the
+memory by mistake. A template has no blocks but ``{% if %}`` and ``{% for %}``, so that it cannot store a
+text and double it. It calls nothing (no methods, no ``range``), does not multiply, and has only the
+filters of `FILTERS`. The length of its text is checked while the text is made.
+
+Not bounded: the time of loops inside loops that print nothing, and the text that one expression makes by
+``join`` with a long separator or by many filters in a row.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, Undefined
+from jinja2 import StrictUndefined, TemplateError, Undefined, nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
@@ -35,12 +39,15 @@ FILTERS = (
     "trim",
     "upper",
 )
-"""The filters of Jinja that a template may use. None of them pads or repeats a text."""
+"""The filters of Jinja that a template may use. None of them pads a text."""
+
+BLOCKS = (nodes.If, nodes.For)
+"""The blocks of Jinja that a template may use: none stores a text, so that the text which is made is
+counted as it grows."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox without calls and without the operators by which a text or a number grows
-    fast."""
+    """Jinja's sandbox without calls and without the operators that make long texts or large numbers."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
@@ -66,17 +73,24 @@ class PromptTemplate:
         text: the template.
 
     Raises:
-        TaskError: the text is no template, or names a filter that is not in `FILTERS`.
+        TaskError: the text is no template, or has a filter that is not in `FILTERS` or a block that is
+            not in `BLOCKS`.
     """
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
+        sandbox = _Sandbox()
         try:
-            self._template = _Sandbox().from_string(text)
+            parsed = sandbox.parse(text)
+            for statement in parsed.find_all(nodes.Stmt):
+                if not isinstance(statement, (nodes.Output, *BLOCKS)):
+                    block = type(statement).__name__
+                    raise SecurityError(f"line {statement.lineno} has a block of type {block}")
+            self._template = sandbox.from_string(parsed)
         except (TemplateError, RecursionError, MemoryError) as problem:
             raise TaskError(
-                f"{name} is no template: {first_line(problem)}; allowed: Jinja with the filters "
-                f"{', '.join(FILTERS)}"
+                f"{name} is no template: {first_line(problem)}; allowed: Jinja with the blocks if and "
+                f"for and the filters {', '.join(FILTERS)}"
             ) from problem
 
     def render(self, fields: Mapping[str, Any]) -> str:

@@ -178,9 +178,10 @@ FORBIDDEN = [
     "{{ 'x'.ljust(1000000000) }}",
     "{{ 'x' | center(1000000000) }}",
     "{% include 'x' %}",
+    "{% set x = context ~ context %}{{ x }}",
     "{{ context",
 ]
-"""Templates that call something, multiply, reach Python's objects, or are none."""
+"""Templates that call something, multiply, store a text, reach Python's objects, or are none."""
 
 THERE = "fields there are: text, q, gold, level, nr"
 MISTYPED = {**FIELDS, "context": "txt"}
@@ -193,7 +194,7 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, messa
     ),
     ({"template": "{{ questoin }}{{ context }}"}, ROWS, "'questoin' is undefined; fields there"),
     ({"template": "{{ question }}"}, ROWS, "prints the context 0 times"),
-    ({"template": "{% set x = context ~ context %}{{ x }}"}, ROWS, "prints the context 2 times"),
+    ({"template": "{{ context }} {{ context }}"}, ROWS, "prints the context 2 times"),
     ({"breakdowns": ["lvl"]}, ROWS, r"no field 'lvl' \(task.breakdowns\)"),
     ({"extract": {"name": ["text", "x"]}}, ROWS, r"without 'x' \(task.extract.name\)"),
     ({"chat": True}, ROWS, "chat is true and the model has no chat template"),
