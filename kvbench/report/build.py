@@ -172,8 +172,9 @@ def _by(parts: Sequence[Part], key: str) -> list[list[Part]]:
 
 
 def _overviews(ranked: Sequence[Part]) -> list[Table]:
-    """The leaderboard of each model that has several tasks."""
-    return [overview_table(parts) for parts in _by(ranked, "model") if len(parts) > 1]
+    """The leaderboard of each model that has scores of several tasks."""
+    scored = [part for part in ranked if len(totals(part[1]))]
+    return [overview_table(parts) for parts in _by(scored, "model") if len(parts) > 1]
 
 
 def tables_to_print(experiment: Experiment) -> list[Table]:

@@ -239,6 +239,14 @@ def test_several_datasets_and_tasks_are_set_side_by_side(tmp_path: Path) -> None
     assert [row[:2] for row in shown(overview)] == [["exact", "1.00"], ["snapkv", "0.369"]]
 
 
+def test_a_task_that_has_only_begun_leaves_the_report_whole(tmp_path: Path) -> None:
+    folder = write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines", "needle"))
+    write_run(tmp_path, task="a_begun_one", method="snapkv", records=[])
+    *_, overview = tables_to_print(load_experiment(folder))
+    assert heads(overview)[2:] == ["longeval_lines, %", "needle, %"]
+    assert build_report(folder).page.exists()
+
+
 def test_no_column_is_empty_or_without_a_head(tmp_path: Path) -> None:
     groups = load_experiment(write_demo(tmp_path, ("exact", "h2o", "uniform"))).groups
     parts = [(group, tidy(group)) for group in groups]
