@@ -90,12 +90,12 @@ REQUESTS = likelihoods(
 
 
 def test_exact_is_hflm(folder):
-    want = hflm(folder).loglikelihood(REQUESTS, disable_tqdm=True)
+    expected = hflm(folder).loglikelihood(REQUESTS, disable_tqdm=True)
     lm = KVBenchLM(folder, device="cpu", batch_size="1")
-    got = lm.loglikelihood(REQUESTS, disable_tqdm=True)
+    ours = lm.loglikelihood(REQUESTS, disable_tqdm=True)
     order = random.Random(0).sample(range(len(REQUESTS)), len(REQUESTS))
     shuffled = lm.loglikelihood([REQUESTS[i] for i in order], disable_tqdm=True)
-    for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+    for i, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
         assert mine[0] == pytest.approx(theirs[0], abs=1e-4)
         assert mine[1] == theirs[1]
         assert shuffled[order.index(i)] == pytest.approx(mine, abs=1e-4)
@@ -138,10 +138,10 @@ def masked(lm: Any, context: str, continuation: str, sink: int, window: int) -> 
 def test_streaming_llm_is_masked_attention(folder):
     lm = KVBenchLM(folder, method="streaming_llm", rate=0.25, device="cpu")
     pairs = [(text(150, seed=8), " the"), (text(150, seed=8), " cat sat on"), (LONG, " late")]
-    got = lm.loglikelihood(likelihoods(*pairs), disable_tqdm=True)
+    ours = lm.loglikelihood(likelihoods(*pairs), disable_tqdm=True)
     exact = KVBenchLM(folder, device="cpu").loglikelihood(likelihoods(*pairs), disable_tqdm=True)
     for (context, continuation), (mine, _), (whole, _), record in zip(
-        pairs, got, exact, lm.records, strict=True
+        pairs, ours, exact, lm.records, strict=True
     ):
         head = record["compressed_tokens"]
         window = lm.budget.capacity(head) - 32

@@ -105,7 +105,10 @@ ALONE: list[tuple[str, str]] = [
     ("model=./nowhere", "model path './nowhere' does not exist; allowed: a folder with a model"),
     ("reproduce all foo", "cannot read 'foo'"),
     ("reproduce nothing", "unknown experiment 'nothing'"),
-    ("claims", "claims has no model, and decides all of results/claims.yaml: about 40 minutes"),
+    (
+        "claims claims=B1",
+        "claims has no model, and decides all of results/claims.yaml: about 40 minutes",
+    ),
     (
         "hydra/sweeper=optuna",
         "hydra/sweeper is 'optuna'; allowed: kvbench's own, which check every job",

@@ -76,15 +76,15 @@ def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
     ]
     for position in range(9, 9 + steps):
         q, k, v = torch.randn(4, 1, dim), torch.randn(2, 1, dim), torch.randn(2, 1, dim)
-        got = step(cache, q, k, v, torch.tensor([position]), 0.25)
+        output = step(cache, q, k, v, torch.tensor([position]), 0.25)
         packed = restored(k, 0)[:, 0], restored(v, 1)[:, 0]
         for head, entries in enumerate(held):
             entries.append([position, k[head, 0].double(), v[head, 0].double(), 0.0])
             logits = q.view(2, 2, dim)[head].double() @ torch.stack([e[1] for e in entries]).T
             weights = (0.25 * logits).softmax(-1)
-            want = weights @ torch.stack([e[2] for e in entries])
+            expected = weights @ torch.stack([e[2] for e in entries])
             torch.testing.assert_close(
-                got.view(2, 2, dim)[head].double(), want, atol=1e-5, rtol=1e-5
+                output.view(2, 2, dim)[head].double(), expected, atol=1e-5, rtol=1e-5
             )
             entries[-1][1:3] = packed[0][head], packed[1][head]
             for entry, weight in zip(entries, weights.mean(0).tolist(), strict=True):
@@ -125,7 +125,7 @@ def test_topk_attends_to_the_largest_logits_and_holds_everything(heavy):
     held = CompressedKV(keys, values, None, torch.arange(50).expand(1, 2, 50), scores)
     cache = cache_of(held, 1, build_method("topk", heavy_hitters=heavy), capacity=50, granted=12)
     q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
-    got = step(cache, q, k, v, torch.tensor([50]), 0.35)
+    output = step(cache, q, k, v, torch.tensor([50]), 0.35)
     for head in range(4):
         kv = head // 2
         logits = torch.cat([keys[0, kv], k[kv]]).double() @ q[head, 0].double() * 0.35
@@ -134,8 +134,8 @@ def test_topk_attends_to_the_largest_logits_and_holds_everything(heavy):
             seen[:50] = scores[0, kv] > 0
         seen[logits.masked_fill(seen, -math.inf).topk(6 if heavy else 12).indices] = True
         weights = logits.masked_fill(~seen, -math.inf).softmax(-1)
-        want = weights @ torch.cat([values[0, kv], v[kv]]).double()
-        torch.testing.assert_close(got[head, 0].double(), want, atol=1e-6, rtol=1e-6)
+        expected = weights @ torch.cat([values[0, kv], v[kv]]).double()
+        torch.testing.assert_close(output[head, 0].double(), expected, atol=1e-6, rtol=1e-6)
 
 
 BY_KERNEL = [
@@ -167,8 +167,8 @@ def test_which_packed_rows_take_their_steps_with_others(scheme, n, by_kernel):
     out, _ = weighted_decode_attention(q[:, :, 0], table, [n + 1, n + 1], scaling=0.25)
     for row in range(2):
         alone = cache_of(held, 3, EXACT, capacity=n, scheme=scheme)
-        wanted = step(alone, q[row], k[row], v[row], torch.tensor([n]), 0.25)[:, 0]
-        torch.testing.assert_close(out[row], wanted, rtol=1e-5, atol=1e-6)
+        expected = step(alone, q[row], k[row], v[row], torch.tensor([n]), 0.25)[:, 0]
+        torch.testing.assert_close(out[row], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -189,12 +189,12 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
     assert not whole.steps_by_kernel
     before = whole.entry_bytes()
     q, k, v = torch.randn(4, 3, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
-    got = step(whole, q, k, v, torch.arange(20, 23), 0.25)
+    output = step(whole, q, k, v, torch.arange(20, 23), 0.25)
     assert whole.entry_bytes() - before == 3 * 2 * (2 * 16 + 1) * 4
     for t in range(3):
         one = slice(t, t + 1)
         alone = step(single, q[:, one], k[:, one], v[:, one], torch.tensor([20 + t]), 0.25)
-        torch.testing.assert_close(alone, got[:, one])
+        torch.testing.assert_close(alone, output[:, one])
         for head in range(4):
             kv = head // 2
             all_keys = torch.cat([keys[0, kv], k[kv, : t + 1]]).double()
@@ -204,9 +204,9 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
             low = torch.minimum(ends[0][0, kv], v[kv, : t + 1].amin(0)).double()
             high = torch.maximum(ends[1][0, kv], v[kv, : t + 1].amax(0)).double()
             below = float(e @ b)
-            want = e @ all_values / below if below > 0 else torch.zeros(16).double()
+            expected = e @ all_values / below if below > 0 else torch.zeros(16).double()
             torch.testing.assert_close(
-                got[head, t].double(), want.clamp(low, high), rtol=1e-4, atol=1e-5
+                output[head, t].double(), expected.clamp(low, high), rtol=1e-4, atol=1e-5
             )
 
 
@@ -220,13 +220,13 @@ def test_a_sliding_layer_lets_go_of_what_its_window_has_passed():
     for tokens in [1] * 300 + [40, 1, 250]:
         new, end = slice(begin, begin + tokens), begin + tokens
         at = torch.arange(begin, end)
-        got = step(cache, queries[:, new], keys[0, :, new], values[0, :, new], at, 0.3)
+        output = step(cache, queries[:, new], keys[0, :, new], values[0, :, new], at, 0.3)
         all_keys, all_values = (x[0, :, :end].repeat_interleave(2, 0) for x in (keys, values))
         distance = at[:, None] - torch.arange(end)
         logits = (queries[:, new] @ all_keys.mT * 0.3).masked_fill(
             (distance < 0) | (distance >= 9), -math.inf
         )
-        torch.testing.assert_close(got, logits.softmax(-1) @ all_values, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output, logits.softmax(-1) @ all_values, atol=1e-5, rtol=1e-5)
         begin = end
         assert cache.store.length <= 9 + 256 + tokens
 
@@ -266,8 +266,8 @@ def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
             torch.cat([padding, torch.zeros(1, heads, t + 1)], 2),
             torch.cat([at, positions[: t + 1].expand(1, heads, -1)], 2),
         )
-        want = attend(q[None, :, one], whole, 0.3)[0]
-        torch.testing.assert_close(out[:, one].double(), want, rtol=1e-5, atol=1e-6)
+        expected = attend(q[None, :, one], whole, 0.3)[0]
+        torch.testing.assert_close(out[:, one].double(), expected, rtol=1e-5, atol=1e-6)
     assert cache.entries().tolist() == [n + 5 for n in lengths]
     assert cache.entry_bytes() == (sum(lengths) + 5 * heads) * 2 * 8 * 4
     mean = -(-sum(lengths) // heads)
@@ -312,12 +312,12 @@ def test_schedules(shared_file):
     listed = json.loads(shared_file("golden/next/decoding.json").read_text())["schedules"]
     for case in listed[:3]:
         steps, shared = min(case["steps"], 150), {"every": case["interval"], "to": case["target"]}
-        for name, options, wanted in (
+        for name, options, expected in (
             ("recompress", {"queries": 8}, "held_decoding_press"),
             ("rkv", {"window": 4}, "held_rkv"),
         ):
             method = build_method(name, **shared, **options)
-            assert schedule(method, case["n"], steps) == case[wanted][:steps]
+            assert schedule(method, case["n"], steps) == case[expected][:steps]
 
 
 def test_weights_multiply():
@@ -363,13 +363,13 @@ def test_steps_in_half_precision_round_no_logit(scheme, dtype):
         logits[..., : packed[0].count] = packed[0].dot(grouped.float()).double()
         one = torch.eye(packed[1].count).expand(2, -1, -1)
         restored[:, : packed[1].count] = packed[1].mix(one).double()
-    want = ((logits * scaling).softmax(-1) @ restored).view(4, 1, dim)
+    expected = ((logits * scaling).softmax(-1) @ restored).view(4, 1, dim)
     near = dict.fromkeys(("rtol", "atol"), 4e-3 if dtype == torch.bfloat16 else 5e-4)
-    got = [step(cache, q, keys[:, n:], values[:, n:], torch.tensor([n]), scaling)]
+    output = [step(cache, q, keys[:, n:], values[:, n:], torch.tensor([n]), scaling)]
     if scheme is None:
         table = entry_table([keys], [values])
-        got += [weighted_decode_attention(q[None, :, 0], table, [n + 1], scaling=scaling)[0][0]]
+        output += [weighted_decode_attention(q[None, :, 0], table, [n + 1], scaling=scaling)[0][0]]
         blocks = exact_attention(q[None], keys[None], values[None], scaling=scaling, softcap=1e6)
-        got = [got[0], got[1][:, None], blocks[0]]
-    for out in got:
-        torch.testing.assert_close(out.double(), want, **near)
+        output = [output[0], output[1][:, None], blocks[0]]
+    for out in output:
+        torch.testing.assert_close(out.double(), expected, **near)

@@ -30,9 +30,9 @@ def alone(model: Any, name: str, question: list[int]) -> Any:
     methods = {name: (build_method(name), Budget(0.25, **SMALL))}
     with kvbench_attention_on(model):
         where: Any = {"example_id": prompt_name(CONTEXT), "compress_after": "context"}
-        found = run_forks(model, CONTEXT, question, methods, Stopping(6), seed=0, **where)
-    assert found[name].failure is None
-    return found[name].tokens
+        results = run_forks(model, CONTEXT, question, methods, Stopping(6), seed=0, **where)
+    assert results[name].failure is None
+    return results[name].tokens
 
 
 @pytest.mark.parametrize("name", ["exact", "topk", "h2o", "balancekv", "subgen_streaming"])

@@ -105,11 +105,11 @@ def test_prompts_with_unlike_many_conversations_get_all_their_answers() -> None:
     three = prompt_of({name: METHODS[name] for name in ("exact", "snapkv")})
     one = replace(three, conversations=three.conversations[1:2], example_id="y")
     for prompts, counts in (([three, one], [3, 1]), ([one, three], [1, 3])):
-        found = run_conversations(model, prompts, seed=0)
-        assert [len(answers["snapkv"]) for answers in found] == counts
-        wide, narrow = found if counts[0] == 3 else reversed(found)
+        results = run_conversations(model, prompts, seed=0)
+        assert [len(answers["snapkv"]) for answers in results] == counts
+        wide, narrow = results if counts[0] == 3 else reversed(results)
         assert narrow["exact"][0].tokens == wide["exact"][1].tokens
-        assert all(answer.decode_s > 0 for answers in found for answer in answers["exact"])
+        assert all(answer.decode_s > 0 for answers in results for answer in answers["exact"])
 
 
 def test_the_time_of_an_answer_is_its_prompts_own_and_what_is_shared(

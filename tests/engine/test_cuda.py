@@ -55,8 +55,8 @@ def answers(model: Any, names: Any, n: int = 72, new: int = 3, **how: Any) -> An
 @pytest.mark.parametrize("compress_after", ["prompt", "context"])
 def test_every_method_answers_as_on_the_cpu(compress_after, monkeypatch):
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-    found = answers(model_on(CUDA), METHODS, compress_after=compress_after)
-    assert found == answers(model_on(CPU), METHODS, compress_after=compress_after)
+    rows = answers(model_on(CUDA), METHODS, compress_after=compress_after)
+    assert rows == answers(model_on(CPU), METHODS, compress_after=compress_after)
 
 
 @pytest.mark.parametrize(("part", "value"), [("k_proj", float("nan")), ("v_proj", float("inf"))])
@@ -131,9 +131,9 @@ def test_a_captured_step_serves_later_prompts(monkeypatch):
     on_gpu, on_cpu = model_on(CUDA), model_on(CPU)
     for n in (72, 69):
         monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-        found = answers(on_gpu, names, n, new=12, graphs=steps)
+        rows = answers(on_gpu, names, n, new=12, graphs=steps)
         monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-        assert found == answers(on_cpu, names, n, new=12)
+        assert rows == answers(on_cpu, names, n, new=12)
     assert capture.call_count == 1
 
 
@@ -153,10 +153,10 @@ def test_a_step_is_captured_on_the_gpu_of_its_model(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
-    found = answers(model_on(last), ["exact", "snapkv"], new=12, graphs=graphs.StepGraphs())
+    rows = answers(model_on(last), ["exact", "snapkv"], new=12, graphs=graphs.StepGraphs())
     assert captures == [(last, last.index)]
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-    assert found == answers(model_on(CPU), ["exact", "snapkv"], new=12)
+    assert rows == answers(model_on(CPU), ["exact", "snapkv"], new=12)
 
 
 @needs_pretend

@@ -71,7 +71,7 @@ def test_exact_attention_equals_brute_force_in_float64(softcap, window, heads):
     torch.manual_seed(0)
     n, (h, kv) = 530, heads  # more than one query block
     q, k, v = torch.randn(1, h, n, 8), torch.randn(1, kv, n, 8), torch.randn(1, kv, n, 8)
-    got = exact_attention(q, k, v, scaling=0.5, softcap=softcap, sliding_window=window)
+    output = exact_attention(q, k, v, scaling=0.5, softcap=softcap, sliding_window=window)
     q, k, v = q.double(), *(x.double().repeat_interleave(h // kv, 1) for x in (k, v))
     logits = q @ k.transpose(-1, -2) * 0.5
     if softcap is not None:
@@ -80,8 +80,8 @@ def test_exact_attention_equals_brute_force_in_float64(softcap, window, heads):
     hidden = at[None] > at[:, None]
     if window is not None:
         hidden |= at[None] <= at[:, None] - window
-    want = logits.masked_fill(hidden, float("-inf")).softmax(-1) @ v
-    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+    expected = logits.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_generation_ends_at_any_end_token_and_is_cut_at_stop_strings():

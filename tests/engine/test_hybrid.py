@@ -92,16 +92,16 @@ def test_generates_what_transformers_generates_and_counts_both(name, compress_af
     on_kvbench(model)
     methods = {name: (build_method(name), SMALL) for name in ("exact", "snapkv")}
     methods["everything"] = (Everything(), SMALL)
-    found = generate(model, ids, methods, new_tokens=16, compress_after=compress_after)
-    assert all(one.failure is None for one in found.values())
-    assert found["exact"].tokens == found["everything"].tokens == expected
+    results = generate(model, ids, methods, new_tokens=16, compress_after=compress_after)
+    assert all(one.failure is None for one in results.values())
+    assert results["exact"].tokens == results["everything"].tokens == expected
     n = 80 if compress_after == "prompt" else 70
     layers, per_entry = len(compressible_layers(model)), 2 * 16 * 2 * 4
     held = sum(part.nbytes for part in states)
     assert held > 0
-    assert found["exact"].cache_bytes == layers * n * per_entry + held
-    assert found["exact"].exact_bytes == found["exact"].cache_bytes
-    assert found["snapkv"].cache_bytes == layers * SMALL.capacity(n) * per_entry + held
+    assert results["exact"].cache_bytes == layers * n * per_entry + held
+    assert results["exact"].exact_bytes == results["exact"].cache_bytes
+    assert results["snapkv"].cache_bytes == layers * SMALL.capacity(n) * per_entry + held
 
 
 def parts_of(layer: Any) -> list[Tensor]:
@@ -130,7 +130,7 @@ def test_rows_of_a_batch_are_as_alone_and_scoring_is_one_pass():
     continuation = prompt_ids(9, seed=2)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*ids, *continuation]])).logits[0, 59:-1]
-    want = -logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0]
+    expected = -logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0]
     on_kvbench(model)
     methods = {name: (build_method(name), SMALL) for name in ("exact", "h2o", "streaming_llm")}
     methods["kvzip"] = (build_method("kvzip", instructed=False), SMALL)  # repeats the prompt
@@ -141,7 +141,7 @@ def test_rows_of_a_batch_are_as_alone_and_scoring_is_one_pass():
     assert together["h2o"].tokens != together["exact"].tokens
     del methods["kvzip"]
     scored = teacher_forced(model, ids, continuation, methods)
-    assert scored["exact"].nll == pytest.approx(want.tolist(), abs=1e-4)
+    assert scored["exact"].nll == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1"])

@@ -136,10 +136,10 @@ def test_a_loop_of_ones_own_compresses_the_context_and_asks_later() -> None:
             cache = model(context).past_key_values
             assert cache.get_seq_length() == 60
             for piece in question.split([1, 1, 4, 1, 1, 1], 1):
-                got = model(piece, past_key_values=cache).logits[:, -1]
+                logits = model(piece, past_key_values=cache).logits[:, -1]
             with pytest.raises(UnsupportedGeneration, match="attention_mask hides new tokens"):
                 model(piece, attention_mask=torch.zeros(1, 70), past_key_values=cache)
-        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
         with compress(model, "snapkv", **SMALL) as session:
             cache = model(context).past_key_values
             model(question, past_key_values=cache)
@@ -346,14 +346,14 @@ def test_two_models_a_deep_copy_and_a_compiled_model_are_apart() -> None:
         torch.nn.init.zeros_(twin.lm_head.weight)  # now it says nothing but token 0
         assert twin.generate(**inputs)[0, 60:].unique().tolist() == [0]
         assert session.rows == [], "the copy's rows are its own"
-        wanted = model.generate(**inputs)
+        expected = model.generate(**inputs)
         second.generate(**batch(80, 33))
     assert [row.prompt_tokens for row in session.rows] == [60]
     assert [row.prompt_tokens for row in other.rows] == [80, 33]
     assert "generate" not in vars(model)
     compiled: Any = torch.compile(model, backend="eager")
     with compress(compiled, "snapkv", **SMALL):
-        assert torch.equal(compiled.generate(**inputs), wanted)
+        assert torch.equal(compiled.generate(**inputs), expected)
 
 
 def test_the_text_part_of_a_vision_language_model_is_compressed() -> None:

@@ -221,8 +221,8 @@ def logits(model: Any, ids: list[int]) -> torch.Tensor:
     return found
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result - expected).norm() / expected.norm())
 
 
 def test_a_gguf_file_is_read_as_the_format_says(tiny: Any, tmp_path: Path) -> None:
@@ -260,8 +260,8 @@ def test_bitsandbytes_packs_the_weights_while_they_are_read(name: str, worst: fl
     ids = prompt_ids(40)
     assert 0 < relative(logits(model, ids), logits(whole, ids)) < worst
     methods = {name: (build_method(name), Budget(rate=0.5)) for name in ("exact", "snapkv")}
-    found = run_forks(model, ids[:30], ids[30:], methods, Stopping(4), seed=3, example_id="x")
-    assert {(one.failure, len(one.tokens)) for one in found.values()} == {(None, 4)}
+    results = run_forks(model, ids[:30], ids[30:], methods, Stopping(4), seed=3, example_id="x")
+    assert {(one.failure, len(one.tokens)) for one in results.values()} == {(None, 4)}
 
 
 def halves(first: str, second: str) -> dict[str, str]:

@@ -99,8 +99,8 @@ def test_smollm2_is_gguf_unpacked() -> None:
     for tensor in gguf.GGUFReader(file).tensors:
         block, layer, part, *_ = (*tensor.name.split("."), "", "")
         if block == "blk" and layer in ("0", "14", "29") and part in names:
-            wanted = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+            expected = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
             found = state[f"model.layers.{layer}.{names[part]}.weight"]
-            torch.testing.assert_close(found.data, wanted.view_as(found), rtol=0, atol=0)
+            torch.testing.assert_close(found.data, expected.view_as(found), rtol=0, atol=0)
             compared += 1
     assert compared == 9

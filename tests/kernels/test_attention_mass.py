@@ -21,7 +21,9 @@ from kvbench.kernels import attention_mass as mass_module
 from kvbench.kernels.attention_mass import attention_mass
 
 
-def mass_by_definition(queries, keys, scaling, softcap=None):
+def mass_by_definition(
+    queries: torch.Tensor, keys: torch.Tensor, scaling: float, softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Column sums and logarithms of the normalisers, float64."""
     m, n, group = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
     logits = queries.double() @ keys.double().repeat_interleave(group, 1).mT * scaling

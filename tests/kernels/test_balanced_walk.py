@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +19,22 @@ from support.kernels import (
     put,
 )
 from support.method_layers import walk_by_definition
+from torch import Tensor
 
 from kvbench.kernels import balanced_walk
 
 
 def check_walk(
-    implementation, keys, values, index, uniforms, counts=None, weights=None, gamma=4.0, **options
-):
+    implementation: str,
+    keys: Tensor,
+    values: Tensor | None,
+    index: Tensor,
+    uniforms: Tensor,
+    counts: Tensor | None = None,
+    weights: Tensor | None = None,
+    gamma: float = 4.0,
+    **options: Any,
+) -> None:
     """Each sign is the one that follows from the signs before it, in float64, unless it is too close
     to call in float32. (One such sign changes all later ones, so signs alone cannot be compared.)"""
     options = {"offset": 0.025, "centre": "mean", **options}
@@ -52,8 +62,18 @@ def check_walk(
 
 
 def rooms_of_walk(
-    positive, keys, values, index, uniforms, counts, weights, gamma, *, offset, centre
-):
+    positive: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    index: Tensor,
+    uniforms: Tensor,
+    counts: Tensor | None,
+    weights: Tensor | None,
+    gamma: float,
+    *,
+    offset: float,
+    centre: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """By definition and in float64, of the blocks [blocks, b] of one head: the number whose sign is each
     entry's, given the signs before it; how far float32 may be from it; and which entries there are."""
     b = index.shape[1]
@@ -80,7 +100,9 @@ def rooms_of_walk(
     return room, blur, real
 
 
-def walk_inputs(heads, blocks, b, d, e, dtype, seed=0):
+def walk_inputs(
+    heads: int, blocks: int, b: int, d: int, e: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g, n = generator(seed), blocks * b
     keys = torch.randn(1, heads, n, d, generator=g).to(dtype)
     values = torch.randn(1, heads, n, e, generator=g).to(dtype)

@@ -84,7 +84,7 @@ def by_definition(
     return torch.stack(out), torch.stack(mass)
 
 
-def put_all(drawn):
+def put_all(drawn: Any) -> Any:
     """What `draw` returns, on the device."""
     query, *entries = drawn
     return query.to(DEVICE), *(put(*part) for part in entries)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 from support.interpreted import DEVICE
@@ -18,7 +21,7 @@ LIMITS, LENGTHS, RESERVED = [64, 7, 1100, 9], [64, 3, 1100, 9], [65, 12, 1103, 1
 ENDED = 3
 
 
-def by_hand(rule, entries, received, limit):
+def by_hand(rule: Eviction, entries: list[Any], received: Iterable[float], limit: int) -> list[Any]:
     """A head's entries after the step; before, [(position, score, key, value, weight)], the new last."""
     entries = [
         (position, score + float(mass), *rest)
@@ -36,11 +39,11 @@ def by_hand(rule, entries, received, limit):
     return entries
 
 
-def rows(weighs, heads, seed=0):
+def rows(weighs: bool, heads: int, seed: int = 0) -> Any:
     """Buffers as they are after the new token was appended: its score and position are not yet there."""
     random = torch.Generator().manual_seed(seed)
 
-    def draw(*shape):
+    def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random)
 
     keys = [draw(heads, n, DIM).to(DEVICE) for n in RESERVED]
@@ -88,7 +91,7 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
     going = torch.tensor([1, int(places[ENDED] != 1), 1, 1, 1], device=DEVICE)
     mass = torch.randint(0, 3, (4, heads, table.longest)).float().to(DEVICE)
 
-    def entries_of(row, head, count):
+    def entries_of(row: int, head: int, count: int) -> list[Any]:
         parts = (positions[row], scores[row], keys[row], values[row], weights[row])
         return [
             tuple(0.0 if part is None else part[head, i].tolist() for part in parts)

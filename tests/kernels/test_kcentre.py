@@ -22,7 +22,7 @@ from kvbench.kernels import kcentre
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 
 
-def check_centres(points, centres, first):
+def check_centres(points: torch.Tensor, centres: torch.Tensor, first: torch.Tensor) -> None:
     """The greedy choice: every centre is as far from those before it as any point is."""
     assert torch.equal(centres[:, :1], first[: len(centres), None][:, : centres.shape[1]])
     for x, head in zip(points.to(DEVICE).double(), centres, strict=True):
@@ -33,7 +33,7 @@ def check_centres(points, centres, first):
             distance = distance.minimum((x - x[step]).square().sum(1))
 
 
-def points_of(kind, batch, n, dim):
+def points_of(kind: str, batch: int, n: int, dim: int) -> torch.Tensor:
     if kind == "equal":
         return torch.ones(batch, n, dim)
     g = generator(1)

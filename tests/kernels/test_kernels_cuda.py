@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.kernels import needs_triton
@@ -35,7 +37,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def decoded(device, **how):
+def decoded(device: torch.device, **how: Any) -> Any:
     keys, values = randn(2, 9, 16).to(device), randn(2, 9, 16, seed=1).to(device)
     table, lengths = entry_table([keys], [values]), torch.tensor([7], dtype=torch.int32).to(device)
     new, query = randn(1, 2, 16, seed=2).to(device), randn(1, 4, 16, seed=3).to(device)
@@ -95,7 +97,7 @@ def test_the_host_waits_once_for_the_clusters_of_a_stream(n):
     method, budget = build_method("subgen_streaming"), Budget(rate=0.25, sink=0, window=4)
     kept = []
 
-    def compress(layer):
+    def compress(layer: LayerKV) -> None:
         kept.append(method.compress(layer, budget, torch.Generator().manual_seed(0)))
 
     waits = counted(lambda: compress(layer), "sync")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +25,12 @@ from kvbench.methods import build_method
 
 
 @pytest.fixture
-def qjl_golden(shared_file):
+def qjl_golden(shared_file: Callable[[str], Path]) -> Any:
     return arrays_of(shared_file("golden/next/qjl.npz"))
 
 
 @pytest.fixture
-def turbo_golden(shared_file):
+def turbo_golden(shared_file: Callable[[str], Path]) -> Any:
     return arrays_of(shared_file("golden/next/turboquant.npz"))
 
 
@@ -376,7 +378,7 @@ def test_a_cache_packs_as_it_grows(name, dtype):
     scheme, d, n = SCHEMES[name], 16, 52
     keys, values = torch.randn(1, 2, n, d).to(dtype), torch.randn(1, 2, n, d).to(dtype)
 
-    def cache(count):
+    def cache(count: int) -> Any:
         at = torch.arange(count).expand(1, 2, count)
         held = CompressedKV(keys[:, :, :count], values[:, :, :count], None, at)
         how = {"capacity": count, "scheme": scheme, "layer": 2, "seed": 7}

@@ -95,8 +95,8 @@ def test_least_squares_by_definition(rows, columns, ridge):
     penalty = ridge**0.5 * torch.linalg.matrix_norm(matrix.double(), 2)
     longer = torch.cat([matrix.double(), penalty * torch.eye(columns).double()])
     below = torch.zeros(columns, 3, dtype=torch.float64)
-    wanted = torch.linalg.pinv(longer) @ torch.cat([target.double(), below])
-    assert_near(least_squares(matrix, target, ridge), wanted, 1e-3)
+    expected = torch.linalg.pinv(longer) @ torch.cat([target.double(), below])
+    assert_near(least_squares(matrix, target, ridge), expected, 1e-3)
 
 
 def test_columns_that_are_equal_or_zero_are_solved_for_and_what_is_not_finite_refused():
@@ -194,11 +194,11 @@ def test_the_engine_holds_what_was_matched(options):
         seen = capture_layers(model, ids, layers)
     assert fork.failure is None
     for layer in layers:
-        wanted = run(method, seen[layer], budget)
+        expected = run(method, seen[layer], budget)
         held = fork.layers[layer].store
-        assert torch.equal(held.positions[:, : held.length], wanted.positions[0])
-        assert_near(held.values[:, : held.length], wanted.values[0], 1e-3)
-        assert_near(held.log_weights[:, : held.length], wanted.log_weights[0], 1e-3)
+        assert torch.equal(held.positions[:, : held.length], expected.positions[0])
+        assert_near(held.values[:, : held.length], expected.values[0], 1e-3)
+        assert_near(held.log_weights[:, : held.length], expected.log_weights[0], 1e-3)
 
 
 def test_queries_of_a_repetition_are_those_of_a_pass_over_prompt_and_chunk():
@@ -218,10 +218,10 @@ def test_queries_of_a_repetition_are_those_of_a_pass_over_prompt_and_chunk():
     for layer in layers:
         queries = torch.cat([seen[layer].queries[:, :, len(ids) :] for seen in passes], dim=2)
         shown = replace(prompt[layer], queries=queries, shared={})
-        wanted = run(build_method("attention_matching"), shown, budget)
+        expected = run(build_method("attention_matching"), shown, budget)
         held = fork.layers[layer].store
-        assert torch.equal(held.positions[:, : held.length], wanted.positions[0])
-        assert_near(held.values[:, : held.length], wanted.values[0], 1e-3)
-        assert_near(held.log_weights[:, : held.length], wanted.log_weights[0], 1e-3)
+        assert torch.equal(held.positions[:, : held.length], expected.positions[0])
+        assert_near(held.values[:, : held.length], expected.values[0], 1e-3)
+        assert_near(held.log_weights[:, : held.length], expected.log_weights[0], 1e-3)
     with pytest.raises(KVError, match="queries is repeat and layer"):
         run(repeat, prompt[layers[0]], budget)

@@ -126,21 +126,21 @@ def test_what_is_kept_is_what_a_whole_forward_pass_says(architecture, chunk, wor
     layers = compressible_layers(model)
     kept = 0
     held = entries_of(fork, layers)
-    for (_, shown, _), wanted, sure in zip(held, middle > level, clear, strict=True):
+    for (_, shown, _), expected, sure in zip(held, middle > level, clear, strict=True):
         stays = torch.zeros(len(shown), 121, dtype=torch.bool).scatter(1, shown % 121, True)
         assert stays[:, : BUDGET.sink].all()
         assert stays[:, 120 - BUDGET.window : 120].all()
         inside = stays[:, BUDGET.sink : 120 - BUDGET.window]
-        assert torch.equal(inside[sure], wanted[sure])
+        assert torch.equal(inside[sure], expected[sure])
         kept += int(inside.sum())
     assert kept == pairs - 1, "strictly above the threshold"
     fork.audit()
     assert fork.cache_bytes() < start.exact_bytes
     _, fork, *_ = read(replace(method, level="uniform"), ids, architecture, encoder=encoder)
     best = middle.topk(BUDGET.middle_kept(120), -1).indices.sort(-1).values + BUDGET.sink
-    for layer, wanted in zip(layers, best, strict=True):
+    for layer, expected in zip(layers, best, strict=True):
         held = fork.layers[layer].store.positions[:, : fork.layers[layer].store.length]
-        assert torch.equal(held[:, BUDGET.sink : -BUDGET.window], wanted)
+        assert torch.equal(held[:, BUDGET.sink : -BUDGET.window], expected)
 
 
 def test_repeated_passes_change_no_other_method_and_are_shared():
@@ -235,9 +235,9 @@ class Looks(Method):
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_method_that_fails_during_the_repetition_fails_alone(fails):
     ids, kvzip = prompt_ids(120), build_method("kvzip", chunk=50)
-    _, want, _, _ = read(kvzip, ids)
+    _, expected, _, _ = read(kvzip, ids)
     _, fork, _, (bad,) = read(kvzip, ids, others=[Looks(fails=fails)])
     assert str(bad.failure) == ("not this layer" if fails else "None")
     assert fork.failure is None
-    for layer, cache in want.layers.items():
+    for layer, cache in expected.layers.items():
         assert torch.equal(cache.entries(), fork.layers[layer].entries())

@@ -97,8 +97,8 @@ def test_balancekv_overflow_is_where_we_differ(balance):
         rows, draws = slice(64 * block, 64 * block + 64), uniforms[0][0, head, block]
         k, v = keys[0, head, rows], values[0, head, rows]
         how = {"gamma": 4.0, "offset": 0.025, "centre": "released"}
-        wanted = walk_by_definition(k, v, draws, **how)
-        np.testing.assert_array_equal(signs[0, head, rows].numpy(), wanted)
+        expected = walk_by_definition(k, v, draws, **how)
+        np.testing.assert_array_equal(signs[0, head, rows].numpy(), expected)
         plain, centred = torch.eye(1, 64)[0], k - k.mean(0)
         kernel = (centred @ centred.T / 8).exp() * (v @ v.T + 0.025)
         for i in range(1, 64):

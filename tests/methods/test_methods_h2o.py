@@ -109,12 +109,12 @@ def test_released_semantics_score_one_masked_pass(architecture, semantics):
     tokens = torch.tensor([[*ids, *answer]])
     with torch.no_grad():
         logits = forward_rows(model, tokens, torch.arange(56), Masked())[0, 49:-1]
-    want = -logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-    assert found.nll == pytest.approx(want.tolist(), abs=1e-4)
+    expected = -logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    assert found.nll == pytest.approx(expected.tolist(), abs=1e-4)
     pairs = {"h2o": (method, budget)}
     reading = read(model, ids, pairs, seed=0, example_id="x", room=6)
     (scored,) = score(model, reading, [answer])["h2o"]
-    assert scored.logprobs == pytest.approx((-want).tolist(), abs=1e-4)
+    assert scored.logprobs == pytest.approx((-expected).tolist(), abs=1e-4)
     assert scored.greedy == (logits.argmax(-1) == torch.tensor(answer)).tolist()
     entries, ratio = masked_pass_cache(model, (method, budget), 55)
     group = 1 if architecture == "opt" else 2

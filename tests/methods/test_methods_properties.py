@@ -522,7 +522,7 @@ def test_balancekv_released_weights_are_powers_of_two_at_their_rates():
         torch.testing.assert_close(inside, torch.full_like(inside, weight))
 
 
-def draws_of_halvings(blocks):
+def draws_of_halvings(blocks: int) -> list[Tensor]:
     """Draws for a halving of one block of 12 keys, and for a second one of so many blocks."""
     return [torch.rand(1, 1, 1, 12), torch.rand(1, 1, blocks, 12)]
 
@@ -583,7 +583,7 @@ def test_needle_means_by_definition(n, b, dilation, seed):
 
 
 def test_needles_are_kept_exactly_in_every_later_layer_and_share_the_budget():
-    budget, wanted = Budget(rate=0.25, sink=4, window=6), {*range(58, 64), *range(148, 153)}
+    budget, expected = Budget(rate=0.25, sink=4, window=6), {*range(58, 64), *range(148, 153)}
     method = build_method("balancekv_needle", block_size=32, dilation=2)
     carried: dict[str, torch.Tensor] = {}
     for index in range(LAYERS):
@@ -596,10 +596,10 @@ def test_needles_are_kept_exactly_in_every_later_layer_and_share_the_budget():
             plain = run(build_method("balancekv", block_size=32), layer, budget)
             assert torch.equal(kept.positions, plain.positions)
             continue
-        assert wanted <= set(positions[0])
-        places = torch.tensor([positions[0].index(p) for p in sorted(wanted)])
+        assert expected <= set(positions[0])
+        places = torch.tensor([positions[0].index(p) for p in sorted(expected)])
         assert kept.log_weights[0, 0, places].eq(0).all()
-        assert not wanted <= set(positions[1]), "the other head has no needles"
+        assert not expected <= set(positions[1]), "the other head has no needles"
         # A head without needles is compressed as balancekv would with the same number to keep.
         padding = kept.positions == -1
         assert padding[0].sum(-1).tolist() == [0, 1], "190 // 4 entries, not round(190 / 4)"

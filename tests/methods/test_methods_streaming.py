@@ -353,7 +353,7 @@ def test_denominator_samples_hold_keys_only(name, bits):
     for tokens in (1, 3, 2):  # the last has to grow the buffers
         q = torch.randn(4, tokens, dim, generator=generator)
         k, v = torch.randn(2, 2, tokens, dim, generator=generator)
-        got = step(cache, q, k, v, torch.arange(n, n + tokens), 0.35)
+        output = step(cache, q, k, v, torch.arange(n, n + tokens), 0.35)
         held_keys = torch.cat([held_keys, k.double()], 1)
         held_values = torch.cat([held_values, v.double()], 1)
         weights = torch.cat([weights, torch.zeros(2, tokens, dtype=torch.float64)], 1)
@@ -361,8 +361,8 @@ def test_denominator_samples_hold_keys_only(name, bits):
         logits = grouped @ held_keys[:, None].mT * 0.35 + weights[:, None, None]
         later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
         logits[..., -tokens:].masked_fill_(later, -torch.inf)
-        want = (logits.softmax(-1) @ held_values[:, None]).view(4, tokens, dim)
-        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+        expected = (logits.softmax(-1) @ held_values[:, None]).view(4, tokens, dim)
+        torch.testing.assert_close(output.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("n", [1, 60, 127, 128, 200, 255, 256, 300])

@@ -313,8 +313,8 @@ EXTRAS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options", "wanted"), EXTRAS)
-def test_records_count_pages_sketches_and_rotations(name, options, wanted):
+@pytest.mark.parametrize(("name", "options", "expected"), EXTRAS)
+def test_records_count_pages_sketches_and_rotations(name, options, expected):
     """Of a model of 4 layers with 2 KV heads of 16 numbers, and a prompt of 100 tokens."""
     model, budget = tiny_model("llama"), Budget(size=52, sink=2, window=8)
     config = model.config
@@ -323,8 +323,8 @@ def test_records_count_pages_sketches_and_rotations(name, options, wanted):
     with kvbench_attention_on(model):
         prefill(model, prompt_ids(100), [fork])
     found = fork.cost().record()
-    assert {key: found[key] for key in wanted} == wanted
-    assert {"page_bytes", "blocks_freed", "scheme_bytes"} & found.keys() == wanted.keys()
+    assert {key: found[key] for key in expected} == expected
+    assert {"page_bytes", "blocks_freed", "scheme_bytes"} & found.keys() == expected.keys()
 
 
 def test_expected_attention_keeps_its_own_sink_where_the_budget_has_none() -> None:

@@ -49,11 +49,11 @@ def test_one_bin_as_released(shared_file):
         np.testing.assert_array_equal(pivots.places[0] - first, golden[f"{name}_idx"])
         assert pivots.present.all()
         assert not pivots.shifts.any()
-        for part, wanted, key in (
+        for part, expected, key in (
             (numerators, "values", "values"),
             (pivots.denominators, "weights", "weights64"),
         ):
-            near = max(1e-5, 20 * case[f"released_float32_rel_err_{wanted}"])
+            near = max(1e-5, 20 * case[f"released_float32_rel_err_{expected}"])
             assert_near(part[0], golden[f"{name}_{key}"], near)
 
 
@@ -151,9 +151,9 @@ def test_weights_interpolate_and_the_residual_falls():
 def test_first_pivot_is_drawn_in_proportion_to_the_kernel():
     keys = torch.randn(1, 12, 4, generator=torch.Generator().manual_seed(4)) / 2
     pivots, _, _ = factored(keys.repeat(8000, 1, 1), 1, seed=5)
-    wanted = keys[0].double().square().sum(-1).exp()
+    expected = keys[0].double().square().sum(-1).exp()
     found = torch.bincount(pivots[:, 0], minlength=12)
-    assert stats.chisquare(found.numpy(), (8000 * wanted / wanted.sum()).numpy()).pvalue > 1e-3
+    assert stats.chisquare(found.numpy(), (8000 * expected / expected.sum()).numpy()).pvalue > 1e-3
 
 
 BUDGET = Budget(rate=0.25, sink=4, window=6)
@@ -192,8 +192,8 @@ def test_rows_of_the_kernel_by_definition_in_sets_of_any_size(n):
     kernel.factors = torch.tensor([0.5, 2.0])
     x = keys.double()
     apart = (x - x[torch.arange(2), pivots][:, None]).square().sum(-1)
-    wanted = (-kernel.factors[:, None] * apart / 2).exp()
-    torch.testing.assert_close(kernel.row(pivots).double(), wanted, atol=1e-5, rtol=1e-4)
+    expected = (-kernel.factors[:, None] * apart / 2).exp()
+    torch.testing.assert_close(kernel.row(pivots).double(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_attention_is_exact_where_the_coreset_spans_the_keys():

@@ -36,7 +36,9 @@ from kvbench.run.runner import Job, run_job
 from kvbench.tasks.base import TaskError
 
 
-def streaming_nll(model, ids, start, recent, positions="cache"):
+def streaming_nll(
+    model: Any, ids: list[int], start: int, recent: int, positions: str = "cache"
+) -> list[float]:
     """-log p of every token but the first, through a cache of `start` first and `recent` last ones."""
     with kvbench_attention_on(model):
         rotation = rotation_of(model) if positions == "cache" else None

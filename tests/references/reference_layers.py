@@ -91,8 +91,8 @@ def kept(method: Method, layer: LayerKV, budget: Budget, seed: int = 0) -> Compr
     positions, places = held.positions, torch.arange(held.positions.shape[-1])
     real = positions >= 0
     # where heads have different lengths, what follows them is padding
-    wanted = True if held.lengths is None else places < held.lengths[..., None]
-    assert (real == wanted).all()
+    expected = True if held.lengths is None else places < held.lengths[..., None]
+    assert (real == expected).all()
     order = torch.where(real, positions, layer.n + places)
     assert (order.diff(dim=-1) > 0).all(), "ascending, so without repeats"
     assert int(positions.max()) < layer.n

@@ -59,8 +59,8 @@ def both(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_the_same_examples_are_paired(both: tuple[Path, Path]) -> None:
-    found = compared(*both)
-    by = found.frame.set_index("variant")
+    comparison = compared(*both)
+    by = comparison.frame.set_index("variant")
     before, after = (
         records[records["method"] == "snapkv"]["score"].to_numpy()
         for records in (load_experiment(path).groups[0].records for path in both)
@@ -91,14 +91,14 @@ def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> Non
             for i, x in enumerate(scores)
         ]
         write_run(tmp_path / name, method="snapkv", records=records, task_meta=ERROR_META)
-    found = compared(tmp_path / "a" / "demo", tmp_path / "b" / "demo")
-    row, means = found.frame.iloc[0], change.mean(1)
+    comparison = compared(tmp_path / "a" / "demo", tmp_path / "b" / "demo")
+    row, means = comparison.frame.iloc[0], change.mean(1)
     farthest = 1.5 * np.abs(means - means.mean()).max()
     error = np.r_[means, means.mean() + farthest, means.mean() - farthest].std() / math.sqrt(20)
     half = t.ppf(0.975, 19) * error
     assert row["difference_high"] - row["difference_low"] == pytest.approx(2 * half, rel=1e-3)
     assert (row["common_examples"], row["better"], row["worse"]) == (60, 60, 0), "lower is better"
-    (table,) = found.tables
+    (table,) = comparison.tables
     assert list(table.frame["difference_mark"]) == ["shown"]
     assert heads(table)[:3] == ["method", "change", "p"]
     older = [{"example_id": f"e{i}", "score": 0.5} for i in range(60)]  # without their prompts
@@ -108,13 +108,13 @@ def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> Non
 
 
 def test_runs_that_only_one_experiment_has_are_listed(both: tuple[Path, Path]) -> None:
-    found = compared(*both)
-    assert found.names == tuple(map(str, both))
+    comparison = compared(*both)
+    assert comparison.names == tuple(map(str, both))
     lacking = [
         ["recall_mini / t / topk", str(both[0])],
         ["recall_mini / t / uniform", str(both[1])],
     ]
-    assert shown(found.tables[-1]) == lacking
+    assert shown(comparison.tables[-1]) == lacking
 
 
 def test_runs_are_matched_whatever_else_their_folders_hold(tmp_path: Path) -> None:

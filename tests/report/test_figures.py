@@ -37,8 +37,8 @@ from kvbench.report.verdicts import verdict
 
 def drawn(group: Group) -> dict[str, Drawn]:
     """By what a name adds to the group's."""
-    found = figures_of(group, tidy(group))
-    return {one.name.removeprefix(f"{group.task}-{group.model}-"): one for one in found}
+    figures = figures_of(group, tidy(group))
+    return {one.name.removeprefix(f"{group.task}-{group.model}-"): one for one in figures}
 
 
 def test_every_kind_of_task_has_its_figures_and_they_are_the_same_bytes(tmp_path: Path) -> None:
@@ -50,9 +50,9 @@ def test_every_kind_of_task_has_its_figures_and_they_are_the_same_bytes(tmp_path
         "throughput": [],
     }
     for task, expected in names.items():
-        found = drawn(group_of(folder, task))
+        figures = drawn(group_of(folder, task))
         known = {name for several in names.values() for name in several}
-        assert [name for name in found if name in known] == expected
+        assert [name for name in figures if name in known] == expected
     once, again = (drawn(group_of(folder, "longeval_lines"))["ratio"] for _ in range(2))
     for kind in ("png", "svg", "pdf"):
         assert once.encoded(kind) == again.encoded(kind)
@@ -65,9 +65,9 @@ def test_values_that_are_no_numbers_are_not_joined(tmp_path: Path) -> None:
         records = [dict(r) | {"first": 1.0, "last": r["score"]} for r in lines_records(method)]
         meta = TASKS["longeval_lines"][1] | {"measures": ["first", "last"]}
         write_run(tmp_path, method=method, records=records, task_meta=meta)
-    found = drawn(group_of(tmp_path / "demo"))
+    figures = drawn(group_of(tmp_path / "demo"))
     for name, joined in (("by-num_lines", True), ("by-measure", False)):
-        styles = {line.get_linestyle() for line in found[name].figure.axes[0].lines}
+        styles = {line.get_linestyle() for line in figures[name].figure.axes[0].lines}
         assert ("-" in styles) is joined
 
 
@@ -225,9 +225,9 @@ def test_fits_recover_the_slopes_they_were_made_with(tmp_path: Path) -> None:
     group = write_curves(tmp_path, {"uniform": -0.5, "balancekv": -1.0}, 0.0)
     frame = slopes(group, SPEC)
     for row in frame.to_dict("records"):
-        want = SPEC.expected[row["method"]]
+        expected = SPEC.expected[row["method"]]
         for key in ("slope", "slope_low", "slope_lower", "slope_upper"):
-            assert row[key] == pytest.approx(want)
+            assert row[key] == pytest.approx(expected)
         assert (row["fitted_from"], row["fitted_to"], row["verdict"]) == (64, 1024, "as predicted")
         assert row["held_last"] == pytest.approx(1126.4)
         assert row["bytes_ratio_last"] == 0.25

@@ -8,10 +8,10 @@ from kvbench.report.experiment import as_text, natural_order
 
 
 def test_numbers_come_first_then_text_by_the_number_it_begins_with_then_other_text() -> None:
-    wanted = [-1, 2.5, 10, "0.5x", "9 lines", "10 lines", "200", "alpha", "lines 9"]
+    expected = [-1, 2.5, 10, "0.5x", "9 lines", "10 lines", "200", "alpha", "lines 9"]
     for seed in range(5):
-        mixed = random.Random(seed).sample(wanted, len(wanted))
-        assert sorted(mixed, key=natural_order) == wanted
+        mixed = random.Random(seed).sample(expected, len(expected))
+        assert sorted(mixed, key=natural_order) == expected
     assert natural_order("9 lines", "b") > natural_order("10 lines", "a"), "what is sorted by first"
 
 

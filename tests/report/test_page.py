@@ -159,8 +159,8 @@ def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
     total = totals(frame)
     for label, rate in (("snapkv, rate 0.25", 0.25), ("uniform, rate 0.5", 0.5)):
         row = mine.loc[(label.partition(",")[0], rate)]
-        wanted = [100 * total[key][label] for key in ("mean", "low", "high")]
-        assert list(row[["mean", "low", "high"]]) == pytest.approx(wanted, rel=1e-4)
+        expected = [100 * total[key][label] for key in ("mean", "low", "high")]
+        assert list(row[["mean", "low", "high"]]) == pytest.approx(expected, rel=1e-4)
         assert (row["n"], row["bytes"]) == (50, pytest.approx(2048 * 720 * row["ratio"], rel=0.1))
 
 

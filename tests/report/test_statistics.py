@@ -185,14 +185,14 @@ def test_interval_p_and_family_agree_and_missing_scores_are_left_out() -> None:
     values = (rng.random((60, 6)) < np.linspace(0.3, 0.9, 6)).astype(float)
     values[:7, 3] = np.nan
     pairs = list(itertools.combinations(range(6), 2))
-    found = compared([scores(values)], pairs, fraction=True)
-    for (i, j), one in found.items():
+    comparison = compared([scores(values)], pairs, fraction=True)
+    for (i, j), one in comparison.items():
         assert (one.p < ALPHA) is (one.low > 0 or one.high < 0)
         assert one.value == pytest.approx(np.nanmean(values[:, i] - values[:, j]))
         (alone,) = differences([stratum(values[:, i] - values[:, j])], fraction=True)
         assert alone.p <= one.p + 1e-9
         assert one.low <= alone.low
-    assert found[0, 5].p < 0.001
+    assert comparison[0, 5].p < 0.001
     assert compared([], pairs, fraction=True) == {}
 
 

@@ -107,9 +107,9 @@ def test_methods_that_do_not_fit_together_run_one_by_one(
 ) -> None:
     """And those that do not fit alone are recorded as out of memory."""
     short_memory(monkeypatch, rows=4)  # not even one prompt with its five methods
-    got = scores(run_job(job(tmp_path / "4", batch_size=4, limit=3)))
-    assert all(row.pop("retried") for rows in got.values() for row in rows)
-    assert got == {label: rows[:3] for label, rows in alone.items()}
+    together = scores(run_job(job(tmp_path / "4", batch_size=4, limit=3)))
+    assert all(row.pop("retried") for rows in together.values() for row in rows)
+    assert together == {label: rows[:3] for label, rows in alone.items()}
     short_memory(monkeypatch, rows=0)
     result = run_job(job(tmp_path / "0", ("exact", "h2o"), batch_size=4, limit=3))
     assert result.failed == 6
@@ -189,14 +189,14 @@ SIZES: list[tuple[Any, int, int | None, list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "count", "per_unit", "wanted"), SIZES)
+@pytest.mark.parametrize(("setting", "count", "per_unit", "groups"), SIZES)
 def test_auto_doubles_until_twice_the_need_would_not_fit(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     setting: Any,
     count: int,
     per_unit: int | None,
-    wanted: list[int],
+    groups: list[int],
 ) -> None:
     plan, session = Counting(), make_job(tmp_path).session
     monkeypatch.setattr(memory, "reset_peak", lambda device: per_unit is not None)
@@ -207,4 +207,4 @@ def test_auto_doubles_until_twice_the_need_would_not_fit(
     runner = Runner(plan, session, setting, lambda outcomes: None)
     ids = [outcomes[0].example_id for outcomes in runner.run(work)]
     assert ids == [unit.id for unit, _ in work]
-    assert plan.groups == wanted
+    assert plan.groups == groups

@@ -323,8 +323,12 @@ def test_a_dry_run_shows_the_capacity_of_each_method_at_the_median_prompt(
     print_dry_run(make_job(tmp_path / "dry"))
     out = capsys.readouterr().out
     capacities = dict(re.findall(r"^ *(exact|snapkv|uniform) +(\d+)", out, re.M))
-    wanted = {"exact": median, "snapkv": SMALL.capacity(median), "uniform": SMALL.capacity(median)}
-    assert capacities == {label: str(capacity) for label, capacity in wanted.items()}
+    expected = {
+        "exact": median,
+        "snapkv": SMALL.capacity(median),
+        "uniform": SMALL.capacity(median),
+    }
+    assert capacities == {label: str(capacity) for label, capacity in expected.items()}
     assert "as the task says" not in out
 
 

@@ -126,7 +126,7 @@ def test_a_kernel_that_never_returns_is_recorded_and_the_next_start_goes_on_afte
     child = server.kvbench(tmp_path, *words, stall=ENDLESS, deaf=True)
     assert child.wait() == 1
     assert "hung: no answer long after example_timeout=1; recorded; the same" in one_line(child)
-    for wanted in (["ok", "timeout"], ["ok", "timeout", "ok"]):
+    for expected in (["ok", "timeout"], ["ok", "timeout", "ok"]):
         for rows in rows_below(tmp_path).values():
-            assert [row["status"] for row in rows] == wanted
+            assert [row["status"] for row in rows] == expected
         assert server.kvbench(tmp_path, *words).wait() == 1, "an example has failed"

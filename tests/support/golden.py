@@ -53,7 +53,7 @@ def checked(case: dict[str, Any], **arrays: np.ndarray) -> list[Tensor]:
     return [torch.from_numpy(array) for array in arrays.values()]
 
 
-def assert_near(found: Tensor, wanted: Any, tolerance: float) -> None:
+def assert_near(result: Tensor, expected: Any, tolerance: float) -> None:
     """Equal to within a share of the largest value."""
-    wanted = torch.from_numpy(np.asarray(wanted)).double()
-    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) <= tolerance
+    expected = torch.from_numpy(np.asarray(expected)).double()
+    assert float((result.double() - expected).abs().max() / expected.abs().max()) <= tolerance
