@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvbench.api import compare, compress, kept, load_model
     from kvbench.kv import Budget
     from kvbench.methods import build_method
-    from kvbench.report.experiment import load
+    from kvbench.report.loading import load
 
 __version__ = "0.2.0"
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 _HOMES = {
     "Budget": "kv",
     "build_method": "methods",
-    "load": "report.experiment",
+    "load": "report.loading",
 }
 """Where a name is that is not in `kvbench.api`."""
 

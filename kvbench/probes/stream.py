@@ -1,4 +1,4 @@
-"""Streams as a task: texts far longer than the cache, one record per text and method."""
+"""A probe of streaming: each method reads texts that are far longer than its cache."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from kvbench.tasks.text import TextSource
 
 @dataclass(frozen=True, kw_only=True)
 class Stream(TextSource, Probe):
-    """Negative log-likelihood of texts that are read through a bounded cache, token by token.
+    """Negative log-likelihood of texts that a model reads token by token with a bounded cache.
 
-    Every token but a text's first is predicted from the entries that the cache holds before it. The
-    score is the mean negative log-likelihood, in nats; perplexity is its exponential. A method holds at
-    most ``budget.size`` entries, of which ``budget.sink`` are the first tokens; exact holds everything.
-    Texts are read one at a time, each from an empty cache.
+    Each text begins with an empty cache. Every token but the first is predicted from the entries that
+    the cache holds before that token. The score is the mean negative log-likelihood in nats; perplexity
+    is its exponential. There is one record for each text and method.
 
-    A method can read a stream if it holds the first and the last tokens (streaming_llm, local, exact),
-    or evicts while it reads (h2o).
+    The cache of a method holds at most ``budget.size`` entries, among them the first ``budget.sink``
+    tokens; that of exact holds all tokens. A method can be run if it keeps the first and the last tokens
+    (streaming_llm, local, exact) or evicts an entry whenever it reads a token (h2o).
 
     Attributes:
-        num_texts: how many files or rows are read, the first ones.
-        tokens: how many tokens of each text are read, at most.
-        positions: cache (positions are counted inside the cache, as StreamingLLM, arXiv 2309.17453,
-            section 3.2, does; a text may be longer than the model's positions) | absolute (every entry
-            keeps its position in the text, which may not be longer than the model's positions).
+        num_texts: how many texts (files or rows) are read, the first ones.
+        tokens: the most tokens of a text that are read.
+        positions: "cache": the position of an entry is its place in the cache, as in StreamingLLM (arXiv
+            2309.17453, section 3.2), so that a text may be longer than the model's positions.
+            "absolute": the position of an entry is its place in the text, which may then not be longer.
     """
 
     name: ClassVar[str] = "stream"
@@ -57,9 +57,9 @@ class Stream(TextSource, Probe):
         """One unit per text.
 
         Raises:
-            KVError: a method that cannot read a stream with these positions; a text that is longer than
-                the model's, where they are absolute.
-            TaskError: no text of two tokens.
+            KVError: a method cannot read a stream with these positions; or positions are absolute and a
+                text is longer than the model's positions.
+            TaskError: no text has two tokens.
         """
         for label, (method, budget) in methods.items():
             check_reads(label, method, budget, self.positions)
@@ -67,9 +67,9 @@ class Stream(TextSource, Probe):
         limit = encoder.max_positions
         units = []
         for name, text in self.texts("stream", self.num_texts, self.num_texts)[: self.num_texts]:
-            ids = [*encoder.prefix_ids, *encoder.encode_text(text)][: self.tokens]  # BOS first
+            ids = [*encoder.prefix_ids, *encoder.encode_text(text)][: self.tokens]
             if len(ids) < 2:
-                continue  # an empty line predicts nothing
+                continue  # there is no token to predict
             if self.positions == "absolute" and limit is not None and len(ids) > limit:
                 raise KVError(
                     f"task.positions is 'absolute' and text {name!r} has {len(ids)} tokens; allowed: at "
@@ -81,7 +81,7 @@ class Stream(TextSource, Probe):
         return units
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """Have every method read the text by itself."""
+        """Let the methods read the text one after another, and time each of them."""
         ids = unit.payload
         for label, pair in methods.items():
             fields = {"text": unit.id, "prompt_tokens": len(ids), "positions": self.positions}
@@ -91,12 +91,16 @@ class Stream(TextSource, Probe):
                 read = read_text(session.model, ids, *pair, self.positions, label=label)
                 synchronize(session.device)
                 fields |= self._measured(ids, read, time.perf_counter() - clock)
-            except Exception as failure:  # noqa: BLE001 - a record with its status
+            except Exception as failure:  # noqa: BLE001 - the record has the failure's status
                 fields |= failed(failure)
             yield Outcome(label, unit.id, fields)
 
     def _measured(self, ids: Sequence[int], read: Read, seconds: float) -> dict[str, Any]:
-        """Record fields of one method on one text."""
+        """The measured record fields of one method on one text.
+
+        Raises:
+            ArithmeticError: the mean negative log-likelihood is not finite.
+        """
         nll = read.nll.double()
         entries = read.entries
         mean = float(nll.mean())

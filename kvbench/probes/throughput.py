@@ -1,7 +1,8 @@
-"""Seconds, memory and tokens per second of each method alone.
+"""A probe of speed and memory: seconds, bytes and tokens per second of each method by itself.
 
-BalanceKV (arXiv 2502.07861), section 4.4, Table 2: seconds of prefill and decoding. H2O (arXiv
-2306.14048), Tables 3 and 5: tokens per second, the largest batch that fits, latency at equal batch.
+It measures what two papers report. BalanceKV (arXiv 2502.07861), section 4.4, Table 2: seconds of
+prefill and of decoding. H2O (arXiv 2306.14048), Tables 3 and 5: tokens per second, the largest batch
+that fits, and latency at equal batch.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from kvbench.tasks.base import TaskError
 log = logging.getLogger(__name__)
 
 REFERENCE = "exact"
-"""The method that the others' times are divided by."""
+"""The method whose times and rates divide those of every method."""
 WITNESS = "transformers"
-"""The method that decodes the exact cache by transformers' own code; every method's tokens per second
-are also divided by its."""
+"""The method that decodes the exact cache with transformers' own code. Its tokens per second also divide
+those of every method."""
 RATIOS = {
     "speedup": ("tokens_per_s", REFERENCE),
     "decode_speedup": ("decode_tokens_per_s", REFERENCE),
     "prefill_ratio": ("prefill_compress_s", REFERENCE),
     "decode_over_transformers": ("decode_tokens_per_s", WITNESS),
 }
-"""Record fields that are ratios: which field is divided by that of which method in the same unit. A
-ratio is null where the method was not measured."""
+"""Record fields that are ratios, each with the field that is divided, and the method whose field in the
+same run divides it. A ratio is null where that method was not measured."""
 SUMMED = (
     "prefill_s",
     "compress_s",
@@ -56,13 +57,19 @@ SUMMED = (
     "exact_bytes",
     "exact_bytes_mean",
 )
-"""Record fields that are sums over the rows of a batch."""
+"""Record fields of a batch that are sums over its prompts."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What one measurement generates: `batch` prompts of `prompt_tokens`, `new_tokens` answers each, at
-    the rate `rate`; None: the job's."""
+    """The size of one measurement.
+
+    Attributes:
+        prompt_tokens: the length of each prompt.
+        new_tokens: the length of each answer.
+        batch: the number of prompts; "largest": for each method as many as fit into memory.
+        rate: the share that the budget keeps; None: that of the job's budget.
+    """
 
     prompt_tokens: Count
     new_tokens: Count
@@ -79,22 +86,24 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput(Probe):
-    """Seconds and memory of random prompts and a fixed number of new tokens, each method by itself.
+    """Seconds and memory of each method on random prompts, with a fixed number of new tokens.
 
-    Every method prefills its own prompts: nothing is shared. The device is synchronised before every
-    clock reading, and one warm-up run per method and setting is left out. End tokens do not end the
-    generation. A batch is so many different prompts, prefilled and decoded together. In every run all
-    methods take their turn, and each run begins with another method, so that neither a drift of the
-    machine nor what ran before favours one; ratios are of the same run.
+    Methods share nothing: each one prefills the prompts itself. The prompts of a batch differ, and are
+    prefilled and decoded together. End tokens do not end an answer. The device is synchronised before
+    the clock is read. A warm-up run of each method and setting is not counted.
+
+    Each run measures all methods in turn, and begins with another method than the run before. So neither
+    a drift of the machine nor the method that ran before favours one of them. Ratios divide values of
+    the same run.
 
     Attributes:
-        prompt_tokens: prompt lengths (BalanceKV: 16384).
-        new_tokens: tokens generated (BalanceKV: 1024), one number or several.
-        batch: batch sizes; "largest": for each method, the largest that fits.
-        settings: in place of these three, a list of (prompt tokens, new tokens, batch), each with a
-            rate of its own as an optional fourth value: a share of the middle, or of the whole prompt
-            where the job's budget names `total_rate`.
-        runs: measured runs per method and setting (BalanceKV: 10).
+        prompt_tokens: the lengths of the prompts (BalanceKV: 16384).
+        new_tokens: the lengths of the answers (BalanceKV: 1024).
+        batch: batch sizes; "largest": for each method the largest that fits into memory.
+        settings: in place of all combinations of these three, a list of [prompt tokens, new tokens,
+            batch]. A fourth value is a rate for this setting: a share of the middle, or of the whole
+            prompt where the job's budget has a `total_rate`.
+        runs: how often each method is measured in each setting (BalanceKV: 10).
         most_batch: the largest batch that is tried.
     """
 
@@ -113,15 +122,19 @@ class Throughput(Probe):
     _known: dict[tuple[Setting, str], int | dict[str, Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """By setting and method, once the warm-up is over: the size of the batch, or record fields of the
-    failure."""
+    """By setting and method, after the warm-up: the size of the batch or, if the method failed, the
+    record fields of its failure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._settings()
 
     def _settings(self) -> list[Setting]:
-        """The settings, each of which is measured `runs` times."""
+        """All settings to measure.
+
+        Raises:
+            TaskError: a setting has too few or too many values, or a wrong one.
+        """
         for values in self.settings:
             if len(values) not in (3, 4):
                 raise TaskError(
@@ -139,11 +152,11 @@ class Throughput(Probe):
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per (setting, run).
+        """One unit for each setting and run.
 
         Raises:
-            KVError: sink + window longer than a prompt or than its share, or a prompt longer than the
-                model reads.
+            KVError: sink and window are longer than a prompt, or than the share of it that the budget
+                keeps; or a prompt and its answer are longer than the model's positions.
         """
         limit = (session.spec.architecture or {}).get("max_position_embeddings")
         for setting in self._settings():
@@ -168,8 +181,8 @@ class Throughput(Probe):
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """Measure the methods in turn, beginning with another in every run; a process warms each method
-        up before it first measures it."""
+        """Measure all methods in turn. Of n methods, run i begins with method i modulo n; exact is the
+        first."""
         setting, run = unit.payload
         n = setting.prompt_tokens
         labels = sorted(methods, key=lambda label: label != REFERENCE)
@@ -201,8 +214,8 @@ class Throughput(Probe):
     def _measure(
         self, session: Session, setting: Setting, label: str, pair: tuple[Method, Budget]
     ) -> dict[str, Any]:
-        """Record fields of one measured run of a method; one that failed is not tried again by this
-        process."""
+        """The record fields of one measured run of a method, after its warm-up if this is its first run.
+        A method that failed in a setting has the fields of that failure in all later runs."""
         device = session.device
         key = (setting, label)
         known: Any = self._known.get(key)
@@ -213,18 +226,18 @@ class Throughput(Probe):
                 if batch == "largest":
                     session.graphs.kept.clear()
                     batch = largest_batch(lambda size: generate(size, 2), device, self.most_batch)
-                generate(batch, 32)  # the warm-up
+                generate(batch, 32)  # warms up: compiles kernels, allocates memory
                 known = self._known[key] = batch
             if isinstance(known, int):
                 free_memory(device)
                 peak_is_known = memory.reset_peak(device)
                 bytes_before = memory.used_bytes(device)
                 fields = generate(known, setting.new_tokens)
-        except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+        except Exception as failure:  # noqa: BLE001 - the record has the failure's status
             known = self._known[key] = failed(failure)
         if not isinstance(known, int):
             session.graphs.kept.clear()
-            free_memory(device)  # out of the except block: the traceback is gone
+            free_memory(device)  # not in the except block, whose traceback would keep tensors alive
             return dict(known)
         prefill = fields["prefill_s"] + (fields["compress_s"] or 0.0)
         rate = known * fields["new_tokens"] / (prefill + fields["decode_s"])
@@ -249,8 +262,14 @@ def _generate_batch(
     batch: int,
     most: int,
 ) -> dict[str, Any]:
-    """Record fields of the generation of a batch of prompts, at most `most` new tokens each; those of
-    `SUMMED` are sums over its rows. The first failure is raised."""
+    """Generate answers of at most `most` tokens to a batch of random prompts.
+
+    Returns:
+        The record fields of the first prompt, but for `SUMMED`: these are sums over the batch.
+
+    Raises:
+        Exception: the failure of the method.
+    """
     method = pair[0]
     ids = _random_ids(session, setting.prompt_tokens, batch)
     new_tokens = min(most, setting.new_tokens)
@@ -272,8 +291,14 @@ def _generate(
     new_tokens: int,
     room: int,
 ) -> list[Generation]:
-    """The answers of kvbench's own decoding to a batch of prompts, of so many new tokens, in caches with
-    room for `room`; the first failure is raised."""
+    """Generate answers of `new_tokens` tokens by kvbench's own decoding, one to each prompt of `ids`.
+
+    Args:
+        room: the number of new tokens that the caches have room for.
+
+    Raises:
+        Exception: the first failure of the method.
+    """
     encoder = None if pair[0].rescoring is None else session.encoder
     stopping = Stopping(new_tokens)
     prompts = [
@@ -289,25 +314,25 @@ def _generate(
 
 
 def _random_ids(session: Session, n: int, batch: int) -> list[list[int]]:
-    """`batch` prompts of n random tokens. The first prompts are the same for every batch."""
+    """`batch` prompts of n random tokens. A larger batch begins with the prompts of a smaller one."""
     vocabulary = session.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(session.seed)
     return torch.randint(vocabulary, (batch, n), generator=generator).tolist()
 
 
 def _over(dividend: float | None, divisor: float | None) -> float | None:
-    """The ratio; None where one of the two was not measured, or the divisor is 0."""
+    """`dividend` / `divisor`; None where one of them was not measured or the divisor is 0."""
     return None if dividend is None or not divisor else dividend / divisor
 
 
 def largest_batch(trial: Callable[[int], object], device: torch.device, most: int) -> int:
     """The largest batch, up to `most`, for which ``trial(batch)`` does not run out of memory.
 
-    The result may be smaller than that by a sixteenth of itself.
+    The size is doubled until a batch is too large, and then found by bisection between the last two
+    sizes. Bisection stops at a sixteenth of the result, by which the result may be too small.
 
-    Batches are doubled until one is too large; between the last two the search halves. On a CPU, where
-    running out of memory ends the process, doubling also ends before a batch that would take more than
-    85 % of the memory, by what the one before took.
+    On a CPU, running out of memory would end the process. Doubling therefore stops before a batch that
+    is expected, from the memory of the one before, to take more than 85 % of all memory.
 
     Raises:
         torch.OutOfMemoryError: not even one prompt fits.

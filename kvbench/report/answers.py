@@ -9,7 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.report.experiment import Group, as_text
+from kvbench.report.experiment import Group
+from kvbench.report.labels import as_text
 from kvbench.report.ratios import ratio_text
 from kvbench.report.style import style_of
 

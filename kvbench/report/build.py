@@ -1,4 +1,4 @@
-"""Everything that is derived from an experiment's records: tables, figures and the page."""
+"""Builds the report of an experiment from its records: the page, tables and figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
@@ -28,18 +28,21 @@ if TYPE_CHECKING:
     from kvbench.report.drawing import Drawn
 
 Part = tuple[Group, pd.DataFrame]
+"""A group with its tidy frame (`tidy`)."""
 SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
 class ReportPaths:
-    """The files of a report, and what they were made of.
+    """The files of a report, and the data that W&B logs of it.
 
     Attributes:
-        tables, figures: every file written.
-        drawn: the figures.
-        warnings: what the report had to leave out, one line each.
-        scores: the tidy frame of every model and task whose methods are ranked.
+        page: the file of the page.
+        tables: the files of the tables.
+        figures: the files of the figures; none unless they were asked for.
+        drawn: the figures themselves.
+        warnings: one line for each part that the report lacks.
+        scores: the tidy frames of all groups whose methods are ranked, as one frame.
         manifest: the manifest of the run that was started last.
     """
 
@@ -53,15 +56,15 @@ class ReportPaths:
 
 
 def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> ReportPaths:
-    """Write report.html, summary.json and tables/ into the experiment's folder, from records alone.
+    """Write report.html, summary.json and tables/ into the experiment's folder.
 
-    The same records give the same files.
+    They are made from the records alone; the same records give the same files.
 
     Args:
-        for_print: also figures/, every figure as PNG and PDF.
+        for_print: also write every figure to figures/, as PNG and PDF.
 
     Raises:
-        StoreError: no runs, a broken run, or the folder cannot be written.
+        StoreError: the folder has no runs, or a broken one, or cannot be written to.
     """
     from kvbench.report.charts import chart_of
     from kvbench.report.figures import figures_of
@@ -96,29 +99,29 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         )
     ranked = [part for part in parts if is_ranked(part[0])]
     shared = [
-        paper_table(of_task)
-        for of_task in _by(ranked, "task")
-        if len(of_task) > 1 or AVERAGE in set(of_task[0][1]["value"])
+        paper_table(parts_of_task)
+        for parts_of_task in _grouped(ranked, "task")
+        if len(parts_of_task) > 1 or AVERAGE in set(parts_of_task[0][1]["value"])
     ]
     shared += _overviews(ranked)
     drawn = [figure for section in sections for figure in section.figures]
     shown = [*shared, *published, *(table for section in sections for table in section.tables)]
     try:
-        place = write_text(
+        page = write_text(
             experiment.folder / PAGE,
             render_page(experiment, sections, shared, published, warnings),
         )
         write_text(experiment.folder / SUMMARY, summary([frame for _, frame in ranked]))
-        files = write_tables([*shown, *only_in_files], experiment.folder, experiment.small)
-        drawings = _write_figures(drawn, experiment.folder) if for_print else []
+        table_files = write_tables([*shown, *only_in_files], experiment.folder, experiment.small)
+        figure_files = _write_figures(drawn, experiment.folder) if for_print else []
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
         ) from error
     return ReportPaths(
-        place,
-        tuple(files),
-        tuple(drawings),
+        page,
+        tuple(table_files),
+        tuple(figure_files),
         tuple(drawn),
         tuple(warnings),
         scores=pd.concat([frame for _, frame in ranked] or [pd.DataFrame()], ignore_index=True),
@@ -127,11 +130,12 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
 
 
 def _started(manifest: Mapping[str, Any]) -> str:
+    """When the run of a manifest was started, in ISO format."""
     return str(manifest.get("started"))
 
 
 def _write_figures(drawn: Sequence[Drawn], experiment_folder: Path) -> list[Path]:
-    """Write every figure as PNG and PDF into figures/; returns the files."""
+    """Write every figure to figures/, as PNG and PDF, and return the files."""
     folder = experiment_folder / "figures"
     make_folder(folder, experiment_folder)
     paths = []
@@ -143,57 +147,65 @@ def _write_figures(drawn: Sequence[Drawn], experiment_folder: Path) -> list[Path
 
 
 def summary(frames: Sequence[pd.DataFrame]) -> str:
-    """The total scores as JSON: by model, task and variant the score, its interval, the number of
+    """The total scores as JSON: for each model, task and variant the score, its interval, the number of
     examples, and the measured ratio."""
     scores: dict[str, Any] = {}
     for frame in frames:
         ratios = totals(frame, "ratio")["mean"]
         for label, row in totals(frame).iterrows():
             numbers = {"score": row["mean"], "low": row["low"], "high": row["high"], "n": row["n"]}
-            known = {**numbers, "ratio": ratios.get(label)}
-            of_task = scores.setdefault(row["model"], {}).setdefault(row["task"], {})
-            of_task[label] = {
-                k: None if pd.isna(v) else round(float(v), 6) for k, v in known.items()
+            numbers["ratio"] = ratios.get(label)
+            scores_of_task = scores.setdefault(row["model"], {}).setdefault(row["task"], {})
+            scores_of_task[label] = {
+                name: None if pd.isna(number) else round(float(number), 6)
+                for name, number in numbers.items()
             }
     return json.dumps(scores, indent=1) + "\n"
 
 
 def is_ranked(group: Group) -> bool:
-    """Whether the group's methods are compared by their scores, not by times or curves."""
+    """Whether the methods of a group are ranked by their scores. Those of the throughput probe, and
+    those that are shown as curves, are not."""
     return group.meta.kind != "throughput" and group.meta.figure(Curve) is None
 
 
-def _by(parts: Sequence[Part], key: str) -> list[list[Part]]:
-    """Parts whose groups have one model (or one task) together; `key` is the attribute's name."""
-    together: dict[str, list[Part]] = {}
+def _grouped(parts: Sequence[Part], key: Literal["model", "task"]) -> list[list[Part]]:
+    """The parts of each model, or of each task."""
+    by_name: dict[str, list[Part]] = {}
     for part in parts:
-        together.setdefault(getattr(part[0], key), []).append(part)
-    return list(together.values())
+        by_name.setdefault(getattr(part[0], key), []).append(part)
+    return list(by_name.values())
 
 
 def _overviews(ranked: Sequence[Part]) -> list[Table]:
-    """The leaderboard of each model that has scores of several tasks."""
+    """A table over all tasks of each model that has scores of several tasks."""
     scored = [part for part in ranked if len(totals(part[1]))]
-    return [overview_table(parts) for parts in _by(scored, "model") if len(parts) > 1]
+    return [overview_table(parts) for parts in _grouped(scored, "model") if len(parts) > 1]
 
 
 def tables_to_print(experiment: Experiment) -> list[Table]:
-    """The tables to print after a job: one per model and task, then all tasks of each model."""
+    """The tables that are printed after a job: one for each model and task, then one over all tasks of
+    each model that has several."""
     parts = [(group, tidy(group)) for group in experiment.groups]
     tables = [score_table(*part) if is_ranked(part[0]) else tables_of(*part)[0] for part in parts]
     return tables + _overviews([part for part in parts if is_ranked(part[0])])
 
 
-def write_tables(tables: Sequence[Table], folder: Path, comments: Sequence[str] = ()) -> list[Path]:
-    """Every table in ``tables`` below a folder, as CSV (where it holds numbers), Markdown and LaTeX
-    (where readers see it); CSV files begin with the comments."""
-    paths, place = [], folder / "tables"
-    make_folder(place, folder)
+def write_tables(tables: Sequence[Table], folder: Path, comments: Sequence[str]) -> list[Path]:
+    """Write tables to ``<folder>/tables`` and return the files. A table with data becomes a CSV file,
+    and one with columns, which the page shows, a Markdown and a LaTeX file.
+
+    Args:
+        comments: the lines that every CSV file begins with.
+    """
+    paths = []
+    folder_of_tables = folder / "tables"
+    make_folder(folder_of_tables, folder)
     for table in tables:
-        stem = safe_name(table.name)
+        stem = folder_of_tables / safe_name(table.name)
         if table.data is not None:
-            paths.append(write_text(place / f"{stem}.csv", csv(table.data, comments)))
+            paths.append(write_text(Path(f"{stem}.csv"), csv(table.data, comments)))
         if table.columns:
-            paths.append(write_text(place / f"{stem}.md", markdown(table)))
-            paths.append(write_text(place / f"{stem}.tex", latex(table)))
+            paths.append(write_text(Path(f"{stem}.md"), markdown(table)))
+            paths.append(write_text(Path(f"{stem}.tex"), latex(table)))
     return paths

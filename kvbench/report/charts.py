@@ -19,8 +19,8 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.drawing import score_axis
-from kvbench.report.experiment import BASELINE, Group, as_text
-from kvbench.report.labels import words
+from kvbench.report.experiment import BASELINE, Group
+from kvbench.report.labels import as_text, words
 from kvbench.report.style import OF_THE_PAPERS, style_of
 
 FIELDS = ("name", "rate", "part", "measure", "mean", "low", "high", "n", "ratio", "bytes")

@@ -18,8 +18,9 @@ import numpy as np
 import pandas as pd
 
 from kvbench.records.read import StoreError
-from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, as_text
+from kvbench.report.experiment import PROMPT, Experiment, Group
 from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of
+from kvbench.report.labels import as_text
 from kvbench.report.page import html
 from kvbench.report.render import csv, write_text
 from kvbench.report.stats import (
@@ -44,6 +45,7 @@ from kvbench.report.table import (
     whole,
     with_values,
 )
+from kvbench.report.variants import Variant
 
 SIDES = ("first", "second")
 _NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]

@@ -29,9 +29,9 @@ from kvbench.report.drawing import (
     shown_name,
     stem,
 )
-from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
+from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import totals
-from kvbench.report.labels import words
+from kvbench.report.labels import as_text, natural_order, words
 from kvbench.report.panels import heatmaps, kept_figure
 from kvbench.report.ratios import mean_over_rates, measures_several_rates, rate_texts
 from kvbench.report.scaling import curves_of

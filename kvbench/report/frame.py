@@ -1,15 +1,21 @@
-"""The tidy frame that all tables, figures and files are made of: a row per variant, measure and value.
+"""The tidy frame from which tables, figures and files are made. It has a row for each variant and
+measure, and for each part of the examples that the measure is taken over.
 
-measure    "score", "difference" (paired, to the exact cache), or one of `COSTS`
-by, value  the record field that splits the examples ("dataset" as a rule) and one of its values;
-           "average" is the mean over datasets, each of which counts alike
-unit       what the score is measured in
-mean, low, high, p   the number, its 95 % interval, and the p-value of no difference
-n, expected, units   scored examples, examples given to any variant, independent units
-mark       words: "best" (of the compressed methods at one rate), "tied" (not shown to differ from
-           the best), "worse" and "better" (shown to be), "few" (too few prompts to say; these are
-           of totals and of the scores at one rate alone), "incomplete"
-failures   a text such as "2 oom"
+measure    "score"; "difference", paired, of the score from that of the exact cache; or one of `COSTS`
+by, value  the part: a record field, such as "dataset", and the value that it has in all examples of
+           the part. The value "average" of "dataset" is the mean over datasets with equal weights
+unit       the unit of the score
+mean       the number
+low, high  the bounds of its 95 % interval
+p          the p-value of the hypothesis that a difference is 0
+n          the number of scored examples
+expected   the number of examples that the variant was to be run on
+units      the number of independent units that have a score
+mark       words. Total scores, and the scores at each rate of a probe that measures several in one
+           run, have a mark of `kvbench.report.marks.standing` among the compressed methods: "best",
+           "tied", "worse", "better" or "few". Any score may be "incomplete", where fewer examples
+           than expected are scored
+failures   the number of failed examples by status, such as "2 oom"
 """
 
 from __future__ import annotations
@@ -23,7 +29,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.report.experiment import PROMPT, Group, as_text, natural_order
+from kvbench.report.experiment import PROMPT, Group
+from kvbench.report.labels import as_text, natural_order
+from kvbench.report.marks import standing
 from kvbench.report.stats import (
     FEWEST,
     NOTHING,
@@ -36,7 +44,6 @@ from kvbench.report.stats import (
     differences,
     largest_scores,
     mean_intervals,
-    standing,
 )
 
 AVERAGE = "average"
@@ -66,15 +73,15 @@ COSTS: Mapping[str, tuple[str, str]] = {
     "entries_max": ("entries_max", "max"),
     "self_bleu": ("self_bleu", "mean"),
 }
-"""Measures beside the score, over a method's scored examples: by name the record field and how its
-values are put together. ``self_bleu`` says how alike sampled answers are. There are no seconds here:
-where methods share decoding steps, those of one method are not its own, and the throughput probe
-measures them."""
+"""Measures other than the score, over the examples of a variant that did not fail: by name the record
+field and the function that aggregates its values. ``self_bleu`` says how alike sampled answers are.
+Seconds are not among them: they are shared where methods decode together, and the throughput probe
+measures those of each method."""
 
 
 def tidy(group: Group) -> pd.DataFrame:
-    """The tidy frame of a group: scores and differences by dataset and by every field that the task
-    breaks down by, and costs."""
+    """The tidy frame of a group: scores and differences by dataset and by each field of the task's
+    breakdown, and costs."""
     parts = [scores(group)]
     parts += [scores(group, name) for name in group.meta.breakdown if name in group.records]
     measures = [name for name in group.meta.measures if name in group.records]
@@ -85,37 +92,37 @@ def tidy(group: Group) -> pd.DataFrame:
 
 @lru_cache(maxsize=16)
 def comparisons(group: Group) -> dict[Pair, Estimate]:
-    """The differences over all datasets that a table shows, by pair of variants. The datasets are those
-    of `compared_strata`."""
+    """The differences of total scores, by pair of variants, over the datasets of `compared_strata`."""
     return comparisons_over(group, compared_strata(group))
 
 
 def comparisons_over(group: Group, strata: Sequence[Scores]) -> dict[Pair, Estimate]:
-    """The average differences over these datasets, by pair of variants.
+    """The differences of the mean scores over these datasets, by pair of variants.
 
-    Intervals and p-values are adjusted for multiple comparisons within a family. A family has the
-    differences of one rate: between every pair of variants that compete at it, and between each of them
-    and its exact variant. The differences of variants without a rate are one more family.
+    Intervals and p-values are adjusted for multiple comparisons within a family. There is a family for
+    each rate: the differences between any two compressed variants at that rate, and between each of
+    these and its exact variant. The other variants' differences from their exact variants are one more
+    family.
     """
-    bases = {
-        i: group.labels.index(base)
+    baselines = {
+        i: group.labels.index(baseline)
         for i, label in enumerate(group.labels)
-        if (base := group.baseline[label]) is not None
+        if (baseline := group.baseline[label]) is not None
     }
-    at_rates = [[*peers] for peers in group.peers]
-    elsewhere = set(bases).difference(*at_rates)
     tests: dict[Pair, Estimate] = {}
-    for peers in at_rates:
-        pairs = [*itertools.combinations(peers, 2), *((i, bases[i]) for i in peers if i in bases)]
+    for peers in group.peers:
+        pairs = list(itertools.combinations(peers, 2))
+        pairs += [(i, baselines[i]) for i in peers if i in baselines]
         tests |= compared(strata, pairs, fraction=group.percent)
-    pairs = [(i, bases[i]) for i in sorted(elsewhere)]
+    others = set(baselines).difference(*group.peers)
+    pairs = [(i, baselines[i]) for i in sorted(others)]
     return tests | compared(strata, pairs, fraction=group.percent)
 
 
 def compared_strata(group: Group) -> list[Scores]:
-    """The datasets that differences are averaged over: those with `FEWEST` prompts or more, or all where
-    none has as many. An average counts each dataset alike; the error of one with a few prompts would be
-    most of the average's error, and hide what the others show."""
+    """The datasets over which total differences are averaged: those with at least `FEWEST` prompts, or
+    all where none has as many. Datasets have equal weights, so that the error of one with a few prompts
+    would dominate the error of the average."""
     strata = strata_of(group)
     large = [dataset for dataset in strata if len(set(dataset.units)) >= FEWEST]
     return large or strata
@@ -128,130 +135,148 @@ def scores(
     fields: Sequence[str] = (),
     also: Mapping[str, Sequence[str]] | None = None,
 ) -> pd.DataFrame:
-    """Mean scores, and paired differences, of every variant for each value of the record field `by`.
+    """Mean scores and paired differences of every variant, for each value of the record field `by`.
 
     Args:
-        fields: record fields that each hold a score; given, each of them is a value of `by`, over the
-            examples that have it.
-        also: further rows by name: the plain average over some values, where all of these are there.
+        fields: record fields that each hold a score. If there are any, the rows are for these scores,
+            over the examples that have them, and the names of the fields are the values of `by`.
+        also: further rows: by name, values of `by` whose scores are averaged. A row is left out if one
+            of its values does not occur.
     """
     if fields:
         failed = group.records["status"].ne("ok")
-        parts = []
+        strata = []
         for field in fields:
-            having = group.records[group.records[field].notna() | failed]
-            parts.append(having.assign(score=having[field], measure=field))
-        every = [dataset for part in parts for dataset in strata_of(group, part, "measure")]
+            with_field = group.records[group.records[field].notna() | failed]
+            scores_of_field = with_field.assign(score=with_field[field], measure=field)
+            strata += strata_of(group, scores_of_field, "measure")
     else:
-        every = strata_of(group, group.records, by)
-    strata = {dataset.value: [dataset] for dataset in every}
-    single = dict(strata)
-    if by == "dataset" and len(every) > 1:
-        strata[AVERAGE] = every
+        strata = strata_of(group, by=by)
+    by_value = {stratum.value: stratum for stratum in strata}
+    parts = {value: [stratum] for value, stratum in by_value.items()}
+    if by == "dataset" and len(strata) > 1:
+        parts[AVERAGE] = strata
     for name, values in (also or {}).items():
-        if set(values) <= set(single):
-            strata[name] = [single[value][0] for value in values]
+        if set(values) <= set(by_value):
+            parts[name] = [by_value[value] for value in values]
     rows: list[dict[str, Any]] = []
-    for value, members in strata.items():
+    for value, part in parts.items():
         tests = None
         if by == "rate":  # of a probe that measures several rates in one run
-            tests = comparisons_over(group, members)
-        elif by == "dataset" and len(members) == len(every) and value not in (also or ()):
+            tests = comparisons_over(group, part)
+        elif by == "dataset" and len(part) == len(strata) and value not in (also or ()):
             tests = comparisons(group)
-        rows += [{**row, "by": by, "value": value} for row in _rows(group, members, tests)]
+        rows += [{**row, "by": by, "value": value} for row in _rows(group, part, tests)]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def costs(group: Group) -> pd.DataFrame:
-    """The rows of `COSTS` for every variant, and "uncompressed": how many of its examples were too short
-    to be compressed."""
+    """The rows of `COSTS` for every variant, and the row "uncompressed": the number of its examples that
+    were too short to be compressed."""
     rows: list[dict[str, Any]] = []
     for variant in group.variants:
         good = group.good[group.good["variant"] == variant.label]
-        whole = good["compressed"].eq(False) & good["saves_memory"].eq(True)
-        # A field that the run's version did not measure yet is not known.
-        measured = good.reindex(columns=[*good, *{of for of, _ in COSTS.values()} - set(good)])
-        values = {key: getattr(measured[of], how)() for key, (of, how) in COSTS.items()}
-        for key, value in {**values, "uncompressed": whole.sum()}.items():
-            about = {"measure": key, "by": "", "value": "", "unit": "", "mean": float(value)}
-            rows.append(_named(group, variant.label) | about | {"n": len(good)})
+        uncompressed = good["compressed"].eq(False) & good["saves_memory"].eq(True)
+        costs_of_variant: dict[str, float] = {}
+        for name, (field, aggregate) in COSTS.items():
+            # An earlier version of kvbench may not have measured the field.
+            values = good[field] if field in good else pd.Series(dtype=float)
+            costs_of_variant[name] = float(getattr(values, aggregate)())
+        costs_of_variant["uncompressed"] = float(uncompressed.sum())
+        for name, cost in costs_of_variant.items():
+            row = {"measure": name, "by": "", "value": "", "unit": "", "mean": cost, "n": len(good)}
+            rows.append(_columns_of_variant(group, variant.label) | row)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _named(group: Group, label: str) -> dict[str, Any]:
+def _columns_of_variant(group: Group, label: str) -> dict[str, Any]:
+    """The columns that are the same in all rows of a variant, and an empty mark and failures."""
     variant = group.variants[group.labels.index(label)]
-    about = {"model": group.model, "task": group.task, "method": variant.method}
-    return about | {"variant": label, "rate": variant.rate, "mark": "", "failures": ""}
+    return {
+        "model": group.model,
+        "task": group.task,
+        "method": variant.method,
+        "variant": label,
+        "rate": variant.rate,
+        "mark": "",
+        "failures": "",
+    }
 
 
 def _rows(
     group: Group, strata: Sequence[Scores], tests: Mapping[Pair, Estimate] | None
 ) -> list[dict[str, Any]]:
-    """Score and difference of every variant, over one dataset or on average of several.
+    """The rows of the score and the difference of every variant, as the mean over these datasets.
 
     Args:
-        tests: what `comparisons` returned of total scores, or `comparisons_over` of those at one rate;
-            their differences are these, and they have marks. None of other scores.
+        tests: the differences that `comparisons` or `comparisons_over` returned for these scores, which
+            then have marks; None for scores without marks, whose differences are not adjusted for
+            multiple comparisons.
     """
-    labels, marks = group.labels, dict[int, str]()
-    base = [labels.index(group.baseline[label] or label) for label in labels]
-    own = [dataset.stratum(dataset.values) for dataset in strata]
-    means = mean_intervals(own, fraction=group.percent)
+    labels = group.labels
+    baselines = [labels.index(group.baseline[label] or label) for label in labels]
+    strata_of_scores = [dataset.stratum(dataset.values) for dataset in strata]
+    means = mean_intervals(strata_of_scores, fraction=group.percent)
+    marks: dict[int, str] = {}
     if tests is not None:
-        changes = [tests.get(pair, NOTHING) for pair in enumerate(base)]
+        changes = [tests.get(pair, NOTHING) for pair in enumerate(baselines)]
         for peers in group.peers:
             marks |= standing(strata, peers, tests, lower=group.meta.lower_is_better)
     else:
-        paired = [dataset.stratum(dataset.values - dataset.values[:, base]) for dataset in strata]
-        reach = largest_scores(strata, list(enumerate(base)))
+        paired = [
+            dataset.stratum(dataset.values - dataset.values[:, baselines]) for dataset in strata
+        ]
+        reach = largest_scores(strata, list(enumerate(baselines)))
         changes = differences(paired, fraction=group.percent, reach=reach)
     rows = []
     for i, label in enumerate(labels):
         failures: Counter[str] = Counter()
         for dataset in strata:
             failures.update(dataset.statuses[i])
-        given = [dataset.values[dataset.given[:, i], i] for dataset in strata]
-        n, expected = sum(int((~np.isnan(v)).sum()) for v in given), sum(map(len, given))
-        about = _named(group, label) | {
+        expected = [dataset.values[dataset.given[:, i], i] for dataset in strata]
+        num_expected = sum(map(len, expected))
+        num_scored = sum(int((~np.isnan(values)).sum()) for values in expected)
+        columns = _columns_of_variant(group, label) | {
             "unit": group.meta.score_unit,
-            "n": n,
-            "expected": expected,
-            "units": sum(int((dataset.counts[:, i] > 0).sum()) for dataset in own),
+            "n": num_scored,
+            "expected": num_expected,
+            "units": sum(int((stratum.counts[:, i] > 0).sum()) for stratum in strata_of_scores),
             "failures": failures_text(failures),
         }
-        words = [marks.get(i, ""), "incomplete" if n < expected else ""]
+        words = [marks.get(i, ""), "incomplete" if num_scored < num_expected else ""]
         mark = " ".join(filter(None, words))
-        rows.append(about | _numbers(means[i]) | {"measure": "score", "mark": mark})
+        rows.append(columns | _numbers(means[i]) | {"measure": "score", "mark": mark})
         if group.baseline[label] is not None:
-            rows.append(about | _numbers(changes[i]) | {"measure": "difference"})
+            rows.append(columns | _numbers(changes[i]) | {"measure": "difference"})
     return rows
 
 
 def _numbers(estimate: Estimate) -> dict[str, float]:
-    """An estimate as columns of the tidy frame."""
+    """The columns of the tidy frame that hold an estimate."""
     return dict(zip(("mean", "low", "high", "p"), estimate, strict=True))
 
 
 def failures_text(failures: Mapping[str, int]) -> str:
-    """E.g. ``2 oom, 1 missing``; empty where nothing failed."""
+    """The failures of each status as a text, such as ``2 oom, 1 missing``; empty where none failed."""
     return ", ".join(f"{count} {status}" for status, count in failures.items())
 
 
 def totals(frame: pd.DataFrame, measure: str = "score") -> pd.DataFrame:
-    """The rows of a tidy frame that sum up a task, by variant: over all datasets, or the only one."""
-    mine = frame[(frame["measure"] == measure) & frame["by"].isin(["dataset", ""])]
-    last = mine[~mine.duplicated(["model", "task", "variant"], keep="last")]
-    return last.set_index("variant", drop=False).rename_axis(None)
+    """The row of each variant, by its label, with the total of a measure: over all datasets, or over the
+    only one."""
+    rows = frame[(frame["measure"] == measure) & frame["by"].isin(["dataset", ""])]
+    last_rows = rows[~rows.duplicated(["model", "task", "variant"], keep="last")]
+    return last_rows.set_index("variant", drop=False).rename_axis(None)
 
 
 def strata_of(
     group: Group, records: pd.DataFrame | None = None, by: str = "dataset"
 ) -> list[Scores]:
-    """The scores for each value of the record field `by`: datasets in the task's order, other values in
-    their natural one.
+    """The scores of all variants for each value of the record field `by`: datasets in the order of the
+    task, other values in their natural order.
 
     Args:
-        records: by default the group's.
+        records: records of the group; None: all of them.
     """
     records = group.records if records is None else records
     unit = group.meta.unit if group.meta.unit in records else "example_id"
@@ -263,6 +288,12 @@ def strata_of(
 
 
 def _scores(group: Group, records: pd.DataFrame, unit: str, by: str, value: str) -> Scores:
+    """The scores in these records, which are those whose field `by` has one value.
+
+    Args:
+        unit: the record field that names the independent unit.
+        value: the value of `by`, as text.
+    """
     labels = group.labels
     pairs = records["seed"].astype(str) + "/" + records["example_id"].astype(str)
     codes, keys = pd.factorize(pairs, sort=True)
@@ -272,44 +303,54 @@ def _scores(group: Group, records: pd.DataFrame, unit: str, by: str, value: str)
     values[codes, variants] = score.to_numpy(float)
     present = np.zeros(values.shape, dtype=bool)
     present[codes, variants] = True
-    of_pair = np.empty(len(keys), dtype=object)
-    of_pair[codes[::-1]] = records[unit].astype(str).to_numpy()[::-1]  # the first record's
-    wrong = records[score.isna()]
-    failed = {label: failures_of(part) for label, part in wrong.groupby("variant")}
+    units = np.empty(len(keys), dtype=object)
+    units[codes[::-1]] = records[unit].astype(str).to_numpy()[::-1]  # of each pair's first record
+    unscored = records[score.isna()]
+    failed = {label: failures_of(part) for label, part in unscored.groupby("variant")}
     given = np.ones(values.shape, dtype=bool)
     if records["seed"].nunique() > 1:
-        values, given = _stand_in(values, present, codes, records)
+        values, given = _fill_other_seeds(values, present, codes, records)
     missing = (given & ~present).sum(0)
     statuses = tuple(
         failed.get(label, {}) | ({"missing": int(missing[i])} if missing[i] else {})
         for i, label in enumerate(labels)
     )
-    return Scores(by, value, values, given, pd.factorize(of_pair, sort=True)[0], statuses)
+    return Scores(by, value, values, given, pd.factorize(units, sort=True)[0], statuses)
 
 
 def failures_of(records: pd.DataFrame) -> dict[str, int]:
-    """Failed records by status; a record that is ok without a score counts as "no score"."""
+    """The number of failed records by status. A record with status ok that has no score is "no
+    score"."""
     failed = records.loc[(records["status"] != "ok") | records["score"].isna(), "status"]
     counts = failed.where(failed != "ok", "no score").value_counts()
     return {str(name): int(counts[name]) for name in sorted(counts.index)}
 
 
-def _stand_in(
+def _fill_other_seeds(
     values: Array, present: Flags, codes: Any, records: pd.DataFrame
 ) -> tuple[Array, Flags]:
-    """Fill in a variant's scores under seeds that it was not run with: its mean over its own seeds, for
-    examples whose prompt is the same under all seeds. (A method that draws nothing needs one seed, while
-    methods beside it may have been run with three.)
+    """Give each variant scores for the seeds that it was not run with: the mean over its own seeds, for
+    examples whose prompt is the same under all seeds. (A method without random draws needs only one
+    seed, while the methods that it is compared with may have several.)
+
+    Args:
+        values: [pairs, variants] the scores, NaN where missing.
+        present: [pairs, variants] whether there is a record.
+        codes: [records] the index of the pair that each record belongs to.
 
     Returns:
-        The scores [pairs, variants], and which pairs each variant was to score itself.
+        The scores [pairs, variants], and whether each variant was to be run on the pair itself.
     """
-    of_pair = records.iloc[np.unique(codes, return_index=True)[1]]
-    seed, example = (of_pair[key].astype(str).to_numpy() for key in ("seed", "example_id"))
-    scored, tried = pd.DataFrame(values), pd.DataFrame(present)
-    prompts = of_pair[list(PROMPT)].map(str).agg("\x00".join, axis=1)
-    same = prompts.groupby(example).transform("nunique").eq(1) & of_pair["prompt_tail"].notna()
-    stands = tried.groupby(example).transform("any") & ~tried.groupby(seed).transform("any")
-    stands = stands.mul(same.to_numpy(), axis=0)
-    filled = scored.where(~stands, scored.groupby(example).transform("mean"))
-    return filled.to_numpy(), ~stands.to_numpy(bool)
+    first_records = records.iloc[np.unique(codes, return_index=True)[1]]  # one for each pair
+    seeds = first_records["seed"].astype(str).to_numpy()
+    examples = first_records["example_id"].astype(str).to_numpy()
+    prompts = first_records[list(PROMPT)].map(str).agg("\x00".join, axis=1)
+    has_one_prompt = prompts.groupby(examples).transform("nunique").eq(1)
+    has_one_prompt &= first_records["prompt_tail"].notna()
+    has_record = pd.DataFrame(present)
+    ran_example = has_record.groupby(examples).transform("any")
+    ran_seed = has_record.groupby(seeds).transform("any")
+    is_filled = (ran_example & ~ran_seed).mul(has_one_prompt.to_numpy(), axis=0)
+    scores_of_pairs = pd.DataFrame(values)
+    means = scores_of_pairs.groupby(examples).transform("mean")
+    return scores_of_pairs.where(~is_filled, means).to_numpy(), ~is_filled.to_numpy(bool)

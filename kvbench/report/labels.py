@@ -1,4 +1,4 @@
-"""Names for what sets runs apart: options and their values as short texts."""
+"""Options, fields and their values as short texts, and the order in which values are shown."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 NOT_IN_LABELS = frozenset(
     {
@@ -78,3 +80,22 @@ def short_name(text: str, longest: int = _LONGEST) -> str:
 def digest(text: str) -> str:
     """Eight hexadecimal digits that stand for a text."""
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
+
+
+def natural_order(value: object, before: str = "") -> tuple[str, int, float, str]:
+    """A sort key: numbers first, by size, then texts that begin with a number, by that number, then
+    other texts.
+
+    Args:
+        before: a text that comes first in the key, so that values are sorted by it before all else.
+    """
+    if isinstance(value, int | float | np.number):
+        return before, 0, float(value), ""
+    leading = re.match(r"\d+(\.\d+)?", str(value))
+    return before, 1 if leading else 2, float(leading[0]) if leading else 0.0, str(value)
+
+
+def as_text(value: object) -> str:
+    """The value of a record field as tables show it: 200.0 is "200"."""
+    whole = isinstance(value, float) and value.is_integer()
+    return short_name(str(int(value) if whole else value))  # type: ignore[call-overload]

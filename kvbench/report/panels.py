@@ -28,10 +28,11 @@ from kvbench.report.drawing import (
     stem,
     styled,
 )
-from kvbench.report.experiment import BASELINE, Group, Variant, as_text
-from kvbench.report.labels import words
+from kvbench.report.experiment import BASELINE, Group
+from kvbench.report.labels import as_text, words
 from kvbench.report.ratios import label_with_ratio, rate_texts
 from kvbench.report.style import style_of
+from kvbench.report.variants import Variant
 
 MOST_PANELS = 16
 MOST_LAYERS = 4

@@ -12,8 +12,9 @@ from typing import Any
 import pandas as pd
 
 from kvbench.records.figures import Curve
-from kvbench.report.experiment import Group, as_text
+from kvbench.report.experiment import Group
 from kvbench.report.frame import failures_of, failures_text, scores
+from kvbench.report.labels import as_text
 from kvbench.report.ratios import headings, rate_texts
 from kvbench.report.scaling import slopes
 from kvbench.report.stats import median_of

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 import pandas as pd
 
-from kvbench.report.experiment import Group, Variant
+from kvbench.report.experiment import Group
+from kvbench.report.variants import Variant
 
 
 def ratios_of(group: Group, labels: Collection[str] | None = None) -> pd.DataFrame:

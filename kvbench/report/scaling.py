@@ -18,8 +18,9 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from kvbench.records import figures
-from kvbench.report.experiment import Group, Variant
+from kvbench.report.experiment import Group
 from kvbench.report.stats import ALPHA, NOTHING, Array, Estimate
+from kvbench.report.variants import Variant
 
 NEAR = 0.1
 """The largest distance between the prediction and any point of a slope's interval at which the slope

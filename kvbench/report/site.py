@@ -1,8 +1,9 @@
-"""A folder for a static host: ``kvbench-report --site <folder> results/*``.
+"""Builds a static web site of results: ``kvbench-report --site <folder> results/*``.
 
-An index; a page of every experiment, as its report wrote it; a page of every method with its docstring,
-its options, what it was checked against and its results; the Python interface from its docstrings, by
-pdoc; and how to add a result. Nothing on a page asks another host for anything.
+The site has an index; the report's page of every experiment; a page of every method, with its docstring,
+its options, what it was checked against and its results; a reference of the Python interface, which pdoc
+makes from docstrings; and a page that says how to add a result. No page loads anything from another
+host.
 """
 
 from __future__ import annotations
@@ -40,18 +41,23 @@ INTERFACE = (
     "kvbench.records.read",
     "kvbench.report.experiment",
     "kvbench.report.frame",
+    "kvbench.report.loading",
 )
-"""The modules of the reference: what Python code of a user's calls, derives from or reads."""
+"""The modules of the reference: those that a user's Python code calls, derives from or reads."""
 
 
 @dataclass(frozen=True)
 class MethodPage:
-    """What the page of a method shows.
+    """The content of a method's page.
 
     Attributes:
-        name: as on the command line. about: one line. doc: of its class. options: a row each with name,
-            default and what is allowed. checked: what it was checked against. paper: as text.
-        results: a row for each experiment, task, model and rate, with interval, prompts and ratio.
+        name: the name on the command line.
+        about: one line about the method.
+        doc: the docstring of its class.
+        options: for each option its name, its default and what is allowed.
+        checked: what the method was checked against.
+        paper: the paper, as text.
+        results: the score of every variant in each experiment, with interval, prompts and ratio.
     """
 
     name: str
@@ -64,15 +70,15 @@ class MethodPage:
 
 
 def build_site(out: Path, folders: Sequence[Path], *, reference: bool = True) -> Path:
-    """Write the site; returns its index.
+    """Write the site and return the file of its index.
 
     Args:
-        out: the folder, whose earlier content is replaced; it may be empty, absent or an earlier site.
-        folders: experiments, each with its report.
-        reference: also the Python interface, which pdoc makes.
+        out: the folder of the site: a new or an empty one, or an earlier site, which is replaced.
+        folders: the folders of experiments. Those without a report are left out.
+        reference: whether the site has the reference of the Python interface.
 
     Raises:
-        StoreError: no folder has a report, `out` holds something else, or pdoc is not installed.
+        StoreError: no folder has a report, `out` has files that are no site, or pdoc is not installed.
     """
     with_report = [folder for folder in folders if (folder / PAGE).is_file()]
     if not with_report:
@@ -99,7 +105,7 @@ def build_site(out: Path, folders: Sequence[Path], *, reference: bool = True) ->
 
 
 def _copy_report(folder: Path, target: Path) -> None:
-    """An experiment's page with its tables and pictures, where they are written."""
+    """Copy an experiment's page, and its tables and figures if there are files of them."""
     target.mkdir(parents=True)
     shutil.copy(folder / PAGE, target)
     for kind, pattern in (("tables", "*.csv"), ("figures", "*.png")):
@@ -109,7 +115,7 @@ def _copy_report(folder: Path, target: Path) -> None:
 
 
 def method_pages(folders: Sequence[Path]) -> list[MethodPage]:
-    """A page of every method of conf/method, sorted by name."""
+    """The page of every method of conf/method, sorted by name."""
     from kvbench.catalogue import catalogue, config_dir
 
     results = results_of(folders)
@@ -134,7 +140,7 @@ def method_pages(folders: Sequence[Path]) -> list[MethodPage]:
 
 
 def _composed(folder: Path, name: str) -> dict[str, Any]:
-    """A method's YAML with those that it begins with."""
+    """The options in a method's YAML file and in those of its defaults list."""
     config = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     inherited: dict[str, Any] = {}
     for base in config.pop("defaults", []):
@@ -144,7 +150,8 @@ def _composed(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _options(kind: Any, config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Name, value (the YAML's, else the class's) and what is allowed of every option."""
+    """For each option its name, its default (from the YAML file or else the class) and what is
+    allowed."""
     hints = hints_of(kind)
     defaults = {field.name: field.default for field in fields(kind)}
     return [
@@ -159,7 +166,8 @@ def _options(kind: Any, config: Mapping[str, Any]) -> list[dict[str, str]]:
 
 @cache
 def _checked_rows() -> Mapping[str, Mapping[str, str]]:
-    """By method its row of the table in kvbench/methods/README.md, without Markdown's marks."""
+    """By method its row in the table of kvbench/methods/README.md, as plain text in place of
+    Markdown."""
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in _METHODS.read_text(encoding="utf-8").splitlines()
@@ -176,7 +184,7 @@ def _checked_rows() -> Mapping[str, Mapping[str, str]]:
 
 
 def results_of(folders: Sequence[Path]) -> pd.DataFrame:
-    """Scores of every variant in the tables that reports wrote, with the variant's measured ratio."""
+    """The total scores of all variants, and their measured ratios, from the CSV tables of reports."""
     parts = [pd.DataFrame(columns=[*COLUMNS, "experiment", "ratio"])]
     for folder in folders:
         for file in sorted((folder / "tables").glob("*.csv")):
@@ -192,7 +200,7 @@ def results_of(folders: Sequence[Path]) -> pd.DataFrame:
 
 
 def _shown_result(row: pd.Series) -> dict[str, str]:
-    """The cells of a result."""
+    """The cells of a result, by the heading of their column."""
     return {
         "experiment": str(row["experiment"]),
         "task": str(row["task"]),
@@ -206,7 +214,7 @@ def _shown_result(row: pd.Series) -> dict[str, str]:
 
 
 def _write_reference(folder: Path) -> None:
-    """The pages that pdoc makes of `INTERFACE`."""
+    """Write the reference of the modules of `INTERFACE`, with pdoc."""
     try:
         import pdoc
     except ModuleNotFoundError as error:
@@ -216,7 +224,12 @@ def _write_reference(folder: Path) -> None:
 
 
 def _write(path: Path, kind: str, title: str, **values: Any) -> None:
-    """A page of the site, from the block of its kind in the template; every value is escaped."""
+    """Write a page of the site from the template, in which every value is escaped.
+
+    Args:
+        kind: the part of the template to use: "index", "method" or "add".
+        values: the variables of that part.
+    """
     environment = Environment(
         loader=FileSystemLoader(_HERE / "templates"),
         autoescape=True,

@@ -1,22 +1,21 @@
-"""Statistics of scores: means with intervals, paired differences with p-values, marks, medians, margins.
+"""Statistics of scores: means with intervals, paired differences with p-values, medians, margins.
 
-In: strata, each the scores of one dataset's independent units (`Stratum`, `Scores`). Out: one `Estimate`
-for each column of scores: the mean over strata of the strata's means, so that datasets count alike.
+In: strata; each has the scores of the independent units of one dataset (`Stratum`, `Scores`). Out: one
+`Estimate` for each column of scores. Its value is the mean of the means of all strata, so that every
+dataset has the same weight.
 
-The interval and the p-value of a difference come from one t statistic. All differences that stand in one
-table share one level (`compared`). So an interval excludes 0 exactly where p is below 5 %, and marks and
-sentences of the report follow these p-values.
+The interval and the p-value of a difference come from the same t statistic, and all differences of one
+table are adjusted for multiple comparisons together (`compared`). An interval therefore excludes 0
+exactly where the p-value is below 5 %; marks (`kvbench.report.marks`) follow these p-values.
 
-`scripts/benchmarks/bench_statistics.py` measures how often an interval holds the truth, and how often a
-mark is wrong.
+`scripts/benchmarks/bench_statistics.py` measures how often intervals contain the truth, and how often
+marks are wrong.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,22 +32,22 @@ Pair = tuple[int, int]
 LEVEL = 0.95
 ALPHA = 1 - LEVEL
 FEWEST = 10
-"""With fewer independent units (prompts) than this, the report says nothing about differences."""
-MOST_LACKING = 0.1
-"""Share of a dataset's examples that a variant may lack and be the best."""
+"""With fewer independent units (prompts) than this, a report does not judge differences."""
 RARE = 50
-"""A sample of up to this many units often does not show a loss that happens in three of a hundred."""
+"""Samples of up to this many units often do not contain a loss that three units in a hundred have.
+`differences` allows for such losses."""
 FARTHEST = 1.5
-"""How far from the mean units are added to a sample without bounds, in multiples of the distance of its
-farthest unit (`_moments`)."""
+"""For scores without bounds, how far from the mean the two added units lie (`_moments`), as a multiple
+of the distance of the sample's farthest unit."""
 DRAWS = 10_000
-"""Draws of the largest |z| of a family of tests."""
+"""The number of draws that make up the distribution of the largest |z| of a family of tests."""
 _Z = float(ndtri((1 + LEVEL) / 2))
+"""The quantile of the normal distribution that belongs to an interval of `LEVEL`: 1.96."""
 
 
 class Estimate(NamedTuple):
-    """A mean with its 95 % interval, and the p-value of the hypothesis that there is no difference; NaN
-    where one of them is not known."""
+    """A mean with the bounds of its 95 % interval and, for a difference, the p-value of the hypothesis
+    that it is 0. What is not known is NaN."""
 
     value: float
     low: float = math.nan
@@ -56,7 +55,7 @@ class Estimate(NamedTuple):
     p: float = math.nan
 
     def named(self, name: str) -> dict[str, float]:
-        """Value and bounds as fields of a file, which begin with `name`."""
+        """The value and its bounds by the names of fields of a file: ``x``, ``x_low``, ``x_high``."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
@@ -65,10 +64,11 @@ NOTHING = Estimate(math.nan)
 
 @dataclass(frozen=True)
 class Stratum:
-    """Scores of one dataset: rows are units (independent prompts), columns are variants.
+    """The scores of one dataset: rows are units (independent prompts), columns are variants or pairs.
 
     Attributes:
-        sums, counts: [units, variants] sum of a unit's scores and how many there are (0 = missing).
+        sums: [units, columns] the sum of the scores of each unit.
+        counts: [units, columns] the number of scores of each unit; 0 where it has none.
     """
 
     sums: Array
@@ -76,20 +76,22 @@ class Stratum:
 
     @property
     def mean(self) -> Array:
-        """The mean of every column; NaN where there is no score."""
+        """[columns] the mean of each column; NaN where it has no score."""
         return ratio(self.sums.sum(0), self.counts.sum(0))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one part of the examples, as every comparison takes them.
+    """The scores of all variants on one part of the examples, such as a dataset.
 
     Attributes:
-        by, value: the record field that splits the examples, and the value it has in this part.
-        values: [pairs, variants], NaN where missing; a pair is one (seed, example). A variant that
-            was not run with a seed has its mean over its own seeds there, where the prompt is the same.
-        given: [pairs, variants] whether the variant was to score the pair itself.
-        units: [pairs] number of the independent unit that each pair belongs to.
+        by: the record field whose values split the examples into parts.
+        value: the value of that field in this part.
+        values: [pairs, variants] scores, NaN where missing; a pair is one (seed, example). For a seed
+            that a variant was not run with, this is its mean over its own seeds, if all seeds have the
+            same prompt.
+        given: [pairs, variants] whether the variant was to be run on the pair.
+        units: [pairs] the number of the independent unit that each pair belongs to.
         statuses: for each variant, how many examples failed, by status.
     """
 
@@ -101,7 +103,7 @@ class Scores:
     statuses: tuple[Mapping[str, int], ...]
 
     def stratum(self, values: Array) -> Stratum:
-        """Columns [pairs, k] summed within each unit."""
+        """The stratum of any columns [pairs, columns], such as scores or differences of scores."""
         order = np.argsort(self.units, kind="stable")
         starts = np.unique(self.units[order], return_index=True)[1]
         values = values[order]
@@ -113,14 +115,18 @@ class Scores:
 
 
 def ratio(sums: ArrayLike, counts: ArrayLike) -> Array:
-    """Means where there are scores, NaN elsewhere."""
+    """`sums` divided by `counts`; NaN where a count is 0."""
     sums, counts = np.asarray(sums, dtype=float), np.asarray(counts, dtype=float)
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
 
 
 class _Moments(NamedTuple):
-    """For each column, the mean over strata, its variance and Satterthwaite's degrees of freedom (0
-    where no stratum has two units); `smoothed` is the mean including the two units that are added."""
+    """For each column the mean over strata, its variance, and Satterthwaite's degrees of freedom.
+
+    Attributes:
+        freedom: 0 where no stratum has two units.
+        smoothed: the mean including the two units that are added to each stratum.
+    """
 
     mean: Array
     variance: Array
@@ -129,6 +135,7 @@ class _Moments(NamedTuple):
 
 
 Ends = tuple[ArrayLike, ArrayLike]
+"""The scores of the two units that are added to a stratum, the lower one first."""
 
 
 def _moments(strata: Sequence[Stratum], ends: Sequence[Ends] | None) -> _Moments:
@@ -136,17 +143,17 @@ def _moments(strata: Sequence[Stratum], ends: Sequence[Ends] | None) -> _Moments
 
     Strata are not pooled: each has the variance of its own units and of the two added ones, as in the
     intervals of Agresti and Caffo (2000) and Bonett and Price (2012), where x right answers of n count
-    as (x + 1) / (n + 2). So a stratum whose few units happen to agree still has a variance, and one
-    that has not shown its rare large losses yet is not taken to have none.
+    as (x + 1) / (n + 2). A stratum whose few units happen to be equal therefore still has a variance,
+    and large losses that are too rare for a small sample are not taken to be impossible.
 
     Args:
-        ends: where the two added units of each stratum lie. None, for scores without bounds: on either
-            side of the stratum's mean, `FARTHEST` times as far as its farthest unit (where all units
-            are equal: as their distance from 0). The tail of a skewed sample is then not taken to end
-            with the farthest unit seen; for normal samples intervals become 20 to 40 % wider.
+        ends: the two added units of each stratum. None, for scores without bounds, puts them on either
+            side of the stratum's mean, `FARTHEST` times as far from it as the farthest unit; or, if all
+            units are equal, `FARTHEST` times as far from it as 0 is. This allows for values of a skewed
+            sample beyond the farthest one seen. Intervals of normal samples become 20 to 40 % wider.
     """
     parts = []
-    for place, stratum in enumerate(strata):
+    for number, stratum in enumerate(strata):
         known, mean = stratum.counts > 0, stratum.mean
         n = known.sum(0).astype(float)
         residuals = (stratum.sums - mean * stratum.counts) * ratio(n, stratum.counts.sum(0))
@@ -158,7 +165,7 @@ def _moments(strata: Sequence[Stratum], ends: Sequence[Ends] | None) -> _Moments
             distance = FARTHEST * np.where(all_equal, np.abs(mean), distance)
             low, high = mean - distance, mean + distance
         else:
-            low, high = (np.asarray(end, dtype=float) for end in ends[place])
+            low, high = (np.asarray(end, dtype=float) for end in ends[number])
         smoothed = (n * mean + low + high) / (n + 2)
         about = np.square(low - smoothed) + np.square(high - smoothed)
         variance = (squares + n * np.square(mean - smoothed) + about) / (n + 2)
@@ -174,14 +181,20 @@ def _moments(strata: Sequence[Stratum], ends: Sequence[Ends] | None) -> _Moments
 
 
 def mean_intervals(strata: Sequence[Stratum], *, fraction: bool) -> list[Estimate]:
-    """The mean score of each column with its interval; none (NaN) below two units.
+    """The mean score of each column with its interval; NaN for the interval below two units.
 
-    Scores of a fraction lie in [0, 1]; those of one stratum get Wilson's interval on the effective
-    number of units p (1 - p) / variance of the mean, as is usual for surveys (Korn and Graubard 1998):
-    of 0/1 scores this is Wilson's interval itself, of others it has Student's t. Counts of three or
-    fewer successes or failures take the Poisson bound (Brown, Cai and DasGupta 2001), without which it
-    covers only 90 % at n = 10, p = .99. Averages of strata, and other scores, get Student's t interval
-    with Satterthwaite's degrees of freedom.
+    One stratum of scores in [0, 1] gets Wilson's interval. Its number of units is the effective one, as
+    is usual for surveys (Korn and Graubard 1998): p (1 - p), divided by the variance of the mean. If all
+    scores are 0 or 1 the quantile is the normal one, which makes this Wilson's interval proper;
+    otherwise it is Student's. Where there are three or fewer successes or failures, the bound next to
+    them is the Poisson bound (Brown, Cai and DasGupta 2001); without it, at n = 10 and p = .99, the
+    interval would contain the truth in only 90 % of samples.
+
+    Several strata, and scores without bounds, get Student's t interval with Satterthwaite's degrees of
+    freedom.
+
+    Args:
+        fraction: whether scores are in [0, 1].
     """
     moments = _moments(strata, [(0.0, 1.0)] * len(strata) if fraction else None)
     mean = moments.mean
@@ -199,11 +212,15 @@ def mean_intervals(strata: Sequence[Stratum], *, fraction: bool) -> list[Estimat
 
 
 def wilson(p: Array, units: Array, quantile: Array | float) -> tuple[Array, Array]:
-    """Wilson's bounds of proportions, with the Poisson bound for three or fewer successes or failures.
+    """Wilson's interval of proportions, with the Poisson bound for three or fewer successes or failures.
 
     Args:
-        p: proportions.
-        units: the number of units of each proportion (need not be whole).
+        p: the proportions.
+        units: the number of units of each proportion, which need not be whole.
+        quantile: the number of standard errors on either side, 1.96 for 95 % of a normal distribution.
+
+    Returns:
+        The lower and the upper bounds.
     """
     square = quantile**2 / units
     centre = (p + square / 2) / (1 + square)
@@ -213,30 +230,36 @@ def wilson(p: Array, units: Array, quantile: Array | float) -> tuple[Array, Arra
 
 
 def _poisson_bound(p: Array, units: Array) -> Array:
-    """The lower bound of a proportion whose count is at most three; 1 (none) for larger counts."""
+    """The lower Poisson bound of each proportion whose count of successes is at most three; 1, which
+    bounds nothing, for larger counts."""
     count = np.round(p * units, 9)
     small = (count > 0) & (count <= 3)
     bound = gammaincinv(np.where(small, count, 1.0), 1 - LEVEL) / units
     return np.asarray(np.where(small, bound, np.where(count == 0, 0.0, 1.0)))
 
 
-def _quantile(moments: _Moments, level: float) -> Array:
-    return np.asarray(stdtrit(np.maximum(moments.freedom, 1.0), 1 - level / 2))
+def _quantile(moments: _Moments, alpha: float) -> Array:
+    """The two-sided quantile of Student's t at `alpha` for each column's degrees of freedom."""
+    return np.asarray(stdtrit(np.maximum(moments.freedom, 1.0), 1 - alpha / 2))
 
 
 def _estimates(moments: _Moments, low: Array, high: Array, p: Array) -> list[Estimate]:
+    """One estimate for each column; bounds and p-value are NaN without degrees of freedom."""
     known = moments.freedom > 0
-    rows = zip(moments.mean, *(np.where(known, x, np.nan) for x in (low, high, p)), strict=True)
-    return [Estimate(*map(float, row)) for row in rows]
+    low, high, p = (np.where(known, numbers, np.nan) for numbers in (low, high, p))
+    columns = zip(moments.mean, low, high, p, strict=True)
+    return [Estimate(*map(float, column)) for column in columns]
 
 
 def independent(tests: int = 1) -> Array:
-    """The distribution of the largest |z| of this many independent tests: [DRAWS], sorted."""
+    """[DRAWS] sorted: the distribution of the largest |z| of this many independent tests, if none of the
+    tested differences exists."""
     shares = (np.arange(DRAWS) + 0.5) / DRAWS
     return np.asarray(ndtri((1 + shares ** (1 / tests)) / 2))
 
 
 ALONE = independent()
+"""The distribution of |z| of a single test, which adjusts nothing."""
 
 
 def differences(
@@ -246,21 +269,21 @@ def differences(
     family: Array = ALONE,
     reach: ArrayLike = 1.0,
 ) -> list[Estimate]:
-    """The mean paired difference of each column with its interval and p-value; none (NaN) below two
+    """The mean paired difference of each column with its interval and p-value, which are NaN below two
     units.
 
-    Student's t with Satterthwaite's degrees of freedom and two units added to each stratum (`_moments`).
-    Intervals are wider than needed where scores are partial credit.
+    Both come from Student's t with Satterthwaite's degrees of freedom and two units added to each
+    stratum (`_moments`). Intervals are wider than necessary where scores are partial credit.
 
     Args:
         fraction: whether scores are in [0, 1].
         family: the distribution of the largest |z| of all tests of one table (`together`,
-            `independent`). In 95 of 100 tables all intervals then hold the truth, and no pair that does
-            not differ has a p-value below 5 %.
-        reach: for each column, how far apart two scores may be (`compared` takes the largest score
-            seen, as an answer that fails loses all that it had). In strata of up to `RARE` units the
-            added units lie that far above and below 0; in larger strata they lie nearer, but never
-            nearer than the root mean square of the differences seen.
+            `independent`), for which intervals and p-values are adjusted. In 95 of 100 tables all
+            intervals then contain the truth, and no pair without a difference has a p-value below 5 %.
+        reach: for each column the largest difference that is possible. `compared` takes the largest
+            score seen, since an answer that fails loses all of its score. In strata of up to `RARE`
+            units the added units lie that far above and below 0. In larger strata they lie nearer to 0,
+            but at least as far as the root mean square of the differences seen.
     """
     ends = None
     if fraction:
@@ -282,7 +305,7 @@ def differences(
 
 
 def _typical_distance(stratum: Stratum, reach: Array) -> Array:
-    """How far above and below 0 two units are added to the differences of a stratum (`differences`)."""
+    """For each column the distance from 0 of the two units that `differences` adds to a stratum."""
     units = np.nan_to_num(ratio(stratum.sums, stratum.counts))
     seen = np.sqrt(np.nan_to_num(ratio(np.square(units).sum(0), (units != 0).sum(0))))
     count = np.maximum((stratum.counts > 0).sum(0), 1)
@@ -290,12 +313,12 @@ def _typical_distance(stratum: Stratum, reach: Array) -> Array:
 
 
 def together(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
-    """The distribution of the largest |z| of these pairs of variants if none of them differs: [DRAWS],
-    sorted.
+    """[DRAWS] sorted: the distribution of the largest |z| of these pairs of variants, if no two variants
+    differ.
 
-    Normal draws with the variants' covariance over units (Hothorn, Bretz and Westfall 2008). Pairs that
-    share a variant, and variants that answer alike, therefore widen the intervals by less than as many
-    independent tests would.
+    It consists of normal draws with the covariance of the variants over units (Hothorn, Bretz and
+    Westfall 2008). Tests of pairs that share a variant, or of variants whose scores are similar, depend
+    on each other, and so widen the intervals less than as many independent tests would.
     """
     parts = []
     for dataset in strata:
@@ -322,8 +345,8 @@ def together(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
 def compared(
     strata: Sequence[Scores], pairs: Sequence[Pair], *, fraction: bool
 ) -> dict[Pair, Estimate]:
-    """The first minus the second variant of every pair, over the examples that both scored, with
-    intervals and p-values that hold for all pairs together."""
+    """The difference of each pair, first minus second variant, over the examples that both scored.
+    Intervals and p-values are adjusted for all pairs together."""
     if not pairs or not strata:
         return {}
     first, second = np.array(pairs).T
@@ -337,8 +360,8 @@ def compared(
 
 
 def largest_scores(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
-    """For each pair the largest score of its two variants, which is the most that one can lose to the
-    other; 1 where every score is 0."""
+    """For each pair the largest score of its two variants, which is the largest difference that is
+    possible; 1 where every score is 0."""
     largest = np.max(
         [np.nan_to_num(dataset.values).max(0, initial=0.0) for dataset in strata], axis=0
     )
@@ -347,96 +370,13 @@ def largest_scores(strata: Sequence[Scores], pairs: Sequence[Pair]) -> Array:
     return np.where(reach > 0, reach, 1.0)
 
 
-def standing(
-    strata: Sequence[Scores], peers: Sequence[int], tests: Mapping[Pair, Estimate], *, lower: bool
-) -> dict[int, str]:
-    """The mark of each variant of `peers`, which compete with each other over these datasets.
-
-    "best"; "worse" or "better" where a test shows the variant to be that, compared with the best;
-    "tied" where it shows neither; "few" where there are too few units to test.
-
-    The best has the best mean over the examples that all rankable variants scored (`_rankable`). Where
-    every mean is 0 there is no best. Another variant is shown to be worse, or better, where its p-value
-    against a best one is below 5 %. "better" is possible where a variant was left out of the ranking, or
-    scored examples that others did not.
-
-    Args:
-        tests: what `compared` returned for every pair of `peers`.
-        lower: whether lower scores are better.
-
-    Returns:
-        Marks by index of the variant; none where nothing can be ranked.
-    """
-    sign = -1.0 if lower else 1.0
-    scored = [
-        i for i in peers if all((~np.isnan(dataset.values[:, i])).any() for dataset in strata)
-    ]
-    ranked = _rankable(strata, scored)
-    if len(scored) < 2 or not ranked:
-        return {}
-    common = [dataset.values[_scored_by(dataset, ranked)][:, ranked] for dataset in strata]
-    means = sign * np.mean([values.mean(0) for values in common], axis=0)
-    if not means.any():
-        return {}
-    top = float(means.max())
-    best = {i for i, x in zip(ranked, means, strict=True) if math.isclose(x, top, rel_tol=1e-9)}
-    marks = dict.fromkeys(best, "best")
-    for other in (i for i in scored if i not in best):
-        against = [_against(strata, winner, other, tests, sign) for winner in sorted(best)]
-        shown = [mark for mark in ("few", "worse", "better", "tied") if mark in against]
-        if shown:
-            marks[other] = shown[0]
-    return marks
-
-
-def _scored_by(scores: Scores, variants: Sequence[int]) -> Flags:
-    """The pairs of (seed, example) that all of these variants scored."""
-    return np.asarray(~np.isnan(scores.values[:, variants]).any(axis=1))
-
-
-def _rankable(strata: Sequence[Scores], scored: Sequence[int]) -> list[int]:
-    """The variants that may be best: those that lack at most one in ten of every dataset's examples,
-    since a method that fails where it is hard has a good mean over the rest; all if there are none."""
-    nearly_all = [
-        i
-        for i in scored
-        if all(np.isnan(dataset.values[:, i]).mean() <= MOST_LACKING for dataset in strata)
-    ]
-    ranked = nearly_all or list(scored)
-    return ranked if all(_scored_by(dataset, ranked).any() for dataset in strata) else []
-
-
-def _against(
-    strata: Sequence[Scores],
-    winner: int,
-    other: int,
-    tests: Mapping[Pair, Estimate],
-    sign: float,
-) -> str:
-    """The mark of `other` compared with `winner` (`standing`); empty where nothing is known."""
-    turned = (winner, other) not in tests
-    change = tests.get((other, winner) if turned else (winner, other), NOTHING)
-    if math.isnan(change.value):
-        return ""
-    both = [_scored_by(dataset, [winner, other]) for dataset in strata]
-    if (
-        sum(len(set(dataset.units[rows])) for dataset, rows in zip(strata, both, strict=True))
-        < FEWEST
-    ):
-        return "few"
-    if not change.p < ALPHA:
-        return "tied"
-    lead = -sign * change.value if turned else sign * change.value
-    return "worse" if lead > 0 else "better"
-
-
 def median_of(values: pd.Series) -> Estimate:
-    """The median of the values that are not NaN, with an interval between two order statistics.
+    """The median of the values that are not NaN, with the interval of the sign test.
 
-    Of n values the k-th and the (n + 1 - k)-th lie on either side of the true median with a
-    probability of at least `LEVEL`, whatever the distribution, where k is the largest number for
-    which fewer than k of n fair coins come up heads with a probability of at most (1 - LEVEL) / 2:
-    the second and the ninth of ten. Below six values there is no such interval.
+    The interval goes from the k-th smallest to the k-th largest value: of ten values, from the second to
+    the ninth. k is the largest number for which fewer than k heads of n fair coins have a probability of
+    at most (1 - LEVEL) / 2. Whatever the distribution, the interval contains the true median with a
+    probability of at least `LEVEL`. Below six values there is no such interval.
     """
     known = np.sort(values.astype(float).dropna())
     if not len(known):
@@ -447,61 +387,21 @@ def median_of(values: pd.Series) -> Estimate:
 
 
 def margin_of(parts: Sequence[tuple[float, int]], f: float, *, total: bool, unit: float) -> float:
-    """How far apart two honest runs' means over datasets, or sums over datasets, may be.
+    """How far apart the published results of two correct runs may be, in 95 of 100 cases.
 
     Args:
         parts: for each dataset the mean score, as a fraction, and its number of examples.
-        f: the share of examples that a second run in effect answers anew.
-        total: whether the means are summed, in place of averaged.
+        f: the share of examples whose answers differ, in effect, between two runs.
+        total: whether the result is the sum of the datasets' means, rather than their average.
         unit: the value of the last printed digit, as a fraction.
+
+    Returns:
+        The margin, as a fraction; NaN where a dataset has no examples or no mean.
     """
     variance = 0.0
     for mean, n in parts:
         if math.isnan(mean) or n == 0:
             return math.nan
-        p = (mean * n + 1) / (n + 2)  # of a mean of 0 or 1, too, some answers may change
+        p = (mean * n + 1) / (n + 2)  # never 0 or 1, since some answers may always change
         variance += 2 * f * p * (1 - p) / n
     return _Z * math.sqrt(variance) / (1 if total else len(parts)) + unit / 2
-
-
-_LONGEST_GRAM = 4
-"""n-grams of 1 up to this many words count alike, as in BLEU-4."""
-_ABSENT = 0.1
-"""The number of matches taken for an n-gram length that has none, so that the other lengths still count
-(method 1 of Chen and Cherry, 2014)."""
-
-
-def words_of(text: str) -> list[str]:
-    """Words and punctuation marks, as they are written."""
-    return re.findall(r"\w+|[^\w\s]", text)
-
-
-def self_bleu(texts: Sequence[str]) -> list[float]:
-    """For each text its BLEU-4, 0 to 1, with all other texts as references; NaN for a single text.
-
-    The mean of these is Self-BLEU (arXiv 1802.01886): the lower, the more diverse the texts. H2O (arXiv
-    2306.14048, appendix C.1) names the measure without saying the length of n-grams, the smoothing or
-    what a word is; chosen here are BLEU-4, 0.1 matches for a length that has none, and `words_of`.
-
-    For each n-gram only the two largest counts over all texts are kept: the largest count among the
-    other texts is the first of them or, for the text that has the first, the second.
-    """
-    if len(texts) < 2:
-        return [math.nan for _ in texts]
-    worded = [words_of(text) for text in texts]
-    logs, empty = np.zeros(len(texts)), np.zeros(len(texts), dtype=bool)
-    for n in range(1, _LONGEST_GRAM + 1):
-        counted = [Counter(zip(*(words[k:] for k in range(n)), strict=False)) for words in worded]
-        counts: dict[tuple[str, ...], list[int]] = {}
-        for grams in counted:
-            for gram, count in grams.items():
-                counts[gram] = sorted([*counts.get(gram, (0, 0)), count])[-2:]
-        for i, grams in enumerate(counted):
-            matches = sum(min(c, counts[g][c < counts[g][1]]) for g, c in grams.items())
-            empty[i] |= n == 1 and not matches
-            logs[i] += math.log((matches or _ABSENT) / max(1, sum(grams.values()))) / _LONGEST_GRAM
-    for i, words in enumerate(worded):  # the other text of the nearest length, the shorter of two
-        others = [len(other) for k, other in enumerate(worded) if k != i]
-        reference = min(others, key=lambda length: (abs(length - len(words)), length))
-        logs[i] += min(0.0, 1 - reference / max(1, len(words)))
-    return [float(x) for x in np.where(empty, 0.0, np.exp(logs))]

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.records.figures import Curve
-from kvbench.report.experiment import Group, natural_order
+from kvbench.report.experiment import Group
 from kvbench.report.frame import (
     AVERAGE,
     COSTS,
@@ -24,7 +24,7 @@ from kvbench.report.frame import (
     strata_of,
     totals,
 )
-from kvbench.report.labels import words
+from kvbench.report.labels import natural_order, words
 from kvbench.report.probe_tables import fidelity_table, slope_table, timing_table
 from kvbench.report.ratios import headings, rate_in_title, rate_texts, ratios_of
 from kvbench.report.scaling import slopes

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     import wandb
 
     from kvbench.report.build import ReportPaths
-    from kvbench.report.experiment import Group, Variant
+    from kvbench.report.experiment import Group
     from kvbench.report.figures import Drawn
+    from kvbench.report.variants import Variant
 
 log = logging.getLogger(__name__)
 OVERVIEW = "overview"

@@ -1,10 +1,10 @@
-"""Units of work, one at a time or in groups, and everything that may go wrong in them: always one
-outcome per record.
+"""Runs units of work, one at a time or in groups, and makes one outcome for every record, also where
+something fails.
 
-The answers do not depend on the groups; how long they take and the memory they need do. What runs
-out of memory or time in a group, and a group that fails as a whole, runs again in halves, down to single
-units, and a unit's methods then one at a time, so that a record of such a failure is always that of a
-method which failed alone.
+The size of the groups changes the time and the memory that the answers need, not the answers. Units that
+ran out of memory or time in a group, and all units of a group that failed as a whole, run again in
+groups of half the size, down to single units. If a single unit fails in this way, its methods run again
+one at a time. A record of such a failure is therefore always that of a method which failed alone.
 """
 
 from __future__ import annotations
@@ -32,37 +32,39 @@ Save = Callable[[Sequence[Outcome]], None]
 """Writes outcomes to disk."""
 
 RETRIED_ALONE = ("oom", "timeout")
-"""Failures that the other methods or examples of a group may have caused: tried again alone."""
+"""Statuses of failures that other methods or units of a group may have caused. What fails in this way is
+run again alone."""
 
 LARGEST_AUTO_GROUP = 64
-"""Units per group up to which `auto` grows: records are written when a group is done."""
+"""The most units of a group with batch_size "auto". Records are written only when a group is done."""
 
 SAFE_SHARE = 0.85
-"""Share of all memory that a doubled group may be expected to take."""
+"""A group is doubled only if it is then expected to take at most this share of all memory."""
 
 GOES_ON = "the same command goes on after it"
+"""The end of a message about a lost device or a unit that hangs."""
 
 
 class DeviceLost(UserError, RuntimeError):
-    """The device does not answer any more."""
+    """The device (a GPU after a fault) can run nothing any more in this process."""
 
     status = FAILED
 
 
 class GroupSize:
-    """How many units run together.
+    """How many units the next group has.
 
-    With batch_size ``auto`` a group starts with one unit, doubles while twice the last group's need
-    fits in memory, and is halved by a group that ran out of it; beyond that size it does not grow
-    again. A unit that does not fit even alone says nothing about the others: they go on at the size
-    before.
+    With batch_size "auto" the first group has one unit. The size doubles as long as a group of twice the
+    size is expected to fit into memory. After a group that ran out of memory it is halved, and does not
+    grow again. If one unit of that group does not fit even alone, the others are not to blame: the size
+    before is taken again.
 
     Args:
         batch_size: units of a group, an integer or "auto".
 
     Attributes:
         now: units of the next group.
-        most: never more than these.
+        most: the largest size that `now` may grow to.
     """
 
     def __init__(self, batch_size: int | str, device: torch.device) -> None:
@@ -79,21 +81,22 @@ class GroupSize:
         self._most_bytes_of_a_unit = 0.0
 
     def group_begins(self) -> None:
-        """Note the memory in use before a group."""
+        """Note how much memory is in use before a group runs."""
         if self.grows and memory.reset_peak(self.device):
             self._bytes_before_group = memory.used_bytes(self.device)
 
     def group_fitted(self, units: int) -> None:
-        """Let the next group be larger, after one of so many units fitted into memory."""
+        """Double the size, if memory allows it, after a group of this many units fitted."""
         if not self.grows or self.now == self.most:
             return
         before = self._bytes_before_group
         peak = memory.peak_bytes(self.device)
         total = memory.total_bytes(self.device)
         if before is None or peak is None or total is None:
-            self.most = self.now  # without a measurement nothing is risked
+            self.most = self.now  # a size whose need cannot be measured is not tried
             return
-        # The most a unit ever took: a later group may find the memory of an earlier one resident.
+        # The most that a unit of any group took. A later group may seem to take less, as it uses memory
+        # that an earlier one has left allocated.
         self._most_bytes_of_a_unit = max(self._most_bytes_of_a_unit, (peak - before) / units)
         doubled = min(2 * self.now, self.most)
         expected = before + doubled * self._most_bytes_of_a_unit
@@ -101,10 +104,10 @@ class GroupSize:
             self.now = doubled
 
     def group_ran_out(self, units: int) -> tuple[int, int]:
-        """Halve what runs together, after a group of so many units ran out of memory.
+        """Halve the size, after a group of this many units ran out of memory.
 
         Returns:
-            size and limit before, for `restore`.
+            `now` and `most` as they were before, for `restore`.
         """
         before = (self.now, self.most)
         self.most = max(1, min(self.most, units // 2))
@@ -112,17 +115,18 @@ class GroupSize:
         return before
 
     def restore(self, before: tuple[int, int]) -> None:
-        """Go on as before a group ran out of memory, since one of its units fits nowhere."""
+        """Take the size again that a group had which ran out of memory, since one of its units does not
+        fit even alone."""
         self.now, self.most = before
 
 
 class Runner:
-    """Runs units in groups.
+    """Runs the units of a plan in groups.
 
     Args:
         batch_size: see `GroupSize`.
-        save: writes outcomes; called from another thread before the process ends, when code that
-            runs no Python hangs longer than the session's `example_timeout`.
+        save: writes outcomes. The runner calls it only before the process ends because code hangs
+            (`kvbench.engine.limits.time_limit`), and then from another thread.
     """
 
     def __init__(self, plan: Plan, session: Session, batch_size: int | str, save: Save) -> None:
@@ -132,8 +136,8 @@ class Runner:
         self.size = GroupSize(batch_size, session.device)
 
     def run(self, work: Sequence[Work]) -> Iterator[Sequence[Outcome]]:
-        """The outcomes of each unit as soon as they are final, failures included; those that ran out
-        of memory or time in a group come after the others of it.
+        """Run all units. Yields the outcomes of each unit, failures included, as soon as they are final;
+        units that run again come after the others of their group.
 
         Raises:
             DeviceLost: nothing more can be run in this process.
@@ -145,7 +149,7 @@ class Runner:
             group = work[done : done + size]
             done += len(group)
             failed = False
-            with finished_first(more=done == len(work)):  # left when its outcomes have been taken
+            with finished_first(more=done == len(work)):  # ends when the outcomes have been saved
                 for outcomes in self._run_group(group):
                     failed |= any(outcome.fields.get("error") is not None for outcome in outcomes)
                     yield outcomes
@@ -156,8 +160,8 @@ class Runner:
                 )
 
     def _run_group(self, group: Sequence[Work]) -> Iterator[Sequence[Outcome]]:
-        """The outcomes of each unit of a group: those that are final first, then those of the units
-        that ran again in smaller groups."""
+        """Run a group. Yields the outcomes of each unit: first those that are final, then those of the
+        units that ran again in smaller groups."""
         self.size.group_begins()
         if len(group) == 1:
             outcomes = self._run_unit(*group[0])
@@ -178,7 +182,7 @@ class Runner:
                 out_of_memory |= _failed_as(outcomes, ("oom",))
             else:
                 yield outcomes
-        # Their tensors would be in memory while the units run again.
+        # They refer to tensors, which would otherwise stay in memory while the units run again.
         del outcomes_by_unit, failure
         if not out_of_memory:
             if not again:
@@ -196,7 +200,7 @@ class Runner:
             log.info("one of them fits nowhere; going on with %d again", self.size.now)
 
     def _run_again(self, work: Sequence[Work], size: int) -> Iterator[Sequence[Outcome]]:
-        """The outcomes of units that ran once in vain, in groups of `size`."""
+        """Run units of a failed group again, in groups of `size` units. Yields the outcomes of each."""
         if not work:
             return
         log.info("%d of them run again in smaller batches", len(work))
@@ -205,18 +209,18 @@ class Runner:
             yield from self._run_group(work[start : start + size])
 
     def _give_back_memory(self) -> None:
-        """Release the captured steps that are kept for later prompts, and the device's cached blocks."""
+        """Free the decoding steps that were captured for later prompts, and the device's unused
+        memory."""
         self.session.graphs.kept.clear()
         free_memory(self.session.device)
 
     def _run_unit(self, unit: Unit, methods: Methods) -> list[Outcome]:
-        """The outcomes of one unit, in the order of the methods.
+        """Run one unit. Returns its outcomes, in the order of the methods.
 
-        All methods run together. Then those that ran out of memory or time, and those without an
-        outcome because the whole unit failed, run once more, one at a time; their records say
+        All methods run together. Those that ran out of memory or time, and those without an outcome
+        because the unit failed as a whole, then run once more, one at a time; their records say
         ``retried``.
         """
-
         outcomes, again = self._run_methods(unit, methods, [])
         if len(methods) > 1 and again and device_is_usable(self.session.device):
             log.info("%s: once more, one at a time: %s", unit.id, ", ".join(sorted(again)))
@@ -243,8 +247,8 @@ class Runner:
             others: see `_attempt`.
 
         Returns:
-            an outcome for every record of these methods, and the labels of those that may not fail when
-            they run alone.
+            an outcome for every record of these methods, and the labels of the failed methods that may
+            succeed when they run alone.
         """
         (outcomes,), failure = self._attempt([(unit, methods)], others)
         may_run_alone = {
@@ -259,14 +263,16 @@ class Runner:
     def _attempt(
         self, work: Sequence[Work], others: Sequence[Outcome] = ()
     ) -> tuple[list[list[Outcome]], BaseException | None]:
-        """Run a group of units.
+        """Run a group of units once.
 
         Args:
-            others: outcomes that these units have already; saved with the new ones if code hangs.
+            others: outcomes that these units have already; they are saved with the new ones if code
+                hangs.
 
         Returns:
-            the outcomes of each unit, and what failed as a whole: then only the outcomes of a single
-            unit before that failure are there. None where nothing failed as a whole.
+            the outcomes of each unit, and the exception that ended the group, or None. A group of
+            several units that an exception ended has no outcomes; a single unit has those that were
+            final before.
         """
         outcomes: list[list[Outcome]] = [[] for _ in work]
         name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
@@ -276,7 +282,7 @@ class Runner:
             error = f"hung: no answer long after example_timeout={seconds:g}"
             if len(work) > 1:
                 error = f"hung in a batch of {len(work)} examples; batch_size=1 tells which it is"
-            log.error("%s %s; recorded; the same command goes on after it", name, error)
+            log.error("%s %s; recorded; %s", name, error, GOES_ON)
             for (unit, methods), finished in zip(work, outcomes, strict=True):
                 missing = _missing(unit, methods, "timeout", error, finished)
                 self.save([*others, *finished, *missing])
@@ -288,11 +294,12 @@ class Runner:
                     outcomes[:] = map(list, self.plan.run_batch(work, self.session))
                 else:
                     for outcome in self.plan.run(*work[0], self.session):
-                        outcomes[0].append(outcome)  # those before a failure count
+                        outcomes[0].append(outcome)  # outcomes before a failure are kept
         except BaseException as failure:
             if asks_to_stop(failure):
                 raise
-            if self.session.spec.parallel is not None:  # other ranks wait for this one's part
+            if self.session.spec.parallel is not None:
+                # The other ranks wait for this one's part of the unit, which will not come.
                 raise SystemExit(f"kvbench: {name}: {one_line(failure)}") from failure
             level = logging.INFO if len(work) > 1 else logging.WARNING
             log.log(level, "%s: %s", name, one_line(failure))
@@ -304,7 +311,7 @@ class Runner:
 def _missing(
     unit: Unit, methods: Methods, status: str, error: str, outcomes: Sequence[Outcome] = ()
 ) -> list[Outcome]:
-    """A failed outcome for every record of a unit that is not among `outcomes`."""
+    """A failed outcome for each record of a unit that has none among `outcomes`."""
     known = {(outcome.method, outcome.example_id) for outcome in outcomes}
     missing: list[Outcome] = []
     for label in methods:

@@ -1,4 +1,5 @@
-"""A task's examples as token ids, those that ask the same context together."""
+"""Turns the examples of a task into token ids, and groups examples about one context into
+conversations."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MOST_PIECE = 40
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """An example and the token ids of its prompt, the model's tokens before and after it included."""
+    """An example and the token ids of its prompt, which include the tokens that the model has before and
+    after a prompt."""
 
     example: Example
     context_ids: tuple[int, ...]
@@ -29,19 +31,20 @@ class EncodedExample:
 
     @property
     def n(self) -> int:
-        """Prompt tokens."""
+        """The number of prompt tokens."""
         return len(self.context_ids) + len(self.question_ids)
 
     @property
     def context(self) -> str:
-        """The id of its context, which other examples may share."""
+        """The id of the context, which other examples may share."""
         return self.example.context_id or self.example.id
 
     def fields(self, sample: int, samples: int) -> dict[str, Any]:
-        """The fields that a record of this example has even where its method fails.
+        """The fields that a record of this example has even where the method fails.
 
         Args:
-            sample: which of the `samples` answers it is, from 0.
+            sample: the number, from 0, of the answer that the record is about.
+            samples: how many answers each method gives.
         """
         example = self.example
         fields: dict[str, Any] = {"dataset": example.dataset, **example.fields}
@@ -61,11 +64,11 @@ def encode_example(
     encoder: PromptEncoder,
     contexts: dict[Any, tuple[int, ...]] | None = None,
 ) -> EncodedExample:
-    """Token ids of an example's context and question. They are encoded apart, so that no token spans
-    both and a prompt has the same tokens whatever `compress_after` says.
+    """Encode the context and the question of an example. They are encoded separately, so that no token
+    spans both and a prompt has the same tokens whatever `compress_after` says.
 
     Args:
-        contexts: token ids of the contexts that were encoded before, to which this one's are added.
+        contexts: the token ids of contexts that were encoded before; the function adds this example's.
     """
     if contexts is None:
         contexts = {}
@@ -75,7 +78,7 @@ def encode_example(
         prefix, suffix = encoder.prefix_ids, encoder.suffix_ids
 
     def ids(text: str, known: tuple[int, ...] | None) -> tuple[int, ...]:
-        """The token ids of a text, where the example does not bring them."""
+        """The token ids that the example has already, or those of the text."""
         return tuple(encoder.encode_text(text)) if known is None else known
 
     context = (example.context, example.context_ids, example.complete)
@@ -86,12 +89,14 @@ def encode_example(
 
 
 def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list[EncodedExample]:
-    """Token ids of all examples. The question of an example whose history is golden answers begins with
-    that history; that of an example whose history is its method's own answers begins with the tokens
-    that come between an answer and the next message.
+    """Encode all examples.
+
+    Where the history of an example is "golden", its question ids begin with the earlier questions about
+    the context and their golden answers. Where it is "own", they begin with the tokens that come between
+    the method's own answer and the next message.
 
     Raises:
-        KVError: examples of one context id that have different contexts.
+        KVError: two examples with one context id have different contexts.
     """
     encoded_examples: list[EncodedExample] = []
     contexts: dict[Any, tuple[int, ...]] = {}
@@ -125,8 +130,8 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
 
 
 def conversations_of(examples: Sequence[EncodedExample]) -> list[list[EncodedExample]]:
-    """The conversations about one context: each is an example, followed by those that go on from the
-    answer to it."""
+    """Group the examples about one context into conversations. Each conversation is an example and the
+    examples that follow on from the method's own answer to it."""
     conversations: list[list[EncodedExample]] = []
     for encoded in examples:
         if conversations and encoded.example.history == "own":
@@ -137,11 +142,14 @@ def conversations_of(examples: Sequence[EncodedExample]) -> list[list[EncodedExa
 
 
 def pieces_of(encoded: EncodedExample, kept: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The texts of a prompt's pieces (`kvbench.engine.kept.strips_of`), for the strips on a page.
+    """The texts of the pieces of a prompt, for the strips on a page that show how much of each was kept.
+
+    Args:
+        kept: the field ``kept`` of the record (`kvbench.engine.kept.strips_of`).
 
     Returns:
-        ``texts``: of each piece; ``answer``: the first token of the answer in the prompt, and the token
-        after its last one, where the task says what the answer is and the decoded tokens contain it.
+        ``texts``: the text of each piece. ``answer``, where the decoded prompt contains the example's
+        evidence: the index of the first token of the evidence, and the index after its last one.
     """
     ids = [*encoded.context_ids, *encoded.question_ids][: kept["tokens"]]
     words = [str(tokenizer.decode([token])) for token in ids]

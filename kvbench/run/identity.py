@@ -1,7 +1,7 @@
-"""What makes two runs the same: everything that changes a score, less what is at its default.
+"""The identity of a run: the settings that change its scores, and the names that follow from them.
 
-An option that is added with its default, to a method, a task or a model, so leaves the names of earlier
-runs as they are, and their records are taken up.
+Settings at their defaults do not enter the name of a run. A later version may therefore add an option
+with a default, to a method, a task or a model, and still continues the runs that are on disk.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _DEFAULTS: Mapping[str, Any] = {
     "compress_after": "prompt",
     "timeout_s": None,
 }
-"""Defaults of the settings that a run has beside its model, task and method."""
+"""Defaults of the settings that are no option of the model, the task or the method."""
 
 
 class RunIdentity(NamedTuple):
-    """The run of one method.
+    """The identity of one method's run.
 
     Attributes:
-        settings: everything that changes a score, defaults included.
-        names: what its records and its manifest call it: experiment, model, task, method, config_hash
-            (of the settings that are not at their defaults) and seed.
+        settings: all settings that change a score, those at their defaults included.
+        names: the fields of its records and its manifest that name it: experiment, model, task, method,
+            seed, and config_hash, the hash of the settings that are not at their defaults.
         folder: where its records are.
     """
 
@@ -41,26 +41,27 @@ class RunIdentity(NamedTuple):
 
 
 def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Only the settings that differ from their defaults (and versions, always)."""
-    differing = _differing(settings, _DEFAULTS)
+    """The settings without those at their defaults; versions have no default and always stay."""
+    reduced = _drop_defaults(settings, _DEFAULTS)
     for key in ("method", "task", "budget"):
-        if key in differing:
-            differing[key] = _dropping_defaults(differing[key])
-    model = _differing(differing["model"], _defaults_of(ModelSpec))
-    return differing | {"model": model}
+        if key in reduced:
+            reduced[key] = _drop_class_defaults(reduced[key])
+    model = _drop_defaults(reduced["model"], _defaults_of(ModelSpec))
+    return reduced | {"model": model}
 
 
-def _dropping_defaults(value: Any) -> Any:
-    """A config whose ``_target_`` nodes, at any depth, lack the options at their class's default."""
+def _drop_class_defaults(value: Any) -> Any:
+    """A config in which each node with a ``_target_``, at any depth, lacks the options that are at the
+    default of its class."""
     if isinstance(value, list | tuple):
-        return [_dropping_defaults(item) for item in value]
+        return [_drop_class_defaults(item) for item in value]
     if not isinstance(value, Mapping):
         return value
-    reduced = {str(key): _dropping_defaults(item) for key, item in value.items()}
-    return _differing(reduced, _defaults_of(locate(str(value.get("_target_")))))
+    reduced = {str(key): _drop_class_defaults(item) for key, item in value.items()}
+    return _drop_defaults(reduced, _defaults_of(locate(str(value.get("_target_")))))
 
 
-def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are not at these defaults."""
     return {
         key: value
@@ -71,7 +72,7 @@ def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 @lru_cache
 def _defaults_of(kind: Any) -> dict[str, Any]:
-    """Plain values of the options of a dataclass that have a default; of anything else, nothing."""
+    """The defaults of a dataclass's options, as YAML would hold them; empty for anything else."""
     defaults: dict[str, Any] = {}
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return defaults
@@ -84,5 +85,5 @@ def _defaults_of(kind: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value as YAML would hold it, tuples as lists."""
+    """The value as YAML would hold it: tuples become lists."""
     return json.loads(json.dumps(value, default=repr))

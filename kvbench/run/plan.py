@@ -1,7 +1,7 @@
-"""What the runner runs: units of work that end in records.
+"""Plans: the units of work of a job, and how a unit becomes records.
 
-A benchmark task (examples in, scores out) and a probe (a tensor-level or timing experiment) look the
-same to the runner: a `Plan`.
+The runner knows only `Plan`. A probe (a measurement of tensors or of time) is a plan itself; `TaskPlan`
+makes one of a benchmark task (examples in, scores out).
 """
 
 from __future__ import annotations
@@ -40,31 +40,33 @@ EVERY_RECORD_HAS = frozenset(
         "max_positions",
     }
 )
-"""Fields of a record that the engine and the runner write: neither a task nor a method writes them."""
+"""The fields of a record that the engine and the runner write. Tasks and methods may not use these
+names."""
 
 UNITS_WITH_KEPT = 2
-"""The first units of a task record which entries every method kept; two, since one may be a special
-case."""
+"""The number of units, the first ones of a task, that record which entries every method kept. Two, since
+one may be a special case."""
 
 Methods = Mapping[str, tuple[Method, Budget]]
-"""Methods of a job by label, each with its budget."""
+"""The methods of a job by label, each with its budget."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The smallest piece of work: done whole, or done again after an interruption.
+    """The smallest piece of work. If it is interrupted, the methods without all its records run it
+    again.
 
     Attributes:
-        id: unique within the plan, stable under `limit`.
+        id: unique within the plan, and the same whatever the limit of the job is.
         record_ids: the example ids of its records; every method has one record of each.
         payload: whatever the plan needs to run it.
         fields: by record id, the fields that a record has even where its method fails (the dataset, a
             number of lines ...).
-        context: the id of what it shares with other units: a limit and a shard take all units of a
-            context or none. None where it shares nothing.
-        answers: how many times `example_timeout` it may take.
+        context: the id of the context that it shares with other units, or None. The limit and the shard
+            of a job take all units of a context, or none.
+        answers: how many answers each method gives; `example_timeout` is the time of one.
         notes_kept: whether the first record of each method says which entries the method kept.
-        examples: a benchmark's examples in this unit, which share their context.
+        examples: the benchmark's examples in this unit, which share their context; none for a probe.
     """
 
     id: str
@@ -79,7 +81,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One record in the making: the fields the plan knows; the runner adds the others."""
+    """The fields of one record that the plan knows; `Job.record` adds the others."""
 
     method: str
     example_id: str
@@ -90,8 +92,8 @@ class Plan(ABC):
     """A task or a probe, as the runner sees it.
 
     Attributes:
-        batches_units: whether several units may be given to `run_batch` at once.
-        decoders: whose decoding it can measure (`Method.decoded_by`).
+        batches_units: whether `run_batch` may run several units together.
+        decoders: the values of `Method.decoded_by` whose methods it can run.
     """
 
     batches_units: ClassVar[bool] = False
@@ -99,28 +101,32 @@ class Plan(ABC):
 
     @abstractmethod
     def meta(self) -> dict[str, Any]:
-        """Facts for reports: version, score_unit, lower_is_better, breakdown, figures, unit,
-        measures; `data`, digests of the files the examples come from; and `subject`, the thing that
-        the numbers are about where it is not the model (None: the model)."""
+        """What a report must know of the task (`kvbench.records.schema.TaskMeta`), and: version;
+        data, the digests of the files that the examples come from; and subject, what the numbers are
+        about where that is not the model."""
 
     @abstractmethod
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """All units, in an order of which every prefix is a balanced sample. Loads no model."""
+        """All units, in an order whose first units are a balanced sample, however many are taken. It
+        must not load the model."""
 
     @abstractmethod
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """One record per (method, record id)."""
+        """Run a unit. Yields one outcome for each method and record id."""
 
     def run_batch(
         self, work: Sequence[tuple[Unit, Methods]], session: Session
     ) -> Sequence[Sequence[Outcome]]:
-        """Several units, each with the methods that it is still to be run with: the outcomes of each, as
-        `run` gives them. A failure of the whole is raised."""
+        """Run several units together, each with the methods that it is still to be run with.
+
+        Returns:
+            The outcomes of each unit.
+        """
         return [list(self.run(unit, methods, session)) for unit, methods in work]
 
 
 def status_of(error: BaseException) -> str:
-    """The record status an exception stands for."""
+    """The status of a record whose method raised this exception."""
     if isinstance(error, BudgetExceeded):
         return "over_budget"
     if isinstance(error, TimeoutError):
@@ -130,11 +136,11 @@ def status_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class TaskPlan(Plan):
-    """A benchmark task as a plan: one prefill per example, or per context where the question comes after
-    compression, serves every method.
+    """A benchmark task as a plan. All methods share one prefill per example, or one per context where
+    the question comes after compression.
 
     Attributes:
-        limit: contexts that are wanted at most: no others are turned into tokens.
+        limit: the number of contexts, the first ones, whose examples are encoded and run; None: all.
     """
 
     batches_units: ClassVar[bool] = True
@@ -160,11 +166,11 @@ class TaskPlan(Plan):
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per prefill: per example, or where the question comes after compression, per context.
+        """One unit per prefill: per example or, where the question comes after compression, per context.
 
         Raises:
-            KVError: see `_check_budgets` and `_check_order_of_compression`; a method that cannot
-                generate; a field of the task that every record has for something else.
+            KVError: a method cannot generate; a field of an example has a name of `EVERY_RECORD_HAS`; or
+                see `_check_budgets` and `_check_order_of_compression`.
         """
         examples, _ = self._examples(session)
         for encoded in examples:
@@ -173,27 +179,27 @@ class TaskPlan(Plan):
             refuse_taken(f"task {self.task.name}, example {encoded.example.id!r}: fields", names)
         for label, (method, budget) in methods.items():
             with asking(label):
-                Fork(
-                    label, method, budget, session.seed, "", room=0
-                )  # refuses what cannot generate
+                # A fork of a method that cannot generate is refused.
+                Fork(label, method, budget, session.seed, "", room=0)
         if examples:
             self._check_budgets(examples, session, methods)
         self._check_order_of_compression(examples, session)
         by_prefill: dict[str, list[EncodedExample]] = {}
+        contexts_share_prefill = session.compress_after == "context"
         for encoded in examples:
-            shares_prefill = session.compress_after == "context"
-            name = encoded.context if shares_prefill else encoded.example.id
+            name = encoded.context if contexts_share_prefill else encoded.example.id
             by_prefill.setdefault(name, []).append(encoded)
+        samples = session.sampling.samples
         return [
-            _unit(name, sharing, session.sampling.samples, notes_kept=place < UNITS_WITH_KEPT)
-            for place, (name, sharing) in enumerate(by_prefill.items())
+            _unit(name, of_prefill, samples, notes_kept=number < UNITS_WITH_KEPT)
+            for number, (name, of_prefill) in enumerate(by_prefill.items())
         ]
 
     def _check_budgets(
         self, examples: Sequence[EncodedExample], session: Session, methods: Methods
     ) -> None:
-        """Refuse budgets that leave nothing to compress, or whose share of the shortest prompt is less
-        than sink and window.
+        """Refuse a budget whose sink and window hold the longest prompt, so that nothing is compressed,
+        and one whose share of the shortest prompt is less than sink and window.
 
         Raises:
             KVError: naming the method or the budget.
@@ -220,8 +226,8 @@ class TaskPlan(Plan):
     def _check_order_of_compression(
         self, examples: Sequence[EncodedExample], session: Session
     ) -> None:
-        """Refuse `compress_after` "context" without a context or a question, and "prompt" where a turn
-        follows the method's own answer.
+        """Refuse `compress_after` "context" where an example has no context or no question, and "prompt"
+        where an example follows the method's own answer.
 
         Raises:
             KVError: naming the example or the task.
@@ -240,11 +246,11 @@ class TaskPlan(Plan):
             )
 
     def datasets(self, session: Session) -> list[str]:
-        """Every data set of the task, whatever the limit."""
+        """All datasets of the task, whatever the limit is."""
         return self._examples(session)[1]
 
     def _examples(self, session: Session) -> tuple[list[EncodedExample], list[str]]:
-        """The examples of the first `limit` contexts as token ids, and every data set of the task."""
+        """The encoded examples of the first `limit` contexts, and all datasets of the task."""
 
         def make() -> tuple[list[EncodedExample], list[str]]:
             examples = self.task.examples(session.encoder)
@@ -267,7 +273,7 @@ class TaskPlan(Plan):
     def run_batch(
         self, work: Sequence[tuple[Unit, Methods]], session: Session
     ) -> list[list[Outcome]]:
-        """Several units: prefilled, all decoded together, and scored."""
+        """Prefill the prompts of several units, decode their answers together, and score them."""
         prompts = [_prompt(unit, methods, session) for unit, methods in work]
         _warm_up(prompts[0], session)
         outcomes_by_unit: list[list[Outcome]] = []
@@ -287,7 +293,7 @@ class TaskPlan(Plan):
         result: Generation,
         session: Session,
     ) -> Outcome:
-        """The record of one method on one example, but for what the runner adds."""
+        """The outcome of one method on one example."""
         encoded: EncodedExample = unit.payload[record_id]
         example = encoded.example
         if result.failure is None:
@@ -319,9 +325,9 @@ class TaskPlan(Plan):
 def _unit(name: str, examples: Sequence[EncodedExample], samples: int, *, notes_kept: bool) -> Unit:
     """The unit of the examples that share one prefill, each answered `samples` times.
 
-    Records of one sample stand together, so that questions which follow on from each other do.
+    The records of one sample follow each other, since a question may follow on from the answer before.
     """
-    record_ids: list[str] = []  # with those that occur twice, which the job refuses
+    record_ids: list[str] = []  # `Job.units` refuses ids that occur twice
     by_record: dict[str, EncodedExample] = {}
     fields: dict[str, dict[str, Any]] = {}
     for sample in range(samples):
@@ -345,7 +351,10 @@ def _unit(name: str, examples: Sequence[EncodedExample], samples: int, *, notes_
 
 
 def refuse_taken(whose: str, names: Iterable[str]) -> None:
-    """Refuse a task's or a method's fields whose names every record has already.
+    """Refuse field names of a task or a method that are in `EVERY_RECORD_HAS`.
+
+    Args:
+        whose: the subject of the message, e.g. "task x: scores".
 
     Raises:
         KVError: naming the field.
@@ -355,9 +364,9 @@ def refuse_taken(whose: str, names: Iterable[str]) -> None:
             raise KVError(f"{whose} have {name!r}, which every record has; allowed: other names")
 
 
-def with_extras_checked(label: str, result: Generation, others: Collection[str] = ()) -> Generation:
-    """The generation; a failed one if `Method.extras` has names of fields that every record has or that
-    are among `others`, the task's own."""
+def with_extras_checked(label: str, result: Generation, others: Collection[str]) -> Generation:
+    """The generation as it is, or as a failed one if `Method.extras` has a name that is in
+    `EVERY_RECORD_HAS` or among `others`, the fields of the task."""
     try:
         whose = f"the extras of method {label!r}"
         refuse_taken(whose, result.extras)
@@ -370,18 +379,18 @@ def with_extras_checked(label: str, result: Generation, others: Collection[str] 
 
 
 def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
-    """The prompt of a unit: its conversations, in the order of its records."""
+    """The prompt of a unit, with its conversations in the order of its records."""
     first = unit.examples[0]
-    after = session.compress_after == "context"
+    question_after_compression = session.compress_after == "context"
 
     def question(encoded: EncodedExample, sample: int) -> Question:
-        ids = encoded.question_ids if after else ()
+        ids = encoded.question_ids if question_after_compression else ()
         stopping = session.stopping(encoded.example, unit.answers)
         return Question(ids, stopping, encoded.example.id, sample)
 
     return Prompt(
         first.context_ids,
-        () if after else first.question_ids,
+        () if question_after_compression else first.question_ids,
         methods,
         session.stopping(first.example, unit.answers),
         first.context,
@@ -396,7 +405,7 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
 
 
 def _answers(prompts: Sequence[Prompt], session: Session) -> list[dict[str, list[Generation]]]:
-    """What every method answers to each prompt's questions, by label."""
+    """For each prompt the answers of every method to its questions, by label."""
     return run_conversations(
         session.model,
         prompts,
@@ -407,8 +416,8 @@ def _answers(prompts: Sequence[Prompt], session: Session) -> list[dict[str, list
 
 
 def _warm_up(prompt: Prompt, session: Session) -> None:
-    """Generate two tokens with the methods that have not run yet, and record nothing. On a GPU a kernel
-    is compiled at its first launch, which must not count in an example's seconds."""
+    """Generate two tokens, without a record, with the methods that have not run yet. On a GPU a kernel
+    is compiled at its first launch, whose time must not count in the seconds of an example."""
     methods = {
         label: method for label, method in prompt.methods.items() if label not in session.warmed
     }
@@ -418,13 +427,13 @@ def _warm_up(prompt: Prompt, session: Session) -> None:
     question = replace(prompt.conversations[0][0], stopping=Stopping(2))
     try:
         _answers([replace(prompt, methods=methods, conversations=[[question]])], session)
-    except Exception as failure:  # noqa: BLE001 - the example fails in the same way, and its record says so
+    except Exception as failure:  # noqa: BLE001 - the example's own run will fail so, and record it
         release_frames(failure)
     free_memory(session.device)
 
 
 def measured(result: Generation, *, long_answer: bool = False) -> dict[str, Any]:
-    """The fields of a record that were measured while generating; None where a failure left none.
+    """The record fields that were measured while an answer was generated; None where it failed before.
 
     Args:
         long_answer: see `Cost.record`.

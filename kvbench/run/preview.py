@@ -1,4 +1,4 @@
-"""A dry run: a job's examples, tokens and memory; nothing is run or written."""
+"""Dry runs: print a job's examples, tokens and memory, without running or writing anything."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MIB = 2**20
 
 
 def print_dry_run(job: Job, name: str = "") -> None:
-    """Print what the job would run: examples, tokens, and of each method the memory and the folder.
+    """Print how many examples and tokens the job would run, and the memory and folder of each method.
 
     Args:
-        name: of one of several jobs, which is then told in one line.
+        name: the name of the job where there are several; it is then described in one line.
 
     Raises:
-        KVError, TaskError, ModelError, StoreError: what the job itself would be refused for.
+        KVError, TaskError, ModelError, StoreError: the reason for which the job would be refused.
     """
     examples = _examples_line(job)
     tokens = _tokens_line(job)
@@ -55,12 +55,12 @@ def print_dry_run(job: Job, name: str = "") -> None:
 
 
 def _prompt_lengths(job: Job) -> list[int]:
-    """Tokens of each example's prompt; empty for a probe, which has none."""
+    """The number of tokens of each example's prompt; none for a probe, which has no examples."""
     return [encoded.n for unit in job.units.own for encoded in unit.examples]
 
 
 def _ids_on_disk(job: Job) -> dict[str, set[str]]:
-    """The example ids of this job whose records each method has already, by label."""
+    """By label, the example ids of this job that have a record of the method on disk."""
     return {label: recorded(run.folder) & job.units.own_ids for label, run in job.runs.items()}
 
 
@@ -68,12 +68,12 @@ def _examples_line(job: Job) -> str:
     """How many examples the job has, and how many of them lack records."""
     units = job.units.own
     on_disk = _ids_on_disk(job)
-    left = [
+    incomplete = [
         unit
         for unit in units
         if any(not ids.issuperset(unit.record_ids) for ids in on_disk.values())
     ]
-    line = f"{len(units)} examples, {len(left)} of them to run"
+    line = f"{len(units)} examples, {len(incomplete)} of them to run"
     if job.shard is not None:
         line += f" (shard {job.shard} of {len(job.units.within_limit)})"
     answers = len(job.units.own_ids)
@@ -83,7 +83,7 @@ def _examples_line(job: Job) -> str:
 
 
 def _tokens_line(job: Job) -> str:
-    """How many tokens are read and generated."""
+    """How many prompt tokens the job reads, and how many tokens it generates at most."""
     lengths = _prompt_lengths(job)
     if not lengths:
         return "tokens as the task says"
@@ -98,7 +98,8 @@ def _tokens_line(job: Job) -> str:
 
 
 def _table_of_methods(job: Job) -> Table:
-    """A row for each method: its capacity and bytes at the median prompt, its records and its folder."""
+    """A table with a row for each method: its capacity and bytes at the median prompt, its records on
+    disk, and its folder."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "capacity", "cache", "exact cache", "on disk", "run"):
         table.add_column(column, justify="left" if column in ("method", "run") else "right")

@@ -1,5 +1,5 @@
-"""What a job does and how far it is, on stderr: on a terminal a line that changes, else one now and
-then."""
+"""Shows on stderr what a job does and how far it is: on a terminal in a line that changes, elsewhere in
+a new line every 15 seconds."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from kvbench.engine.prefill import PrefillState
 from kvbench.errors import complain, presentable
 
 SECONDS_BETWEEN_LINES = 15.0
-"""Seconds between two lines of a log. On a terminal the line changes ten times a second."""
+"""Seconds between two lines where stderr is no terminal. On a terminal the line changes ten times a
+second."""
 
 
 class Progress:
-    """How far a job is, in tokens that were read or generated.
+    """How far a job is, measured in tokens that were read or generated.
 
     Args:
-        show: shows the progress. It is called at every layer of a forward pass with False, when it may
-            skip the call, and with True when the line must be shown.
+        show: called with the progress, and whether it must be shown. At every layer of a forward pass
+            that is False: `show` may then do nothing.
 
     Attributes:
         doing: what happens now, in words.
-        total, done: units of the job, and those of them that have all their records.
+        total: the number of units of the job.
+        done: the number of units that have all their records.
         on_unit: called with `means` when a unit is done.
     """
 
@@ -43,7 +45,7 @@ class Progress:
         self.on_unit: Callable[[dict[str, float]], None] = lambda means: None
         self._sums: dict[str, tuple[float, int]] = {}
         self._show = show
-        # Tokens that each unit reads and generates, at most, and those that have passed so far.
+        # The most tokens that each unit to run reads and generates, and the tokens so far.
         self._tokens_of_units: list[float] = []
         self._tokens_passed = 0.0
         self._began = time.monotonic()
@@ -52,7 +54,7 @@ class Progress:
         show(self, True)
 
     def begin(self, work: Sequence[tuple[Any, Any]], total: int) -> None:
-        """Note what there is to do, before the first unit runs.
+        """Note the work of the job, before the first unit runs.
 
         Args:
             work: the units that lack records, each with the methods that it is to be run with.
@@ -71,7 +73,7 @@ class Progress:
         self._show(self, self.done > 0)
 
     def add(self, method: str, values: Mapping[str, float | None]) -> None:
-        """Count one record, by its score and other measures."""
+        """Add the score and the other measures of one record to the means."""
         for name, value in values.items():
             if value is not None:
                 total, count = self._sums.get(f"{method}/{name}", (0.0, 0))
@@ -79,11 +81,11 @@ class Progress:
 
     @property
     def means(self) -> dict[str, float]:
-        """Means of the records so far, by ``<method>/<measure>``."""
+        """The means over all records so far, by ``<method>/<measure>``."""
         return {name: total / count for name, (total, count) in self._sums.items()}
 
     def unit_done(self) -> None:
-        """Count one unit."""
+        """Count one more unit that has all its records."""
         self.done += 1
         self.on_unit(self.means)
         if self.done == self.total:
@@ -95,7 +97,8 @@ class Progress:
 
     @property
     def left(self) -> float | None:
-        """Seconds that are left if the rest takes as long per token; None before the first token."""
+        """The seconds that the remaining tokens take at the speed so far; None before the first
+        token."""
         total = sum(self._tokens_of_units)
         passed = min(self._tokens_passed, total)
         if not passed:
@@ -119,7 +122,7 @@ class Progress:
 
     @contextmanager
     def watching(self, model: Module) -> Iterator[None]:
-        """Within this context the model's forward passes are shown, layer by layer."""
+        """Show the model's forward passes, layer by layer, while the context lasts."""
         lists = [module for module in model.modules() if isinstance(module, ModuleList)]
         layers = max(lists, key=len)
         numbers = {module: number for number, module in enumerate(layers, 1)}
@@ -130,7 +133,7 @@ class Progress:
 
         def pass_begins(_: Module, args: Any, keywords: dict[str, Any]) -> None:
             nonlocal shape, methods
-            if is_compiling():  # this code would split a compiled step into several graphs
+            if is_compiling():  # traced, this code would split a compiled step into several graphs
                 return
             ids = args[0] if args else keywords["input_ids"]
             shape = tuple(ids.shape)
@@ -170,7 +173,7 @@ class Progress:
 
 @contextmanager
 def progress_display(title: str) -> Iterator[Progress]:
-    """Within this context a job's progress is shown on stderr after its title."""
+    """Show a job's progress on stderr, after its title, while the context lasts."""
     console = Console(stderr=True)
     last_shown = -math.inf
     status = console.status(title) if console.is_terminal else None

@@ -1,4 +1,4 @@
-"""Where a number came from: code revision, library versions, hardware, command."""
+"""What a manifest says about the origin of its numbers: code revision, versions, hardware, command."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ LIBRARIES = (
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of kvbench, Python and the libraries that can change a score."""
-    found = {"kvbench": kvbench.__version__, "python": platform.python_version()}
+    """The versions of kvbench, Python and `LIBRARIES`, which can change a score."""
+    versions_by_name = {"kvbench": kvbench.__version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = version(name)
+            versions_by_name[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions_by_name[name] = "not installed"
+    return versions_by_name
 
 
 @cache
 def code_revision() -> str:
-    """Git commit of the checkout the package runs from (``+dirty`` with uncommitted changes to the
-    code), or ``unknown`` outside a checkout."""
+    """The git commit of the checkout that the package runs from, followed by ``+dirty`` if its code has
+    uncommitted changes; ``unknown`` outside a checkout."""
     git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
     status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", "../conf"]
-    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], **how).stdout.strip()
-        dirty = subprocess.run(status, **how).stdout.strip()
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
+        dirty = subprocess.run(status, **options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return commit + ("+dirty" if dirty else "")
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The device, the processor with its cores and threads, and on CUDA the GPU."""
     processor = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.is_file() else []
     for line in lines:
         if line.startswith("model name"):
             processor = line.partition(":")[2].strip()
     cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # those that this process may use
+    if hasattr(os, "sched_getaffinity"):  # only the cores that this process may use
         cores = len(os.sched_getaffinity(0))
     facts: dict[str, Any] = {
         "device": str(device),
@@ -86,6 +86,7 @@ def command() -> str:
     """The command that started this process, as a user would type it."""
     program = Path(sys.argv[0])
     name = "python -m kvbench" if program.name == "__main__.py" else program.name
-    # where Hydra leaves a file of its own says nothing about a run, and may be a temporary folder
+    # The folder in which Hydra leaves a file of its own, maybe a temporary one, changes nothing of a
+    # run.
     words = [word for word in sys.argv[1:] if not word.startswith("hydra.sweep.dir=")]
     return redact(" ".join([name, *map(shlex.quote, words)]))

@@ -1,4 +1,7 @@
-"""Model x methods x task -> records. The runner never asks which method it has."""
+"""Runs a job: one model and one task with several methods, which become records on disk.
+
+All methods are treated alike: nothing here depends on which method it is.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,17 @@ from kvbench.run.session import Session
 log = logging.getLogger(__name__)
 
 PLACEMENT = ("device_map", "max_memory")
-"""What a model's config says about where its weights lie: it changes no result."""
+"""The options of a model that say on which devices its weights lie. They change no result."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The units of a job.
+    """The units of a plan that a job runs.
 
     Attributes:
-        within_limit: all up to the limit, those of other shards included.
-        own: of these, those of the job's shard.
-        left_out: datasets of the task of which the limit leaves nothing.
+        within_limit: the units up to the job's limit, those of other shards included.
+        own: the units of the job's own shard among them.
+        left_out: the datasets of the task that have no example within the limit.
     """
 
     within_limit: Sequence[Unit]
@@ -55,12 +58,12 @@ class Selection:
 
     @property
     def ids_within_limit(self) -> set[str]:
-        """The example ids of the records of all units up to the limit."""
+        """The example ids of the records of the units up to the limit."""
         return {record_id for unit in self.within_limit for record_id in unit.record_ids}
 
     @property
     def own_ids(self) -> set[str]:
-        """The example ids of the records of the shard's units."""
+        """The example ids of the records of the job's own shard."""
         return {record_id for unit in self.own for record_id in unit.record_ids}
 
 
@@ -69,14 +72,17 @@ class Job:
     """Everything one job needs, resolved and checked.
 
     Attributes:
-        experiment, task: names for folders and tables.
-        methods: by label, each with its budget.
-        method_configs, task_config, budget_config: as written in the config, for hash and manifest.
-        limit: run the first so many contexts only (examples, where no two share a context).
-        shard: of these, run this part only; other processes run the others.
-        batch_size: units that run together where the plan can, or "auto"; changes no answer.
-        retry_failed: run again what an earlier run recorded with a status other than ok.
-        extra: further manifest entries (the resolved config, the command ...).
+        experiment, task: their names in folders and tables.
+        methods: the methods by label, each with its budget.
+        method_configs, task_config, budget_config: as in the config, for the hash and the manifest.
+        limit: how many contexts are run, the first ones; None: all. (Examples that share no context are
+            counted one by one.)
+        shard: the part of these contexts that this job runs, while other processes run the others.
+        batch_size: how many units run together, or "auto", where the plan can do so; it changes no
+            answer.
+        retry_failed: whether examples run again whose record has a status other than ok.
+        lock_timeout: see `RecordStore`.
+        extra: further entries of the manifest (the resolved config, the command ...).
     """
 
     experiment: str
@@ -97,11 +103,10 @@ class Job:
 
     def __post_init__(self) -> None:
         for label, (method, _) in self.methods.items():
-            decoder = getattr(method, "decoded_by", "kvbench")
-            if decoder not in self.plan.decoders:
+            if method.decoded_by not in self.plan.decoders:
                 raise KVError(
-                    f"method {label!r} is decoded by {decoder}, a witness of seconds; allowed: "
-                    f"task=throughput (task {self.task} measures what kvbench decodes)"
+                    f"method {label!r} is decoded by {method.decoded_by}, a witness of seconds; "
+                    f"allowed: task=throughput (task {self.task} measures what kvbench decodes)"
                 )
         across_heads = [
             label
@@ -112,10 +117,11 @@ class Job:
             self._check_tensor_parallel(across_heads)
 
     def _check_tensor_parallel(self, across_heads: Sequence[str]) -> None:
-        """Refuse what would let ranks do different things, or what needs all heads in one process.
+        """Refuse options with which the ranks may not do the same, and methods that need all KV heads in
+        one process.
 
         Args:
-            across_heads: the methods that do not choose for each KV head by itself.
+            across_heads: the labels of the methods that do not choose for each KV head by itself.
 
         Raises:
             KVError: naming the methods.
@@ -130,23 +136,24 @@ class Job:
 
     @cached_property
     def self_descriptions(self) -> dict[str, dict[str, Any]]:
-        """How every method describes itself (`describe_itself`), asked once; by label."""
+        """What `describe_itself` returns for each method, by label."""
         return {
             label: describe_itself(label, method) for label, (method, _) in self.methods.items()
         }
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """See `Plan.meta`; made once, as it digests files."""
+        """See `Plan.meta`. Computed once, since it digests files."""
         return self.plan.meta()
 
     @cached_property
     def units(self) -> Selection:
-        """The units of the first `limit` contexts, and the shard's part of them; made once, as a
-        benchmark has tens of millions of tokens.
+        """The units of the first `limit` contexts, and those of the job's shard. Computed once, since
+        the examples of a benchmark have tens of millions of tokens.
 
         Raises:
-            KVError, TaskError: what the plan refuses to run; a record that would be taken for another.
+            KVError: two records of the task would have one example id.
+            KVError, TaskError: see `Plan.units`.
         """
         units = self.plan.units(self.session, self.methods)
         for name, count in Counter(name for unit in units for name in unit.record_ids).items():
@@ -167,7 +174,8 @@ class Job:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each thing about the job's examples that its numbers do not show."""
+        """A line for every dataset that the limit excludes, and one for prompts that are longer than the
+        model's positions."""
         lines = []
         if self.units.left_out:
             lines.append(
@@ -188,7 +196,7 @@ class Job:
 
     @cached_property
     def runs(self) -> dict[str, RunIdentity]:
-        """The run of each method: whatever changes its scores, its names and its folder."""
+        """The identity of each method's run, by label."""
         names = {"experiment": self.experiment, "model": self.session.spec.label, "task": self.task}
         settings_of_job = self._settings_of_job()
         runs = {}
@@ -205,7 +213,7 @@ class Job:
         return runs
 
     def _settings_of_job(self) -> dict[str, Any]:
-        """What changes the scores of every method of the job, as the hash and the manifest have it."""
+        """The settings that change the scores of all methods, as the hash and the manifest have them."""
         session = self.session
         model = {name: value for name, value in vars(session.spec).items() if name not in PLACEMENT}
         settings: dict[str, Any] = {
@@ -218,17 +226,18 @@ class Job:
             "timeout_s": session.example_timeout,  # as older manifests call it
             "seed": session.seed,
         }
-        if not session.sampling.greedy:  # the number of samples adds records and changes none
+        if not session.sampling.greedy:
+            # Without the number of samples: more samples add records and change none.
             settings["sampling"] = {
                 "temperature": session.sampling.temperature,
                 "top_p": session.sampling.top_p,
             }
-        if session.decode != "auto":  # a run goes on with the decoding that it began with
+        if session.decode != "auto":  # so that a run continues with the decoding that it began with
             settings["decode"] = session.decode
         return settings
 
     def manifest(self, label: str) -> dict[str, Any]:
-        """Where the records of method `label` come from."""
+        """The manifest of the run of the method with this label."""
         manifest = {
             **self.runs[label].names,
             "identity": self.runs[label].settings,
@@ -242,7 +251,7 @@ class Job:
         return redact(manifest)
 
     def record(self, outcome: Outcome) -> dict[str, Any]:
-        """An outcome with what the job knows of it."""
+        """The record of an outcome: the fields that the job knows, and those of the outcome."""
         method, _ = self.methods[outcome.method]
         return {
             **dict.fromkeys(COMMON_FIELDS),
@@ -259,36 +268,38 @@ class Job:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job left behind.
+    """The result of a job.
 
     Attributes:
-        folders: run folder by method label.
-        failed: records of this job with a status other than ok, old ones included.
-        written: records written now (the others were there already).
-        records: records of this job that there are.
-        complete: whether every unit has a record of every method, those of other shards included.
+        folders: the run folder of each method, by label.
+        failed: the number of this job's records with a status other than ok.
+        written: the number of records that were written now; the others were on disk before.
+        records: the number of this job's records.
+        complete: whether every unit, those of other shards included, has a record of every method.
     """
 
     folders: Mapping[str, Path]
     failed: int
     written: int
-    records: int = 0
-    complete: bool = True
+    records: int
+    complete: bool
 
 
 def run_job(job: Job, progress: Progress | None = None) -> JobResult:
-    """Run what is not on disk yet; every record is written before the next group of units starts.
+    """Run the units of a job that lack records. All records of a group of units are written before the
+    next group starts.
 
     Raises:
-        KVError, TaskError, ModelError: what cannot be run, before a model is loaded where possible.
-        StoreError: another process holds a folder, or the disk is full.
+        KVError, TaskError, ModelError: the job cannot be run; raised before the model is loaded where
+            possible.
+        StoreError: another process writes to a run folder, or the disk is full.
         DeviceLost: nothing more can be run in this process.
     """
     if job.session.example_timeout is not None and not in_main_thread():
         raise KVError(
             f"example_timeout is {job.session.example_timeout}; allowed outside the main thread: null"
         )
-    if not device_is_usable(job.session.device):  # of an earlier job in this process
+    if not device_is_usable(job.session.device):  # an earlier job of this process lost it
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     for warning in job.warnings:
         log.warning("%s x %s: %s", job.session.spec.label, job.task, warning)
@@ -300,13 +311,13 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         work = _work_left(job, stores)
         progress = Progress() if progress is None else progress
         progress.begin(work, len(job.units.own))
-        if work and work[0][0].examples:  # a probe may measure seconds
+        if work and work[0][0].examples:  # not for probes, since some measure seconds
             stack.enter_context(progress.watching(job.session.model))
         measures = ("score", *job.meta.get("measures", ()))
 
         def save(outcomes: Sequence[Outcome]) -> None:
             nonlocal written
-            if not stores:  # the first rank writes
+            if not stores:  # only the first rank writes
                 return
             for outcome in outcomes:
                 record = job.record(outcome)
@@ -321,38 +332,43 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         records = sum(len(store.done & own_ids) for store in stores.values())
     complete = True
     if job.shard is not None:
-        wanted = job.units.ids_within_limit
-        complete = all(wanted <= recorded(folder) for folder in folders.values())
+        all_ids = job.units.ids_within_limit
+        complete = all(all_ids <= recorded(folder) for folder in folders.values())
     return JobResult(folders, failed, written, records, complete)
 
 
 def _of_contexts(units: Sequence[Unit], contexts: Sequence[str]) -> list[Unit]:
-    """The units that ask these contexts."""
-    wanted = set(contexts)
-    return [unit for unit in units if (unit.context or unit.id) in wanted]
+    """The units that belong to these contexts."""
+    chosen = set(contexts)
+    return [unit for unit in units if (unit.context or unit.id) in chosen]
 
 
 def _load_model_if_needed(job: Job) -> None:
-    """Load the model, if the job has records to make and needs one for them: before the clock of the
-    first example starts, and before there is a folder for results that a model which cannot be loaded
-    will not give."""
-    if job.meta.get("subject") is not None:  # what the numbers are about is no model
+    """Load the model if the job lacks records and needs a model for them.
+
+    So it is loaded before the clock of the first example starts, and a model that cannot be loaded
+    leaves no empty folders.
+    """
+    if job.meta.get("subject") is not None:  # the numbers are not about a model
         return
-    wanted = job.units.own_ids
-    lacks_records = any(wanted - recorded(run.folder) for run in job.runs.values())
+    ids = job.units.own_ids
+    lacks_records = any(ids - recorded(run.folder) for run in job.runs.values())
     if job.retry_failed or lacks_records:
-        job.session.model  # noqa: B018 - loaded when first asked for
+        job.session.model  # noqa: B018 - the property loads the model
 
 
 def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
-    """The stores of all methods, locked until the stack is left, with their manifests; none on any rank
-    but the first, which writes for all."""
+    """Open and lock the store of each method, until the stack is closed, and write its manifest.
+
+    Returns:
+        The stores by label; none on any rank but the first, which writes the records of all.
+    """
     stores: dict[str, RecordStore] = {}
     rank, _ = job.session.spec.place
     if rank != 0:
         return stores
     suffix = None if job.shard is None else job.shard.suffix
-    # In one order, so that two jobs that share methods cannot wait for each other.
+    # Sorted, so that two jobs with the same methods do not wait for each other's locks.
     for label, run in sorted(job.runs.items(), key=lambda item: item[0]):
         store = RecordStore(run.folder, job.lock_timeout, suffix, job.results_dir)
         stores[label] = stack.enter_context(store)
@@ -364,8 +380,8 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
 
 
 def _work_left(job: Job, stores: Mapping[str, RecordStore]) -> list[Work]:
-    """The units of the job that lack records, each with the methods whose records it lacks. The first
-    rank says which these are, before it writes any."""
+    """The units of the job that lack records, each with the methods whose records it lacks. All ranks
+    take those that the first rank finds before it writes any record."""
     done: dict[str, set[str]] = {}
     for label, run in job.runs.items():
         done[label] = set(stores[label].done if stores else recorded(run.folder))

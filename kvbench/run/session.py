@@ -1,4 +1,4 @@
-"""What one job runs on: a model and its tokenizer, loaded when first needed."""
+"""The model of a job, its tokenizer and its settings. Model and tokenizer are loaded when first used."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Session:
     Attributes:
         seed: seeds the methods' draws (and random weights).
         compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_batch`.
-        decode: how decode steps run, see `kvbench.engine.graphs`; "compiled" alone may round otherwise.
+        decode: how decode steps run (`kvbench.engine.graphs`); only "compiled" may round differently.
         sampling: how the tokens of an answer are chosen, and how many answers are given.
-        example_timeout: seconds; an example that takes longer is recorded as a timeout; None: no limit.
-        shared: tokenizers and models that the sessions of a process hand on, see `once`.
+        example_timeout: the seconds after which an example is recorded as a timeout; None: no limit.
+        shared: what earlier sessions of this process have loaded, for `once`.
     """
 
     spec: ModelSpec
@@ -49,27 +49,27 @@ class Session:
     def __post_init__(self) -> None:
         check_options(self, "", KVError)
         check_decode(self.decode, self.device)
-        compiler = os.environ.get("CXX", "g++")  # as torch does
+        compiler = os.environ.get("CXX", "g++")  # the one that torch will call
         if self.decode == "compiled" and self.device.type == "cpu" and not which(compiler):
             raise KVError(
                 f"decode is 'compiled' and there is no C++ compiler {compiler!r}; allowed: "
                 "CXX=<a compiler> in the environment, or decode=auto"
             )
 
-    def once(self, what: str, settings: object, make: Callable[[], Any]) -> Any:
-        """Make a tokenizer, a model or the like, or take the one that an earlier session with this
-        `shared` made. Only the last one of a kind is kept.
+    def once(self, kind: str, settings: object, load: Callable[[], Any]) -> Any:
+        """Load an object, or take the one that an earlier session with the same `shared` loaded. Only
+        the last object of each kind is kept.
 
         Args:
-            what: its kind.
-            settings: what it depends on beside the model's spec; where they differ, a new one is made.
-            make: makes it.
+            kind: "model", "tokenizer" or "examples".
+            settings: what the object depends on beside the model's spec.
+            load: loads the object, where the one that is kept has another spec or other settings.
         """
         key = repr((self.spec, settings))
-        if self.shared.get(what, ("", None))[0] != key:
-            self.shared.pop(what, None)
-            self.shared[what] = key, make()
-        return self.shared[what][1]
+        if self.shared.get(kind, ("", None))[0] != key:
+            self.shared.pop(kind, None)
+            self.shared[kind] = key, load()
+        return self.shared[kind][1]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -79,7 +79,9 @@ class Session:
     @cached_property
     def encoder(self) -> PromptEncoder:
         """Encodes text to token ids, with the tokens that this model has before and after a prompt."""
-        load_config(self.spec)  # before anything is fetched for a model that cannot be run
+        load_config(
+            self.spec
+        )  # refuses a model that cannot be run, before its tokenizer is fetched
         return model_encoder(self.tokenizer, self.spec)
 
     @cached_property
@@ -91,25 +93,24 @@ class Session:
 
     @cached_property
     def graphs(self) -> StepGraphs:
-        """How the model's decode steps run."""
+        """Runs the model's decode steps in the way that `decode` names."""
         return StepGraphs(self.decode)
 
     @cached_property
     def warmed(self) -> set[str]:
-        """Methods whose kernels have been launched, by label; see `kvbench.run.plan.TaskPlan`."""
+        """The labels of the methods that `kvbench.run.plan` has warmed up."""
         return set()
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """Ids of the tokens that end an answer."""
+        """The ids of the tokens that end an answer."""
         return end_token_ids(self.model, self.tokenizer) | self.encoder.end_ids
 
     def stopping(self, example: Example, answers: int = 1) -> Stopping:
         """The rule by which this model's answer to an example ends.
 
         Args:
-            answers: examples that are answered together; they may take so many times the example's
-                time.
+            answers: how many answers are decoded together; each of them may take the time of all.
         """
         seconds = self.example_timeout
         return Stopping(

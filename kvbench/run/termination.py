@@ -1,5 +1,5 @@
-"""On SIGTERM a job finishes the current example and then ends; after the last example it first writes
-the tables and the page."""
+"""Ends the process on SIGTERM, but only when the example in progress is finished; after the last example
+only when the tables and the page are written."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ TERMINATED = 143
 """Exit status after SIGTERM, as a shell reports it."""
 
 WAIT_NOTICE = "kvbench: SIGTERM: finishing what is in progress first; another one ends it at once\n"
-"""What a first SIGTERM is answered with on stderr."""
+"""Printed on stderr at the first SIGTERM."""
 
 
 class Terminated(SystemExit):
-    """Raised after a SIGTERM; all finished records are on disk."""
+    """Raised to end the process after a SIGTERM, when all finished records are on disk."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)
 
 
+# Both are global, since a signal comes to the process.
 _busy = False
-"""Whether this process has something to finish first, an example or a page."""
+"""Whether an example or a page is in progress, which SIGTERM must not interrupt."""
 
 _asked = False
-"""Whether SIGTERM came while there was. The state is the process's, since signals come to a process."""
+"""Whether SIGTERM came while `_busy` was true."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """While this lasts, SIGTERM ends the process, after the example in progress; a second one at once.
+    """Within this context SIGTERM ends the process when the example in progress is finished; a second
+    SIGTERM ends it at once.
 
         with terminable():
             for example in examples:
                 with finished_first():
                     ...  # finished even if SIGTERM comes now; Terminated is raised afterwards
 
-    SIGTERM is left as it is outside the main thread, and where it has a handler already: in a job on
-    Slurm it announces that the job is preempted, and one that ends by itself is not put back into the
-    queue.
+    Nothing is changed outside the main thread, and where SIGTERM has a handler already. In a job on
+    Slurm that handler puts the job back into the queue when it is preempted, which a job that had ended
+    by itself would not be.
     """
     global _asked
     ours = in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -59,13 +61,13 @@ def terminable() -> Iterator[None]:
 
 
 def _handle(_signal: int, _frame: FrameType | None) -> None:
-    """Note a first SIGTERM while an example runs; end the process at any other."""
+    """Note the first SIGTERM if an example is in progress; end the process otherwise."""
     global _asked
     if _asked or not _busy:
         raise Terminated
     _asked = True
     if sys.__stderr__ is not None:  # without it, descriptor 2 may belong to another file
-        # Not by Python's buffer, whose own writing the signal may have interrupted.
+        # Not by print: the signal may have interrupted another write to Python's buffer.
         with suppress(OSError):
             os.write(2, WAIT_NOTICE.encode())
 
@@ -75,11 +77,11 @@ def finished_first(*, more: bool = False) -> Iterator[None]:
     """Within this context, inside `terminable`, SIGTERM does not interrupt.
 
     Args:
-        more: what comes after the context is to be finished, too, as the page after the last example:
-            SIGTERM goes on waiting until another such context, without more, ends.
+        more: SIGTERM must not interrupt what follows the context either, such as the page after the last
+            example. That ends with the next such context without `more`, or with `end_if_asked`.
 
     Raises:
-        Terminated: at the end of the context, if SIGTERM came and there is no more.
+        Terminated: at the end of a context without `more`, if SIGTERM came.
     """
     global _busy
     _busy = True
@@ -93,7 +95,11 @@ def finished_first(*, more: bool = False) -> Iterator[None]:
 
 
 def end_if_asked() -> None:
-    """From here on SIGTERM interrupts again. Raises `Terminated` if it came before."""
+    """Let SIGTERM interrupt again.
+
+    Raises:
+        Terminated: SIGTERM came before.
+    """
     global _busy
     _busy = False
     if _asked:
@@ -102,6 +108,8 @@ def end_if_asked() -> None:
 
 def asks_to_stop(error: BaseException) -> bool:
     """Whether an exception means that a user or the system asked this process to end (Ctrl-C, SIGTERM).
-    Any other is a failure of the code that ran, even a library's ``sys.exit`` or a panic of one written
-    in Rust, which are no `Exception` either."""
+
+    Any other exception is a failure of the code that ran. That includes two that do not derive from
+    `Exception`: a library's ``sys.exit``, and a panic of a library written in Rust.
+    """
     return isinstance(error, KeyboardInterrupt | Terminated)

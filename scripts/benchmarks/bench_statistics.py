@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom, norm
 
+from kvbench.report.marks import standing
 from kvbench.report.stats import (
     ALPHA,
     FEWEST,
@@ -34,7 +35,6 @@ from kvbench.report.stats import (
     differences,
     margin_of,
     mean_intervals,
-    standing,
 )
 
 SIZES = (5, 10, 20, 50, 100, 300)

@@ -16,8 +16,9 @@ from support.tables import data, group_of, totals_of
 import kvbench
 from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
 from kvbench.report import frame
-from kvbench.report.experiment import COLUMNS, Group, group_runs, load_experiment
+from kvbench.report.experiment import Group, group_runs, load_experiment
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
+from kvbench.report.loading import COLUMNS
 from kvbench.report.page import facts_of
 from kvbench.report.table import INTERVAL, LEGEND, TOGETHER
 from kvbench.report.tables import pairs_table, score_table

@@ -20,6 +20,8 @@ from scipy.stats import binom, binomtest, multinomial, norm, studentized_range, 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
 
+from kvbench.report.marks import standing
+from kvbench.report.self_bleu import self_bleu, words_of
 from kvbench.report.stats import (
     ALONE,
     ALPHA,
@@ -32,10 +34,7 @@ from kvbench.report.stats import (
     margin_of,
     mean_intervals,
     median_of,
-    self_bleu,
-    standing,
     together,
-    words_of,
 )
 
 
