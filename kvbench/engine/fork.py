@@ -86,8 +86,8 @@ class Fork:
     def __post_init__(self) -> None:
         if self.method.decoded_by != "kvbench":
             raise KVError(
-                f"method {self.label!r} is decoded by {self.method.decoded_by}, a witness of seconds; "
-                "allowed: task=throughput, or exact, which is the same cache"
+                f"method {self.label!r} is decoded by {self.method.decoded_by}, whose times are "
+                "compared; allowed: task=throughput, or exact, which is the same cache"
             )
         if self.method.whole_pass is not None:
             raise KVError(

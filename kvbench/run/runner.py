@@ -105,7 +105,7 @@ class Job:
         for label, (method, _) in self.methods.items():
             if method.decoded_by not in self.plan.decoders:
                 raise KVError(
-                    f"method {label!r} is decoded by {method.decoded_by}, a witness of seconds; "
+                    f"method {label!r} is decoded by {method.decoded_by}, whose times are compared; "
                     f"allowed: task=throughput (task {self.task} measures what kvbench decodes)"
                 )
         across_heads = [

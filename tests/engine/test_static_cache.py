@@ -49,7 +49,7 @@ def test_only_the_throughput_task_measures_it(tmp_path: Path) -> None:
     methods = {"transformers": (build_method("transformers"), Budget(rate=0.5))}
     prompt = Prompt(PROMPTS[0], [], methods, Stopping(NEW), "x")
     with pytest.raises(
-        KVError, match="decoded by transformers, a witness of seconds; allowed: task=t"
+        KVError, match="decoded by transformers, whose times are compared; allowed: task=t"
     ):
         run_batch(on_kvbench(tiny_model("llama")), [prompt], seed=0)
     with pytest.raises(KVError, match="allowed: task=throughput"):
