@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Lt
 
+from kvbench.catalogue import catalogue
 from kvbench.engine import loading
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.context import decoder, token_ids
@@ -24,10 +26,11 @@ from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
 from kvbench.engine.live import Compression, compressed_generation
-from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.model_spec import ModelError, ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import prefill
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
+from kvbench.errors import nearest
 from kvbench.errors.options import Count, fits, refusal
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 
 Removed = Annotated[float, Ge(0), Lt(1), "the share removed, in [0, 1)"]
 """The type of `compression_ratio`."""
+_ARGUMENTS = ("rate", "sink", "window", "size", "total_rate", "seed", "compress_after")
+"""Arguments of `compress`, which a misspelt option may have meant."""
 Prompt = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat, to which the tokenizer's chat template is applied."""
 
@@ -60,6 +65,12 @@ def load_model(
         ModelError: the model cannot be loaded; the message says what to do.
         UnsupportedModel: kvbench cannot compress the cache of this architecture.
     """
+    if path in catalogue("models") and not Path(path).exists():
+        raise ModelError(
+            f"model {path!r} is a name of the command line; allowed: a folder, an id of the Hub, "
+            "'asset:recall_mini' or 'package:<package>/<file>' (the path in kvbench show model="
+            f"{path})"
+        )
     spec = ModelSpec(name=options.pop("name", path), path=path, **options)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, spec.dtype)
@@ -71,7 +82,7 @@ def compress(
     model: Any,
     method: str | Method,
     *,
-    rate: float = Budget.rate,
+    rate: float | None = None,
     sink: int = Budget.sink,
     window: int = Budget.window,
     size: int | None = None,
@@ -99,14 +110,15 @@ def compress(
     Args:
         model: a causal language model of transformers, or a vision-language model with one in it.
         method: a name (see ``kvbench list methods``) or a `Method`.
-        rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A prompt within its
-            capacity is kept exactly, until a method that evicts has filled its cache.
+        rate, sink, window, size, total_rate: the budget, by one of rate, size and total_rate; see
+            `kvbench.kv.Budget`. A prompt within its capacity is kept exactly, until a method that evicts
+            has filled its cache.
         seed: the seed of the method's draws, which depend on seed, prompt and layer alone.
         compress_after: "prompt" compresses the tokens of the first forward pass of `generate`, which is
             its default; "context" compresses the text given to ``session.read``, which allows nothing
             else.
         compression_ratio: kvpress's form of a budget, the share of the whole prompt that is removed:
-            0.75 is ``total_rate=0.25``. It excludes `total_rate`.
+            0.75 is ``total_rate=0.25``. It excludes `rate`, `size` and `total_rate`.
         options: options of a method given by name, ``preset="released"`` among them.
 
     Returns:
@@ -123,10 +135,11 @@ def compress(
     if compression_ratio is not None:
         if not fits(Removed, compression_ratio):
             raise KVError(refusal("compression_ratio", compression_ratio, Removed))
-        if total_rate is not None:
-            raise KVError("compression_ratio and total_rate are given; allowed: one of the two")
+        for name, value in (("rate", rate), ("size", size), ("total_rate", total_rate)):
+            if value is not None:
+                raise KVError(f"compression_ratio and {name} are given; allowed: one of the two")
         total_rate = 1 - compression_ratio
-    budget = Budget(rate, sink, window, size, total_rate)
+    budget = _budget(rate, sink, window, size, total_rate)
     return compressed_generation(Compression(model, built, budget, label, seed, compress_after))
 
 
@@ -136,7 +149,7 @@ def compare(
     prompt: Prompt | Sequence[str] | Mapping[str, Prompt],
     methods: Sequence[str | Method] | Mapping[str, str | Method],
     *,
-    rate: float | Sequence[float] = Budget.rate,
+    rate: float | Sequence[float] | None = None,
     sink: int = Budget.sink,
     window: int = Budget.window,
     size: int | None = None,
@@ -182,7 +195,7 @@ def compare(
     rates: list[Any] = [rate]
     if isinstance(rate, list | tuple) and rate:
         rates = list(rate)
-    budgets = {share: Budget(share, sink, window, size, total_rate) for share in rates}
+    budgets = {share: _budget(share, sink, window, size, total_rate) for share in rates}
     prompts = _named_prompts(prompt)
     references = _references_of(reference, prompts)
     if not fits(Count, max_new_tokens):
@@ -238,7 +251,7 @@ def kept(
     prompt: Prompt,
     method: str | Method,
     *,
-    rate: float = Budget.rate,
+    rate: float | None = None,
     sink: int = Budget.sink,
     window: int = Budget.window,
     size: int | None = None,
@@ -269,7 +282,7 @@ def kept(
     model = _uncompiled(model)
     label, built = _method(method, options)
     ids = _token_ids(tokenizer, prompt)
-    budget = Budget(rate, sink, window, size, total_rate)
+    budget = _budget(rate, sink, window, size, total_rate)
     fork = Fork(label, built, budget, seed, prompt_name(ids), room=0)
     with kvbench_attention_on(model):
         layers = compressible_layers(model)
@@ -295,6 +308,21 @@ def _uncompiled(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
+def _budget(
+    rate: float | None, sink: int, window: int, size: int | None, total_rate: float | None
+) -> Budget:
+    """The budget of a call; the default rate where it names none of rate, size and total_rate.
+
+    Raises:
+        KVError: it names two of them, or an impossible one.
+    """
+    named = {"rate": rate, "size": size, "total_rate": total_rate}
+    texts = [f"{name} is {value}" for name, value in named.items() if value is not None]
+    if len(texts) > 1:
+        raise KVError(f"{' and '.join(texts)}; allowed: one of rate, total_rate and size")
+    return Budget(Budget.rate if rate is None else rate, sink, window, size, total_rate)
+
+
 def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Method]:
     """The label of a method and the method itself, made if it is given by name.
 
@@ -302,7 +330,11 @@ def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Meth
         KVError: neither a name nor a `Method`, or options for a `Method`.
     """
     if isinstance(method, str):
-        return method, build_method(method, **options)
+        try:
+            return method, build_method(method, **options)
+        except KVError as error:
+            unknown = (name for name in options if f"has no option {name!r}" in str(error))
+            raise KVError(f"{error}{nearest(next(unknown, ''), _ARGUMENTS)}") from error
     if not isinstance(method, Method):
         raise KVError(f"method is {method!r}; allowed: a name or a kvbench Method")
     if options:

@@ -11,9 +11,10 @@ import torch
 from support.generation import CONTEXT, SMALL, Letters, state_of, tiny_model
 from support.tiny import Everything, Greedy
 
-from kvbench import compare, compress
+from kvbench import compare, compress, load_model
 from kvbench.engine.context import Context
-from kvbench.kv import Budget, KVError
+from kvbench.errors import UserError
+from kvbench.kv import Budget
 from kvbench.methods import build_method
 
 
@@ -45,6 +46,10 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     ),
     (_compress("snapkv", window=-1), r"budget.window is -1; allowed: an integer >= 0$"),
     (_compress("snapkv", kernel=3), "has no option 'kernel'"),
+    (_compress("snapkv", rat=0.5), "has no option 'rat'.*did you mean 'rate'"),
+    (_compress("snapkv", rate=0.25, size=100), "rate is 0.25 and size is 100; allowed: one of"),
+    (_compress("snapkv", rate=0.25, compression_ratio=0.75), "ratio and rate are given; allowed"),
+    (lambda model: load_model("recall_mini"), "is a name of the command line; allowed: a folder"),
     (_compress(Everything(), kernel=3), "made already"),
     (_compress(7), "a name or a kvbench Method"),
     (_compress("snapkv", compression_ratio=1), "compression_ratio is 1; allowed: the share"),
@@ -68,7 +73,7 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "message"), WRONG)
 def test_wrong_arguments_are_refused_in_one_line(call: Callable[[Any], Any], message: str) -> None:
-    with pytest.raises(KVError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         call(tiny_model("llama"))
     assert "\n" not in str(error.value)
 

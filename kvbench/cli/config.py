@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le, MinLen, Predicate
+from annotated_types import Ge, Le, Predicate
 from hydra import initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -42,7 +42,15 @@ from kvbench.errors import (
     presentable,
     text_of,
 )
-from kvbench.errors.options import Count, NonNegative, Positive, Whole, check_options, hints_of
+from kvbench.errors.options import (
+    Count,
+    NonNegative,
+    Positive,
+    Whole,
+    allowed,
+    check_options,
+    hints_of,
+)
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
 from kvbench.tasks.base import Task
@@ -83,6 +91,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
         UserError: an override that Hydra would follow and kvbench must not, see `_refuse`.
     """
     typed_keys = {text.partition("=")[0] for text in overrides}
+    _refuse_two_budgets(overrides)
     result: list[str] = []
     for text in overrides:
         key, _, value = text.partition("=")
@@ -105,6 +114,20 @@ def expanded(overrides: Sequence[str]) -> list[str]:
             if len(values) == 1 and folder.is_dir():  # ./a, a/ and /x/a are labelled alike
                 result.append(f"model.name='{folder.resolve().name}'")
     return result
+
+
+def _refuse_two_budgets(overrides: Sequence[str]) -> None:
+    """Refuse a budget that is typed twice. `Budget` cannot see it where one value is the default.
+
+    Raises:
+        UserError: one line.
+    """
+    pairs = [text.partition("=")[::2] for text in overrides]
+    keys = ("budget.rate", "budget.size", "budget.total_rate")
+    typed = {key: value for key, value in pairs if key in keys and value != "null"}
+    if len(typed) > 1:
+        named = " and ".join(f"{key} is {value}" for key, value in typed.items())
+        raise UserError(f"{named}; allowed: one of rate, total_rate and size")
 
 
 def _refuse(key: str, value: str) -> None:
@@ -252,7 +275,6 @@ Folder = Annotated[str, Predicate(lambda text: bool(text) and "\0" not in text),
 Keys = Annotated[Mapping[str, Any], "its keys"]
 Chosen = Annotated[
     Mapping[str, Any],
-    MinLen(1),
     "method=[...] to choose one or more, methods.<method>.<option>=... to set options",
 ]
 Device = Annotated[
@@ -311,6 +333,8 @@ class Settings:
                 names = ", ".join(known)
                 raise UserError(f"unknown key {key!r}{nearest(key, list(known))}; allowed: {names}")
         settings = Settings(**{key: values.get(key) for key in known})
+        if not settings.methods:
+            raise UserError(f"no method is chosen; allowed: {allowed(known['methods'])}")
         check_options(settings, "", UserError)
         constructed(settings.budget, "budget", Budget)
         constructed(settings.sampling, "sampling", Sampling)

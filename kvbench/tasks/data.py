@@ -154,7 +154,10 @@ def parsed_json(task: str, place: str, text: bytes) -> Any:
     except UnicodeDecodeError as problem:
         raise TaskError(f"{task}: {place} is not UTF-8 (byte {problem.start})") from problem
     except (ValueError, RecursionError) as problem:
-        raise TaskError(f"{task}: {place} is not complete JSON ({problem})") from problem
+        why = str(problem)
+        if isinstance(problem, json.JSONDecodeError) and problem.lineno == 1:
+            why = f"{problem.msg}: column {problem.colno}"  # the line is that of `place`
+        raise TaskError(f"{task}: {place} is not complete JSON ({why})") from problem
 
 
 # the Hub
@@ -352,12 +355,21 @@ class Source:
         if not self.paths:
             assert self.dataset is not None
             stem = self.dataset.rpartition("/")[2]
-            option = "task.files=[<file>]" if self.local is None else "task.data=<folder or zip>"
             rows = hub_rows(
-                self.task, self.dataset, self.config, self.split, self.revision, instead=option
+                self.task,
+                self.dataset,
+                self.config,
+                self.split,
+                self.revision,
+                instead=self._local_option,
             )
             for number, row in enumerate(rows, start=1):
                 yield f"{self.dataset} row {number}", stem, row
+
+    @property
+    def _local_option(self) -> str:
+        """The option that names a local copy of the rows."""
+        return "task.files=[<file>]" if self.local is None else "task.data=<folder or zip>"
 
     def check_files(self) -> None:
         """Read the local files of `files` once, so that a wrong one is refused early.
@@ -393,6 +405,6 @@ class Source:
         except Exception as problem:
             raise TaskError(
                 f"{self.task}: {self.dataset!r} cannot be read ({type(problem).__name__}); allowed: a "
-                "dataset on the Hub, and a network"
+                f"dataset on the Hub and a network, or {self._local_option}"
             ) from problem
         return {self.dataset: str(commit)}

@@ -49,7 +49,7 @@ ALONE: list[tuple[str, str]] = [
     ),
     ("--foo", "unrecognized arguments: --foo"),
     ("--multrun", "(did you mean '--multirun'?)"),
-    ("method=[]", "methods is None; allowed: method=[...]"),
+    ("method=[]", "no method is chosen; allowed: method=[...]"),
     ("limit=0", "limit is 0; allowed: an integer >= 1, or null"),
     ("device=tpu", "device is 'tpu'; allowed: auto | cpu | mps | cuda | cuda:N"),
     ("compress_after=never", "compress_after is 'never'; allowed: prompt | context"),
@@ -77,6 +77,10 @@ ALONE: list[tuple[str, str]] = [
         "budget.rate is 0.5 and budget.size is 100; allowed: one of",
     ),
     (
+        "budget.rate=0.25 budget.size=100",  # the default, typed
+        "budget.rate is 0.25 and budget.size is 100; allowed: one of",
+    ),
+    (
         "methods.snapkv.kernel_size=8",
         "methods.snapkv.kernel_size is 8; allowed: an odd integer >= 1",
     ),
@@ -100,7 +104,10 @@ ALONE: list[tuple[str, str]] = [
         "task=jsonl task.files=[empty.jsonl]",
         "empty.jsonl is empty; allowed: a row for each context",
     ),
-    ("task=jsonl task.files=[broken.jsonl]", "broken.jsonl line 2 is not complete JSON"),
+    (
+        "task=jsonl task.files=[broken.jsonl]",
+        "broken.jsonl line 2 is not complete JSON (Expecting value: column 1)",
+    ),
     ("results_dir=empty.jsonl", "empty.jsonl: Not a directory; allowed: a folder that can be made"),
     ("model=./nowhere", "model path './nowhere' does not exist; allowed: a folder with a model"),
     ("reproduce all foo", "cannot read 'foo'"),

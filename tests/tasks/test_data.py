@@ -49,7 +49,11 @@ def test_files_folders_archives_and_parquet_give_the_same_rows(tmp_path: Path) -
 
 REPOSITORY = {"dataset": "some/set", "archive": "data.zip", "file": "a.jsonl"}
 REFUSED: list[tuple[dict[str, Any], bytes, str]] = [  # source, the file of that name, message
-    ({"files": ("a.jsonl",)}, b'{}\n{"text": "Te', "line 2 is not complete JSON"),
+    (
+        {"files": ("a.jsonl",)},
+        b'{}\n{"text": "Te',
+        r"line 2 is not complete JSON \(Unter.*: column 10\)",
+    ),
     ({"files": ("a.jsonl",)}, b'{}\n{"a": "\xff"}', r"line 2 is not UTF-8 \(byte 7\)"),
     ({"files": ("a.jsonl",)}, b"[1]\n", "row 1 is not an object with fields"),
     ({"files": ("a.jsonl",)}, b"[" * 50_000, "line 1 is not complete JSON"),
