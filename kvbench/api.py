@@ -33,7 +33,7 @@ from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, fits, refusal
 from kvbench.kv import Budget, KVError
-from kvbench.methods import build_method
+from kvbench.methods import build_method, option_names
 from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.needle import word_recall
@@ -330,11 +330,12 @@ def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Meth
         KVError: neither a name nor a `Method`, or options for a `Method`.
     """
     if isinstance(method, str):
-        try:
-            return method, build_method(method, **options)
-        except KVError as error:
-            unknown = (name for name in options if f"has no option {name!r}" in str(error))
-            raise KVError(f"{error}{nearest(next(unknown, ''), _ARGUMENTS)}") from error
+        known = option_names(method)
+        for option in set(options).difference(known):
+            meant = nearest(option, [*known, *_ARGUMENTS])
+            if meant != nearest(option, known):
+                raise KVError(f"method {method!r} has no option {option!r}{meant}")
+        return method, build_method(method, **options)
     if not isinstance(method, Method):
         raise KVError(f"method is {method!r}; allowed: a name or a kvbench Method")
     if options:

@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.kv import KVError
 from kvbench.methods.base import Held, Method, check_known
 
-__all__ = ["Held", "Method", "available_methods", "build_method", "method_class"]
+__all__ = ["Held", "Method", "available_methods", "build_method", "method_class", "option_names"]
 
 
 def available_methods() -> list[str]:
@@ -69,6 +69,16 @@ def build_method(name: str, preset: str | None = None, **options: Any) -> Method
     for option in options:
         check_known(f"method {name!r} has no option {option!r}", option, known_options)
     return method(**{**preset_options, **options})
+
+
+def option_names(name: str) -> list[str]:
+    """The names of a method's options; `name` is that of a method or of a method and its preset.
+
+    Raises:
+        KVError: an unknown name, with the nearest known one.
+    """
+    method, _ = _split_preset(name)
+    return [field.name for field in dataclasses.fields(method_class(method))]
 
 
 def _split_preset(name: str) -> tuple[str, str | None]:
