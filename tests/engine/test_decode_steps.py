@@ -94,8 +94,15 @@ def generate(path: str, n: int, method: Method, budget: Budget = ROOM) -> Any:
     """A generation of `NEW` tokens from an n-token prompt: what the path says of it."""
     ids, model = prompt_ids(n), tiny_model("llama")
     if path == "live":
-        share = {"rate": budget.rate, "sink": budget.sink, "window": budget.window}
-        with compress(model, method, size=budget.size, **share) as session:  # type: ignore[arg-type]
+        rate = budget.rate if budget.size is None else None
+        with compress(
+            model,
+            method,
+            rate=rate,
+            sink=budget.sink,
+            window=budget.window,
+            size=budget.size,
+        ) as session:
             model.generate(torch.tensor([ids]), min_new_tokens=NEW, max_new_tokens=NEW)
         return session.rows[0]
     model.set_attn_implementation("kvbench")
