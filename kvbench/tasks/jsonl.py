@@ -7,7 +7,7 @@ scores the answer. A benchmark is several such data sets (`subsets`), each with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -23,8 +23,8 @@ from kvbench.tasks.base import Example, NewTokens, Task, TaskError
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_context, encode_question, split_template
 from kvbench.tasks.jsonl_fields import ROLES, FieldReader, Row
-from kvbench.tasks.metrics import METRICS, check_metric
-from kvbench.tasks.metrics_text import Key, contains_any
+from kvbench.tasks.metrics import METRICS, OF_LETTERS, check_metric
+from kvbench.tasks.metrics_text import Key, contains_for_good
 from kvbench.tasks.template import PromptTemplate
 
 CONTEXT_END = "\ue000\ue001"
@@ -118,6 +118,7 @@ class Jsonl(Task):
     """
 
     name: ClassVar[str] = "jsonl"
+    version: ClassVar[int] = 2
     unhashed: ClassVar[tuple[str, ...]] = ("files", "data", "revision", "per_dataset")
 
     files: Sequence[str] = ()
@@ -304,7 +305,7 @@ class Jsonl(Task):
                 "question": reader.text("question", question_row, place),
                 "choices": choices,
             }
-            answers = reader.texts("answers", question_row, place)
+            answers = reader.answers(question_row, place, letters=self.metric in OF_LETTERS)
             head, tail = self._rendered({**question_row, **texts})
             question_id = row_id if len(questions) == 1 else f"{row_id}-q{question_number}"
             yield _Prompt(question_id, dataset, head, tail, answers, choices, breakdowns)
@@ -351,15 +352,19 @@ class Jsonl(Task):
                 context_id=None if len(group) == 1 else group[0].id,
                 history=HISTORIES[self.golden_turns],
                 golden=", ".join(prompt.answers) if self.metric == "contains_all" else None,
-                settled=partial(contains_any, prompt.answers)
-                if self.metric == "contains"
-                else None,
+                settled=self._settled(prompt),
                 fields={**prompt.fields, "truncated_tokens": len(full_context) - len(context)},
                 metric=self.metric,
                 key=Key(prompt.answers, prompt.choices, self.pattern),
             )
             for prompt, question in zip(group, questions, strict=True)
         ]
+
+    def _settled(self, prompt: _Prompt) -> Callable[[str], bool] | None:
+        """See `Example.settled`. An answer that later prompts quote is not cut."""
+        if self.metric != "contains" or self.golden_turns is False:
+            return None
+        return partial(contains_for_good, prompt.answers)
 
     def _with_or_without_chat(self, encoder: PromptEncoder) -> PromptEncoder:
         """The encoder with a chat template or without one, as `chat` says.

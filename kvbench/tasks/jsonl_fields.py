@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import regex
 
 from kvbench.errors import nearest
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.metrics_text import REGEX_SECONDS
+from kvbench.tasks.metrics_text import REGEX_SECONDS, option_letter
 from kvbench.tasks.template import PromptTemplate
 
 Row = Mapping[str, Any]
@@ -111,11 +112,37 @@ class FieldReader:
             return ()
         if isinstance(value, Mapping):
             return (json.dumps(value, ensure_ascii=False),)
-        is_single = isinstance(value, str) or not isinstance(value, Sequence)
-        values = [value] if is_single else list(value)
+        values = _listed(value)
         if not values or not all(isinstance(text, str | int | float) for text in values):
             raise self._wrong(role, value, place, "a text, a number, or a list of them")
         return tuple(map(str, values))
+
+    def answers(self, row: Row, place: str, *, letters: bool) -> tuple[str, ...]:
+        """The acceptable answers of a row.
+
+        Args:
+            letters: whether each must be an option: its letter, its text, or its index from 0, which
+                becomes its letter.
+
+        Raises:
+            TaskError: as `texts`; an answer that is blank, or is no option where it must be one.
+        """
+        answers = self.texts("answers", row, place)
+        if not all(map(str.strip, answers)):
+            value = self.value("answers", row, place)
+            raise self._wrong("answers", value, place, "text that is not blank")
+        if not letters:
+            return answers
+        value = self.value("answers", row, place)
+        options = _listed(self.value("choices", row, place) or ())
+        keys = [option_key(answer, options) for answer in _listed(value)]
+        allowed = "a letter; with task.fields.choices also an option's text or its index from 0"
+        if options:
+            last = string.ascii_uppercase[min(len(options), 26) - 1]
+            allowed = f"a letter A to {last}, an option's text, or its index from 0"
+        if None in keys:
+            raise self._wrong("answers", value, place, allowed)
+        return tuple(key for key in keys if key is not None)
 
     def questions(self, row: Row, place: str) -> list[Row]:
         """Split a row into rows of one question each.
@@ -151,6 +178,25 @@ class FieldReader:
     def _wrong(self, role: str, value: Any, place: str, allowed: str) -> TaskError:
         name = self.fields[role]
         return TaskError(f"jsonl: {place}: field {name!r} is {_shown(value)}; allowed: {allowed}")
+
+
+def option_key(answer: Any, options: Sequence[Any]) -> str | None:
+    """An answer that is an option's text or letter, as text; one that is an option's index from 0, as
+    its letter; None for any other. A whole number is an index (as in MMLU) unless the options are
+    numbers and one of them is this."""
+    choices = [str(option) for option in options]
+    text = str(answer)
+    is_option = option_letter(text, choices) is not None
+    may_be_index = not is_option or (isinstance(answer, int) and answer not in options)
+    if may_be_index and text.isdecimal() and int(text) < min(len(choices), 26):
+        letter = string.ascii_uppercase[int(text)]
+        return choices[int(text)] if letter in choices else letter
+    return text if is_option else None
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """A value that is a list, or a list of the single value."""
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _parsed(text: str) -> Any:

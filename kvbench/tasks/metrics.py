@@ -74,6 +74,9 @@ METRICS: Mapping[str, Metric] = {
 }
 """Every metric by the name that a config gives it."""
 
+OF_LETTERS = frozenset(("choice", "longbench_v2"))
+"""The metrics by which an answer is the letter of an option."""
+
 LM_EVAL: Mapping[str, frozenset[str]] = {
     "longbench.metrics": frozenset(
         (

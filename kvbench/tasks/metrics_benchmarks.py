@@ -97,26 +97,50 @@ def classification(prediction: str, key: Key) -> Mapping[str, float]:
 # MATH data set's authors (arXiv 2103.03874, github.com/hendrycks/math).
 
 
+_FONT = r"\\(?:text(?:bf|it|rm|normal)?|math(?:bf|it|rm|sf)|mbox)\s*"
+_POWER = re.compile(r"\\(?:times|cdot)10\^(?:\{([+-]?\d{1,3})\}|(\d))")
+_UNIT = re.compile(
+    r"(?<=[\d.])(?:\s*\\mathrm\s*\{\s*[A-Za-z]{2,}\s*\}"
+    r"|(?:\s+(?!(?:hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial"
+    r"|or|and|to|times|plus|minus|over|mod|base|pi)\b)[A-Za-z]{2,})++)\s*\Z"
+)
+
+
+def _unwrapped(text: str) -> str:
+    r"""A text without the \text{} or \mathbf{} around it, and with a hyphen for a minus sign."""
+    plain = text.replace("\N{MINUS SIGN}", "-")
+    wrapped = re.fullmatch(rf"\s*{_FONT}\{{([^{{}}]*)\}}\s*", plain)
+    return plain if wrapped is None else wrapped[1]
+
+
 def _number(text: str) -> Decimal | None:
-    """The number that a text is, after thousands' commas and signs of money and per cent are dropped;
-    None for any other text."""
-    plain = re.sub(r"\\[!,; ]|\\?[$%,]|\\text\{[^{}]*\}|\s", "", text)
-    return Decimal(plain) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", plain) else None
+    """The number that an unwrapped text is, after thousands' commas, signs of money and per cent, and
+    units (words of two letters and more) are dropped; None for any other text."""
+    plain = re.sub(r"\\!|\\?[$%]|\\text\{[^{}]*\}", "", text)
+    plain = _UNIT.sub("", re.sub(r"\\[,; ]|~", " ", plain))
+    plain = re.sub(r"\{?,\}?(?=\d{3}(?!\d))", "", re.sub(r"\s", "", plain))
+    plain = _POWER.sub(lambda power: f"e{power[1] or power[2]}", plain)
+    is_number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", plain)
+    return Decimal(plain) if is_number else None
 
 
 def boxed(prediction: str, key: Key) -> dict[str, float]:
     """1 if the last \\boxed{} of a prediction holds an answer, else 0: the same number, or the same
     text once both are normalised. ``null`` is 1 where nothing is boxed."""
     math = lm_eval_module("hendrycks_math.utils")
+    # Alone and without a blank: lm-eval's function prefers a "\boxed " to any "\boxed{" after it.
+    from_last_box = prediction[max(0, prediction.rfind("\\boxed")) :]
+    from_last_box = re.sub(r"\\(boxed|fbox)\s+\{", r"\\\1{", from_last_box)
     try:
-        box = math.last_boxed_only_string(prediction)
-        content = math.remove_boxed(box.replace("\\fbox", "\\boxed", 1))
+        box = math.last_boxed_only_string(from_last_box)
+        content = _unwrapped(math.remove_boxed(box.replace("\\fbox", "\\boxed", 1)))
     except (AttributeError, AssertionError, IndexError):  # there is no box, or it is not closed
         return {"score": 0.0, "null": 1.0}
     number = _number(content)
+    answers = map(_unwrapped, key.answers)
     is_right = any(
         math.is_equiv(content, answer) or (number is not None and number == _number(answer))
-        for answer in key.answers
+        for answer in answers
     )
     return {"score": float(is_right), "null": 0.0}
 
@@ -212,11 +236,15 @@ def letter_accuracy(prediction: str, answer: str) -> float:
     return float(predicted_letter[0] == right_letter[0])
 
 
+# Possessive, and from a number's first digit on: to search in a long run of digits takes linear time.
+_SHARE = re.compile(r"(?<!\d)(\d++(?:\.\d*+)?)%")
+
+
 def exponential_similarity(prediction: str, answer: str) -> float:
     """0.5 ** (d / 10), where d is the difference of the first percentages in prediction and answer; 0
     where one of them has none."""
-    predicted_share = re.search(r"(\d+\.?\d*)%", prediction)
-    right_share = re.search(r"(\d+\.?\d*)%", answer)
+    predicted_share = _SHARE.search(prediction)
+    right_share = _SHARE.search(answer)
     if predicted_share is None or right_share is None:
         return 0.0
     return float(0.5 ** (abs(float(predicted_share[1]) - float(right_share[1])) / 10))
@@ -241,12 +269,12 @@ def concordance(prediction: str, answer: str) -> float:
 
 def rouge_2(prediction: str, key: Key) -> dict[str, float]:
     """ROUGE-2 F, and ROUGE-1 and -L F beside it, by the package `rouge` as in the release. A
-    prediction without a word scores 0, where the package raises."""
+    prediction or answer without a word scores 0, where the package raises."""
     from rouge import Rouge
 
     best = {"rouge-1": 0.0, "rouge-2": 0.0}
     if prediction.strip(". \n\t"):
-        for answer in key.answers:
+        for answer in (answer for answer in key.answers if answer.strip(". \n\t")):
             (scores,) = Rouge(metrics=list(best)).get_scores(prediction, answer)
             best = {kind: max(value, float(scores[kind]["f"])) for kind, value in best.items()}
     rouge_l = best_of_answers(longbench_rouge("rouge_score"))(prediction, key)["score"]

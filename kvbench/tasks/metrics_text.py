@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,16 +36,24 @@ class Key:
 
     @property
     def letters(self) -> frozenset[str]:
-        """The letters of the acceptable answers. An answer that is the text of an option becomes the
-        letter of that option; any other answer is taken to be a letter, e.g. ``(b)``."""
-        choices = [choice.strip() for choice in self.choices]
-        letters = set()
-        for answer in map(str.strip, self.answers):
-            if answer in choices:
-                letters.add(string.ascii_uppercase[choices.index(answer)])
-            else:
-                letters.add(answer.strip("().").upper())
-        return frozenset(letters)
+        """The letters of the acceptable answers."""
+        letters = (option_letter(answer, self.choices) for answer in self.answers)
+        return frozenset(letter for letter in letters if letter is not None)
+
+
+def option_letter(answer: str, choices: Sequence[str]) -> str | None:
+    """The letter of the option that an answer key means, by the option's text or by its letter, e.g.
+    ``(b)``; None if it means none."""
+    texts = [choice.strip() for choice in choices[:26]]
+    if answer.strip() in texts:
+        return string.ascii_uppercase[texts.index(answer.strip())]
+    letter = answer.strip().strip("().").upper()
+    return letter if len(letter) == 1 and letter in _letters(choices) else None
+
+
+def _letters(choices: Sequence[str]) -> str:
+    """The letters of the options; all letters where the options are not known."""
+    return string.ascii_uppercase[: len(choices) or None]
 
 
 Metric = Callable[[str, Key], Mapping[str, float]]
@@ -76,23 +85,70 @@ def rouge_scorer(*kinds: str, stem: bool) -> Any:
     return RougeScorer(list(kinds), use_stemmer=stem)
 
 
+_PLAIN = str.maketrans(
+    dict.fromkeys("‘’‚‛′ʼ", "'")
+    | dict.fromkeys("“”„‟″«»", '"')
+    | dict.fromkeys("。．｡۔।։።", ".")
+    | dict.fromkeys("！", "!")
+    | dict.fromkeys("？؟", "?")
+    | {"−": "-"}
+)
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})++(?!,?\d)")
+
+
+def folded(text: str) -> str:
+    """A text for comparisons: NFC, lower case, single blanks, ASCII for typographic quotes, the minus
+    sign and the full stops of other scripts, and 4711 for 4,711."""
+    plain = " ".join(unicodedata.normalize("NFC", text.lower()).translate(_PLAIN).split())
+    return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), plain)
+
+
 def _words(text: str) -> list[str]:
-    """The lower-cased words of a text, made of letters and digits."""
-    return re.findall(r"\w+", text.lower())
+    """The words of a folded text, made of letters and digits."""
+    return re.findall(r"\w+", folded(text))
+
+
+# Chinese and the like have no blanks, so that no letter ends a word there.
+_IN_WORD = r"[\w--[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]]"
+_NO_DIGIT_BEFORE = rf"(?<!{_IN_WORD}|\d\.|(?<![\w.])[-.])"
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+@cache
+def _whole(answer: str) -> Any:
+    """The pattern of a folded answer as a whole word or number. Behind a number may be a unit (5km)."""
+    before = after = ""
+    if answer[:1].isdecimal():
+        before = _NO_DIGIT_BEFORE
+    elif regex.match(_IN_WORD, answer, regex.V1):
+        before = rf"(?<!{_IN_WORD})"
+    if _NUMBER.fullmatch(answer):
+        after = rf"(?!{_IN_WORD}*\d|\.\d)"
+    elif answer[-1:].isdecimal():
+        after = rf"(?!{_IN_WORD}|\.\d)"
+    elif regex.match(_IN_WORD, answer[-1:], regex.V1):
+        after = rf"(?!{_IN_WORD})"
+    return regex.compile(before + regex.escape(answer) + after, regex.V1)
 
 
 def containment(prediction: str, answer: str) -> float:
-    """1 if the prediction contains the answer, else 0. Case, runs of white space, and a ``.``, ``!``
-    or ``?`` at the end of the answer make no difference."""
-    answer_text = " ".join(answer.lower().split())
+    """1 if the prediction contains the answer as whole words or numbers, else 0. Both are `folded`; a
+    ``.``, ``!`` or ``?`` at the end of the answer makes no difference."""
+    answer_text = folded(answer)
     without_end = answer_text.rstrip(".!?") or answer_text
-    return float(without_end in " ".join(prediction.lower().split()))
+    return float(_whole(without_end).search(folded(prediction)) is not None)
 
 
-def contains_any(answers: Sequence[str], text: str) -> bool:
-    """Whether a text contains one of the answers (see `containment`). It then does so whatever
-    follows."""
-    return any(containment(text, answer) for answer in answers)
+def contains_for_good(answers: Sequence[str], text: str) -> bool:
+    """Whether a text contains one of the answers (see `containment`) whatever follows. Its last word or
+    number may go on, and does not count until white space follows."""
+    finished = re.match(r".*\s", text, re.DOTALL)
+    return finished is not None and any(containment(finished[0], answer) for answer in answers)
+
+
+def occurs(prediction: str, answer: str) -> bool:
+    """Whether an answer stands in a prediction letter for letter, whatever the case."""
+    return answer.lower() in prediction.lower()
 
 
 def word_recall(prediction: str, answer: str) -> float:
@@ -148,8 +204,8 @@ def exact_match(prediction: str, answer: str) -> float:
 
 
 def contains_all(prediction: str, key: Key) -> dict[str, float]:
-    """The share of the answers that occur in a prediction, whatever their case."""
-    contained = sum(answer.lower() in prediction.lower() for answer in key.answers)
+    """The share of the answers that occur in a prediction (see `occurs`)."""
+    contained = sum(occurs(prediction, answer) for answer in key.answers)
     return {"score": contained / len(key.answers)}
 
 
@@ -180,31 +236,74 @@ def match_pattern(prediction: str, key: Key) -> dict[str, float]:
     return {"score": float(text.strip() in {answer.strip() for answer in key.answers})}
 
 
-_STATED_LETTER = re.compile(
-    r"(?:answer|option|choice)\s*(?:is|:)?\s*:?\s*[\"'*(\[]*([A-Z])\b", re.IGNORECASE
+# An English "a" or "I" is followed by another word, the letter of an option by none or by one of these.
+_LETTER = (
+    r"(?![AaIi](?:['’]\w|\s+(?!(?:because|since|as|and|but|or|not|is|if|for|which|with)\b)[a-z]))"
+    r"([A-Za-z])(?!\w|['’-]\w|\.[A-Za-z]\b|[+#])"
 )
-_LETTER = re.compile(r"\b([A-Z])\b")
+_ALONE = r"(?<![\w.'’-])" + _LETTER
+_MARKS = r"[\s*_\"'“”‘’`()<>\[\]{}$:,.–—-]"
+_SURE = r"(?:(?:clearly|definitely|likely|most|obviously|probably|simply|surely)\s+)*+"
+_HEDGE = (
+    r"(?i:\bI(?:['’]m|\s+am|['’]d|\s+would)?\s+(?:think|believe|guess|suppose|say|sure|certain)\b"
+    r"|\b(?:answer|choice|clearly|correct|definitely|indeed|is|it|letter|likely|most|obviously|option"
+    r"|probably|simply|surely|that|the|therefore|thus)\b)"
+)
+_STATED = re.compile(
+    rf"(?:\b(?i:answer|option|choice)\b[\s*_\"')]*+(?i:(?:to|for)\s+(?:this|the)\s+\w+\s+)?"
+    rf"(?::|=|(?i:is\b))|\\boxed\b)"
+    rf"(?:{_MARKS}|\\[a-z]+(?=\s*\{{)|{_HEDGE}){{0,40}}+{_LETTER}"
+)
+_FIRST = re.compile(
+    rf"{_MARKS}*+(?:(?i:answer|option|choice|letter)\b{_MARKS}*+)?([A-Za-z])"
+    rf"(?=[.):,\]*\"'’”\s]*+(?:\Z|(?<=\n))|[.):\]*]++\s)"
+)
+_CONFIRMED = re.compile(
+    rf"{_ALONE}[)\]*\"'”]*+\s+(?i:is\s+{_SURE}(?:the\s+)?(?:correct|right|answer)\b)"
+)
+_NAMED = re.compile(
+    rf"(?<!\bnot )(?<!\bnot [Oo]ption )(?<!\bnot \(){_ALONE}"
+    rf"(?!\W*\s(?i:is|was)\s+{_SURE}(?:not|incorrect|wrong|false)\b)"
+)
 
 
 def chosen_letter(prediction: str, choices: Sequence[str] = ()) -> str | None:
-    """The letter of the option that a prediction chooses, or None.
+    """The letter of the option that a prediction chooses, or None. The first of these that there is:
 
-    It is the last letter after "answer is" and the like; else the first capital letter that stands
-    alone and is not the word "A" or "I" of a sentence; else the option with whose text the prediction
-    begins.
+    * the last letter that is stated in either case: after "answer is", "answer:" and the like, words
+      such as "I think" or "option" skipped, or in a box;
+    * a letter in either case with which the prediction begins, alone or before ``.``, ``)`` or ``:``;
+    * the option with whose text the prediction begins, the longest;
+    * the last letter of which is said that it "is correct";
+    * the first capital letter that stands alone and is not said to be wrong.
+
+    The word "a" or "I" of a sentence is no letter, nor is one that no option has.
     """
-    stated = [match[1] for match in _STATED_LETTER.finditer(prediction) if match[1].isupper()]
-    if stated:
-        return stated[-1]
     text = prediction.strip()
-    for match in _LETTER.finditer(text):
-        is_word = match[1] in "AI" and re.match(r" [a-z]|'", text[match.end() :])
-        if not is_word:
-            return match[1]
-    for number, choice in enumerate(choices):
-        if choice.strip() and text.lower().startswith(choice.strip().lower()):
-            return string.ascii_uppercase[number]
-    return None
+    stated = _last(_STATED, text, choices)
+    if stated is not None:
+        return stated
+    first = _FIRST.match(text)
+    if first is not None and first[1].upper() in _letters(choices):
+        return first[1].upper()
+    begun = [
+        (len(choice.strip()), -number)
+        for number, choice in enumerate(choices[:26])
+        if choice.strip() and re.match(rf"{re.escape(choice.strip())}(?!\w)", text, re.IGNORECASE)
+    ]
+    if begun:
+        return string.ascii_uppercase[-max(begun)[1]]
+    confirmed = _last(_CONFIRMED, text, choices)
+    if confirmed is not None:
+        return confirmed
+    named = (match[1] for match in _NAMED.finditer(text) if match[1] in _letters(choices))
+    return next(named, None)
+
+
+def _last(pattern: re.Pattern[str], text: str, choices: Sequence[str]) -> str | None:
+    """The last letter of an option that is the pattern's first group, or None."""
+    letters = [match[1].upper() for match in pattern.finditer(text)]
+    return next((letter for letter in reversed(letters) if letter in _letters(choices)), None)
 
 
 def choose(prediction: str, key: Key) -> dict[str, float]:

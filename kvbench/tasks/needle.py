@@ -12,7 +12,8 @@ a filler of its own. Even so, long prompts that are made of few files share text
 
 Scores of a prediction: ``containment`` (it contains the answer word for word), ``word_recall`` (the
 share of the answer's words that it has), ``released_recall`` (the same, counted as in the code
-released with BalanceKV) and ``rouge1`` (ROUGE-1 F).
+released with BalanceKV) and ``rouge1`` (ROUGE-1 F). All are of the whole answer: no example is
+`settled` before its end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge, Le, MinLen
@@ -120,7 +121,7 @@ class Needle(Task):
     """
 
     name: ClassVar[str] = "needle"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     unit: ClassVar[str] = "filler"
     measures: ClassVar[tuple[str, ...]] = ("containment", "word_recall")
     breakdown: ClassVar[tuple[str, ...]] = ("length", "depth")
@@ -213,11 +214,6 @@ class Needle(Task):
         """All four scores; the primary one again as ``score``."""
         scores = {name: score(prediction, example.answers[0]) for name, score in SCORES.items()}
         return {"score": scores[self.primary], **scores}
-
-    def _settled(self, answer: str, text: str) -> bool:
-        """Whether the text has the full score already, which no continuation can lower. ROUGE-1 falls
-        with every further word."""
-        return self.primary != "rouge1" and SCORES[self.primary](text, answer) == 1.0
 
     def _texts(self) -> list[tuple[str, str]]:
         """The names and texts of the haystack's documents; empty for generated filler.
@@ -313,7 +309,6 @@ class Needle(Task):
                     evidence=needle.text.strip(),
                     question_ids=tuple(ids),
                     end_ids=encoder.end_ids | end_ids if end_ids else None,
-                    settled=partial(self._settled, question.answer),
                     context_id=f"len{length}-{number:04d}" if self.together else None,
                     fields={
                         "length": length,

@@ -34,7 +34,7 @@ from kvbench.tasks.encoding import (
 )
 from kvbench.tasks.haystack import QUALITIES, THINGS
 from kvbench.tasks.metrics import METRICS
-from kvbench.tasks.metrics_text import Key, containment, contains_any
+from kvbench.tasks.metrics_text import Key, occurs
 
 PAIRS, KEY, NAME, CONTEXT, QUESTION = "{pairs}", "{key}", "{name}", "{context}", "{question}"
 """The fields of the templates."""
@@ -132,7 +132,7 @@ class KeyValue(HiddenKeys):
                     question=question.replace(KEY, key),
                     answers=(value,),
                     dataset=f"{size} pairs",
-                    settled=partial(contains_any, (value,)),
+                    settled=partial(occurs, answer=value),
                     fields={"num_pairs": size, "depth": _depth(place, max(1, size - 1))},
                 )
             )
@@ -140,7 +140,7 @@ class KeyValue(HiddenKeys):
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """1 if the prediction contains the value, whatever its case."""
-        return {"score": containment(prediction, example.answers[0])}
+        return {"score": float(occurs(prediction, example.answers[0]))}
 
 
 def _uuid(rng: random.Random) -> str:

@@ -67,10 +67,42 @@ def test_the_tokens_of_one_context_are_the_same_for_its_questions(file: str) -> 
 
 
 def test_an_answer_may_end_when_it_is_in_the_text(file: str) -> None:
-    hat, *_ = examples(file, breakdowns=["level", "nr"])
-    assert hat.settled("it is red.")
-    assert not hat.settled("it is")
+    """Once the word or number cannot go on; an answer that later prompts quote is not cut."""
+    hat, _, cups = examples(file, breakdowns=["level", "nr"])
+    assert hat.settled("it is red ")
+    assert not hat.settled("it is ")
+    assert cups.settled("3.\n")
+    assert not any(map(cups.settled, (" 3", " 3.", " 3,", " 30 ", " 3,000 ")))
     assert examples(file, metric="exact")[0].settled is None
+    assert examples(file, golden_turns=False)[0].settled is None
+
+
+CHOICES = {**FIELDS, "choices": "c"}
+COLOURS = ["red", "dark green", "blue"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "chosen"),
+    [
+        (1, COLOURS, "B"),  # MMLU
+        ("1", COLOURS, "B"),
+        ([0, "C"], COLOURS, "AC"),
+        ("(b)", COLOURS, "B"),
+        ("blue", COLOURS, "C"),
+        (1, ["2", "0", "1"], "B"),
+        ("1", ["2", "0", "1"], "C"),
+        (1, [2, 0, 1], "C"),
+        (0, ["B", "A"], "A"),
+    ],
+)
+def test_an_answer_key_is_a_letter_an_option_or_its_index(
+    tmp_path: Path, answer: Any, options: list[Any], chosen: str
+) -> None:
+    path = write(tmp_path / "c.jsonl", [{"text": "T.", "q": "?", "gold": answer, "c": options}])
+    (example,) = examples(path, fields=CHOICES, metric="choice")
+    task = Jsonl(files=[path], fields=CHOICES, metric="choice")
+    right = [letter for letter in "ABC" if task.score(letter, example)["score"]]
+    assert right == list(chosen)
 
 
 def test_one_row_may_have_lists_of_questions_and_answers(tmp_path: Path) -> None:
@@ -205,6 +237,19 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, messa
     ({}, [{**ROW, "gold": None}], "field 'gold' is None; allowed: a text, a number"),
     ({}, [{**ROW, "q": ["y"]}], "has 1 questions and 'gold' is 'z'"),
     ({}, [], "the data hold no question"),
+    ({}, [ROW, {**ROW, "gold": " "}], r"my.jsonl row 2: field 'gold' is ' '; allowed: text that"),
+    ({"metric": "regex"}, [{**ROW, "gold": ["z", ""]}], r"row 1: field 'gold' is \['z', ''\]"),
+    (
+        {"metric": "choice"},
+        [ROW, {**ROW, "gold": 2}],
+        "row 2: field 'gold' is 2; allowed: a letter;",
+    ),
+    (
+        {"metric": "choice", "fields": CHOICES},
+        [{**ROW, "c": COLOURS, "gold": gold} for gold in ("C", "D")],
+        r"my.jsonl row 2: field 'gold' is 'D'; allowed: a letter A to C, an option's text, or",
+    ),
+    ({"metric": "choice", "fields": CHOICES}, [{**ROW, "c": COLOURS, "gold": 3}], "is 3; allowed"),
 ]
 
 

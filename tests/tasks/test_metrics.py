@@ -126,6 +126,7 @@ ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
         (" Eat a sandwich and  sit in Dolores Park on a sunny day.", f"{ANSWER}.", 1.0),
         (ANSWER, f"{ANSWER}.", 1.0),
         ("eat a sandwich", ANSWER, 0.0),
+        (f"{ANSWER}s", ANSWER, 0.0),
         ("day", ".", 0.0),
     ],
 )
@@ -133,6 +134,14 @@ def test_containment_ignores_case_blanks_and_the_last_full_stop(
     prediction: str, answer: str, score: float
 ) -> None:
     assert containment(prediction, answer) == score
+
+
+@pytest.mark.parametrize("metric", ["exponential_similarity", "contains", "choice", "boxed"])
+@pytest.mark.parametrize("part", ["1", "1.", "1,", "answer is ", "\\boxed{", "I think ", "1 ab "])
+def test_a_long_prediction_takes_linear_time(metric: str, part: str) -> None:
+    start = time.process_time()
+    METRICS[metric](part * 2000, Key(("5%",)))
+    assert time.process_time() - start < 2
 
 
 def test_word_recall_counts_repetitions() -> None:

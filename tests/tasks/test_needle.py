@@ -221,6 +221,15 @@ def test_each_of_several_needles_has_an_answer_of_its_own() -> None:
         assert task.score(others, example)["score"] == 0
 
 
+def test_every_score_of_a_needle_is_of_the_whole_answer() -> None:
+    """No example ends where the needle is reached: a longer answer has a lower ROUGE-1."""
+    made = task(num_examples=1)
+    for example in made.examples(PLAIN):
+        assert example.settled is None
+    whole = made.score(f"{NEEDLE['answer']} and more of it", example)
+    assert whole["containment"] == whole["word_recall"] == 1 > whole["rouge1"]
+
+
 def check_needle(example: Example, encoder: PromptEncoder) -> None:
     """The needle of the question lies once in the context, where the fields say, at its depth."""
     context = example.context_ids or ()
