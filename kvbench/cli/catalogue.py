@@ -14,15 +14,18 @@ import yaml
 from kvbench.catalogue import catalogue
 from kvbench.report.papers import paper_folders
 
+OWN = "No items of the papers: measurements of our own"
+"""The title of items that no paper has."""
+
 
 @dataclass(frozen=True)
 class PaperItem:
-    """A numbered table, figure or theorem of a paper.
+    """A numbered table, figure or theorem of a paper, or a measurement of our own about it.
 
     Attributes:
         paper: short name of the paper.
         id: ``table1``, ``figure2a`` and so on.
-        title: of the paper.
+        title: of the paper; `OWN` of what is no item of it.
 
     The comment at the head of experiments.yaml explains the other attributes.
     """
@@ -50,25 +53,30 @@ class PaperItem:
     @property
     def status(self) -> str:
         """``no data``; ``published`` where the page shows the paper's numbers beside those of kvbench;
-        ``ours`` where the paper prints no numbers or they could not be read."""
+        ``ours`` where the paper prints no numbers or they could not be read; ``own`` where it has no
+        such item."""
         if self.no_data:
             return "no data"
+        if self.title == OWN:
+            return "own"
         files = [folder / f"{self.published}.csv" for folder in paper_folders()]
         return "published" if any(file.is_file() for file in files) else "ours"
 
 
 @lru_cache(maxsize=1)
 def paper_items() -> Mapping[str, PaperItem]:
-    """Every item by its name, in the order of the papers."""
+    """Every item by its name, in the order of the papers; after them those of our own."""
     files = [folder / "experiments.yaml" for folder in paper_folders()]
     text = next(file for file in files if file.is_file()).read_text(encoding="utf-8")
-    items: dict[str, PaperItem] = {}
+    theirs: dict[str, PaperItem] = {}
+    own: dict[str, PaperItem] = {}
     for paper, part in yaml.safe_load(text).items():
-        for number, entry in part["items"].items():
-            name = f"{paper}_{number}"
-            attributes: dict[str, Any] = {"experiment": name, "published": name, **entry}
-            items[name] = PaperItem(paper, number, part["title"], **attributes)
-    return items
+        for items, key, title in (theirs, "items", part["title"]), (own, "own", OWN):
+            for number, entry in part.get(key, {}).items():
+                name = f"{paper}_{number}"
+                attributes: dict[str, Any] = {"experiment": name, "published": name, **entry}
+                items[name] = PaperItem(paper, number, title, **attributes)
+    return theirs | own
 
 
 def item_called(name: str) -> PaperItem | None:

@@ -338,7 +338,8 @@ class EvictingState(AttentionState):
     """An attention state that reads a stream with the cache of a method that evicts.
 
     From the first token on, every token is added and attends, and once the cache is full an entry is
-    evicted for it. Accumulated scores (H2O's) are therefore those of Algorithm 1.
+    evicted for it. Accumulated scores (H2O's) are therefore of what the cache held, as in its
+    Algorithm 1.
 
     Args:
         tokens: the length of the whole text.

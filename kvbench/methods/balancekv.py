@@ -64,6 +64,7 @@ class BalanceKV(Method):
         block_size: entries per block; one integer, or one per halving.
         gamma: how strongly a walk is pulled back to balance, >= 0; one number, or one per halving. At 4
             and usual norms nearly every sign is determined by the keys; at 0 every sign is a fair coin.
+            4 is the authors' code's; the paper's Algorithm 2 has 1 / (2 c R^2), c = 30 log(n / delta).
         centre: how the keys of a block are centred: ``mean`` subtracts their mean; ``released``
             subtracts their sum divided by the block size, as if a short block were padded with zero
             rows; ``none``.
@@ -83,7 +84,8 @@ class BalanceKV(Method):
             rate)) halvings of all entries, which keep less than the budget unless the rate is a power
             of two.
         normalise: whether each head's weights are rescaled to sum to the number of middle tokens.
-        value_offset: the number added to <v_i, v_j> in the walk's kernel.
+        value_offset: the number added to <v_i, v_j> in the walk's kernel: .025 in the authors' code, 0
+            in the paper.
         use_values: False drops the factor <v_i, v_j> + value_offset from the kernel.
         temperature: the factor on the exponent <k_i, k_j> / sqrt(d).
         beta: the number subtracted from the exponent.

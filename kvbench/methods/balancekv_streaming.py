@@ -145,8 +145,8 @@ def structures(
     """Run Algorithm 1 over all tokens of a head.
 
     A bucket is erased once its upper end, 2^(i+1), is at most eps / (2 n) * exp(-r^2 / sqrt(d)) * v_max:
-    all tokens that belong to it then weigh too little to matter. (The paper compares the lower end; the
-    bucket could then still hold values of twice that norm.) The threshold grows with v_max and never
+    all tokens that belong to it then weigh too little to matter (line 8, where a bucket's upper end is
+    written 2^i). The threshold grows with v_max and never
     falls, so a bucket that is erased at any time is erased at the end. Only the other buckets are
     computed.
 
@@ -197,7 +197,6 @@ class BalanceKVStreaming(Method):
 
     - The denominator mixes in 2^-10 of the numerator's own estimate, so that one attention call
       evaluates both (see `_estimator.combine`).
-    - The bound on the norms of a bucket's values is its upper end.
     - A halving leaves exactly half (`halve`).
 
     Args:

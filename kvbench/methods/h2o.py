@@ -18,7 +18,11 @@ from kvbench.methods.base import TokenScoringMethod
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(TokenScoringMethod):
-    """Keeps the keys that have received most attention, and the most recent keys (Algorithm 1).
+    """Keeps the keys that have received most attention, and the most recent keys.
+
+    This is the system of the paper's appendix A: an exact prompt, one selection after it, and for every
+    new token one entry that leaves. Its Algorithm 1 evicts from the first token on and protects no
+    recent one; nearest to that is ``task=stream``, which reads a text with the cache of this method.
 
     A key's score is the softmax attention it received from all prompt queries, averaged over the query
     heads of its group. The heavy hitters are the round(heavy_fraction * capacity) keys with the highest
@@ -46,7 +50,7 @@ class H2O(TokenScoringMethod):
             stay (Figure 2c shows a cache without heavy hitters).
     """
 
-    paper: ClassVar[str] = "arXiv 2306.14048, Algorithm 1"
+    paper: ClassVar[str] = "arXiv 2306.14048, appendix A (the system of its experiments)"
 
     heavy_fraction: Fraction = 0.5
     decode: Literal["evict", "grow"] = "evict"

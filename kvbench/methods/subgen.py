@@ -28,7 +28,7 @@ class SubGen(Method):
             log-weight is the logarithm of the size of its cluster.
     """
 
-    paper: ClassVar[str] = "arXiv 2402.06082, Tables 1 and 2 (the form of its experiments)"
+    paper: ClassVar[str] = "arXiv 2402.06082, section 3.2 (the form of its experiments)"
     version: ClassVar[int] = 2
 
     recent: Whole | None = None

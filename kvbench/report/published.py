@@ -3,7 +3,8 @@
 A file of results/paper is tidy and in our names: ``method`` (``a|b``: the best of ours of these names in
 every column), ``model`` and ``rate`` where they matter, ``by`` the record field (or fields, joined by
 ``+``) whose ``value`` a number is of, ``field`` the record field that it measures, ``unit``, and
-``printed``, the number as the paper prints it (a fraction where the unit says so). A value such as
+``printed``, the number as the paper prints it (a fraction where the unit says so; of a field in bytes
+GiB, in which ours are shown then). A value such as
 ``qasper+hotpotqa`` is the sum of those datasets' scores; no value is everything. ``models.csv`` says
 which of our models a published name means. A number of another model or of other lengths than ours
 stands beside ours without a difference, and the table says of what it is.
@@ -169,7 +170,7 @@ def _ours(
     unit = group.meta.score_unit if field == "score" else part["unit"].iloc[0]
     meta = replace(group.meta, score_unit="fraction" if unit in ("%", "fraction") else unit)
     split, records = _split(group, records, [name for name in by.split("+") if name])
-    score = pd.to_numeric(records[field], errors="coerce")
+    score = pd.to_numeric(records[field], errors="coerce") / (2**30 if unit == "GiB" else 1)
     measured = replace(group, meta=meta, records=records.assign(score=score))
     sums = {v: v.split("+") for v in part["value"].unique() if split == "dataset" and "+" in v}
     ours = scores(measured, split, also=sums)

@@ -1,11 +1,11 @@
 """Discrepancy of the Self-Balancing Walk against n, beside random signs, on unit vectors.
 
-BalanceKV (arXiv 2502.07861), Theorem 3.3 and Algorithm 3: for vectors of norm at most 1 the walk
+BalanceKV (arXiv 2502.07861), Theorem A.1 and Algorithm 3: for vectors of norm at most 1 the walk
 promises |<sum, u>| = O(log(n / delta)) for every fixed unit u, with high probability; random signs give
 sqrt(n / dim). One walk over the longest n gives every shorter one (its constant c is the longest's).
 
-    kvbench reproduce balancekv_theorem3_3      random vectors, no model
-    kvbench reproduce balancekv_theorem3_3 model=recall_mini      smaller:      17 s on one core
+    kvbench reproduce balancekv_theorem_a1      random vectors, no model
+    kvbench reproduce balancekv_theorem_a1 model=recall_mini      smaller:      17 s on one core
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 1024
 RULES = {"random_signs": None, "walk_theory": "theory", "walk_c1": 1.0, "walk_released": 0.125}
 """The walk's constant c, by label: a vector v gets the sign + with probability 1/2 - <w, v> / (2 c),
 clipped, where w is the signed sum so far. None: random signs; theory: 30 log(n / delta), as in
-Algorithm 2, delta 0.01; 1: the least for which unit vectors start without clipping; 1/8: gamma = 4, as
+Algorithm 3, delta 0.01; 1: the least for which unit vectors start without clipping; 1/8: gamma = 4, as
 in the released code. (0 would be: always against w.)"""
 
 

@@ -47,13 +47,15 @@ def test_subgens_table_1_keeps_the_papers_entries(reduction: int) -> None:
     assert sum(line.endswith(f"budget.total_rate={share:.2g}") for line in runs) == 1
 
 
-def test_subgens_table_2_is_half_recent_and_half_centres() -> None:
+def test_subgens_table_2_is_half_recent_and_half_centres_or_first_tokens() -> None:
     config = composed("experiment=subgen_table2")
     layer = make_layer(2600, batch=1, kv_heads=2, dim=4, seed=2)
-    kept = run(methods_of(config)["subgen"], layer, instantiate(config.budget)).positions[0]
-    for head in kept.tolist():
-        assert len(set(head)) == 2048
-        assert sorted(head)[1024:] == list(range(2600 - 1024, 2600))
+    for label in ("subgen", "streaming_llm"):
+        kept = run(methods_of(config)[label], layer, instantiate(config.budget)).positions[0]
+        for head in kept.tolist():
+            assert len(set(head)) == 2048
+            assert sorted(head)[1024:] == list(range(2600 - 1024, 2600))
+            assert (sorted(head)[:1024] == list(range(1024))) is (label == "streaming_llm")
 
 
 def chosen_by(method: Any, budget: Budget, layer: LayerKV) -> list[tuple[tuple[int, int], ...]]:

@@ -62,6 +62,12 @@ def test_the_list_has_every_number_of_the_papers(paper: str, kind: str, count: i
     assert {int(match[1]) for match in matches if match} == set(range(1, count + 1))
 
 
+def test_what_no_paper_has_is_listed_apart() -> None:
+    own = ["ablation", "needle_ablation", "confirm", "joint_survival", "clusters"]
+    assert [item.id for item in ITEMS.values()][-5:] == own
+    assert [item.id for item in ITEMS.values() if item.status == "own"] == own
+
+
 def test_every_item_says_what_it_shows_and_what_makes_it() -> None:
     for item in ITEMS.values():
         assert item.alias or (item.shows and (item.needs or item.no_data))

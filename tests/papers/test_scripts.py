@@ -35,6 +35,7 @@ import lower_bound  # noqa: E402
 import neuron_dropping  # noqa: E402
 import neuron_overlap  # noqa: E402
 import norms  # noqa: E402
+import softmax_discrepancy  # noqa: E402
 import subgen_clusters  # noqa: E402
 import walk_discrepancy  # noqa: E402
 from _common import Run  # noqa: E402
@@ -194,34 +195,48 @@ def test_gaussian_vectors_have_mean_and_covariance_but_no_clusters() -> None:
         assert of_three < 0.6 * of_gaussian, "three clusters"
 
 
-def test_bob_reads_every_bit_of_the_whole_and_three_quarters_of_half() -> None:
-    layer = lower_bound.index_layer(256, 64, 8.0, 1, 3)
-    torch.testing.assert_close(layer.keys.norm(dim=-1), torch.full((1, 1, 256), 8.0))
-    read = lower_bound.reader(layer)
-    exact = read(keep_all(layer))
+def test_bob_reads_the_instance_of_appendix_c_by_its_threshold() -> None:
+    index = lower_bound.Index.drawn(1024, 64, 8.0, 1, 3)
+    layer = index.layer
+    torch.testing.assert_close(index.keys.norm(dim=-1), torch.full((1, 1, 16), 8.0))
+    assert layer.n == int(index.bits.sum()), "a pair for each bit that is 1"
+    assert layer.values.abs().sum(-1).eq(1).all(), "signed unit vectors"
+    exact = index.read(keep_all(layer))
     assert (exact["share"], exact["epsilon"]) == (1.0, pytest.approx(0.0, abs=1e-12))
-    kept = torch.arange(0, 256, 2)
+    kept = torch.arange(0, layer.n, 2)
     half = CompressedKV(
         layer.keys[:, :, kept], layer.values[:, :, kept], None, kept.expand(1, 1, -1)
     )
-    measured = read(half)
-    assert measured["share"] == pytest.approx(0.75, abs=0.02)
+    measured = index.read(half)
     keys, values = layer.keys[0, 0].double(), layer.values[0, 0].double()
-    ratios = []  # equation (2) written out, query by query
-    for query in keys:
-        weights = (keys @ query * layer.scaling).softmax(0)
-        z = (keys[kept] @ query * layer.scaling).softmax(0) @ values[kept]
+    right, ratios = 0, []  # the threshold and equation (2) written out, key by key
+    for group, query in enumerate(index.keys[0, 0].double()):
+        weights = (keys @ query / 8).softmax(0)
+        z = (keys[kept] @ query / 8).softmax(0) @ values[kept]
         ratios.append(float((z - weights @ values).norm() / (weights.norm() * values.norm())))
+        says = index.signs[group] * z > math.exp(8) / max(64 * math.exp(8), layer.n) / 40
+        right += int((says == index.bits[group]).sum())
+    assert measured["share"] == right / 1024
+    assert measured["share"] == pytest.approx(index.limit(len(kept)), abs=0.01)
     assert measured["epsilon"] == pytest.approx(max(ratios))
+    asked_for = min(1024, max(ratios) ** -2)
+    assert measured["bits_over_bound"] == pytest.approx(8 * half.nbytes / asked_for)
 
 
-@pytest.mark.parametrize("entries", [1, 16, 128, 256])
-def test_limits_of_the_bits_are_those_of_fano(entries: int) -> None:
-    limits = lower_bound.limits(entries, lower_bound.index_layer(256, 64, 8.0, 1, 3))
-    p, known = limits["limit of bits"], min(1.0, entries * 2 * 64 * 32 / (256 * 64))
-    unsure = 0.0 if p == 1 else -p * math.log2(p) - (1 - p) * math.log2(1 - p)
-    assert 1 - unsure == pytest.approx(known, abs=1e-9)
-    assert p >= limits["limit of entries"] == (1 + entries / 256) / 2
+def test_the_difference_of_theorem_3_3_is_that_of_plain_sums() -> None:
+    generator = torch.Generator().manual_seed(4)
+    keys, values, queries = (
+        torch.randn(n, d, generator=generator).double() for n, d in ((9, 4), (9, 3), (2, 4))
+    )
+    kept = torch.arange(9) % 2 == 0
+    found = softmax_discrepancy.difference(keys, values, queries, kept)
+    for query, norm in zip(queries, found, strict=True):
+        total = torch.zeros(3, dtype=torch.float64)
+        for key, value, inside in zip(keys, values, kept.tolist(), strict=True):
+            total += (1 if inside else -1) * math.exp(float(key @ query) / 2) * value
+        scale = math.exp(float(query @ query) / 4) * max(math.exp(float(k @ k) / 4) for k in keys)
+        scale *= max(float(value.norm()) for value in values)
+        assert float(norm) == pytest.approx(float(total.norm()) / scale)
 
 
 @pytest.mark.parametrize(

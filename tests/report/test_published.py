@@ -153,7 +153,12 @@ def test_rates_are_matched_and_of_several_names_the_best_is_taken(tmp_path: Path
     for lines, rate in ((200, 0.65), (300, 0.58), (400, 0.9)):
         for method in list(scored)[3:] if lines == 400 else list(scored)[:3]:
             records = [
-                {"example_id": f"{i}", "num_lines": lines, "score": scored[method]}
+                {
+                    "example_id": f"{i}",
+                    "num_lines": lines,
+                    "score": scored[method],
+                    "cache_bytes": (2 + i % 2) * 2**30,
+                }
                 for i in range(4)
             ]
             about: Any = {"task": f"longeval_{lines}", "model": "longchat_7b_v15_32k"}
@@ -163,8 +168,13 @@ def test_rates_are_matched_and_of_several_names_the_best_is_taken(tmp_path: Path
     best = frame[frame["variant"].str.startswith("best of")]
     assert list(best["score"]) == [50.0, 50.0]
     assert list(best["printed"]) == ["86", "66"]
-    (table,) = published_tables(frame)
+    table, sizes = published_tables(frame)
     assert [row[3] for row in shown(table) if row[0] == "exact"] == ["98 ?", "100 ?"]
+    assert sizes.title.endswith(", cache bytes: ours beside subgen_table1, GiB")
+    assert [[row[2][:4], *row[3:5]] for row in shown(sizes) if row[0] == "exact"] == [
+        ["2.50", "2.351", "+0.149"],
+        ["2.50", "3.488", "−0.988"],
+    ]
     headings = [heading for heading, _ in table.groups()]
     assert headings == [
         f"longeval_{n} on longchat_7b_v15_32k; published: longchat_7b_v15_32k" for n in (200, 300)
