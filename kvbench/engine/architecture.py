@@ -16,8 +16,9 @@ from kvbench.engine.states import EMPTY, HYBRIDS, STATEFUL, check_hybrid
 from kvbench.kv import Rotary
 
 
-def check_serves_interface(config: PreTrainedConfig) -> None:
-    """Refuse architectures that compute attention themselves, where nothing could be compressed.
+def check_supported(config: PreTrainedConfig) -> None:
+    """Refuse a model, by its config alone, that kvbench cannot run: one that computes its attention
+    itself, that is not causal (`check_causal`), or whose layers cannot be compressed (`full_layers`).
 
     Raises:
         UnsupportedModel: naming the architecture.
@@ -34,6 +35,31 @@ def check_serves_interface(config: PreTrainedConfig) -> None:
             f"model type {config.model_type!r} ({architecture.__name__}) computes its attention itself "
             "instead of through transformers' attention interface; allowed: models that use it "
             "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...)"
+        )
+    text = config.get_text_config()
+    check_causal(text)
+    full_layers(text)
+
+
+def check_causal(config: PreTrainedConfig) -> None:
+    """Refuse models whose text config says that a token attends to later ones, too.
+
+    Raises:
+        UnsupportedModel: naming the model type.
+    """
+    name, kind = config.model_type, type(config)
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModel(
+            f"model type {name!r} attends both ways within its prompt; allowed: causal models"
+        )
+    # BERT's kin, which are encoders unless their config says otherwise. GPT-NeoX has the first of the two
+    # fields and does not read it.
+    may_be_encoder = hasattr(kind, "is_decoder") and hasattr(kind, "add_cross_attention")
+    if may_be_encoder and not config.is_decoder:
+        raise UnsupportedModel(
+            f"model type {name!r} with is_decoder {config.is_decoder} in its config is an encoder, which "
+            "attends both ways within its prompt; allowed: causal models (is_decoder true, if that is "
+            "how it was trained)"
         )
 
 
@@ -124,10 +150,7 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
     if not hasattr(model, "generate"):
         raise UnsupportedModel(f"{name} has no language-model head; allowed: a ...ForCausalLM")
     text = model.config.get_text_config()
-    if getattr(text, "use_bidirectional_attention", None):
-        raise UnsupportedModel(
-            f"{name} attends both ways within its prompt; allowed: causal models"
-        )
+    check_causal(text)
     register()
     before = text._attn_implementation
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))

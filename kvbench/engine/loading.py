@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as library_logging
 
-from kvbench.engine.architecture import check_serves_interface, kv_heads
+from kvbench.engine.architecture import check_supported, kv_heads
 from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.model_spec import (
     ModelError,
@@ -46,7 +46,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
     Raises:
         ModelError: it cannot be loaded, or its fields are not those of a model.
-        UnsupportedModel: see `check_serves_interface`.
+        UnsupportedModel: see `check_supported`.
     """
     config: PreTrainedConfig
     if spec.architecture is not None:
@@ -66,7 +66,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
                 str(path), trust_remote_code=spec.trust_remote_code, **where, **(spec.config or {})
             )
         _check_fields(spec, config)
-    check_serves_interface(config)
+    check_supported(config)
     return config
 
 

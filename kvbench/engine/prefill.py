@@ -85,6 +85,7 @@ def layer_kv(
         count,
         call.scaling,
         softcap=call.softcap,
+        sinks=None if call.sinks is None else call.sinks.detach().to(torch.float32, copy=True),
         output=None if output is None else output.detach().clone,
         rotary=rotary,
     )
@@ -292,6 +293,7 @@ def forward_rows(
         keep: for which tokens logits are computed: the last `keep` tokens, or the tokens with these
             indices; None for all.
     """
+    state.begin_pass()
     config = model.config.get_text_config()
     past = state.past(config) if is_hybrid(config) else None
     with threads_of(config, ids.numel()):

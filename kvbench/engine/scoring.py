@@ -193,6 +193,7 @@ class WholePass(AttentionState):
                     scaling=call.scaling,
                     softcap=call.softcap,
                     seen=seen,
+                    sinks=call.sinks,
                 )
             )
         return torch.cat(out)
