@@ -52,14 +52,13 @@ def check_causal(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(
             f"model type {name!r} attends both ways within its prompt; allowed: causal models"
         )
-    # BERT's kin, which are encoders unless their config says otherwise. GPT-NeoX has the first of the two
-    # fields and does not read it.
+    # BERT's kin, which are encoders unless their config says otherwise. (GPT-NeoX has the first of the
+    # two fields and does not read it.)
     may_be_encoder = hasattr(kind, "is_decoder") and hasattr(kind, "add_cross_attention")
     if may_be_encoder and not config.is_decoder:
         raise UnsupportedModel(
-            f"model type {name!r} with is_decoder {config.is_decoder} in its config is an encoder, which "
-            "attends both ways within its prompt; allowed: causal models (is_decoder true, if that is "
-            "how it was trained)"
+            f"model type {name!r} attends both ways within its prompt, as is_decoder of its config is "
+            f"{config.is_decoder}; allowed: causal models"
         )
 
 

@@ -314,8 +314,8 @@ def exact_attention(
     [batch, heads, m, head_dim].
 
     Most calls go to torch's fused kernel. Bounded logits, sliding windows, sinks and `seen`, which that
-    kernel does not have, are computed in blocks of queries with O(QUERY_BLOCK * n) memory. So are grouped heads
-    in float32 on CUDA: no fused kernel takes them, and torch would form all m x n logits.
+    kernel does not have, are computed in blocks of queries with O(QUERY_BLOCK * n) memory. So are
+    grouped heads in float32 on CUDA: no fused kernel takes them, and torch would form all m x n logits.
 
     Args:
         query: [batch, heads, m, head_dim].

@@ -55,13 +55,13 @@ def attention_mass(
         sinks: [heads], one more logit in the softmax of each query head, which takes its share of the
             attention and belongs to no key; None for none.
         normalisers: [batch, heads, m], the logarithm of each query's sum of exponentials, the sink's
-            included, if the attention itself has returned it; this saves half of the work (in torch only if m = n).
-            None if not known.
+            included, if the attention itself has returned it; this saves half of the work (in torch
+            only if m = n). None if not known.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
-        [batch, heads, n] float32; each head sums to m without a sink. With m = n this is H2O's accumulated score,
-        with m = window SnapKV's.
+        [batch, heads, n] float32; each head sums to m without a sink. With m = n this is H2O's
+        accumulated score, with m = window SnapKV's.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that is not possible here.
