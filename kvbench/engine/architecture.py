@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ def check_causal(config: PreTrainedConfig) -> None:
         UnsupportedModel: naming the model type.
     """
     name, kind = config.model_type, type(config)
-    if getattr(config, "use_bidirectional_attention", None):
+    # In Gemma 4 the value "vision" is of images alone, which no prompt here holds.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise UnsupportedModel(
             f"model type {name!r} attends both ways within its prompt; allowed: causal models"
         )
@@ -70,7 +71,7 @@ def full_layers(config: PreTrainedConfig) -> list[int]:
         UnsupportedModel: there is none, or other layers hold what no fork does (chunks, keys shared
             between layers).
     """
-    name, count = config.model_type, config.num_hidden_layers
+    name = config.model_type
     shared = getattr(config, "num_kv_shared_layers", 0)
     if shared or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         raise UnsupportedModel(
@@ -78,18 +79,14 @@ def full_layers(config: PreTrainedConfig) -> list[int]:
             "have their own"
         )
     check_hybrid(config)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        window = getattr(config, "sliding_window", None)
-        slides = window and getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if slides else "full_attention"] * count
-    for kind in kinds[:count]:
+    kinds = layer_kinds(config)
+    for kind in kinds:
         if kind not in ("full_attention", "sliding_attention", *STATEFUL, *EMPTY):
             raise UnsupportedModel(
                 f"model type {name!r} has {kind} layers; allowed: full_attention, sliding_attention, "
                 f"{', '.join(STATEFUL)}"
             )
-    layers = [i for i, kind in enumerate(kinds[:count]) if kind in ("full_attention", "hybrid")]
+    layers = [i for i, kind in enumerate(kinds) if kind in ("full_attention", "hybrid")]
     if not layers:
         raise UnsupportedModel(
             f"model type {name!r} has {', '.join(sorted(set(kinds)))} layers only; allowed: models with "
@@ -98,14 +95,55 @@ def full_layers(config: PreTrainedConfig) -> list[int]:
     return layers
 
 
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """transformers' name of the type of each layer, by a text config."""
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds[:count])
+    window = getattr(config, "sliding_window", None)
+    slides = window and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if slides else "full_attention"] * count
+
+
 def compressible_layers(model: PreTrainedModel) -> list[int]:
     """`full_layers` of a model."""
     return full_layers(model.config.get_text_config())
 
 
-def kv_heads(config: PreTrainedConfig) -> int:
-    """KV heads of a model with this text config."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+class HeadShape(NamedTuple):
+    """The heads of a layer.
+
+    Attributes:
+        heads, kv_heads: the numbers of query heads and of KV heads.
+        key_dim, value_dim: the numbers in a key and in a value.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def head_shapes(config: PreTrainedConfig) -> list[HeadShape]:
+    """The heads of each layer of a model with this text config, in which they may differ (Gemma 4)."""
+    by_layer = getattr(config, "per_layer_config", None)
+    layers = range(config.num_hidden_layers)
+    return [_heads_of(config if by_layer is None else by_layer[layer]) for layer in layers]
+
+
+def _heads_of(layer: PreTrainedConfig) -> HeadShape:
+    """The heads of a layer with this config."""
+    heads = layer.num_attention_heads
+    if getattr(layer, "kv_lora_rank", None):
+        # Latent attention: transformers holds keys and values of all heads, as attention reads them.
+        key_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+        return HeadShape(heads, heads, key_dim, layer.v_head_dim)
+    key_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    value_dim = getattr(layer, "v_head_dim", None) or key_dim
+    return HeadShape(
+        heads, getattr(layer, "num_key_value_heads", None) or heads, key_dim, value_dim
+    )
 
 
 def rotary_of(model: PreTrainedModel) -> Rotary | None:

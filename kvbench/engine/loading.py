@@ -7,6 +7,7 @@ files; bitsandbytes packs the former while they are read.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as library_logging
 
-from kvbench.engine.architecture import check_supported, kv_heads
+from kvbench.engine.architecture import check_supported, head_shapes
 from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.model_spec import (
     ModelError,
@@ -195,7 +196,7 @@ def _divided(spec: ModelSpec, config: PreTrainedConfig) -> dict[str, Any]:
     if spec.parallel is None:
         return {}
     plan = config.base_model_tp_plan or {}
-    heads = kv_heads(config)
+    heads = math.gcd(*(shape.kv_heads for shape in head_shapes(config)))
     _, ranks = spec.place
     divisible = plan.get("layers.*.self_attn.k_proj") == "colwise" and not is_hybrid(config)
     allowed: list[int] = []

@@ -13,7 +13,7 @@ from support.forward import SMALL, generate, reference
 from support.tiny import CONFIGS, Everything, on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine import threads
-from kvbench.engine.architecture import compressible_layers, kv_heads
+from kvbench.engine.architecture import compressible_layers, head_shapes
 from kvbench.engine.attention import LayerCall, UnsupportedModel, exact_attention
 from kvbench.engine.fork import Fork
 from kvbench.engine.guard import check_finite, refuse_non_finite
@@ -57,7 +57,7 @@ def test_compressed_forks_hold_their_budget_on_every_architecture(architecture):
         assert result.failure is None, label
         assert result.entries == {"mean": SMALL.capacity(80), "max": SMALL.capacity(80)}, label
         # sliding-window layers are left whole: their last 24 entries
-        heads = kv_heads(model.config)
+        heads = head_shapes(model.config)[0].kv_heads
         per_entry = heads * 16 * 2 * 4
         entries = layers * SMALL.capacity(80) + whole * 24
         weights = layers * SMALL.capacity(80) * heads * 4 if label in ("uniform", "h2o") else 0
