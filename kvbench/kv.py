@@ -86,6 +86,9 @@ class LayerKV:
         scaling: the factor on q.k before the softmax.
         softcap: the bound s in models that replace a logit by s * tanh(logit / s) (Gemma 2); else
             None.
+        sinks: [heads] float32, one more logit in the softmax of each query head, whose value is 0
+            (the attention sinks of gpt-oss). The decode step has it, too, whatever a method keeps; so
+            it is no entry. None in models without it.
         withheld: how many of the prompt's last queries a method is not shown, because the method will
             be judged on them. `queries` lacks them; `keys` and `values` contain these tokens.
         log_weights: [batch, kv_heads, n] float32, the log-weights that the entries have before
@@ -109,6 +112,7 @@ class LayerKV:
     num_layers: int
     scaling: float
     softcap: float | None = None
+    sinks: Tensor | None = None
     withheld: int = 0
     log_weights: Tensor | None = None
     output: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
@@ -200,6 +204,7 @@ class LayerKV:
                 self.keys[:, :, : self.n - self.withheld],
                 scaling=self.scaling,
                 softcap=self.softcap,
+                sinks=self.sinks,
                 normalisers=None if normalisers is None else normalisers[:, :, first:],
             )
             return pad(mass, (0, self.withheld))

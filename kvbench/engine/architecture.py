@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from kvbench.engine.states import EMPTY, HYBRIDS, STATEFUL, check_hybrid
 from kvbench.kv import Rotary
 
 
-def check_serves_interface(config: PreTrainedConfig) -> None:
-    """Refuse architectures that compute attention themselves, where nothing could be compressed.
+def check_supported(config: PreTrainedConfig) -> None:
+    """Refuse a model, by its config alone, that kvbench cannot run: one that computes its attention
+    itself, that is not causal (`check_causal`), or whose layers cannot be compressed (`full_layers`).
 
     Raises:
         UnsupportedModel: naming the architecture.
@@ -35,6 +36,31 @@ def check_serves_interface(config: PreTrainedConfig) -> None:
             "instead of through transformers' attention interface; allowed: models that use it "
             "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...)"
         )
+    text = config.get_text_config()
+    check_causal(text)
+    full_layers(text)
+
+
+def check_causal(config: PreTrainedConfig) -> None:
+    """Refuse models whose text config says that a token attends to later ones, too.
+
+    Raises:
+        UnsupportedModel: naming the model type.
+    """
+    name, kind = config.model_type, type(config)
+    # In Gemma 4 the value "vision" is of images alone, which no prompt here holds.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise UnsupportedModel(
+            f"model type {name!r} attends both ways within its prompt; allowed: causal models"
+        )
+    # BERT's kin, which are encoders unless their config says otherwise. (GPT-NeoX has the first of the
+    # two fields and does not read it.)
+    may_be_encoder = hasattr(kind, "is_decoder") and hasattr(kind, "add_cross_attention")
+    if may_be_encoder and not config.is_decoder:
+        raise UnsupportedModel(
+            f"model type {name!r} attends both ways within its prompt, as is_decoder of its config is "
+            f"{config.is_decoder}; allowed: causal models"
+        )
 
 
 def full_layers(config: PreTrainedConfig) -> list[int]:
@@ -45,7 +71,7 @@ def full_layers(config: PreTrainedConfig) -> list[int]:
         UnsupportedModel: there is none, or other layers hold what no fork does (chunks, keys shared
             between layers).
     """
-    name, count = config.model_type, config.num_hidden_layers
+    name = config.model_type
     shared = getattr(config, "num_kv_shared_layers", 0)
     if shared or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         raise UnsupportedModel(
@@ -53,18 +79,14 @@ def full_layers(config: PreTrainedConfig) -> list[int]:
             "have their own"
         )
     check_hybrid(config)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        window = getattr(config, "sliding_window", None)
-        slides = window and getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if slides else "full_attention"] * count
-    for kind in kinds[:count]:
+    kinds = layer_kinds(config)
+    for kind in kinds:
         if kind not in ("full_attention", "sliding_attention", *STATEFUL, *EMPTY):
             raise UnsupportedModel(
                 f"model type {name!r} has {kind} layers; allowed: full_attention, sliding_attention, "
                 f"{', '.join(STATEFUL)}"
             )
-    layers = [i for i, kind in enumerate(kinds[:count]) if kind in ("full_attention", "hybrid")]
+    layers = [i for i, kind in enumerate(kinds) if kind in ("full_attention", "hybrid")]
     if not layers:
         raise UnsupportedModel(
             f"model type {name!r} has {', '.join(sorted(set(kinds)))} layers only; allowed: models with "
@@ -73,14 +95,55 @@ def full_layers(config: PreTrainedConfig) -> list[int]:
     return layers
 
 
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """transformers' name of the type of each layer, by a text config."""
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds[:count])
+    window = getattr(config, "sliding_window", None)
+    slides = window and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if slides else "full_attention"] * count
+
+
 def compressible_layers(model: PreTrainedModel) -> list[int]:
     """`full_layers` of a model."""
     return full_layers(model.config.get_text_config())
 
 
-def kv_heads(config: PreTrainedConfig) -> int:
-    """KV heads of a model with this text config."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+class HeadShape(NamedTuple):
+    """The heads of a layer.
+
+    Attributes:
+        heads, kv_heads: the numbers of query heads and of KV heads.
+        key_dim, value_dim: the numbers in a key and in a value.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def head_shapes(config: PreTrainedConfig) -> list[HeadShape]:
+    """The heads of each layer of a model with this text config, in which they may differ (Gemma 4)."""
+    by_layer = getattr(config, "per_layer_config", None)
+    layers = range(config.num_hidden_layers)
+    return [_heads_of(config if by_layer is None else by_layer[layer]) for layer in layers]
+
+
+def _heads_of(layer: PreTrainedConfig) -> HeadShape:
+    """The heads of a layer with this config."""
+    heads = layer.num_attention_heads
+    if getattr(layer, "kv_lora_rank", None):
+        # Latent attention: transformers holds keys and values of all heads, as attention reads them.
+        key_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+        return HeadShape(heads, heads, key_dim, layer.v_head_dim)
+    key_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    value_dim = getattr(layer, "v_head_dim", None) or key_dim
+    return HeadShape(
+        heads, getattr(layer, "num_key_value_heads", None) or heads, key_dim, value_dim
+    )
 
 
 def rotary_of(model: PreTrainedModel) -> Rotary | None:
@@ -124,10 +187,7 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
     if not hasattr(model, "generate"):
         raise UnsupportedModel(f"{name} has no language-model head; allowed: a ...ForCausalLM")
     text = model.config.get_text_config()
-    if getattr(text, "use_bidirectional_attention", None):
-        raise UnsupportedModel(
-            f"{name} attends both ways within its prompt; allowed: causal models"
-        )
+    check_causal(text)
     register()
     before = text._attn_implementation
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))

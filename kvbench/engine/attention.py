@@ -20,6 +20,7 @@ from transformers import AttentionInterface, Cache, PreTrainedConfig
 
 from kvbench.errors import UserError
 from kvbench.kernels.decode_attention import products
+from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 
 IMPLEMENTATION = "kvbench"
@@ -46,6 +47,7 @@ class LayerCall:
         sliding_window: how many keys a query sees; None for all.
         output: the weight of the layer's output projection, [hidden, heads * head_dim]; None where it
             cannot be read.
+        sinks: [heads], the logit of each query head's attention sink (`LayerKV.sinks`); None for none.
     """
 
     layer: int
@@ -56,6 +58,7 @@ class LayerCall:
     softcap: float | None = None
     sliding_window: int | None = None
     output: Tensor | None = field(default=None, compare=False, repr=False)
+    sinks: Tensor | None = None
 
     def exact(self) -> Tensor:
         """Causal attention of the queries over the keys of this call alone, [batch, heads, t, head_dim];
@@ -67,15 +70,24 @@ class LayerCall:
             scaling=self.scaling,
             softcap=self.softcap,
             sliding_window=self.sliding_window,
+            sinks=self.sinks,
         )
 
     def exact_with_normalisers(self) -> tuple[Tensor, Tensor | None]:
         """The output of `exact`, and the softmax's normalisers: the logarithm of each query's sum of
-        exponentials, [batch, heads, t] float32, or None where torch's kernel does not return them."""
+        exponentials, [batch, heads, t] float32, or None where torch's kernel does not return them. The
+        sum contains the sink's."""
         fused = None
         if self.softcap is None and self.sliding_window is None:
             fused = _fused_with_normalisers(self.query, self.key, self.value, self.scaling)
-        return fused or (self.exact(), None)
+        if fused is None:
+            return self.exact(), None
+        if self.sinks is None:
+            return fused
+        out, of_keys = fused
+        normalisers = torch.logaddexp(of_keys, self.sinks.float()[:, None])
+        share_of_keys = (of_keys - normalisers).exp()
+        return out * share_of_keys[..., None].to(out.dtype), normalisers
 
     def of_rows(self, rows: Tensor) -> LayerCall:
         """The call of the batch rows with these indices [rows], a tensor on the call's device, so that
@@ -101,9 +113,16 @@ class AttentionState(ABC):
     `BandState` and `EvictingState` (streams.py), and the prefill of a batch under `generate` (live.py).
     """
 
+    called: frozenset[int] = frozenset()
+    """The layers that the pass has called so far."""
+
     @abstractmethod
     def attend(self, call: LayerCall) -> Tensor:
         """The attention output of a layer, [batch, heads, t, head_dim]."""
+
+    def begin_pass(self) -> None:
+        """Another pass begins with this state. To be called before the model is."""
+        self.called = frozenset()
 
     def past(self, config: PreTrainedConfig) -> Cache | None:
         """For hybrid models, transformers' cache with the recurrent states from which the rows continue.
@@ -121,18 +140,19 @@ def kvbench_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     kvbench: AttentionState | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers' attention interface calls; returns the output [batch, t, heads,
-    head_dim] and None in place of attention weights.
+    head_dim] and None in place of attention weights. `s_aux` is transformers' name of the sinks.
 
     `dropout` is the sixth parameter, as in transformers' own sdpa function, since kvpress, once it is
     imported, wraps every registered function and passes dropout by position.
 
     Raises:
-        UnsupportedModel: attention sinks (``s_aux``), position biases, a mask, dropout, or a forward
-            pass that was started outside kvbench's engine.
+        UnsupportedModel: attention that is not causal, a layer that is called twice in a pass, position
+            biases, a mask, dropout, or a forward pass that was started outside kvbench's engine.
     """
     name = type(module).__name__
     if kvbench is None:
@@ -141,20 +161,31 @@ def kvbench_attention(
             "model.set_attn_implementation('sdpa') first), or its model does not pass keyword "
             "arguments on to its attention (not supported)"
         )
-    for argument in ("s_aux", "position_bias"):
-        if other.get(argument) is not None:
-            raise UnsupportedModel(f"{name} passes {argument} to its attention; not supported")
+    if other.get("position_bias") is not None:
+        raise UnsupportedModel(f"{name} passes position_bias to its attention; not supported")
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModel(
+            f"{name} attends both ways within its prompt; allowed: causal models"
+        )
     if attention_mask is not None:
         raise UnsupportedModel(
             f"{name} passes a mask to its attention; kvbench runs unpadded prompts"
         )
     if dropout:
         raise UnsupportedModel(f"{name} runs with dropout {dropout}; call model.eval() first")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if layer in kvbench.called:
+        # Such a model has several sets of keys and values for a layer, or reads them several times.
+        raise UnsupportedModel(
+            f"{name} computes the attention of layer {layer} twice in a pass; allowed: models that "
+            "compute it once"
+        )
+    kvbench.called |= {layer}
     output: Any = getattr(getattr(module, "o_proj", None), "weight", None)
     readable = isinstance(output, Tensor) and output.dim() == 2 and not output.is_meta
     out = kvbench.attend(
         LayerCall(
-            int(module.layer_idx),  # type: ignore[arg-type]
+            layer,
             query,
             key,
             value,
@@ -162,9 +193,11 @@ def kvbench_attention(
             softcap,
             sliding_window,
             output if readable and output.is_floating_point() else None,
+            s_aux,
         )
     )
-    return out.transpose(1, 2), None
+    # Contiguous as transformers' own functions return it: AFMoE and JetMoE take a view of it.
+    return out.transpose(1, 2).contiguous(), None
 
 
 def register() -> None:
@@ -186,6 +219,8 @@ def signed_mean(
     weights: Tensor,
     denominators: Tensor,
     value_range: tuple[Tensor, Tensor] | None,
+    *,
+    sinks: bool = False,
 ) -> Tensor:
     """The output of attention whose entries have a factor in the softmax's denominator
     (`CompressedKV.denominators`): (sum_i e_i v_i) / (sum_i e_i b_i), where e are the softmax weights and
@@ -197,8 +232,12 @@ def signed_mean(
         denominators: [..., c], b.
         value_range: the least and the largest output, each of a shape that broadcasts to [..., q, d];
             None for no clamping.
+        sinks: whether the weights sum to less than 1, the rest being that of an attention sink.
     """
-    denominator = weights.to(denominators.dtype) @ denominators[..., None]
+    weights = weights.to(denominators.dtype)
+    denominator = weights @ denominators[..., None]
+    if sinks:
+        denominator += 1 - weights.sum(-1, keepdim=True)
     quotient = mixed.to(denominator.dtype) / denominator
     mean = torch.where(denominator > 1e-20, quotient, 0.0).to(mixed.dtype)
     return mean if value_range is None else torch.clamp(mean, *value_range)
@@ -269,18 +308,19 @@ def exact_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     seen: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of m queries over n keys, the last m of which belong to the queries' own tokens:
     [batch, heads, m, head_dim].
 
-    Most calls go to torch's fused kernel. Bounded logits, sliding windows and `seen`, which that kernel
-    does not have, are computed in blocks of queries with O(QUERY_BLOCK * n) memory. So are grouped heads
-    in float32 on CUDA: no fused kernel takes them, and torch would form all m x n logits.
+    Most calls go to torch's fused kernel. Bounded logits, sliding windows, sinks and `seen`, which that
+    kernel does not have, are computed in blocks of queries with O(QUERY_BLOCK * n) memory. So are
+    grouped heads in float32 on CUDA: no fused kernel takes them, and torch would form all m x n logits.
 
     Args:
         query: [batch, heads, m, head_dim].
         key, value: [batch, kv_heads, n, head_dim].
-        scaling, softcap, sliding_window: as in `LayerCall`.
+        scaling, softcap, sliding_window, sinks: as in `LayerCall`.
         seen: [heads, m, n] bool, the keys that each query may see, beside causality; needs as many KV
             heads as query heads. None for all keys.
     """
@@ -288,7 +328,7 @@ def exact_attention(
     if sliding_window is not None and sliding_window >= n:
         sliding_window = None
     grouped_float32 = query.dtype == torch.float32 and query.shape[1] != key.shape[1]
-    fused = seen is None and not (query.is_cuda and grouped_float32)
+    fused = seen is None and sinks is None and not (query.is_cuda and grouped_float32)
     if softcap is None and sliding_window is None and fused:
         mask = None if m == n else causal_lower_right(m, n)
         return F.scaled_dot_product_attention(
@@ -297,6 +337,8 @@ def exact_attention(
     batch, heads, _, head_dim = query.shape
     group = heads // key.shape[1]
     grouped = query.view(batch, key.shape[1], group, m, head_dim)
+    if sinks is not None:
+        sinks = sinks.view(key.shape[1], group, 1)
     out = torch.empty_like(grouped[..., :1]).expand(*grouped.shape[:-1], value.shape[-1]).clone()
     for begin in range(0, m, QUERY_BLOCK):
         end = min(m, begin + QUERY_BLOCK)
@@ -312,6 +354,6 @@ def exact_attention(
             hidden |= column <= row - sliding_window
         if seen is not None:
             hidden = (hidden | ~seen[:, begin:end, first:stop])[None, :, None]
-        weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1).to(value.dtype)
+        weights = softmax(logits.masked_fill_(hidden, float("-inf")), sinks).to(value.dtype)
         out[..., begin:end, :] = weights @ value[:, :, None, first:stop]
     return out.view(batch, heads, m, value.shape[-1])

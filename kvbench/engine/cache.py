@@ -32,6 +32,7 @@ from kvbench.engine import guard
 from kvbench.engine.attention import LayerCall, grown_range, signed_mean
 from kvbench.engine.entries import GROWTH, Entries, PackedEntries
 from kvbench.kernels.quantize import Scheme
+from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 from kvbench.kv import CompressedKV, KVError
 from kvbench.methods.base import Eviction, Held, Method, rule_of
@@ -239,11 +240,16 @@ class GrowingCache(LayerCache):
             has_left = store.positions[:, None, :n] <= (positions - self.window)[None, :, None]
             logits.masked_fill_(has_left.repeat(1, group, 1), float("-inf"))
         self._hide(logits)
-        weights = logits.softmax(-1)
+        sinks = call.sinks
+        if sinks is not None:
+            sinks = sinks.view(stored_heads, group).repeat_interleave(tokens, dim=1)
+        weights = softmax(logits, sinks)
         output = store.mix_values(weights)
         if store.denominators is not None:
             ranges, store.value_range = grown_range(store.value_range, value, group)
-            output = signed_mean(output, weights, store.denominators[:, :n], ranges)
+            output = signed_mean(
+                output, weights, store.denominators[:, :n], ranges, sinks=sinks is not None
+            )
         store.pack()
         self._after_attention(call, weights.view(stored_heads, group, tokens, n))
         return output.view(stored_heads, group, tokens, -1).reshape(heads, tokens, -1)

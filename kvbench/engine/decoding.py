@@ -291,12 +291,16 @@ class DecodeState(ForkBatch):
         counters = self._counters[group.device]
         counts = counters.counts(group.slots)
         append_entries(group.table, counts.before, key, value)
+        sinks = call.sinks
+        if sinks is not None:
+            sinks = sinks.view(group.per_row, -1).repeat(len(group.rows), 1)
         output, mass = weighted_decode_attention(
             query,
             group.table,
             counts.with_new,
             scaling=call.scaling,
             softcap=call.softcap,
+            sinks=sinks,
             return_mass=evictions is not None and evictions.weighs,
         )
         if evictions is not None:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
-from kvbench.engine.architecture import kv_heads
+from kvbench.engine.architecture import HeadShape, head_shapes, layer_kinds
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.loading import load_config
 from kvbench.engine.model_spec import ModelError, ModelSpec
 from kvbench.kernels.quantize import Scheme
+
+
+class LayerShape(NamedTuple):
+    """The numbers that determine the bytes of a layer that holds keys.
+
+    Attributes:
+        heads: the layer's heads.
+        window: the length of its sliding window in tokens; None for full attention.
+    """
+
+    heads: HeadShape
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -19,18 +32,12 @@ class CacheShape:
     """The numbers that determine the bytes of a model's cache.
 
     Attributes:
-        kv_heads: the KV heads of a layer.
-        head_dim: the numbers in a key, and in a value.
+        layers: the layers that hold keys.
         itemsize: the bytes of a number.
-        full_layers: the number of layers with full attention.
-        windows: for each sliding-window layer the length of its window in tokens.
     """
 
-    kv_heads: int
-    head_dim: int
+    layers: tuple[LayerShape, ...]
     itemsize: int
-    full_layers: int
-    windows: tuple[int, ...]
 
     def bytes(self, tokens: int, entries: int, quantization: Scheme | None = None) -> int:
         """The bytes of the cache of a prompt.
@@ -41,14 +48,23 @@ class CacheShape:
             quantization: how these entries are packed; None for the model's dtype. Sliding-window layers
                 are never packed.
         """
-        entry = 2 * self.kv_heads * self.head_dim * self.itemsize
-        layers = self.full_layers * entry * entries
-        if quantization is not None:
-            layers = sum(
-                quantization.nbytes(self.kv_heads, entries, self.head_dim, self.itemsize, layer)
-                for layer in range(self.full_layers)
-            )
-        return layers + entry * sum(min(window, tokens) for window in self.windows)
+        total = 0
+        number = 0  # of the layer among those with full attention
+        for (_, kv_heads, key_dim, value_dim), window in self.layers:
+            entry = kv_heads * (key_dim + value_dim) * self.itemsize
+            if window is not None:
+                total += entry * min(window, tokens)
+            elif quantization is None:
+                total += entry * entries
+            else:
+                # A scheme counts keys and values of one size; of two sizes this is the mean.
+                of_each = [
+                    quantization.nbytes(kv_heads, entries, dim, self.itemsize, number)
+                    for dim in (key_dim, value_dim)
+                ]
+                total += sum(of_each) // 2
+            number += window is None
+        return total
 
 
 def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
@@ -65,11 +81,10 @@ def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
 
 def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape:
     """The shape of the cache of a model with this text config; see `cache_shape`."""
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
-    sliding = sum(kind == "sliding_attention" for kind in kinds[:count])
-    full = sum(kind in ("full_attention", "hybrid") for kind in kinds[:count])
     window = getattr(config, "sliding_window", None) or 0
-    return CacheShape(kv_heads(config), head_dim, dtype.itemsize, full, (window,) * sliding)
+    windows = {"full_attention": None, "hybrid": None, "sliding_attention": window}
+    layers = zip(head_shapes(config), layer_kinds(config), strict=True)
+    return CacheShape(
+        tuple(LayerShape(heads, windows[kind]) for heads, kind in layers if kind in windows),
+        dtype.itemsize,
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.engine import guard, memory
-from kvbench.engine.attention import AttentionState, LayerCall
+from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import GrowingCache, LayerCache, cache_of, store_of
 from kvbench.engine.costs import Cost, ExactBytes, Ledger
 from kvbench.engine.faults import release_frames
@@ -23,6 +23,7 @@ from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, s
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import AllowedEntries, HeldShape, Method, allowed_entries
+from kvbench.methods.exact import Exact
 
 
 def prompt_name(ids: Sequence[int]) -> str:
@@ -279,6 +280,15 @@ class Fork:
                 cache_bytes=sum(self.ranks.gather(self.cache_bytes())),
                 extras=extras,
             )
+            is_exact = isinstance(self.method, Exact) and self.method.quantize is None
+            if is_exact and cost.cache_bytes != cost.exact_bytes:
+                self.fail(
+                    UnsupportedModel(
+                        f"the exact cache holds {cost.cache_bytes} bytes, and the model's keys and "
+                        f"values of {n} tokens have {cost.exact_bytes}; allowed: models of which it "
+                        "holds all"
+                    )
+                )
         self.ledger.begin(cost, exact)
 
     def _allowed_entries(self, n: int, layers: int) -> AllowedEntries:

@@ -219,6 +219,7 @@ class Compression:
             config = self.model.config.get_text_config()
             if is_hybrid(config):
                 given.layers = state.past(config).layers
+            state.begin_pass()
             kwargs["kvbench"] = state
             return args, kwargs
         if given is not None:

@@ -7,6 +7,7 @@ files; bitsandbytes packs the former while they are read.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as library_logging
 
-from kvbench.engine.architecture import check_serves_interface, kv_heads
+from kvbench.engine.architecture import check_supported, head_shapes
 from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.model_spec import (
     ModelError,
@@ -46,7 +47,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
     Raises:
         ModelError: it cannot be loaded, or its fields are not those of a model.
-        UnsupportedModel: see `check_serves_interface`.
+        UnsupportedModel: see `check_supported`.
     """
     config: PreTrainedConfig
     if spec.architecture is not None:
@@ -66,7 +67,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
                 str(path), trust_remote_code=spec.trust_remote_code, **where, **(spec.config or {})
             )
         _check_fields(spec, config)
-    check_serves_interface(config)
+    check_supported(config)
     return config
 
 
@@ -195,7 +196,7 @@ def _divided(spec: ModelSpec, config: PreTrainedConfig) -> dict[str, Any]:
     if spec.parallel is None:
         return {}
     plan = config.base_model_tp_plan or {}
-    heads = kv_heads(config)
+    heads = math.gcd(*(shape.kv_heads for shape in head_shapes(config)))
     _, ranks = spec.place
     divisible = plan.get("layers.*.self_attn.k_proj") == "colwise" and not is_hybrid(config)
     allowed: list[int] = []

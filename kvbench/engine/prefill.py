@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.engine import guard
-from kvbench.engine.architecture import compressible_layers, kv_heads, rotary_of
+from kvbench.engine.architecture import compressible_layers, head_shapes, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import GrowingCache, store_of
 from kvbench.engine.costs import ExactBytes, LayerBytes
@@ -85,6 +85,7 @@ def layer_kv(
         count,
         call.scaling,
         softcap=call.softcap,
+        sinks=None if call.sinks is None else call.sinks.detach().to(torch.float32, copy=True),
         output=None if output is None else output.detach().clone,
         rotary=rotary,
     )
@@ -292,6 +293,7 @@ def forward_rows(
         keep: for which tokens logits are computed: the last `keep` tokens, or the tokens with these
             indices; None for all.
     """
+    state.begin_pass()
     config = model.config.get_text_config()
     past = state.past(config) if is_hybrid(config) else None
     with threads_of(config, ids.numel()):
@@ -307,19 +309,20 @@ def forward_rows(
 
 
 def plan_attention(model: PreTrainedModel, tokens: int) -> None:
-    """Run the attention of one layer on zeros, on every GPU of the model. Does nothing on a CPU.
+    """Run the attention of a layer of each shape on zeros, on every GPU of the model. Does nothing on a
+    CPU.
 
     At the first call with a new length, a GPU's libraries choose and prepare their kernel, which takes
     time. This call takes it before the clock of a prefill of `tokens` tokens starts.
     """
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    for device in {parameter.device for parameter in model.parameters()}:
-        if device.type == "cuda":
-            query = torch.zeros(1, heads, tokens, dim, dtype=model.dtype, device=device)
-            key = torch.zeros(1, kv_heads(config), tokens, dim, dtype=model.dtype, device=device)
-            LayerCall(0, query, key, key, dim**-0.5).exact_with_normalisers()
+    gpus = {part.device for part in model.parameters() if part.device.type == "cuda"}
+    for device in gpus:
+        for heads, kv_heads, key_dim, value_dim in set(head_shapes(model.config.get_text_config())):
+            query, key, value = (
+                torch.zeros(1, count, tokens, dim, dtype=model.dtype, device=device)
+                for count, dim in ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
+            )
+            LayerCall(0, query, key, value, key_dim**-0.5).exact_with_normalisers()
 
 
 # Not in inference mode: its tensors could not be written to later, outside that mode, and methods and

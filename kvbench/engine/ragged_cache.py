@@ -106,8 +106,11 @@ class RaggedCache(LayerCache):
         queries = call.query.split(call.query.shape[1] // count, 1)
         keys = call.key.split(call.key.shape[1] // count, 1)
         values = call.value.split(call.value.shape[1] // count, 1)
+        sinks = [None] * count if call.sinks is None else call.sinks.chunk(count)
         outputs = []
-        for head, query, key, value in zip(self.heads, queries, keys, values, strict=True):
-            head_call = replace(call, query=query, key=key, value=value)
+        for head, query, key, value, own_sinks in zip(
+            self.heads, queries, keys, values, sinks, strict=True
+        ):
+            head_call = replace(call, query=query, key=key, value=value, sinks=own_sinks)
             outputs.append(head.step(head_call, positions))
         return torch.cat(outputs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.architecture import kv_heads
+from kvbench.engine.architecture import head_shapes
 from kvbench.engine.attention import AttentionState, LayerCall, exact_attention
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
@@ -193,6 +193,7 @@ class WholePass(AttentionState):
                     scaling=call.scaling,
                     softcap=call.softcap,
                     seen=seen,
+                    sinks=call.sinks,
                 )
             )
         return torch.cat(out)
@@ -239,13 +240,13 @@ def masked_pass_cache(
 ) -> ImaginedCache:
     """The size of the cache that a method which masks a whole pass of `tokens` tokens would need. Each
     query head chooses its own entries, so that keys would be repeated to query heads."""
-    config = model.config.get_text_config()
+    shapes = head_shapes(model.config.get_text_config())
     method, budget = pair
     assert method.whole_pass is not None
     entries = method.whole_pass.masked_entries(budget, tokens)
-    heads = config.num_attention_heads
-    group = heads // kv_heads(config)
-    return ImaginedCache(entries, entries * group / tokens)
+    repeated = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+    exact = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+    return ImaginedCache(entries, entries * repeated / (tokens * exact))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from kvbench.engine.estimate import shape_of
 from kvbench.engine.prefill import CaptureState, compressible_layers, forward_rows, input_device
 from kvbench.engine.scoring import CHUNK_LOGITS, vocabulary
 from kvbench.kernels.decode_attention import products
+from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, Rotary
 from kvbench.methods.base import Method, rule_of
@@ -277,7 +278,8 @@ class BandState(AttentionState):
         logits = self._logits(query, key[:, None], now, times) * call.scaling
         distance = now[:, None] - times
         seen = (distance >= 0) & ((times < self.start) | (distance <= self.recent))
-        weights = capped(logits, call.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
+        sinks = None if call.sinks is None else call.sinks.view(kv_heads, -1, 1)
+        weights = softmax(capped(logits, call.softcap).masked_fill(~seen, -torch.inf), sinks)
         out = weights.to(value.dtype) @ value[:, None]
         kept = (times < self.start) | (times > now[-1] - self.recent)
         self._layers[call.layer] = key[:, kept], value[:, kept], times[kept]

@@ -158,6 +158,7 @@ def reduce_kernel(
     partial_sum,
     out,  # [rows, heads, VALUE_DIM], contiguous, out
     log_sum,  # [rows, heads] float32, out: the logarithm of the sum of the exponentials of all logits
+    sinks,  # [rows, heads] float32, contiguous, if SINKS
     chunk,
     splits,
     first_split,
@@ -165,6 +166,7 @@ def reduce_kernel(
     VALUE_DIM: tl.constexpr,
     E: tl.constexpr,
     PART: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Combine a query head's partial results, PART chunks at a time: program (row x query head)."""
     query_head = tl.program_id(0).to(tl.int64)
@@ -180,6 +182,10 @@ def reduce_kernel(
     base = tl.full([], 0.0, tl.float32)
     total = tl.full([], 0.0, tl.float32)
     result = tl.zeros([E], tl.float32)
+    if SINKS:  # as a partial result of one entry whose value is 0
+        largest = tl.load(sinks + query_head)
+        base = largest
+        total = tl.full([], 1.0, tl.float32)
     for start in range(0, chunks, PART):
         part = start + tl.arange(0, PART)
         slots = query_head * splits + part
@@ -328,6 +334,7 @@ def attention(
     aligned: bool,
     scaling: float,
     softcap: float | None,
+    sinks: Tensor | None,
     return_mass: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`decode_attention.weighted_decode_attention` on CUDA: two launches, one more for packed entries
@@ -402,6 +409,7 @@ def attention(
         partial_sum,
         out,
         log_sum,
+        log_sum if sinks is None else sinks.float().contiguous(),
         chunk,
         splits,
         packed_splits,
@@ -409,6 +417,7 @@ def attention(
         VALUE_DIM=value_dim,
         E=triton.next_power_of_2(value_dim),
         PART=16,
+        SINKS=sinks is not None,
         num_warps=4,
     )
     if not return_mass:

@@ -171,6 +171,7 @@ def attention_mass(
     *,
     scaling: float,
     softcap: float | None,
+    sinks: Tensor | None = None,
     normalisers: Tensor | None = None,
 ) -> Tensor:
     """`attention_mass.attention_mass` on CUDA, which has the arguments' shapes: one launch with
@@ -198,6 +199,8 @@ def attention_mass(
             queries, keys, partial, float(scaling), cap, *shapes, parts, *strides, **options
         )
         normalisers = partial[:, :, 0] if parts == 1 else partial.logsumexp(2)
+        if sinks is not None:
+            normalisers = torch.logaddexp(normalisers, sinks.float()[:, None])
     mass = queries.new_empty(batch, heads, n, dtype=torch.float32)
     column_kernel[(-(-n // options["KEYS"]), batch * heads)](
         queries,

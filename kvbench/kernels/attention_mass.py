@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
+from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 
 TILE_ELEMENTS = 1 << 20
@@ -36,6 +37,7 @@ def attention_mass(
     *,
     scaling: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     normalisers: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
@@ -50,14 +52,16 @@ def attention_mass(
         keys: [batch, kv_heads, n, head_dim]; query head i uses KV head i // group.
         scaling: factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
-        normalisers: [batch, heads, m], the logarithm of each query's sum of exponentials, if the
-            attention itself has returned it; this saves half of the work (in torch only if m = n).
-            None if not known.
+        sinks: [heads], one more logit in the softmax of each query head, which takes its share of the
+            attention and belongs to no key; None for none.
+        normalisers: [batch, heads, m], the logarithm of each query's sum of exponentials, the sink's
+            included, if the attention itself has returned it; this saves half of the work (in torch
+            only if m = n). None if not known.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
-        [batch, heads, n] float32; each head sums to m. With m = n this is H2O's accumulated score,
-        with m = window SnapKV's.
+        [batch, heads, n] float32; each head sums to m without a sink. With m = n this is H2O's
+        accumulated score, with m = window SnapKV's.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that is not possible here.
@@ -70,7 +74,7 @@ def attention_mass(
         from kvbench.kernels import _triton_mass
 
         return _triton_mass.attention_mass(
-            queries, keys, scaling=scaling, softcap=softcap, normalisers=normalisers
+            queries, keys, scaling=scaling, softcap=softcap, sinks=sinks, normalisers=normalisers
         )
     group = heads // kv_heads
     if normalisers is not None and softcap is None and m == n:
@@ -79,6 +83,7 @@ def attention_mass(
     k = keys.float().reshape(batch * kv_heads, n, dim)
     mass = torch.zeros(batch * kv_heads, group, n, dtype=torch.float32, device=keys.device)
     for head in range(batch * kv_heads):
+        own_sinks = None if sinks is None else sinks.view(kv_heads, group, 1)[head % kv_heads]
         start = 0
         while start < m:
             # Later blocks see more keys, so they hold fewer queries.
@@ -91,8 +96,7 @@ def attention_mass(
             capped(scores, softcap)
             future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu_(1)
             scores[:, :, seen - rows :].masked_fill_(future, float("-inf"))
-            torch.softmax(scores, -1, out=scores)
-            mass[head, :, :seen] += scores.sum(1)
+            mass[head, :, :seen] += softmax(scores, own_sinks).sum(1)
             start = stop
     return mass.view(batch, heads, n)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvbench.kernels._choice import use_triton
 from kvbench.kernels.entry_table import EntryTable
 from kvbench.kernels.quantize import CACHED
+from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 
 
@@ -24,6 +25,7 @@ def weighted_decode_attention(
     *,
     scaling: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_mass: bool = False,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -44,6 +46,8 @@ def weighted_decode_attention(
             all hidden.
         scaling: factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
+        sinks: [rows, heads], one more logit in the softmax of each query, whose value is 0; None for
+            none.
         return_mass: whether the attention that each entry received is returned, too (for H2O); not
             where entries are packed.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
@@ -74,7 +78,7 @@ def weighted_decode_attention(
     widest = max(keys.shape[2], values.shape[2])
     obstacle = _too_wide(heads // kv_heads, widest, keys.element_size())
     if not use_triton("weighted_decode_attention", implementation, keys, values, obstacle=obstacle):
-        return _torch_attention(query, table, lengths, scaling, softcap, return_mass)
+        return _torch_attention(query, table, lengths, scaling, softcap, sinks, return_mass)
     from kvbench.kernels import _triton_decode
 
     out, mass = _triton_decode.attention(
@@ -90,6 +94,7 @@ def weighted_decode_attention(
         aligned=table.aligned,
         scaling=scaling,
         softcap=softcap,
+        sinks=sinks,
         return_mass=return_mass,
     )
     return out.to(query.dtype), mass
@@ -118,6 +123,7 @@ def _torch_attention(
     lengths: Tensor | Sequence[int],
     scaling: float,
     softcap: float | None,
+    sinks: Tensor | None,
     return_mass: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`weighted_decode_attention` in torch: row by row on views of the buffers, since a batched
@@ -144,7 +150,8 @@ def _torch_attention(
         logits = capped(logits.mul_(scaling), softcap)
         if weight is not None:
             logits += weight[:, None, :n]
-        attention = logits.softmax(-1)
+        own_sinks = None if sinks is None else sinks[row].view(kv_heads, -1)
+        attention = softmax(logits, own_sinks)
         if weight is not None:  # all entries may be hidden
             attention.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
         torch.bmm(attention[..., packed:].to(value.dtype), value, out=out[row])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbench.errors.options import Fraction
 from kvbench.kernels.eviction_table import Eviction
+from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent, group_mean
@@ -125,6 +126,7 @@ class H2O(TokenScoringMethod):
             recent_ratio=recent,
             scaling=layer.scaling,
             softcap=layer.softcap,
+            sinks=layer.sinks,
         )
 
     def masked_entries(self, budget: Budget, n: int) -> int:
@@ -166,6 +168,7 @@ def released_mask(
     recent_ratio: float = 0.1,
     scaling: float = 1.0,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The keys that each query sees in H2O's released evaluation (FMInference/H2O,
     h2o_hf/utils_lm_eval).
@@ -207,7 +210,8 @@ def released_mask(
     for begin in range(0, n, QUERY_ROWS):
         block = slice(begin, begin + QUERY_ROWS)
         logits = capped(queries[:, block].float() @ keys.float().mT * scaling, softcap)
-        rows = logits.masked_fill(distance[block] < 0, -torch.inf).softmax(-1)
+        logits = logits.masked_fill(distance[block] < 0, -torch.inf)
+        rows = softmax(logits, None if sinks is None else sinks[:, None])
         if semantics == "global":
             scores += rows.sum(1)
             continue

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Count
+from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import keep_marked, top_positions, with_sink_and_window
@@ -37,6 +38,7 @@ def largest_attention(layer: LayerKV, repeated: Repetition, sink: int) -> Tensor
     batch, kv_heads, count, dim = keys.shape
     length = repeated.queries.shape[2]
     queries = (repeated.queries.float() * layer.scaling).view(batch, kv_heads, -1, length, dim)
+    layer_sinks = None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1)
     largest = keys.new_zeros(batch, kv_heads, stop - start)
     future = torch.ones(ROWS, ROWS, dtype=torch.bool, device=keys.device).triu(1)
     for begin in range(0, length, ROWS):
@@ -46,7 +48,7 @@ def largest_attention(layer: LayerKV, repeated: Repetition, sink: int) -> Tensor
         logits = (block.flatten(2, 3) @ visible.mT).unflatten(2, (-1, rows))
         logits = capped(logits, layer.softcap)
         logits[..., -rows:].masked_fill_(future[:rows, :rows], -torch.inf)
-        attention = logits.softmax(-1)[..., sink : sink + stop - start]
+        attention = softmax(logits, layer_sinks)[..., sink : sink + stop - start]
         largest = torch.maximum(largest, attention.amax((2, 3)))
     return largest
 

@@ -19,6 +19,7 @@ from kvbench.engine.costs import Cost
 from kvbench.engine.fork import layer_generator
 from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Quantization, Scheme
+from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
@@ -115,7 +116,7 @@ def estimate(compressed: CompressedKV, queries: Tensor, first: int, layer: Layer
     """The attention outputs z_j, [1, heads, m, d] float64, of queries [1, heads, m, d] at the positions
     first, first + 1, ... over the compressed entries; a query does not see entries of later positions.
 
-    `layer` is the layer that was compressed: of its scaling and softcap.
+    `layer` is the layer that was compressed: of its scaling, softcap and sinks.
     """
     batch, heads, m, _ = queries.shape
     logits = logits_of(compressed.keys, queries, layer)
@@ -123,7 +124,8 @@ def estimate(compressed: CompressedKV, queries: Tensor, first: int, layer: Layer
         logits = logits + compressed.log_weights.double()[:, :, None, None]
     positions = torch.arange(first, first + m, device=queries.device)
     later = compressed.positions[:, :, None, None, :] > positions[:, None]
-    weights = logits.masked_fill(later, float("-inf")).softmax(-1)
+    sinks = None if layer.sinks is None else layer.sinks.view(logits.shape[1], -1, 1)
+    weights = softmax(logits.masked_fill(later, float("-inf")), sinks)
     out = weights[..., compressed.keys_only :] @ compressed.values.double()[:, :, None]
     if compressed.denominators is not None:
         value_range = None
@@ -131,7 +133,7 @@ def estimate(compressed: CompressedKV, queries: Tensor, first: int, layer: Layer
             least, most = compressed.value_range
             value_range = least.double()[:, :, None, None], most.double()[:, :, None, None]
         denominators = compressed.denominators.double()[:, :, None]
-        out = signed_mean(out, weights, denominators, value_range)
+        out = signed_mean(out, weights, denominators, value_range, sinks=sinks is not None)
     return out.view(batch, heads, m, -1)
 
 

@@ -137,6 +137,7 @@ def decode(
         scaling=dim**-0.5,
         **{
             "softcap": None,
+            "sinks": None,
             "return_mass": False,
             "longest_packed": 0,
             "quantization": None,
@@ -304,8 +305,8 @@ def every_launch() -> Iterator[tuple[str, Launch]]:
             256, dim, dtype, counts=None, weights=None, centre="released"
         ),
         "decode": lambda dim, dtype: decode(32, 8, dim, dtype),
-        "decode with mass and softcap": lambda dim, dtype: decode(
-            14, 2, dim, dtype, return_mass=True, softcap=50.0
+        "decode with mass, softcap and sinks": lambda dim, dtype: decode(
+            14, 2, dim, dtype, return_mass=True, softcap=50.0, sinks=empty(8, 14)
         ),
         "decode 4 bits": lambda dim, dtype: decode_packed(32, 8, dim, dtype),
         "decode 2 bits and softcap": lambda dim, dtype: decode_packed(

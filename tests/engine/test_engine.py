@@ -10,16 +10,26 @@ import pytest
 import torch
 import transformers as t
 from support.forward import SMALL, generate, reference
-from support.tiny import CONFIGS, Everything, on_kvbench, prompt_ids, tiny_model
+from support.tiny import (
+    CONFIGS,
+    GROUPED,
+    WITH_SINKS,
+    Everything,
+    on_kvbench,
+    prompt_ids,
+    tiny_model,
+)
 
 from kvbench.engine import threads
-from kvbench.engine.architecture import compressible_layers, kv_heads
-from kvbench.engine.attention import LayerCall, UnsupportedModel, exact_attention
+from kvbench.engine.architecture import compressible_layers, head_shapes
+from kvbench.engine.attention import LayerCall, UnsupportedModel, exact_attention, register
+from kvbench.engine.entries import Entries
 from kvbench.engine.fork import Fork
 from kvbench.engine.guard import check_finite, refuse_non_finite
 from kvbench.engine.prefill import capture_layers, layer_kv
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import NORMALISERS, CompressedKV, KVError, LayerKV
+from kvbench.engine.streams import BandState, stream
+from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import build_method
 
 
@@ -51,27 +61,61 @@ def test_compressed_forks_hold_their_budget_on_every_architecture(architecture):
     methods = {
         name: (build_method(name), SMALL) for name in ("streaming_llm", "uniform", "snapkv", "h2o")
     }
-    layers = len(compressible_layers(model))
-    whole = model.config.num_hidden_layers - layers
+    layers = compressible_layers(model)
     for label, result in generate(model, ids, methods).items():
         assert result.failure is None, label
         assert result.entries == {"mean": SMALL.capacity(80), "max": SMALL.capacity(80)}, label
-        # sliding-window layers are left whole: their last 24 entries
-        heads = kv_heads(model.config)
-        per_entry = heads * 16 * 2 * 4
-        entries = layers * SMALL.capacity(80) + whole * 24
-        weights = layers * SMALL.capacity(80) * heads * 4 if label in ("uniform", "h2o") else 0
-        assert result.cache_bytes == entries * per_entry + weights, label
+        expected = 0
+        for index, (_, heads, key_dim, value_dim) in enumerate(head_shapes(model.config)):
+            # sliding-window layers are left whole: their last 24 entries
+            entries = SMALL.capacity(80) if index in layers else 24
+            weighted = index in layers and label in ("uniform", "h2o")
+            expected += entries * heads * (key_dim + value_dim + weighted) * 4
+        assert result.cache_bytes == expected, label
 
 
+class ByHead(Everything):
+    """Keeps everything, each head in a cache of its own."""
+
+    def compress(self, layer: LayerKV, *rest: Any) -> CompressedKV:
+        kept = super().compress(layer, *rest)
+        return replace(kept, lengths=torch.full(kept.keys.shape[:2], layer.n))
+
+
+@pytest.mark.parametrize("architecture", sorted(WITH_SINKS))
+def test_sinks_have_their_share_in_every_cache_and_cost_nothing(architecture):
+    try:
+        model = tiny_model(architecture)
+    except AttributeError as missing:
+        pytest.skip(str(missing))
+    ids = prompt_ids(80)
+    expected = reference(model, ids, 24)
+    on_kvbench(model)
+    room = Budget(size=200, sink=4, window=4)
+    methods = {
+        "exact": (build_method("exact"), SMALL),
+        "by head": (ByHead(), SMALL),
+        "evicts": (build_method("h2o", decode="evict"), room),
+        "restricts": (build_method("topk"), room),
+    }
+    for label, result in generate(model, ids, methods, new_tokens=24).items():
+        assert result.failure is None, label
+        assert result.tokens == expected, label
+        assert result.entries == {"mean": 80, "max": 80}, label
+
+
+@pytest.mark.parametrize("sinks", [None, [0.5, -3.0, 9.0, 40.0]])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 7, 600])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
-def test_exact_attention_equals_brute_force_in_float64(softcap, window, heads):
+def test_exact_attention_equals_brute_force_in_float64(softcap, window, heads, sinks):
     torch.manual_seed(0)
     n, (h, kv) = 530, heads  # more than one query block
     q, k, v = torch.randn(1, h, n, 8), torch.randn(1, kv, n, 8), torch.randn(1, kv, n, 8)
-    output = exact_attention(q, k, v, scaling=0.5, softcap=softcap, sliding_window=window)
+    options = {"softcap": softcap, "sliding_window": window}
+    output = exact_attention(
+        q, k, v, scaling=0.5, **options, sinks=None if sinks is None else torch.tensor(sinks)
+    )
     q, k, v = q.double(), *(x.double().repeat_interleave(h // kv, 1) for x in (k, v))
     logits = q @ k.transpose(-1, -2) * 0.5
     if softcap is not None:
@@ -80,7 +124,11 @@ def test_exact_attention_equals_brute_force_in_float64(softcap, window, heads):
     hidden = at[None] > at[:, None]
     if window is not None:
         hidden |= at[None] <= at[:, None] - window
-    expected = logits.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if sinks is not None:  # one more key, of value 0
+        column = torch.tensor(sinks).double()[:, None, None].expand(1, h, n, 1)
+        logits, v = torch.cat([logits, column], -1), torch.cat([v, 0 * v[:, :, :1]], 2)
+    expected = logits.softmax(-1) @ v
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -145,6 +193,32 @@ def test_captured_layers_are_what_the_layers_saw():
     assert captured[3].queries.shape == (1, 4, 40, 16)
     with pytest.raises(UnsupportedModel, match=r"layer 4 .* allowed: 0\.\.3"):
         capture_layers(model, prompt_ids(40), [4])
+
+
+REFUSED_IN_THE_PASS = [
+    (t.DiffLlamaConfig, {}, "computes the attention of layer 0 twice in a pass"),
+    (t.RobertaConfig, {"is_decoder": False}, "attends both ways within its prompt"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), REFUSED_IN_THE_PASS)
+def test_what_the_cache_would_get_wrong_is_refused_by_what_happens_in_the_pass(
+    kind, fields, message
+):
+    register()
+    config = kind(**GROUPED, **fields)
+    model = on_kvbench(t.AutoModelForCausalLM.from_config(config).eval())
+    with pytest.raises(UnsupportedModel, match=message):
+        generate(model, prompt_ids(20), {"exact": (build_method("exact"), SMALL)})
+    with pytest.raises(UnsupportedModel, match=message):
+        next(stream(model, prompt_ids(20), BandState(0, 20), "absolute"))
+
+
+def test_exact_whose_bytes_are_not_the_models_fails(monkeypatch):
+    monkeypatch.setattr(Entries, "nbytes", lambda entries, count: 7)
+    exact = {"exact": (build_method("exact"), SMALL)}
+    result = generate(on_kvbench(tiny_model("llama")), prompt_ids(20), exact)["exact"]
+    assert "the exact cache holds 28 bytes" in str(result.failure)
 
 
 def test_attention_refuses_what_it_does_not_compute():
@@ -233,19 +307,28 @@ def call(
     ("heads", "kv_heads", "n", "dim"),
     [(4, 4, 1, 8), (8, 2, 700, 32), (6, 3, 129, 5), (8, 1, 64, 64)],
 )
+@pytest.mark.parametrize("sinks", [False, True])
 def test_output_is_bit_by_bit_that_of_exact_and_mass_that_of_the_definition(
-    heads: int, kv_heads: int, n: int, dim: int
+    heads: int, kv_heads: int, n: int, dim: int, sinks: bool
 ) -> None:
     one = call(heads, kv_heads, n, dim)
+    if sinks:
+        one = replace(one, sinks=torch.linspace(-1.0, 5.0, heads))
     out, normalisers = one.exact_with_normalisers()
-    assert torch.equal(out, one.exact())
+    bound = 1e-6 if sinks else 0.0
+    torch.testing.assert_close(out, one.exact(), rtol=bound, atol=bound)
     assert normalisers is not None
     keys = one.key.double().repeat_interleave(heads // kv_heads, 1)
     logits = one.query.double() @ keys.mT * one.scaling
     logits.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+    if one.sinks is not None:
+        column = one.sinks.double()[None, :, None, None].expand(1, heads, n, 1)
+        logits = torch.cat([logits, column], -1)
     torch.testing.assert_close(normalisers.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    mass = layer_kv(one, 0, 1, None, normalisers).attention_mass()
-    torch.testing.assert_close(mass.double(), logits.softmax(-1).sum(2), rtol=1e-4, atol=1e-5)
+    expected = logits.softmax(-1)[..., :n].sum(2)
+    for known in (normalisers, None):
+        mass = layer_kv(one, 0, 1, None, known).attention_mass()
+        torch.testing.assert_close(mass.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_with_tensors_of_its_own_does_not_take_another_layers_normalisers() -> None:

@@ -13,7 +13,7 @@ from kvbench.methods import build_method
 
 
 @pytest.mark.parametrize("n", [20, 60])  # within a sliding window of 24 tokens, and beyond
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "gpt_neox"])
+@pytest.mark.parametrize("architecture", sorted(CONFIGS))
 def test_the_exact_caches_bytes_are_known_from_the_config(architecture: str, n: int) -> None:
     methods = {"m": (build_method("exact"), Budget())}
     result = generate(on_kvbench(tiny_model(architecture)), prompt_ids(n), methods)["m"]

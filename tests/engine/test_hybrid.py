@@ -12,7 +12,7 @@ from support.tiny import GROUPED, Everything, on_kvbench, prompt_ids, tiny_model
 from torch import Tensor
 
 from kvbench import compress
-from kvbench.engine.architecture import check_serves_interface, compressible_layers
+from kvbench.engine.architecture import check_supported, compressible_layers
 from kvbench.engine.attention import UnsupportedModel, register
 from kvbench.engine.prefill import capture_layers
 from kvbench.engine.states import HYBRIDS, clone_of, states_in
@@ -71,7 +71,7 @@ def hybrid(name: str = "qwen3_next") -> Any:
     register()
     torch.manual_seed(0)
     config = CONFIGS[name]()
-    check_serves_interface(config)
+    check_supported(config)
     return t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
@@ -178,7 +178,7 @@ def test_what_is_refused():
     with pytest.raises(
         UnsupportedModel, match=r"type 'jamba' has layers that carry a state .* qwen3_next"
     ):
-        check_serves_interface(jamba)
+        check_supported(jamba)
     shared = tiny_model("gemma3")
     shared.config.num_kv_shared_layers = 2  # as Gemma 3n's
     with pytest.raises(UnsupportedModel, match="shares keys and values between layers"):

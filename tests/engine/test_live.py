@@ -24,7 +24,7 @@ from kvbench.kv import Budget, BudgetExceeded
 LENGTHS = (50, 80, 33)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt_neox", "opt"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt_neox", "opt", "gpt_oss"])
 def test_exact_gives_what_generate_gives_without_it(architecture: str) -> None:
     model = tiny_model(architecture)
     inputs = batch(*LENGTHS)

@@ -20,6 +20,7 @@ from support.tiny import prompt_ids, tiny_model
 from transformers import AutoTokenizer
 
 from kvbench.engine import loading
+from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.generate import run_forks
 from kvbench.engine.loading import check_config_class, load_model
 from kvbench.engine.model_spec import (
@@ -143,6 +144,29 @@ def test_a_wrong_type_in_a_config_is_one_line_at_any_verbosity(caplog: Any) -> N
     assert "num_attention_heads" in str(error.value)
     assert "\n" not in str(error.value)
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"model_type": "roberta"},
+            "both ways within its prompt, as is_decoder of its config is False",
+        ),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "both ways"),
+        ({"model_type": "llama4_text"}, "has chunked_attention layers"),
+        ({"model_type": "mistral", "sliding_window": 8}, "has sliding_attention layers only"),
+        ({"model_type": "bloom"}, "computes its attention itself"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_model_that_cannot_be_run_is_refused_by_its_config(
+    fields: dict[str, Any], message: str
+) -> None:
+    spec = ModelSpec(name="m", path="p", random_weights=True, architecture=fields)
+    with pytest.raises(UnsupportedModel, match=message) as error:
+        loading.load_config(spec)
+    assert "\n" not in str(error.value)
 
 
 def test_a_dtype_of_auto_follows_the_device() -> None:

@@ -22,7 +22,11 @@ from kvbench.kernels.attention_mass import attention_mass
 
 
 def mass_by_definition(
-    queries: torch.Tensor, keys: torch.Tensor, scaling: float, softcap: float | None = None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Column sums and logarithms of the normalisers, float64."""
     m, n, group = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
@@ -31,7 +35,10 @@ def mass_by_definition(
         logits = softcap * torch.tanh(logits / softcap)
     future = torch.ones(m, n, dtype=torch.bool, device=keys.device).triu(n - m + 1)
     logits = logits.masked_fill(future, -torch.inf)
-    return logits.softmax(-1).sum(2), logits.logsumexp(-1)
+    if sinks is not None:
+        column = sinks.double()[None, :, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, column], -1)
+    return logits.softmax(-1)[..., :n].sum(2), logits.logsumexp(-1)
 
 
 MASS = [
@@ -47,16 +54,17 @@ FULL_MASS = [(1, 8, 2, 5000, 5000, 128, BRAIN, 2.0)]
 
 
 @both
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("known", "sunk"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("shape", MASS + (FULL_MASS if FULL_SIZE else []), ids=str)
-def test_mass(shape, known, implementation, monkeypatch):
+def test_mass(shape, known, sunk, implementation, monkeypatch):
     batch, heads, kv_heads, m, n, dim, dtype, softcap = shape
     g = generator(m * n)
     # As a model leaves them: heads inside positions in memory.
     queries = (3 * torch.randn(batch, m, heads, dim, generator=g)).to(DEVICE, dtype).transpose(1, 2)
     keys = torch.randn(batch, n, kv_heads, dim, generator=g).to(DEVICE, dtype).transpose(1, 2)
-    expected, normalisers = mass_by_definition(queries, keys, 0.4, softcap)
-    options = {"normalisers": normalisers.float()} if known else {}
+    sinks = torch.linspace(-2.0, 4.0, heads, device=DEVICE) if sunk else None
+    expected, normalisers = mass_by_definition(queries, keys, 0.4, softcap, sinks)
+    options = {"normalisers": normalisers.float()} if known else {"sinks": sinks}
     if known and implementation == "triton":
         from kvbench.kernels import _triton_mass
 
@@ -66,9 +74,10 @@ def test_mass(shape, known, implementation, monkeypatch):
     )
     assert mass.dtype == torch.float32
     assert relative(mass, expected) < 3e-4
-    torch.testing.assert_close(
-        mass.sum(-1).cpu(), torch.full((batch, heads), float(m)), rtol=3e-4, atol=0
-    )
+    if not sunk:
+        torch.testing.assert_close(
+            mass.sum(-1).cpu(), torch.full((batch, heads), float(m)), rtol=3e-4, atol=0
+        )
 
 
 @pytest.mark.parametrize("tile", [(1, (7, 64)), (1 << 10, (64, 7)), (1 << 19, (256, 2048))])

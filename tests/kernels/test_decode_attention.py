@@ -64,11 +64,15 @@ def by_definition(
     lengths: Sequence[int],
     scaling: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and the mean weight of each entry over the query heads of a group, in float64."""
     out, mass = [], []
     longest = max(key.shape[1] for key in keys)
-    for q, key, value, weight, n in zip(query, keys, values, weights, lengths, strict=True):
+    of_rows = [None] * len(lengths) if sinks is None else sinks.double()
+    for q, key, value, weight, n, own_sinks in zip(
+        query, keys, values, weights, lengths, of_rows, strict=True
+    ):
         group = q.shape[0] // key.shape[0]
         k = key[:, :n].double().repeat_interleave(group, 0)
         v = value[:, :n].double().repeat_interleave(group, 0)
@@ -77,7 +81,9 @@ def by_definition(
             logits = softcap * torch.tanh(logits / softcap)
         if weight is not None:
             logits = logits + weight[:, :n].double().repeat_interleave(group, 0)
-        attention = logits.softmax(-1)
+        if own_sinks is not None:
+            logits = torch.cat([logits, own_sinks[:, None]], -1)
+        attention = logits.softmax(-1)[:, :n]
         out.append(torch.einsum("hn,hnd->hd", attention, v))
         received = attention.view(key.shape[0], group, n).mean(1)
         mass.append(torch.nn.functional.pad(received, (0, longest - n)))
@@ -104,20 +110,28 @@ FULL_DECODE = [
 
 @both
 @pytest.mark.parametrize(
-    ("dtype", "softcap", "weighted"),
-    [(FLOAT, None, True), (FLOAT, 3.0, False), (BRAIN, 3.0, True), (HALF, None, True)],
+    ("dtype", "softcap", "weighted", "sinks"),
+    [
+        (FLOAT, None, True, False),
+        (FLOAT, 3.0, False, True),
+        (BRAIN, 3.0, True, False),
+        (HALF, None, True, True),
+    ],
 )
 @pytest.mark.parametrize("shape", DECODE + (FULL_DECODE if FULL_SIZE else []), ids=str)
-def test_decode(shape, dtype, softcap, weighted, implementation):
+def test_decode(shape, dtype, softcap, weighted, sinks, implementation):
     drawn = draw(*shape, dtype=dtype, weighted=weighted)
     query, *entries = put_all(drawn)
     lengths, dim = shape[4], shape[2]
     scaling = dim**-0.5
     options = {"scaling": scaling, "softcap": softcap, "implementation": implementation}
+    if sinks:
+        options["sinks"] = torch.linspace(-3.0, 9.0, query[:, :, 0].numel(), device=DEVICE)
+        options["sinks"] = options["sinks"].view(query.shape[:2]).to(dtype)
     table = entry_table(*entries)
     counts = torch.tensor(lengths, device=DEVICE)
     out, mass = weighted_decode_attention(query, table, counts, return_mass=True, **options)
-    expected = by_definition(query, *entries, lengths, scaling, softcap)
+    expected = by_definition(query, *entries, lengths, scaling, softcap, options.get("sinks"))
     assert out.dtype == dtype
     bound = {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 1e-2}[dtype]
     # The Triton kernel computes the attention of entries in float32, whatever the dtype.

@@ -28,6 +28,34 @@ _COMMON = {
 GROUPED = {**_COMMON, "num_key_value_heads": 2}
 _SLIDING = {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
 
+_MIXED = {
+    **GROUPED,
+    "head_dim": 16,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+WITH_SINKS = {
+    "gpt_oss": lambda: t.GptOssConfig(
+        **_MIXED,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "granite_swa": lambda: t.GraniteSWAConfig(**_MIXED),
+    "granitemoe_swa": lambda: t.GraniteMoeSWAConfig(
+        **_MIXED, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "mimo_v2_flash": lambda: t.MiMoV2FlashConfig(
+        **_MIXED, **_EXPERTS, v_head_dim=8, n_routed_experts=4, n_group=1, topk_group=1
+    ),
+    "flint": lambda: t.FlintConfig(
+        **_MIXED, **_EXPERTS, num_experts=4, shared_expert_intermediate_size=32
+    ),
+}
+"""The models with attention sinks. Some are not in the earliest transformers that kvbench allows."""
+
 CONFIGS = {
     "llama": lambda: t.LlamaConfig(**GROUPED),
     "qwen2": lambda: t.Qwen2Config(**GROUPED),
@@ -44,17 +72,42 @@ CONFIGS = {
         init_std=0.2,
     ),
     "gpt_neox": lambda: t.GPTNeoXConfig(**_COMMON, rotary_pct=0.25),
+    "gpt_oss": WITH_SINKS["gpt_oss"],
+    # Takes a view of attention's output.
+    "afmoe": lambda: t.AfmoeConfig(**_MIXED, **_EXPERTS, num_experts=4, num_dense_layers=3),
+    "deepseek_v3": lambda: t.DeepseekV3Config(
+        **GROUPED | {"num_key_value_heads": 4},
+        **_EXPERTS,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+    ),
+    # The heads of a layer are those of its type.
+    "gemma4": lambda: t.Gemma4TextConfig(
+        **_MIXED, global_head_dim=32, hidden_size_per_layer_input=8, vocab_size_per_layer_input=97
+    ),
 }
+if not hasattr(t, "Gemma4TextConfig"):
+    del CONFIGS["gemma4"]
 
 
 def tiny_model(architecture: str, seed: int = 0, layers: int | None = None) -> t.PreTrainedModel:
     """A random model in evaluation mode, on transformers' own attention."""
     register()
     torch.manual_seed(seed)
-    config = CONFIGS[architecture]()
+    config = {**WITH_SINKS, **CONFIGS}[architecture]()
     if layers is not None:
         config.num_hidden_layers = layers
-    return t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, part in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.uniform_(part, 0.0, 3.0)  # of more weight than an entry
+    return model
 
 
 def on_kvbench(model: t.PreTrainedModel) -> t.PreTrainedModel:
