@@ -333,9 +333,9 @@ class Compression:
         tokens: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         count = tokens.shape[1]
         cache.seen += count
-        self._check_logits(cache, output)
         if self._prefill is None:
             self._count_step(cache, count)
+            _check_logits(output, cache)
             return
         prefill = self._prefill
         self._prefill = None
@@ -348,17 +348,7 @@ class Compression:
             fork.end_prompt(count - prefill.padding[row], state.exact)
             cache.rows.append(fork.cost())
         self._batches.append(cache.rows)
-
-    def _check_logits(self, cache: LiveCache, output: Any) -> None:
-        """Refuse to choose a token from NaN, from which `generate` would take the first of the
-        vocabulary.
-
-        Raises:
-            NonFiniteLogits: see `Sampling.pick`.
-        """
-        logits = getattr(output, "logits", None)
-        if logits is not None and not bool(logits[:, -1].amax(-1).isfinite().all()):
-            raise NonFiniteLogits(cache.forks[0].ledger.appended + 1)
+        _check_logits(output, cache)
 
     def _count_step(self, cache: LiveCache, count: int) -> None:
         """Count the tokens that a pass fed to every row. A fork's failure is raised."""
@@ -389,6 +379,17 @@ class Compression:
         for fork in cache.forks:
             fork.audit()
         cache.rows[:] = [fork.cost() for fork in cache.forks[: len(cache.rows)]]
+
+
+def _check_logits(output: Any, cache: LiveCache) -> None:
+    """Refuse NaN and +inf in the logits of the next token, from which `generate` would go on.
+
+    Raises:
+        NonFiniteLogits: naming the token.
+    """
+    logits = getattr(output, "logits", None)
+    if logits is not None and not bool(logits[:, -1].amax(-1).isfinite().all()):
+        raise NonFiniteLogits(cache.forks[0].ledger.appended + 1)
 
 
 def _no_batches(*_: Any, **__: Any) -> NoReturn:
