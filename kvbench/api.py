@@ -111,8 +111,9 @@ def compress(
         model: a causal language model of transformers, or a vision-language model with one in it.
         method: a name (see ``kvbench list methods``) or a `Method`.
         rate, sink, window, size, total_rate: the budget, by one of rate, size and total_rate; see
-            `kvbench.kv.Budget`. A prompt within its capacity is kept exactly, until a method that evicts
-            has filled its cache.
+            `kvbench.kv.Budget`. Of a prompt within its capacity every entry is kept, until a method that
+            evicts has filled its cache. Packing (`quantize`, `turboquant`, `qjl`) is no matter of the
+            budget: such a method packs the entries of every prompt.
         seed: the seed of the method's draws, which depend on seed, prompt and layer alone.
         compress_after: "prompt" compresses the tokens of the first forward pass of `generate`, which is
             its default; "context" compresses the text given to ``session.read``, which allows nothing

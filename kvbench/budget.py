@@ -16,6 +16,10 @@ class KVError(UserError, ValueError):
     """A user-facing error: one line that names the thing, its value and what is allowed."""
 
 
+LEAST = 2
+"""The least number of entries to which a prompt is compressed: SpAtten's layers have half on average."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """How much of a prompt's cache a method may keep, by one of `rate`, `total_rate` and `size`.
@@ -110,6 +114,23 @@ class Budget:
         """The capacity for an n-token prompt: the entries that each KV head of a layer may hold after
         prefill, sink + window + `middle_kept`, at most n."""
         return min(n, self.sink + self.window + self.middle_kept(n))
+
+    def check_compresses(self, n: int) -> None:
+        """Refuse a budget that leaves an n-token prompt fewer than `LEAST` entries.
+
+        Raises:
+            KVError: the budget, n and what is allowed.
+        """
+        capacity = self.capacity(n)
+        if capacity < min(n, LEAST):
+            name = next(
+                name for name in ("size", "total_rate", "rate") if getattr(self, name) is not None
+            )
+            raise KVError(
+                f"budget.{name} {getattr(self, name)} of a prompt of {n} tokens is {capacity} entries, "
+                f"budget.sink {self.sink} and budget.window {self.window} included; allowed: at least "
+                f"{LEAST}"
+            )
 
     def limit(self, n: int) -> int | None:
         """The entries per layer and KV head that a method which evicts may hold while it generates after

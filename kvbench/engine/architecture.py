@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 from kvbench.engine.states import EMPTY, HYBRIDS, STATEFUL, check_hybrid
-from kvbench.kv import Rotary
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -144,23 +140,6 @@ def _heads_of(layer: PreTrainedConfig) -> HeadShape:
     return HeadShape(
         heads, getattr(layer, "num_key_value_heads", None) or heads, key_dim, value_dim
     )
-
-
-def rotary_of(model: PreTrainedModel) -> Rotary | None:
-    """The model's rotary table (`LayerKV.rotary`); None where the model has none or several, or rotates
-    other pairs of channels than those of the two halves."""
-    table = getattr(model.base_model, "rotary_emb", None)
-    turn = getattr(sys.modules[type(model).__module__], "rotate_half", None)
-    if table is None or turn is None or hasattr(model.base_model, "rotary_emb_local"):
-        return None
-    if turn(torch.arange(4.0)).tolist() != [-2.0, -3.0, 0.0, 1.0]:
-        return None
-
-    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = table(torch.empty(1, device=positions.device), positions[None])
-        return cos[0], sin[0]
-
-    return rotary
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.rotary import table_change
 from kvbench.engine.states import is_hybrid
 from kvbench.errors import first_line
 from kvbench.kv import KVError
@@ -96,9 +97,13 @@ class StepGraphs:
 
     def is_possible(self, model: PreTrainedModel) -> bool:
         """Whether the model's steps can be captured: the model is on one GPU, no layer holds a recurrent
-        state (which capturing would update), and no capture has failed."""
+        state (which capturing would update), no rotary table is computed anew for every token (Dynamic
+        NTK, on the host), and no capture has failed."""
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1 or devices.pop().type != "cuda":
+            return False
+        change = table_change(model.config)
+        if change is not None and not change.stays:
             return False
         return not is_hybrid(model.config.get_text_config()) and not self.failed
 

@@ -276,8 +276,11 @@ def compress(
     Raises:
         SharedStateChanged: see `settings_unchanged`.
         LayerDamaged: see `Seal.check`.
+        KVError: see `Budget.check_compresses`.
         TypeError, ValueError: see `check_held`. Whatever the method raises is raised, too.
     """
+    if method.uses_budget:
+        budget.check_compresses(layer.n)
     own_layer = _layer_for(method, layer, carried)
     with settings_unchanged(label, method), sealed(Seal.of(layer), label, layer):
         capacity = method.layer_capacity(

@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.engine.architecture import compressible_layers, kvbench_attention_on, rotary_of
+from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.attention import AttentionState, LayerCall
 from kvbench.engine.context import Context, Text, held_after_prompt
 from kvbench.engine.costs import Cost
+from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
 from kvbench.engine.live_options import check_options, foreign_cache, left_padding, refused
-from kvbench.engine.prefill import PrefillState
+from kvbench.engine.prefill import PrefillState, input_device
 from kvbench.engine.ranks import Ranks
+from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
 from kvbench.engine.states import is_hybrid, row_of, state_bytes, states_in
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
@@ -61,16 +63,17 @@ class _BatchPrefill(AttentionState):
     Args:
         forks: one per row.
         padding: how many leading tokens of each row are padding.
+        count: the number of tokens of each row, padding included.
 
     Attributes:
         states: the attention state of each row's prefill.
     """
 
     def __init__(
-        self, model: PreTrainedModel, forks: Sequence[Fork], padding: Sequence[int]
+        self, model: PreTrainedModel, forks: Sequence[Fork], padding: Sequence[int], count: int
     ) -> None:
         layers = compressible_layers(model)
-        rotary = rotary_of(model)
+        rotary = rotary_of(model, layers, count - min(padding), input_device(model))
         self.padding = padding
         self.states = [PrefillState([fork], layers, rotary) for fork in forks]
 
@@ -214,7 +217,9 @@ class Compression:
             if self._turn.taken and given is self._cache:
                 # `generate` only adds ones to the mask; to read it would wait for the GPU.
                 mask = None
+            self._check_same_table(given.seen, count)
             self._continue_with(given)
+            forget_lengths(self.model)
             state = given.begin_pass(batch, count, mask)
             config = self.model.config.get_text_config()
             if is_hybrid(config):
@@ -230,10 +235,24 @@ class Compression:
                 )
             if given.get_seq_length():
                 raise foreign_cache(given)
+        if self._turn.taken and self._cache is not None:
+            # `generate` reads its tokens again, those of the answer among them.
+            self._check_same_table(self._cache.seen, count - self._cache.seen)
         self.finish()
         self._start(tokens, mask)
+        forget_lengths(self.model)
         kwargs |= {"past_key_values": self._cache, "use_cache": True, "kvbench": self._prefill}
         return args, kwargs
+
+    def _check_same_table(self, read: int, fed: int) -> None:
+        """Refuse tokens beyond the length at which LongRoPE's factors change for the tokens held.
+
+        Raises:
+            UnsupportedGeneration: see `crossing`.
+        """
+        failure = crossing(self.model.config, read, fed)
+        if failure is not None:
+            raise UnsupportedGeneration(str(failure))
 
     def _check_call(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments of the model's forward that a compressed cache cannot serve."""
@@ -280,7 +299,7 @@ class Compression:
             fork.begin_prompt(len(row) - start, ranks)
             forks.append(fork)
         self._cache = LiveCache(self.model, forks, [], 0)
-        self._prefill = _BatchPrefill(self.model, forks, padding)
+        self._prefill = _BatchPrefill(self.model, forks, padding, tokens.shape[1])
 
     def _continue_with(self, cache: LiveCache) -> None:
         """Use a cache that `generate` was given: this generation's, or one of an earlier generation.
@@ -317,6 +336,7 @@ class Compression:
         cache.seen += count
         if self._prefill is None:
             self._count_step(cache, count)
+            _check_logits(output, cache)
             return
         prefill = self._prefill
         self._prefill = None
@@ -329,6 +349,7 @@ class Compression:
             fork.end_prompt(count - prefill.padding[row], state.exact)
             cache.rows.append(fork.cost())
         self._batches.append(cache.rows)
+        _check_logits(output, cache)
 
     def _count_step(self, cache: LiveCache, count: int) -> None:
         """Count the tokens that a pass fed to every row. A fork's failure is raised."""
@@ -359,6 +380,17 @@ class Compression:
         for fork in cache.forks:
             fork.audit()
         cache.rows[:] = [fork.cost() for fork in cache.forks[: len(cache.rows)]]
+
+
+def _check_logits(output: Any, cache: LiveCache) -> None:
+    """Refuse NaN and +inf in the logits of the next token, from which `generate` would go on.
+
+    Raises:
+        NonFiniteLogits: naming the token.
+    """
+    logits = getattr(output, "logits", None)
+    if logits is not None and not bool(logits[:, -1].amax(-1).isfinite().all()):
+        raise NonFiniteLogits(cache.forks[0].ledger.appended + 1)
 
 
 def _no_batches(*_: Any, **__: Any) -> NoReturn:

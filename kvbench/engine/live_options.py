@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
+from kvbench.engine.rotary import crossing
 
 
 def left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
@@ -89,6 +90,10 @@ def check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
                 f"input_ids have {whole} tokens and past_key_values holds {past.seen}; allowed: the "
                 "whole conversation, new tokens included"
             )
+        # `generate` would read the conversation again without the cache.
+        failure = crossing(model.config, past.seen, whole - past.seen)
+        if failure is not None:
+            raise UnsupportedGeneration(str(failure))
     sources = (given.get("generation_config"), model.generation_config)
     for name, allowed in _ALLOWED.items():
         values = [given.get(name), *(getattr(source, name, None) for source in sources)]

@@ -4,8 +4,8 @@ it is computed."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.engine import guard
-from kvbench.engine.architecture import compressible_layers, head_shapes, rotary_of
+from kvbench.engine.architecture import compressible_layers, head_shapes
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import GrowingCache, store_of
 from kvbench.engine.costs import ExactBytes, LayerBytes
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.ranks import Ranks
 from kvbench.engine.rescore import Feed, RepeatedPrompt
+from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
 from kvbench.engine.states import (
     PassingCache,
     States,
@@ -119,9 +120,9 @@ class PrefillState(AttentionState):
         self,
         forks: Sequence[Fork],
         compressible: Sequence[int],
-        rotary: Rotary | None = None,
+        rotary: Mapping[int, Rotary] | None = None,
     ) -> None:
-        self.rotary = rotary
+        self.rotary = rotary or {}
         self.forks = forks
         self.order = {layer: index for index, layer in enumerate(compressible)}
         self.repeated = RepeatedPrompt() if any(fork.rescores for fork in forks) else None
@@ -164,7 +165,8 @@ class PrefillState(AttentionState):
 
     def _compress_layer(self, call: LayerCall, normalisers: Tensor | None) -> None:
         """Let every method compress the layer, except those that first see the prompt repeated."""
-        kv = layer_kv(call, self.order[call.layer], len(self.order), self.rotary, normalisers)
+        rotary = self.rotary.get(call.layer)
+        kv = layer_kv(call, self.order[call.layer], len(self.order), rotary, normalisers)
         guard.check_finite(kv, self.non_finite)
         if self.repeated is not None:
             self.repeated.exact_cache[call.layer] = (call.key, call.value)
@@ -296,6 +298,7 @@ def forward_rows(
     state.begin_pass()
     config = model.config.get_text_config()
     past = state.past(config) if is_hybrid(config) else None
+    forget_lengths(model)
     with threads_of(config, ids.numel()):
         output = model(
             input_ids=ids,
@@ -352,10 +355,14 @@ def prefill(
     tokens = torch.tensor([list(ids)], device=device)
 
     def feed(following: Sequence[int], state: AttentionState) -> None:
+        failure = crossing(model.config, len(ids), len(following))
+        if failure is not None:
+            raise failure
         positions = torch.arange(len(ids), len(ids) + len(following), device=device)
         forward(model, torch.tensor([list(following)], device=device), positions, state)
 
-    state = PrefillState(forks, compressible_layers(model), rotary_of(model))
+    layers = compressible_layers(model)
+    state = PrefillState(forks, layers, rotary_of(model, layers, len(ids), device))
     plan_attention(model, len(ids))
     synchronize(device)
     start = time.perf_counter()
@@ -384,7 +391,7 @@ class CaptureState(AttentionState):
 
     layers: dict[int, LayerKV | None]
     num_layers: int
-    rotary: Rotary | None = None
+    rotary: Mapping[int, Rotary] = field(default_factory=dict)
 
     def attend(self, call: LayerCall) -> Tensor:
         """Compute exact attention, and keep queries, keys and values of the chosen layers."""
@@ -396,7 +403,7 @@ class CaptureState(AttentionState):
                 )
             out, normalisers = call.exact_with_normalisers()
             self.layers[call.layer] = layer_kv(
-                call, call.layer, self.num_layers, self.rotary, normalisers
+                call, call.layer, self.num_layers, self.rotary.get(call.layer), normalisers
             )
             return out
         return call.exact()
@@ -426,8 +433,8 @@ def capture_layers(
             raise UnsupportedModel(
                 f"layers {list(layers)} hold no keys; allowed here, from 0: {full}"
             )
-    state = CaptureState(dict.fromkeys(layers), count, rotary_of(model))
     device = input_device(model)
+    state = CaptureState(dict.fromkeys(layers), count, rotary_of(model, layers, len(ids), device))
     tokens = torch.tensor([list(ids)], device=device)
     forward(model, tokens, torch.arange(len(ids), device=device), state)
     return {layer: kv for layer, kv in state.layers.items() if kv is not None}

@@ -17,6 +17,7 @@ from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
 from kvbench.engine.prefill import forward, input_device, synchronize
+from kvbench.engine.rotary import crossing, table_key
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
 
@@ -126,11 +127,15 @@ def feed_questions(
     model: PreTrainedModel, rows: Sequence[DecodingRow], questions: Sequence[Sequence[int]]
 ) -> None:
     """Feed every row its question, and choose the first token of its answer. Questions of the same
-    length are fed in one pass, whose rows then need no padding."""
+    length are fed in one pass, whose rows then need no padding, if they share the rotary table
+    (`table_key`)."""
     device = input_device(model)
-    lengths = dict.fromkeys(len(question) for question in questions)  # each once, in a fixed order
-    for length in lengths:
-        indices = [i for i, question in enumerate(questions) if len(question) == length]
+    passes: dict[tuple[int, Hashable], list[int]] = {}  # the indices of the rows of each pass
+    for i, (row, question) in enumerate(zip(rows, questions, strict=True)):
+        _refuse_crossing(model, row, len(question))
+        key = table_key(model.config, row.fork.tokens, len(question))
+        passes.setdefault((len(question), key), []).append(i)
+    for (length, _), indices in passes.items():
         rows_fed = [rows[i] for i in indices]
         ids = torch.tensor([questions[i] for i in indices], device=device)
         first = torch.tensor([row.fork.tokens for row in rows_fed], device=device)
@@ -140,6 +145,14 @@ def feed_questions(
         state = ForkBatch([row.fork for row in rows_fed], positions)
         logits = forward(model, ids, positions, state)
         _finish_step(rows_fed, length, pick_first(rows_fed, logits), begin_s)
+
+
+def _refuse_crossing(model: PreTrainedModel, row: DecodingRow, fed_tokens: int) -> None:
+    """Fail the row's fork if its cache would mix LongRoPE's tables (`crossing`) after `fed_tokens` more
+    tokens."""
+    failure = crossing(model.config, row.fork.tokens, fed_tokens)
+    if failure is not None and row.fork.failure is None:
+        row.fork.fail(failure)
 
 
 def _finish_step(
@@ -164,19 +177,24 @@ def _finish_step(
 def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
     """Decode until every row has ended or failed.
 
-    All rows decode together, except where steps are captured: a captured step contains only rows that
-    go through the kernels, so these decode first, and then the others.
+    All rows decode together, with two exceptions. A captured step contains only rows that go through the
+    kernels, so these decode first, and then the others. And rows with other rotary tables (`table_key`)
+    decode apart. A row whose longest answer would mix two tables fails (`crossing`).
 
     A row that has ended is removed from the batch. Where steps are replayed, rows are removed only when
     half of them have ended, since a smaller batch needs a captured step of its own.
     """
     begin_s = time.perf_counter()
-    batches = [rows]
-    if graphs.should_capture(model, max((row.steps for row in rows), default=0)):
-        by_kernel = [row for row in rows if row.fork.steps_by_kernel]
-        others = [row for row in rows if not row.fork.steps_by_kernel]
-        batches = [by_kernel, others]
-    for batch_rows in batches:
+    captures = graphs.should_capture(model, max((row.steps for row in rows), default=0))
+    batches: dict[tuple[bool, Hashable], list[DecodingRow]] = {}
+    for row in rows:
+        if row.running:
+            # Of the tokens still to be chosen, the last is not fed.
+            _refuse_crossing(model, row, row.stopping.max_new_tokens - len(row.chosen))
+        by_kernel = captures and row.fork.steps_by_kernel
+        key = table_key(model.config, row.fork.tokens, row.steps)
+        batches.setdefault((not by_kernel, key), []).append(row)
+    for _, batch_rows in sorted(batches.items(), key=lambda batch: batch[0][0]):
         _decode_batch(model, batch_rows, graphs, begin_s)
 
 

@@ -20,6 +20,7 @@ from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.prefill import Prefill, forward_rows, input_device, layer_kv, prefill
+from kvbench.engine.rotary import crossing, shares_table
 from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError
@@ -121,7 +122,8 @@ def feed_continuations(
 
     The tokens are added to the caches, which may evict entries, one token after the other. Shorter
     continuations are padded to the longest by repeating their last token, which changes no logits before
-    it. If a fork fails, its logits are to be ignored; the others go on.
+    it. (With Dynamic NTK it would, and tokens are fed one by one.) If a fork fails, its logits are to be
+    ignored; the others go on.
 
     Args:
         rows: pairs of a fork and its continuation's token ids.
@@ -138,7 +140,15 @@ def feed_continuations(
     if not lead:
         first = 1
         yield 0, reading.start.logits.expand(len(rows), 1, -1)
-    for part in chunks(len(rows), longest - first, vocabulary(model)):
+    fed_tokens = ids.shape[1]
+    for fork in forks:
+        failure = crossing(model.config, fork.tokens, fed_tokens)
+        if failure is not None and fork.failure is None:
+            fork.fail(failure)
+    parts = chunks(len(rows), longest - first, vocabulary(model))
+    if not shares_table(model.config, reading.start.n + fed_tokens):
+        parts = (range(i, i + 1) for i in range(longest - first))
+    for part in parts:
         end = max(0, len(lead) - 1) + part.stop
         state = ForkBatch(forks, positions[begin:end])
         logits = forward_rows(model, ids[:, begin:end], state.positions, state, keep=len(part))

@@ -19,6 +19,7 @@ from kvbench.engine.cache import EvictingCache, store_of
 from kvbench.engine.entries import Entries
 from kvbench.engine.estimate import shape_of
 from kvbench.engine.prefill import CaptureState, compressible_layers, forward_rows, input_device
+from kvbench.engine.rotary import table_change
 from kvbench.engine.scoring import CHUNK_LOGITS, vocabulary
 from kvbench.kernels.decode_attention import products
 from kvbench.kernels.sinks import softmax
@@ -131,12 +132,20 @@ def stream(
         positions: see `POSITIONS`.
 
     Raises:
-        UnsupportedModel: layers without full attention.
+        UnsupportedModel: layers without full attention, or positions for which the model has other
+            rotary factors than for the first.
     """
     device = input_device(model)
     if len(compressible_layers(model)) < model.config.get_text_config().num_hidden_layers:
         raise UnsupportedModel(
             f"{type(model).__name__} has sliding-window layers; allowed: full attention"
+        )
+    longest = state.most if positions == "cache" else state.seen + len(ids)
+    change = table_change(model.config)
+    if change is not None and longest > change.tokens:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has other rotary factors beyond {change.tokens} tokens and the "
+            f"stream has {longest} positions; allowed: at most {change.tokens}"
         )
     tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
     size = max(1, min(CHUNK, CHUNK_LOGITS // vocabulary(model)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Count, NonNegative, Whole
+from kvbench.kernels.rotation import rotate, unrotate
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import group_mean, top_positions
 from kvbench.methods.base import TokenScoringMethod
@@ -93,19 +94,6 @@ class ExpectedAttention(TokenScoringMethod):
         return torch.cat([sink_scores, scores], dim=-1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate vectors x [..., p, dim] by cosines and sines [p, width]: the first half of the first
-    `width` channels against the second half. Other channels stay as they are."""
-    width = cos.shape[-1]
-    half = width // 2
-    out = torch.empty_like(x)
-    torch.mul(x[..., :width], cos, out=out[..., :width])
-    out[..., :half].addcmul_(x[..., half:width], sin[..., :half], value=-1.0)
-    out[..., half:width].addcmul_(x[..., :half], sin[..., half:])
-    out[..., width:] = x[..., width:]
-    return out
-
-
 def _rotation(layer: LayerKV, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The layer's cosines and sines [p, width] at positions [p], float32.
 
@@ -115,7 +103,7 @@ def _rotation(layer: LayerKV, positions: Tensor) -> tuple[Tensor, Tensor]:
     if layer.rotary is None:
         raise KVError(
             f"layer {layer.layer_index} has no rotary table of the usual kind; expected_attention is "
-            "allowed on models with rotary positions whose halves are rotated"
+            "allowed on layers whose first channels are rotated by halves, or none"
         )
     cos, sin = layer.rotary(positions)
     return cos.float(), sin.float()
@@ -135,9 +123,7 @@ def plain_queries(layer: LayerKV) -> Tensor:
             "expected_attention needs all of them"
         )
     cos, sin = _rotation(layer, torch.arange(available, device=layer.queries.device))
-    # Some models scale the table, so that its cosines and sines are not of norm 1.
-    squared_norm = cos.square() + sin.square()
-    return rotate(layer.queries.float(), cos / squared_norm, -sin / squared_norm)
+    return unrotate(layer.queries.float(), cos, sin)
 
 
 def mean_rotation(layer: LayerKV, start: int, count: int) -> Tensor:

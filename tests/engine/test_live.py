@@ -18,8 +18,10 @@ from support.tiny import Broken, Everything, Greedy, prompt_ids
 from kvbench import compress
 from kvbench.engine import live_cache
 from kvbench.engine.attention import UnsupportedModel
+from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.live_cache import UnsupportedGeneration
-from kvbench.kv import Budget, BudgetExceeded
+from kvbench.kv import Budget, BudgetExceeded, KVError
+from kvbench.methods.base import Held
 
 LENGTHS = (50, 80, 33)
 
@@ -280,6 +282,29 @@ def test_calls_that_a_compressed_cache_cannot_serve_are_refused_in_one_line(
     with torch.no_grad(), pytest.raises(UnsupportedGeneration, match=message) as error:
         call(generated.model, generated.ids, generated.past)
     assert "\n" not in str(error.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HidesAll(Everything):
+    """Lets a query see no entry."""
+
+    def restrict(self, held: Held, logits: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(logits, dtype=torch.bool)
+
+
+def test_no_token_is_chosen_from_logits_that_are_not_numbers() -> None:
+    model = tiny_model("llama")
+    with (
+        compress(model, HidesAll(), **SMALL) as session,
+        pytest.raises(NonFiniteLogits, match="at new token 2"),
+    ):
+        model.generate(**batch(50, 80))
+    assert len(session.rows) == 2
+    with (
+        compress(model, "topk", rate=1e-9, sink=0, window=0),
+        pytest.raises(KVError, match="is 0 "),
+    ):
+        model.generate(**batch(50))
 
 
 def test_a_pass_with_gradients_is_refused(generated: Generated) -> None:

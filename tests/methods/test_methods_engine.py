@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from support.tiny import prompt_ids, tiny_model
 from support.variants import OTHERS, VARIANTS, label
 
 from kvbench.engine.generate import run_forks
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import Budget
+from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 
 BUDGET = Budget(rate=0.4, sink=8, window=8)
@@ -50,3 +52,25 @@ def test_every_method_generates_within_its_budget(architecture, compress_after):
         assert len(result.tokens) == 6, name
         if methods[name][0].saves_memory:
             assert result.entries["mean"] <= BUDGET.capacity(n), name
+
+
+@pytest.mark.parametrize(
+    ("budget", "named"),
+    [
+        (Budget(rate=1e-9, sink=0, window=0), "budget.rate 1e-09 of a prompt of 150 tokens is 0 "),
+        (Budget(total_rate=0.006, sink=0, window=1), "budget.total_rate 0.006 .* tokens is 1 "),
+        (Budget(size=1, sink=0, window=0), "budget.size 1 of a prompt of 150 tokens is 1 "),
+    ],
+)
+def test_a_budget_of_no_entry_or_one_is_refused_in_a_line_for_the_user(budget, named):
+    """No method decodes with it, and none speaks to its author."""
+    model, ids = tiny_model("llama"), prompt_ids(150)
+    model.set_attn_implementation("kvbench")
+    methods = {label(v): (build_method(v[0], **v[1]), budget) for v in EVERY}
+    results = run_forks(model, ids, [], methods, Stopping(2), seed=0, example_id="x")
+    for name, result in results.items():
+        if not methods[name][0].uses_budget:
+            assert result.failure is None, name
+            continue
+        assert isinstance(result.failure, KVError), name
+        assert re.match(f"{named}entries, .* allowed: at least 2$", str(result.failure)), name

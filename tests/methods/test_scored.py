@@ -11,16 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as t
 from support.attention import step
 from support.golden import arrays_of, cases_of, checked
 from support.method_layers import attend, make_layer, rotary, run
-from support.tiny import prompt_ids, tiny_model
+from support.tiny import GROUPED, prompt_ids, tiny_model
 from torch import Tensor
 
 from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.attention import register
 from kvbench.engine.costs import ExactBytes
 from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import capture_layers, prefill
+from kvbench.kernels.rotation import rotate
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.adakv import best_of_all_heads
@@ -197,26 +200,85 @@ def test_repeated_keys_lose_their_older_copies_first():
     assert even[0, :, 1:-1].std() < 1e-3
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_queries_before_encoding_are_what_the_model_projected(architecture: str) -> None:
-    """The engine's rotary table, and its inverse, on real models."""
-    model = tiny_model(architecture)
-    index = 1  # gemma2: a layer with full attention
+_MIXED = {
+    **GROUPED,
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 24,
+}
+_LATENT = {
+    **{**GROUPED, "num_key_value_heads": 4},
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 4,
+}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONG |= {"original_max_position_embeddings": 32}
+ROTATIONS = [
+    (t.LlamaConfig(**GROUPED), "q_proj", 16),
+    (t.Gemma2Config(**{**_MIXED, "query_pre_attn_scalar": 16}), "q_proj", 16),
+    (t.Gemma3TextConfig(**_MIXED), "q_norm", 16),
+    (t.Gemma4TextConfig(**_MIXED, num_kv_shared_layers=0), "q_norm", 512),
+    (t.Olmo3Config(**_MIXED), "q_norm", 16),
+    (t.LagunaConfig(**_MIXED), "q_norm", 8),
+    (t.MellumConfig(**_MIXED), "q_norm", 16),
+    (t.SmolLM3Config(**GROUPED, no_rope_layers=[1, 0, 1, 0]), "q_proj", 0),
+    (t.Exaone4Config(**_MIXED), "q_norm", 0),
+    (
+        t.LlamaConfig(
+            **{**GROUPED, "max_position_embeddings": 32},
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        ),
+        "q_proj",
+        16,
+    ),
+    (t.LlamaConfig(**GROUPED, rope_parameters={**LONG, "rope_theta": 1e4}), "q_proj", 16),
+    (t.GlmConfig(**GROUPED, head_dim=16), "q_proj", None),
+    (t.DeepseekV3Config(**_LATENT), "q_b_proj", None),
+]
+"""Of layer 1 of a model: the module that makes the queries before encoding, and how many of their
+channels are rotated; None where they are not those of two halves at the beginning."""
+
+
+@pytest.mark.parametrize(
+    ("config", "made_by", "width"), ROTATIONS, ids=[config.model_type for config, _, _ in ROTATIONS]
+)
+def test_queries_before_encoding_are_what_the_model_projected(config, made_by, width) -> None:
+    """The layer's rotation, and its inverse, on real models."""
+    register()
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(config).eval()
+    index = 1  # a layer with full attention
     projected: list[torch.Tensor] = []
     attention = model.base_model.layers[index].self_attn
-    hook = attention.q_proj.register_forward_hook(lambda *found: projected.append(found[2]))
+    hook = getattr(attention, made_by).register_forward_hook(
+        lambda *found: projected.append(found[2])
+    )
     with kvbench_attention_on(model), torch.inference_mode():
+        capture_layers(model, prompt_ids(90), [index])  # an earlier prompt changes nothing
         layer = capture_layers(model, prompt_ids(40), [index])[index]
     hook.remove()
+    if width is None:
+        with pytest.raises(KVError, match="rotated by halves, or none"):
+            plain_queries(layer)
+        return
+    mean_rotation(layer, 40, 60)  # of later positions, which change nothing either
     plain = plain_queries(layer)
-    expected = projected[0].view(1, 40, -1, plain.shape[-1]).transpose(1, 2)
+    expected = projected[-1]
+    if expected.dim() == 3:
+        expected = expected.view(1, 40, -1, plain.shape[-1])
+    if expected.shape[1] == 40:
+        expected = expected.transpose(1, 2)
     torch.testing.assert_close(plain, expected, atol=1e-5, rtol=1e-5)
     # averaged over one position, the rotation is that position's
     cos, sin = layer.rotary(torch.tensor([7]))
+    assert cos.shape == (1, width)
     query = expected[0, 0, 3]
-    half = torch.cat([-query[len(query) // 2 :], query[: len(query) // 2]])
     turned = mean_rotation(layer, 7, 1) @ query
-    torch.testing.assert_close(turned, query * cos[0] + half * sin[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(turned, rotate(query, cos[0], sin[0]), atol=1e-5, rtol=1e-5)
 
 
 SIZED = Budget(size=50, sink=0, window=8)
