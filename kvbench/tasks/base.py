@@ -125,8 +125,9 @@ class Task(ABC):
         """
 
     def digests(self) -> Mapping[str, str]:
-        """The digests of the data files by name. They are part of the config hash, so that a run does
-        not resume with other data. Empty where the examples are generated from the options."""
+        """The digests of the data files, in the order in which they are read. They are part of the
+        config hash, so that a run does not resume with other data. Empty where the examples are
+        generated from the options."""
         return {}
 
     def metric_name(self) -> str:

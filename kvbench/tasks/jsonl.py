@@ -229,7 +229,7 @@ class Jsonl(Task):
             part._source.check_files()
 
     def digests(self) -> Mapping[str, str]:
-        """The sha256 of each file by its name, or the commit of a repository that `datasets` reads."""
+        """The digests of each data set's source (`Source.digests`), after its name where it has one."""
         return {
             f"{name}/{file}" if name else file: digest
             for name, part in self._parts.items()

@@ -175,7 +175,7 @@ class Needle(Task):
             )
 
     def digests(self) -> Mapping[str, str]:
-        """The sha256 of each haystack file, by file name."""
+        """See `file_digests`; of the haystack."""
         return file_digests(self.haystack_files) if self.haystack == "files" else {}
 
     def metric_name(self) -> str:
