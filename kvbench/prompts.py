@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from operator import eq
 from typing import Any, Protocol
@@ -65,6 +66,42 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
+class Thought:
+    """What a model writes before its answer.
+
+    Attributes:
+        end: the text that ends it.
+        start: the text that it begins with; what begins otherwise is an answer without a thought. Empty
+            where the prompt has begun the thought, or every answer is expected to have one.
+    """
+
+    end: str
+    start: str = ""
+
+    def split(self, text: str) -> tuple[str, str]:
+        """The thought and the answer in a generated text. An unfinished thought has no answer."""
+        if not self._begins(text):
+            return "", text
+        thought, _, answer = text.partition(self.end)
+        return thought, answer.lstrip()
+
+    def answer_from(
+        self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
+    ) -> int | None:
+        """The number of tokens before the answer; None while the thought, or white space behind it,
+        goes on. To be called after each token, until the answer begins."""
+        # A text of c characters spans at most c tokens; the others are a margin for white space.
+        if not self._begins(decode(tokens[: len(self.start) + 16])):
+            return 0
+        behind = decode(tokens[-(len(self.end) + 16) :]).partition(self.end)[2]
+        return len(tokens) - 1 if behind.strip() else None
+
+    def _begins(self, text: str) -> bool:
+        """Whether the text begins with the thought, or is too short to tell."""
+        return self.start.startswith(text.lstrip()[: len(self.start)])
+
+
+@dataclass(frozen=True)
 class PromptEncoder:
     """Encodes prompts for one model: its tokenizer, and the tokens around a user's text (BOS, a chat
     template).
@@ -78,6 +115,8 @@ class PromptEncoder:
         max_input: the most prompt tokens by the model's config; None for no limit.
         max_positions: the most tokens of prompt and answer together; None if unknown.
         end_ids: the tokenizer's end token and those of the model's config (end of turn).
+        enable_thinking: passed to the chat template under this name; None: the template's own default.
+        thought: what the model writes before its answer; None for a model that answers at once.
     """
 
     tokenizer: Tokenizer
@@ -88,6 +127,8 @@ class PromptEncoder:
     max_input: int | None = None
     max_positions: int | None = None
     end_ids: frozenset[int] = frozenset()
+    enable_thinking: bool | None = None
+    thought: Thought | None = None
 
     def encode_text(self, text: str) -> list[int]:
         """Encode `text` without special tokens.
@@ -108,8 +149,16 @@ class PromptEncoder:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode `ids` without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        """Decode `ids` without special tokens, unless one of them ends a thought."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not self._marks_specially))
+
+    @cached_property
+    def _marks_specially(self) -> bool:
+        """Whether the end of a thought has special tokens, which decoding would leave out."""
+        if self.thought is None:
+            return False
+        marker = self.encode_text(self.thought.end)
+        return self.thought.end not in self.tokenizer.decode(marker, skip_special_tokens=True)
 
     def encode_prompt(self, text: str, cut: int, *, special: bool) -> tuple[list[int], int]:
         """Encode a whole prompt at once, and count the tokens before `cut`.
@@ -141,11 +190,19 @@ class PromptEncoder:
         """Render `text` as a user's message in the tokenizer's chat template, up to the beginning of the
         answer. A template with a default system message adds it.
         """
+        return self.render([{"role": "user", "content": text}], answer=True)
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, answer: bool) -> str:
+        """Render messages in the tokenizer's chat template.
+
+        Args:
+            answer: whether the beginning of the model's next message follows.
+        """
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": answer}
+        if self.enable_thinking is not None:
+            options["enable_thinking"] = self.enable_thinking
         tokenizer: Any = self.tokenizer
-        message = [{"role": "user", "content": text}]
-        return str(
-            tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        )
+        return str(tokenizer.apply_chat_template(list(messages), **options))
 
     def between_turns(self) -> list[int]:
         """The tokens between an answer and the user's next message: those of the chat template, or of a
@@ -161,9 +218,8 @@ class PromptEncoder:
         messages = [
             {"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)
         ]
-        tokenizer: Any = self.tokenizer
-        with tokenizing(tokenizer):
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        with tokenizing(self.tokenizer):
+            text = self.render(messages, answer=False)
         if [text.count(mark) for mark in marks] != [1, 1, 1]:
             raise PromptError(
                 "the model's chat template prints the messages of a conversation not once each; "

@@ -49,7 +49,9 @@ def _suffix_and(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
     none without a template."""
     if not encoder.suffix_ids:
         return ()
-    if not prefix:
+    # The prefix would become the beginning of a thought that the template has begun.
+    begins_thought = encoder.thought is not None and not encoder.thought.start
+    if not prefix or begins_thought:
         return encoder.suffix_ids
     return (*encoder.suffix_ids, *encoder.encode_text(prefix))
 

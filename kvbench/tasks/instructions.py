@@ -352,7 +352,6 @@ class Conversation(NamedTuple):
 
 def encode_conversation(encoder: PromptEncoder, system: str, request: str) -> Conversation:
     """Encode a system prompt and a user's request, in the model's chat template if it has one."""
-    tokenizer: Any = encoder.tokenizer
     system_mark, request_mark = "KVBENCH_SYSTEM", "KVBENCH_REQUEST"
     messages = [
         {"role": "system", "content": system_mark},
@@ -362,9 +361,7 @@ def encode_conversation(encoder: PromptEncoder, system: str, request: str) -> Co
     if encoder.chat:
         # A template that knows no system role may raise anything.
         with suppress(Exception):
-            text = str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            )
+            text = encoder.render(messages, answer=True)
     parts = re.fullmatch(f"(.*){system_mark}(.*){request_mark}(.*)", text, re.DOTALL)
     if parts is None:
         end = "" if encoder.suffix_ids else "\n"
