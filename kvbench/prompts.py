@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import takewhile
+from functools import cache, cached_property
+from itertools import accumulate, pairwise, takewhile
 from operator import eq
 from typing import Any, Protocol
 
 from kvbench.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 class PromptError(UserError, ValueError):
@@ -56,6 +59,16 @@ def tokenizing(tokenizer: object) -> Iterator[None]:
             f"tokenizer {name!r} cannot encode a text: {type(error).__name__}: {line}; allowed: "
             "one that can"
         ) from error
+
+
+@cache
+def _say_without_offsets(name: str) -> None:
+    """Log, once for each tokenizer, how prompts are cut without the places of its tokens."""
+    log.warning(
+        "tokenizer %r does not tell which characters a token stands for: prompts are cut after the "
+        "tokens that the text before the cut begins with when it is encoded alone",
+        name,
+    )
 
 
 class Tokenizer(Protocol):
@@ -110,6 +123,7 @@ class PromptEncoder:
         tokenizer: the model's tokenizer.
         prefix_ids: the tokens before the user's text, empty for base models.
         suffix_ids: the tokens after the user's text, empty for base models.
+        before, after: the texts of a chat template around the user's text.
         family: the model's architecture ("llama", "qwen2" ...), for protocols that depend on it.
         chat: whether the tokenizer has a chat template and the model's config allows its use.
         max_input: the most prompt tokens by the model's config; None for no limit.
@@ -122,6 +136,8 @@ class PromptEncoder:
     tokenizer: Tokenizer
     prefix_ids: tuple[int, ...] = ()
     suffix_ids: tuple[int, ...] = ()
+    before: str = ""
+    after: str = ""
     family: str | None = None
     chat: bool = False
     max_input: int | None = None
@@ -160,11 +176,37 @@ class PromptEncoder:
         marker = self.encode_text(self.thought.end)
         return self.thought.end not in self.tokenizer.decode(marker, skip_special_tokens=True)
 
+    @cached_property
+    def adds_blank(self) -> bool:
+        """Whether the tokenizer puts a blank before every text, as SentencePiece does. The parts of a
+        prompt must then be encoded together (`encode_parts`), or there is one at each seam."""
+        alone, inside = self.encode_text("a"), self.encode_text("\u00a7a")
+        return callable(self.tokenizer) and inside[-len(alone) :] != alone
+
+    def encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
+        """Encode a text that is given in parts. Returns the token ids of each part.
+
+        A tokenizer that `adds_blank` encodes the text whole, any other each part alone.
+        """
+        if not self.adds_blank:
+            return [self.encode_text(part) for part in parts]
+        ids: list[int] = []
+        cuts = [0]
+        for end in accumulate(map(len, parts)):
+            ids, cut = self.encode_prompt("".join(parts), end, special=False)
+            cuts.append(cut)
+        return [ids[start:end] for start, end in pairwise(cuts)]
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Encode a text that follows another one; see `encode_parts`."""
+        return self.encode_parts([before, text])[1] if self.adds_blank else self.encode_text(text)
+
     def encode_prompt(self, text: str, cut: int, *, special: bool) -> tuple[list[int], int]:
         """Encode a whole prompt at once, and count the tokens before `cut`.
 
         Args:
-            cut: the number of characters before the cut. A token across the cut counts as after it.
+            cut: the number of characters before the cut. A token across the cut counts as after it, so
+                that a compressed context knows nothing of the question.
             special: whether the tokenizer adds its special tokens (BOS).
 
         Returns:
@@ -183,6 +225,7 @@ class PromptEncoder:
             return ids, len(ids)
         # A slow tokenizer does not know the characters of a token: the tokens before the cut are those
         # that begin the encoding of the text before the cut as well.
+        _say_without_offsets(str(getattr(tokenizer, "name_or_path", type(tokenizer).__name__)))
         head = tokenizer(text[:cut], add_special_tokens=special, verbose=False)["input_ids"]
         return ids, sum(1 for _ in takewhile(bool, map(eq, ids, head)))
 
@@ -225,7 +268,8 @@ class PromptEncoder:
                 "the model's chat template prints the messages of a conversation not once each; "
                 "allowed for tasks of several turns: one that does, or model.chat_template=never"
             )
-        return self.encode_text(text.partition(marks[1])[2].partition(marks[2])[0])
+        between = text.partition(marks[1])[2].partition(marks[2])[0]
+        return self.encode_after(marks[1], between)
 
     @property
     def begin_ids(self) -> list[int]:

@@ -106,6 +106,8 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
         encoder,
         prefix_ids=tuple(encode(before)),
         suffix_ids=tuple(encode(after)),
+        before=before,
+        after=after,
         chat=True,
         thought=_thought(spec, template, after),
     )

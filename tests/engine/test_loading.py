@@ -36,7 +36,7 @@ from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.prompts import Thought
 from kvbench.run import session
-from kvbench.tasks.encoding import encode_question
+from kvbench.tasks.encoding import encode_shared
 
 RECALL = ModelSpec(name="recall_mini", path="asset:recall_mini")
 CPU = torch.device("cpu")
@@ -205,7 +205,7 @@ def test_a_thought_is_found_in_the_chat_template(
     )
     encoder = prompt_encoder(tokenizer, ModelSpec(name="m", path="x", **options))
     assert encoder.thought == thought
-    ids = encode_question(encoder, "What?", "Answer:")
+    _, (ids,) = encode_shared(encoder, "", [("What?", "Answer:")])
     assert encoder.decode(ids).endswith("Answer:") == (thought is None or bool(thought.start))
 
 
