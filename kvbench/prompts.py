@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import cache, cached_property
+from itertools import accumulate, pairwise, takewhile
 from operator import eq
 from typing import Any, Protocol
 
 from kvbench.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 class PromptError(UserError, ValueError):
@@ -57,11 +61,57 @@ def tokenizing(tokenizer: object) -> Iterator[None]:
         ) from error
 
 
+@cache
+def _say_without_offsets(name: str) -> None:
+    """Log, once for each tokenizer, how prompts are cut without the places of its tokens."""
+    log.warning(
+        "tokenizer %r does not tell which characters a token stands for: prompts are cut after the "
+        "tokens that the text before the cut begins with when it is encoded alone",
+        name,
+    )
+
+
 class Tokenizer(Protocol):
     """The methods of a tokenizer that tasks call. Every Hugging Face tokenizer has them."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Thought:
+    """What a model writes before its answer.
+
+    Attributes:
+        end: the text that ends it.
+        start: the text that it begins with; what begins otherwise is an answer without a thought. Empty
+            where the prompt has begun the thought, or every answer is expected to have one.
+    """
+
+    end: str
+    start: str = ""
+
+    def split(self, text: str) -> tuple[str, str]:
+        """The thought and the answer in a generated text. An unfinished thought has no answer."""
+        if not self._begins(text):
+            return "", text
+        thought, _, answer = text.partition(self.end)
+        return thought, answer.lstrip()
+
+    def answer_from(
+        self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
+    ) -> int | None:
+        """The number of tokens before the answer; None while the thought, or white space behind it,
+        goes on. To be called after each token, until the answer begins."""
+        # A text of c characters spans at most c tokens; the others are a margin for white space.
+        if not self._begins(decode(tokens[: len(self.start) + 16])):
+            return 0
+        behind = decode(tokens[-(len(self.end) + 16) :]).partition(self.end)[2]
+        return len(tokens) - 1 if behind.strip() else None
+
+    def _begins(self, text: str) -> bool:
+        """Whether the text begins with the thought, or is too short to tell."""
+        return self.start.startswith(text.lstrip()[: len(self.start)])
 
 
 @dataclass(frozen=True)
@@ -73,21 +123,28 @@ class PromptEncoder:
         tokenizer: the model's tokenizer.
         prefix_ids: the tokens before the user's text, empty for base models.
         suffix_ids: the tokens after the user's text, empty for base models.
+        before, after: the texts of a chat template around the user's text.
         family: the model's architecture ("llama", "qwen2" ...), for protocols that depend on it.
         chat: whether the tokenizer has a chat template and the model's config allows its use.
         max_input: the most prompt tokens by the model's config; None for no limit.
         max_positions: the most tokens of prompt and answer together; None if unknown.
         end_ids: the tokenizer's end token and those of the model's config (end of turn).
+        enable_thinking: passed to the chat template under this name; None: the template's own default.
+        thought: what the model writes before its answer; None for a model that answers at once.
     """
 
     tokenizer: Tokenizer
     prefix_ids: tuple[int, ...] = ()
     suffix_ids: tuple[int, ...] = ()
+    before: str = ""
+    after: str = ""
     family: str | None = None
     chat: bool = False
     max_input: int | None = None
     max_positions: int | None = None
     end_ids: frozenset[int] = frozenset()
+    enable_thinking: bool | None = None
+    thought: Thought | None = None
 
     def encode_text(self, text: str) -> list[int]:
         """Encode `text` without special tokens.
@@ -108,14 +165,48 @@ class PromptEncoder:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode `ids` without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        """Decode `ids` without special tokens, unless one of them ends a thought."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not self._marks_specially))
+
+    @cached_property
+    def _marks_specially(self) -> bool:
+        """Whether the end of a thought has special tokens, which decoding would leave out."""
+        if self.thought is None:
+            return False
+        marker = self.encode_text(self.thought.end)
+        return self.thought.end not in self.tokenizer.decode(marker, skip_special_tokens=True)
+
+    @cached_property
+    def adds_blank(self) -> bool:
+        """Whether the tokenizer puts a blank before every text, as SentencePiece does. The parts of a
+        prompt must then be encoded together (`encode_parts`), or there is one at each seam."""
+        alone, inside = self.encode_text("a"), self.encode_text("\u00a7a")
+        return callable(self.tokenizer) and inside[-len(alone) :] != alone
+
+    def encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
+        """Encode a text that is given in parts. Returns the token ids of each part.
+
+        A tokenizer that `adds_blank` encodes the text whole, any other each part alone.
+        """
+        if not self.adds_blank:
+            return [self.encode_text(part) for part in parts]
+        ids: list[int] = []
+        cuts = [0]
+        for end in accumulate(map(len, parts)):
+            ids, cut = self.encode_prompt("".join(parts), end, special=False)
+            cuts.append(cut)
+        return [ids[start:end] for start, end in pairwise(cuts)]
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Encode a text that follows another one; see `encode_parts`."""
+        return self.encode_parts([before, text])[1] if self.adds_blank else self.encode_text(text)
 
     def encode_prompt(self, text: str, cut: int, *, special: bool) -> tuple[list[int], int]:
         """Encode a whole prompt at once, and count the tokens before `cut`.
 
         Args:
-            cut: the number of characters before the cut. A token across the cut counts as after it.
+            cut: the number of characters before the cut. A token across the cut counts as after it, so
+                that a compressed context knows nothing of the question.
             special: whether the tokenizer adds its special tokens (BOS).
 
         Returns:
@@ -134,6 +225,7 @@ class PromptEncoder:
             return ids, len(ids)
         # A slow tokenizer does not know the characters of a token: the tokens before the cut are those
         # that begin the encoding of the text before the cut as well.
+        _say_without_offsets(str(getattr(tokenizer, "name_or_path", type(tokenizer).__name__)))
         head = tokenizer(text[:cut], add_special_tokens=special, verbose=False)["input_ids"]
         return ids, sum(1 for _ in takewhile(bool, map(eq, ids, head)))
 
@@ -141,11 +233,19 @@ class PromptEncoder:
         """Render `text` as a user's message in the tokenizer's chat template, up to the beginning of the
         answer. A template with a default system message adds it.
         """
+        return self.render([{"role": "user", "content": text}], answer=True)
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, answer: bool) -> str:
+        """Render messages in the tokenizer's chat template.
+
+        Args:
+            answer: whether the beginning of the model's next message follows.
+        """
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": answer}
+        if self.enable_thinking is not None:
+            options["enable_thinking"] = self.enable_thinking
         tokenizer: Any = self.tokenizer
-        message = [{"role": "user", "content": text}]
-        return str(
-            tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        )
+        return str(tokenizer.apply_chat_template(list(messages), **options))
 
     def between_turns(self) -> list[int]:
         """The tokens between an answer and the user's next message: those of the chat template, or of a
@@ -161,15 +261,15 @@ class PromptEncoder:
         messages = [
             {"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)
         ]
-        tokenizer: Any = self.tokenizer
-        with tokenizing(tokenizer):
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        with tokenizing(self.tokenizer):
+            text = self.render(messages, answer=False)
         if [text.count(mark) for mark in marks] != [1, 1, 1]:
             raise PromptError(
                 "the model's chat template prints the messages of a conversation not once each; "
                 "allowed for tasks of several turns: one that does, or model.chat_template=never"
             )
-        return self.encode_text(text.partition(marks[1])[2].partition(marks[2])[0])
+        between = text.partition(marks[1])[2].partition(marks[2])[0]
+        return self.encode_after(marks[1], between)
 
     @property
     def begin_ids(self) -> list[int]:

@@ -214,7 +214,9 @@ def token_ids(
             raise KVError(f"{what} is text and there is no tokenizer; allowed: ids, or a tokenizer")
         check_length(given)
         with tokenizing(tokenizer):
-            given = tokenizer(given) if special else tokenizer(given, add_special_tokens=False)
+            given = (
+                tokenizer(given) if special else PromptEncoder(tokenizer).encode_after(".", given)
+            )
     ids: Any = given["input_ids"] if isinstance(given, Mapping) else given
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     if ids and isinstance(ids[0], list):

@@ -47,6 +47,13 @@ class ModelSpec:
         tokenizer: another path for the tokenizer; None: the model's own.
         chat_template: "auto" (used when the tokenizer has one), "always" or "never"; or the text of
             a Jinja template, for a chat model whose tokenizer has none.
+        enable_thinking: passed to the chat template; None: its own default.
+        answer_after: the text that ends what the model thinks before it answers. Every task scores what
+            follows it; an answer without it is an unfinished thought and scores as an empty one. The
+            thought stays in the record (``thought``), and its tokens count. Within it only the model's
+            own end tokens end a generation. "auto": ``</think>`` where the chat template has it, unless
+            the prompt ends with it; an answer that does not begin with ``<think>`` (in the prompt or by
+            itself) is then scored whole. "never": everything is scored.
         max_input: prompt tokens that benchmarks truncate to, None for what the protocol says.
         stop_tokens: tokens that end an answer beside the tokenizer's end token (end of turn).
         dtype: of the weights where the job's `dtype` is auto and the device is CUDA; "auto": bfloat16.
@@ -70,6 +77,8 @@ class ModelSpec:
     revision: str | None = None
     tokenizer: str | None = None
     chat_template: str = "auto"
+    enable_thinking: bool | None = None
+    answer_after: Text = "auto"
     max_input: Annotated[int, Ge(2)] | None = None
     stop_tokens: Sequence[str] = ()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -62,6 +62,7 @@ class DecodingRow:
         spent_s: the wall-clock seconds that the prompt took before the rows of all prompts were joined.
         decode_s: the row's share of the seconds of decoding since then.
         chosen: the tokens of the answer so far, the ending token included.
+        answer_from: the number of tokens before the answer; None within a thought.
         ended: whether the answer has ended.
     """
 
@@ -73,6 +74,7 @@ class DecodingRow:
     spent_s: float = 0.0
     decode_s: float = 0.0
     chosen: list[int] = field(default_factory=list)
+    answer_from: int | None = None
     ended: bool = False
 
     @property
@@ -99,7 +101,9 @@ class DecodingRow:
             self.fork.fail(NonFiniteLogits(len(self.chosen) + 1))
         if self.fork.failure is None:
             self.chosen.append(token)
-            self.ended = self.stopping.reached(self.chosen)
+            if self.answer_from is None:
+                self.answer_from = self.stopping.answer_from(self.chosen)
+            self.ended = self.stopping.reached(self.chosen, self.answer_from)
 
     def finish(self, *, batch: int = 1, kept: dict[str, Any] | None = None) -> Generation:
         """Audit the fork, and return what it generated. `batch` and `kept`: see `Generation`."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.prompts import Thought
+
 
 @dataclass(frozen=True)
 class Stopping:
@@ -21,6 +23,9 @@ class Stopping:
         timeout_s: the seconds, prefill included, after which a fork that has not ended fails; None for
             no limit.
         may_be_empty: False where the first token must not end the generation.
+        thought: what comes before the answer; None for nothing. `strings` and `settled` are about the
+            answer behind it.
+        thought_end_ids: the tokens of `end_ids` that end the generation within a thought, too.
         settled: is called with the text so far, and returns whether the score can no longer change; the
             generation then ends. Beyond 256 tokens it is called about 100 times while the answer's
             length doubles.
@@ -33,6 +38,8 @@ class Stopping:
     timeout_s: float | None = None
     may_be_empty: bool = True
     settled: Callable[[str], bool] | None = None
+    thought: Thought | None = None
+    thought_end_ids: frozenset[int] = frozenset()
 
     def mask_first(self, logits: Tensor) -> Tensor:
         """The logits [rows, vocab] of the first token, with -inf for tokens that it must not be."""
@@ -48,18 +55,38 @@ class Stopping:
         found_at = [place for place in places if place >= 0]
         return text[: min(found_at)] if found_at else text
 
-    def reached(self, tokens: Sequence[int]) -> bool:
-        """Whether a generation that produced `tokens` is over."""
-        if len(tokens) >= self.max_new_tokens or (tokens and tokens[-1] in self.end_ids):
+    def answer_from(self, tokens: Sequence[int]) -> int | None:
+        """See `Thought.answer_from`; 0 without a thought."""
+        if self.thought is None or self.decode is None:
+            return 0
+        return self.thought.answer_from(tokens, self.decode)
+
+    def reached(self, tokens: Sequence[int], answer_from: int | None = 0) -> bool:
+        """Whether a generation that produced `tokens` is over.
+
+        Args:
+            answer_from: see `answer_from`.
+        """
+        ends = self.thought_end_ids if answer_from is None else self.end_ids
+        if len(tokens) >= self.max_new_tokens or (tokens and tokens[-1] in ends):
             return True
-        if self.decode is None or not tokens:
+        answer = [] if answer_from is None else tokens[answer_from:]
+        decode = self.decode
+        if decode is None or not answer:
             return False
+
+        def text(ids: Sequence[int]) -> str:
+            """The text of the answer, or of its last tokens."""
+            # White space between a thought and the answer belongs to neither.
+            after_thought = answer_from and len(ids) == len(answer)
+            return decode(list(ids)).lstrip() if after_thought else decode(list(ids))
+
         if self.strings:
             # A stop string of c characters spans at most c tokens of a character each. The eight more
             # cover a character at its edge that consists of several tokens.
-            tail = self.decode(list(tokens[-(max(map(len, self.strings)) + 8) :]))
+            tail = text(answer[-(max(map(len, self.strings)) + 8) :])
             if any(stop in tail for stop in self.strings):
                 return True
         # To decode the whole text at every token would take time quadratic in the answer's length.
-        due = len(tokens) <= 256 or len(tokens) % (len(tokens) // 128) == 0
-        return self.settled is not None and due and self.settled(self.decode(list(tokens)))
+        due = len(answer) <= 256 or len(answer) % (len(answer) // 128) == 0
+        return self.settled is not None and due and self.settled(text(answer))

@@ -16,10 +16,12 @@ from kvbench.engine.model_spec import (
     origin_of,
 )
 from kvbench.engine.packaged import PACKAGE_PREFIX
-from kvbench.prompts import PromptEncoder, tokenizing
+from kvbench.prompts import PromptEncoder, Thought, tokenizing
 
 Tokenizer = PreTrainedTokenizerBase
 
+THOUGHT = Thought("</think>", "<think>")
+"""The thought of most models that think."""
 MESSAGE = "KVBENCH_PROMPT_GOES_HERE"
 """A message that is passed to a chat template to find what the template writes before and after it."""
 
@@ -63,7 +65,9 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
     end = getattr(tokenizer, "eos_token_id", None)
     if end is not None:
         ends.add(end)
-    encoder = PromptEncoder(tokenizer, end_ids=frozenset(ends))
+    encoder = PromptEncoder(
+        tokenizer, end_ids=frozenset(ends), enable_thinking=spec.enable_thinking
+    )
 
     def encode(text: str, *, special: bool = False) -> list[int]:
         with one_line_failures("tokenizer of model", spec), tokenizing(tokenizer):
@@ -75,11 +79,19 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
             f"model.chat_template is 'always' and the tokenizer of {spec.path!r} has none; "
             "allowed: auto, never"
         )
-    if not has_template or spec.chat_template == "never":
+    has_template = has_template and spec.chat_template != "never"
+    template = str(tokenizer.chat_template) if has_template else ""
+    if spec.enable_thinking is not None and "enable_thinking" not in template:
+        raise ModelError(
+            f"model.enable_thinking is {spec.enable_thinking} and the chat template of {spec.path!r} "
+            "does not ask for it; allowed: null"
+        )
+    if not has_template:
         plain = encode("a")
         with_special = encode("a", special=True)
         begin_tokens = with_special.index(plain[0]) if plain and plain[0] in with_special else 0
-        return replace(encoder, prefix_ids=tuple(with_special[:begin_tokens]))
+        prefix_ids = tuple(with_special[:begin_tokens])
+        return replace(encoder, prefix_ids=prefix_ids, thought=_thought(spec, "", ""))
     with one_line_failures("chat template of model", spec):
         text = encoder.render_chat(MESSAGE)
     times = text.count(MESSAGE)
@@ -91,8 +103,32 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
         )
     before, _, after = text.partition(MESSAGE)
     return replace(
-        encoder, prefix_ids=tuple(encode(before)), suffix_ids=tuple(encode(after)), chat=True
+        encoder,
+        prefix_ids=tuple(encode(before)),
+        suffix_ids=tuple(encode(after)),
+        before=before,
+        after=after,
+        chat=True,
+        thought=_thought(spec, template, after),
     )
+
+
+def _thought(spec: ModelSpec, template: str, after: str) -> Thought | None:
+    """What the model writes before its answer; see `ModelSpec.answer_after`.
+
+    Args:
+        template: the chat template; empty for none.
+        after: what it writes behind the user's message, up to the beginning of the answer.
+    """
+    start, end = "", spec.answer_after
+    if end == "auto":
+        if THOUGHT.end not in template:
+            return None
+        start, end = THOUGHT.start, THOUGHT.end
+        if after.rstrip().endswith(start):
+            start = ""
+    over = after.rstrip().endswith(end.strip())
+    return None if end == "never" or over else Thought(end, start)
 
 
 def model_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:

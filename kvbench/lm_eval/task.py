@@ -21,7 +21,7 @@ from kvbench.probes.base import Probe, failed
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
-from kvbench.tasks.data import file_digests
+from kvbench.tasks.data import folder_digests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,8 @@ class HarnessTask(Probe):
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`; ``data`` has the sha256 of every file in `include_path`."""
-        files = []
-        if self.include_path is not None:
-            files = [f"{self.include_path}/*.{suffix}" for suffix in ("yaml", "json*", "py")]
-        return super().meta() | {"data": dict(file_digests(files))}
+        data = {} if self.include_path is None else folder_digests(self.include_path)
+        return super().meta() | {"data": data}
 
     @cached_property
     def _loaded(self) -> dict[str, Any]:

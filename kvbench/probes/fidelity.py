@@ -271,7 +271,7 @@ class FidelityProbe(Probe):
             stopping = Stopping(longest, session.end_ids, timeout_s=session.example_timeout)
             tokens = greedy_continuation(session.model, reading, reference, stopping)
         else:
-            tokens = encoder.encode_text(text)[:longest]
+            tokens = encoder.encode_after(".", text)[:longest]
         fidelities = compare(session.model, reading, tokens)
         prompt = encoded.example.context + encoded.example.question
         shared = {

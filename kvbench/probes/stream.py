@@ -16,6 +16,7 @@ from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 from kvbench.tasks.data import file_digests
+from kvbench.tasks.encoding import encode_start
 from kvbench.tasks.text import TextSource
 
 
@@ -67,7 +68,7 @@ class Stream(TextSource, Probe):
         limit = encoder.max_positions
         units = []
         for name, text in self.texts("stream", self.num_texts, self.num_texts)[: self.num_texts]:
-            ids = [*encoder.prefix_ids, *encoder.encode_text(text)][: self.tokens]
+            ids = encode_start(encoder, text)[: self.tokens]
             if len(ids) < 2:
                 continue  # there is no token to predict
             if self.positions == "absolute" and limit is not None and len(ids) > limit:

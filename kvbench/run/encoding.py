@@ -12,6 +12,7 @@ from typing import Any
 from kvbench.kv import KVError
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example
+from kvbench.tasks.encoding import encode_shared
 
 MOST_EVIDENCE = 400
 """Characters that a record keeps of the part of a prompt which holds the answer."""
@@ -59,19 +60,42 @@ class EncodedExample:
         return fields
 
 
+def _encoded_whole(examples: Sequence[Example], encoder: PromptEncoder) -> list[Example]:
+    """The examples; where the tokenizer `adds_blank`, with the token ids of those that have none."""
+    if not encoder.adds_blank:
+        return list(examples)
+    by_context: dict[Any, list[int]] = {}
+    for place, example in enumerate(examples):
+        if example.context_ids is None and example.question_ids is None:
+            context = example.context_id or example.id
+            by_context.setdefault((context, example.context, example.complete), []).append(place)
+    encoded = list(examples)
+    bare = replace(encoder, prefix_ids=(), suffix_ids=(), before="", after="")
+    for (_, context, complete), places in by_context.items():
+        questions = [(examples[place].question, "") for place in places]
+        ids, rests = encode_shared(bare if complete else encoder, context, questions)
+        for place, rest in zip(places, rests, strict=True):
+            encoded[place] = replace(
+                examples[place], context_ids=ids, question_ids=rest, complete=True
+            )
+    return encoded
+
+
 def encode_example(
     example: Example,
     encoder: PromptEncoder,
     contexts: dict[Any, tuple[int, ...]] | None = None,
 ) -> EncodedExample:
-    """Encode the context and the question of an example. They are encoded separately, so that no token
-    spans both and a prompt has the same tokens whatever `compress_after` says.
+    """Encode the context and the question of an example. They are encoded separately, unless the
+    tokenizer `adds_blank`. No token spans both, and a prompt has the same tokens whatever
+    `compress_after` says.
 
     Args:
         contexts: the token ids of contexts that were encoded before; the function adds this example's.
     """
     if contexts is None:
         contexts = {}
+    (example,) = _encoded_whole([example], encoder)
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     if not example.complete:
@@ -104,7 +128,7 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
     history_of_context: dict[str, tuple[int, ...]] = {}  # questions and golden answers so far
     has_turns = any(example.history != "none" for example in examples)
     between = tuple(encoder.between_turns()) if has_turns else ()
-    for example in examples:
+    for example in _encoded_whole(examples, encoder):
         encoded = encode_example(example, encoder, contexts)
         name = encoded.context
         question = encoded.question_ids

@@ -36,6 +36,7 @@ EVERY_RECORD_HAS = frozenset(
         "sample",
         "history",
         "evidence",
+        "thought",
         "beyond_positions",
         "max_positions",
     }
@@ -315,6 +316,8 @@ class TaskPlan(Plan):
             fields |= {"beyond_positions": True, "max_positions": positions}
         if result.failure is None:
             text = session.encoder.decode(result.tokens)
+            if session.encoder.thought is not None:
+                fields["thought"], text = session.encoder.thought.split(text)
             fields["prediction"] = session.stopping(example).cut(text)
             scores = self.task.score(fields["prediction"], example)
             refuse_taken(f"task {self.task.name}: scores", {k for k in scores if k != "score"})

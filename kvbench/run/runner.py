@@ -174,12 +174,20 @@ class Job:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for every dataset that the limit excludes, and one for prompts that are longer than the
-        model's positions."""
+        """A line for every dataset that the limit excludes, one for a model that thinks before it
+        answers, and one for prompts that are longer than the model's positions."""
         lines = []
         if self.units.left_out:
             lines.append(
                 f"limit is {self.limit}: no example is run of {', '.join(self.units.left_out)}"
+            )
+        answers = [e.example.max_new_tokens for unit in self.units.own for e in unit.examples]
+        thought = self.session.encoder.thought if answers else None
+        if thought is not None:
+            lines.append(
+                f"{self.session.spec.name} may think before it answers: only what follows "
+                f"{thought.end!r} is scored, and a thought that is not over after {min(answers)} new "
+                "tokens scores as an empty answer (task.max_new_tokens, model.enable_thinking)"
             )
         lengths = [encoded.n for unit in self.units.own for encoded in unit.examples]
         positions = self.session.encoder.max_positions if lengths else None
@@ -232,6 +240,8 @@ class Job:
                 "temperature": session.sampling.temperature,
                 "top_p": session.sampling.top_p,
             }
+        if isinstance(self.plan, TaskPlan) and session.encoder.thought is not None:
+            settings["thought"] = vars(session.encoder.thought)  # only what follows it is scored
         if session.decode != "auto":  # so that a run continues with the decoding that it began with
             settings["decode"] = session.decode
         return settings

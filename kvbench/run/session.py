@@ -113,12 +113,15 @@ class Session:
             answers: how many answers are decoded together; each of them may take the time of all.
         """
         seconds = self.example_timeout
+        ends = self.end_ids if example.end_ids is None else example.end_ids
         return Stopping(
             example.max_new_tokens,
-            self.end_ids if example.end_ids is None else example.end_ids,
+            ends,
             example.stop,
             self.encoder.decode,
             timeout_s=None if seconds is None else seconds * answers,
             may_be_empty=example.may_be_empty,
             settled=example.settled,
+            thought=self.encoder.thought,
+            thought_end_ids=ends & self.end_ids,  # a task's own end tokens are of its answer
         )

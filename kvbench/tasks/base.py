@@ -34,9 +34,10 @@ NewTokens = Annotated[int, Ge(1), Le(100_000)]
 class Example:
     """A prompt and its acceptable answers.
 
-    The prompt is ``context + question``. Context and question are tokenised separately, so that the
-    boundary between them is a token boundary under both settings of ``compress_after``. Tasks that need
-    exact token counts also set `context_ids` and `question_ids`, which are then used instead.
+    The prompt is ``context + question``. Context and question are tokenised separately, or together
+    where the tokenizer puts a blank before every text; the boundary between them is a token boundary
+    under both settings of ``compress_after``. Tasks that need exact token counts also set `context_ids`
+    and `question_ids`, which are then used instead.
 
     Attributes:
         id: unique within the task; the same whatever the `limit`.
@@ -125,8 +126,9 @@ class Task(ABC):
         """
 
     def digests(self) -> Mapping[str, str]:
-        """The digests of the data files by name. They are part of the config hash, so that a run does
-        not resume with other data. Empty where the examples are generated from the options."""
+        """The digests of the data files, in the order in which they are read. They are part of the
+        config hash, so that a run does not resume with other data. Empty where the examples are
+        generated from the options."""
         return {}
 
     def metric_name(self) -> str:

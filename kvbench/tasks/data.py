@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,43 @@ def matching(patterns: Iterable[str]) -> list[str]:
 
 
 def file_digests(patterns: Iterable[str]) -> dict[str, str]:
-    """The sha256 of each file that matches, by file name."""
-    return {Path(file).name: _sha256("data", [file]) for file in matching(patterns)}
+    """The sha256 of each file that matches; see `digests_in_order`."""
+    return digests_in_order("data", matching(patterns))
+
+
+def digests_in_order(task: str, paths: Sequence[str]) -> dict[str, str]:
+    """The sha256 of files (paths as for `_open`) in the order in which they are read: by its name for a
+    single file, by number and name for several, since names may recur and ids may follow the order.
+
+    Raises:
+        TaskError: a file cannot be read.
+    """
+    names = [Path(path.partition("::")[0]).name for path in paths]
+    if len(names) > 1:
+        names = [f"{number} {name}" for number, name in enumerate(names, start=1)]
+    return {name: _sha256(task, path) for name, path in zip(names, paths, strict=True)}
+
+
+def folder_digests(folder: str) -> dict[str, str]:
+    """The sha256 of every file in a folder and the folders in it, by its path in the folder. What
+    Python writes there itself (``__pycache__``) is left out."""
+    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): _sha256("data", str(path))
+        for path in paths
+        if "__pycache__" not in path.parts
+    }
+
+
+def distinct_names(paths: Sequence[str]) -> list[str]:
+    """The names of files or, where two have the same name, the paths of all from the folder that holds
+    them."""
+    names = [Path(path).name for path in paths]
+    if len(set(names)) == len(set(paths)):
+        return names
+    absolute = [os.path.abspath(path) for path in paths]
+    folder = Path(os.path.commonpath(absolute))
+    return [Path(path).relative_to(folder).as_posix() for path in absolute]
 
 
 def read_text(task: str, path: str | Path) -> str:
@@ -50,7 +86,8 @@ def read_text(task: str, path: str | Path) -> str:
 
 
 def texts_of_files(option: str, patterns: Sequence[str], hint: str = "") -> list[tuple[str, str]]:
-    """Read all text files that match. Returns the name and text of each, sorted by path.
+    """Read all text files that match. Returns the name (`distinct_names`) and text of each, sorted by
+    path.
 
     Args:
         option: the task's option that has the patterns, for messages.
@@ -65,7 +102,8 @@ def texts_of_files(option: str, patterns: Sequence[str], hint: str = "") -> list
             f"task.{option}: no file matches {list(patterns)}; allowed: text files, by path or "
             f"glob{hint}"
         )
-    return [(Path(path).name, read_text(f"task.{option}", path)) for path in paths]
+    texts = [read_text(f"task.{option}", path) for path in paths]
+    return list(zip(distinct_names(paths), texts, strict=True))
 
 
 def _open(file: str) -> Any:
@@ -77,20 +115,19 @@ def _open(file: str) -> Any:
     return zipfile.ZipFile(archive).open(name)
 
 
-def _sha256(task: str, files: Iterable[str]) -> str:
-    """The SHA-256 of the contents of files (paths as for `_open`), one after the other.
+def _sha256(task: str, file: str) -> str:
+    """The SHA-256 of the content of a file (a path as for `_open`).
 
     Raises:
-        TaskError: a file cannot be read.
+        TaskError: the file cannot be read.
     """
     digest = hashlib.sha256()
-    for file in files:
-        try:
-            with _open(file) as stream:
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-        except OSError as problem:
-            raise _unreadable(task, file, problem) from problem
+    try:
+        with _open(file) as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    except OSError as problem:
+        raise _unreadable(task, file, problem) from problem
     return digest.hexdigest()
 
 
@@ -339,13 +376,14 @@ class Source:
 
     def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Read all rows. Yields each row's place for messages ("file row 3"), the name of its file
-        without the suffix, and the row.
+        (`distinct_names`) without the suffix, and the row.
 
         Raises:
             TaskError: the message names the row that is wrong.
         """
-        for path in self.paths:
-            stem = Path(path.removeprefix("zip://").partition("::")[0]).stem
+        inside = [path.removeprefix("zip://").partition("::")[0] for path in self.paths]
+        for path, name in zip(self.paths, distinct_names(inside), strict=True):
+            stem = Path(name).with_suffix("").as_posix()
             for number, row in file_rows(self.task, path):
                 if not isinstance(row, Mapping):
                     raise TaskError(
@@ -382,18 +420,14 @@ class Source:
                 raise TaskError(f"{self.task}: {path} is empty; allowed: a row for each context")
 
     def digests(self) -> dict[str, str]:
-        """The sha256 of each file by its name, or the repository's commit where `datasets` reads the
-        rows.
+        """The sha256 of each file (`digests_in_order`), or the repository's commit where `datasets`
+        reads the rows.
 
         Raises:
             TaskError: a file or the repository cannot be read.
         """
         if self.paths:
-            names = [Path(path.partition("::")[0]).name for path in self.paths]
-            return {
-                name: _sha256(self.task, [path])
-                for name, path in zip(names, self.paths, strict=True)
-            }
+            return digests_in_order(self.task, self.paths)
         from huggingface_hub import HfApi
 
         assert self.dataset is not None

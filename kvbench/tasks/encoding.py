@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import TaskError
@@ -15,12 +16,15 @@ SplitIds = tuple[tuple[int, ...], tuple[int, ...]]
 def encode_split(encoder: PromptEncoder, context: str, question: str, prefix: str = "") -> SplitIds:
     """Encode a whole prompt (`Example.complete`) as its context and the rest.
 
-    Context and question are tokenised together; a token across the boundary belongs to the question.
+    Context and question are tokenised together, and with what a chat template puts around them where the
+    tokenizer `adds_blank`. A token across the boundary belongs to the question.
 
     Args:
         prefix: the text that begins the answer. It follows the chat template's end of the user's
             message; without a template it is tokenised together with the question.
     """
+    if encoder.adds_blank:
+        return _encode_whole(encoder, context, question, prefix)
     text = context + question
     if not encoder.suffix_ids:
         text += prefix
@@ -32,16 +36,46 @@ def encode_split(encoder: PromptEncoder, context: str, question: str, prefix: st
     return (*encoder.prefix_ids, *ids[:cut]), (*ids[cut:], *_suffix_and(encoder, prefix))
 
 
-def encode_context(encoder: PromptEncoder, context: str) -> tuple[int, ...]:
-    """Encode a context alone, so that its tokens do not depend on the question."""
-    return (*encoder.prefix_ids, *encoder.encode_text(context))
+def encode_start(encoder: PromptEncoder, text: str) -> list[int]:
+    """Encode the beginning of a prompt, with what the model has before it."""
+    if encoder.adds_blank and encoder.before:
+        return encoder.encode_text(encoder.before + text)
+    return [*encoder.prefix_ids, *encoder.encode_text(text)]
 
 
-def encode_question(encoder: PromptEncoder, question: str, prefix: str = "") -> tuple[int, ...]:
-    """Encode a question and the answer's `prefix`, after a context of `encode_context`. See
-    `encode_split`."""
-    text = question if encoder.suffix_ids else question + prefix
-    return (*encoder.encode_text(text), *_suffix_and(encoder, prefix))
+def encode_shared(
+    encoder: PromptEncoder, context: str, questions: Sequence[tuple[str, str]]
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Encode a context and several questions about it, each with the prefix of its answer (see
+    `encode_split`). The context has the same tokens for all of them.
+
+    Context and questions are tokenised one by one, unless the tokenizer `adds_blank`.
+
+    Returns:
+        the token ids of the context, and those of the rest of each prompt.
+    """
+    if not encoder.adds_blank:
+        return tuple(encode_start(encoder, context)), [
+            (
+                *encoder.encode_text(question if encoder.suffix_ids else question + prefix),
+                *_suffix_and(encoder, prefix),
+            )
+            for question, prefix in questions
+        ]
+    prompts = [_encode_whole(encoder, context, *question) for question in questions]
+    # What a question changes of the tokens before it belongs to it.
+    columns = zip(*(ids for ids, _ in prompts), strict=False)
+    shared = tuple(same[0] for same in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+    return shared, [(*ids[len(shared) :], *rest) for ids, rest in prompts]
+
+
+def _encode_whole(encoder: PromptEncoder, context: str, question: str, prefix: str) -> SplitIds:
+    """Encode a prompt, with all that the model has around it, as one text."""
+    head = encoder.before + context
+    text = head + question + encoder.after + _answer_prefix(encoder, prefix)
+    ids, cut = encoder.encode_prompt(text, len(head), special=False)
+    begin = () if encoder.before else encoder.prefix_ids
+    return (*begin, *ids[:cut]), tuple(ids[cut:])
 
 
 def _suffix_and(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
@@ -49,9 +83,14 @@ def _suffix_and(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
     none without a template."""
     if not encoder.suffix_ids:
         return ()
-    if not prefix:
-        return encoder.suffix_ids
-    return (*encoder.suffix_ids, *encoder.encode_text(prefix))
+    prefix = _answer_prefix(encoder, prefix)
+    return (*encoder.suffix_ids, *(encoder.encode_text(prefix) if prefix else ()))
+
+
+def _answer_prefix(encoder: PromptEncoder, prefix: str) -> str:
+    """The prefix of an answer; none where it would begin a thought that the template has begun."""
+    begins_thought = encoder.thought is not None and not encoder.thought.start
+    return "" if encoder.suffix_ids and begins_thought else prefix
 
 
 def split_template(template: str, field: str) -> tuple[str, str, str]:

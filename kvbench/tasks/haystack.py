@@ -119,6 +119,7 @@ def make_filler(
     begin: list[int],
     encoder: PromptEncoder,
     facts: int,
+    head: tuple[str, str] = ("", ""),
 ) -> Filler:
     """Make filler `number`, of at least `tokens` tokens. It depends on no length or depth, so that the
     prompts that are made of it differ in these only, as in the protocol.
@@ -129,6 +130,7 @@ def make_filler(
             generated.
         begin: the token ids before the first sentence.
         facts: the number of facts that a generated filler states; see `sentences`.
+        head: the text before the filler, and the blanks between them.
 
     Raises:
         TaskError: the documents have no tokens.
@@ -138,23 +140,30 @@ def make_filler(
         random.Random(f"kvbench needle {seed}").shuffle(order)
         first = order[number % len(texts)]
         name = texts[first][0]
-        pieces = _encoded(_sentences_from(texts, first, encoder), tokens, encoder)
+        pieces = _encoded(_sentences_from(texts, first, encoder), tokens, encoder, head)
     else:
         name = f"seed {seed}, {number}"
         generated = generated_haystack(f"needle {seed} {number}", facts)
         with_blanks = (f" {text}" if index else text for index, text in enumerate(generated))
-        pieces = _encoded(with_blanks, tokens, encoder)
+        pieces = _encoded(with_blanks, tokens, encoder, head)
     pieces[0] = begin + pieces[0]
     return Filler(name, pieces)
 
 
-def _encoded(texts: Iterator[str], tokens: int, encoder: PromptEncoder) -> list[list[int]]:
-    """Encode as many of the texts as have at least `tokens` tokens, one list each."""
+def _encoded(
+    texts: Iterator[str], tokens: int, encoder: PromptEncoder, head: tuple[str, str]
+) -> list[list[int]]:
+    """Encode as many of the texts as have at least `tokens` tokens, one list each. The first of them
+    follows `head` (see `make_filler`)."""
     pieces: list[list[int]] = []
+    before, blank = head
     total = 0
     while total < tokens:
-        pieces.append(encoder.encode_text(next(texts)))
+        text = blank + next(texts)
+        blank = ""
+        pieces.append(encoder.encode_after(before, text))
         total += len(pieces[-1])
+        before = text
     return pieces
 
 

@@ -38,7 +38,7 @@ from kvbench.errors.options import Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError
 from kvbench.tasks.data import Source
-from kvbench.tasks.encoding import encode_context, encode_question
+from kvbench.tasks.encoding import encode_shared
 from kvbench.tasks.instructions_checkers import CHECKS, GREETINGS, follows
 from kvbench.tasks.metrics_text import rouge_l_recall
 
@@ -285,18 +285,18 @@ class Instructions(Task):
     def _ifeval_examples(self, encoder: PromptEncoder) -> Iterator[InstructedExample]:
         """IFEval's prompts whose instructions can all be checked. A prompt is all context; its
         question is what the chat template puts after a user's message, or a line end."""
-        end_of_message = encoder.suffix_ids or tuple(encoder.encode_text("\n"))
+        end = "" if encoder.suffix_ids else "\n"
         for place, _, row in self.source.rows():
             instructions = instructions_of(row, place)
             if all(instruction.check in CHECKS for instruction in instructions):
                 prompt = row["prompt"]
-                prompt_ids = encode_context(encoder, prompt)
+                prompt_ids, (end_ids,) = encode_shared(encoder, prompt, [(end, "")])
                 yield self._example(
                     str(row["key"]),
                     prompt,
                     "",
                     prompt_ids,
-                    end_of_message,
+                    end_ids,
                     instructions,
                     prompt,
                     "user",
@@ -352,7 +352,6 @@ class Conversation(NamedTuple):
 
 def encode_conversation(encoder: PromptEncoder, system: str, request: str) -> Conversation:
     """Encode a system prompt and a user's request, in the model's chat template if it has one."""
-    tokenizer: Any = encoder.tokenizer
     system_mark, request_mark = "KVBENCH_SYSTEM", "KVBENCH_REQUEST"
     messages = [
         {"role": "system", "content": system_mark},
@@ -362,18 +361,16 @@ def encode_conversation(encoder: PromptEncoder, system: str, request: str) -> Co
     if encoder.chat:
         # A template that knows no system role may raise anything.
         with suppress(Exception):
-            text = str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            )
+            text = encoder.render(messages, answer=True)
     parts = re.fullmatch(f"(.*){system_mark}(.*){request_mark}(.*)", text, re.DOTALL)
     if parts is None:
         end = "" if encoder.suffix_ids else "\n"
-        context_ids = encode_context(encoder, system + "\n\n")
-        return Conversation(context_ids, encode_question(encoder, request + end), "user")
+        context_ids, (rest,) = encode_shared(encoder, system + "\n\n", [(request + end, "")])
+        return Conversation(context_ids, rest, "user")
     before, between, after = parts.groups()
-    system_ids = tuple(encoder.encode_text(before + system))
-    request_ids = tuple(encoder.encode_text(between + request + after))
-    return Conversation(system_ids, request_ids, "system")
+    texts = [before + system, between + request + after]
+    system_ids, request_ids = encoder.encode_parts(texts)
+    return Conversation(tuple(system_ids), tuple(request_ids), "system")
 
 
 def instructions_of(row: Mapping[str, Any], place: str) -> tuple[Instruction, ...]:

@@ -21,7 +21,7 @@ from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, NewTokens, Task, TaskError
 from kvbench.tasks.data import Source
-from kvbench.tasks.encoding import encode_context, encode_question, split_template
+from kvbench.tasks.encoding import encode_shared, split_template
 from kvbench.tasks.jsonl_fields import ROLES, FieldReader, Row
 from kvbench.tasks.metrics import METRICS, OF_LETTERS, check_metric
 from kvbench.tasks.metrics_text import Key, contains_for_good
@@ -230,7 +230,7 @@ class Jsonl(Task):
             part._source.check_files()
 
     def digests(self) -> Mapping[str, str]:
-        """The sha256 of each file by its name, or the commit of a repository that `datasets` reads."""
+        """The digests of each data set's source (`Source.digests`), after its name where it has one."""
         return {
             f"{name}/{file}" if name else file: digest
             for name, part in self._parts.items()
@@ -330,12 +330,11 @@ class Jsonl(Task):
         return before + white, question
 
     def _examples(self, group: Sequence[_Prompt], encoder: PromptEncoder) -> list[RowExample]:
-        """The examples of one context. The context is tokenised alone, so that all of them have the
-        same token ids for it."""
+        """The examples of one context, which has the same token ids in all of them."""
         encoder = self._with_or_without_chat(encoder)
-        questions = [encode_question(encoder, prompt.tail, self.answer_prefix) for prompt in group]
+        tails = [(prompt.tail, self.answer_prefix) for prompt in group]
+        full_context, questions = encode_shared(encoder, group[0].head, tails)
         room = self._room(encoder, max(map(len, questions)))
-        full_context = encode_context(encoder, group[0].head)
         context = self._fitted(full_context, room, group[0].id)
         return [
             RowExample(
@@ -378,7 +377,8 @@ class Jsonl(Task):
                 "allowed: null, false, model.chat_template=auto"
             )
         if self.chat is False and encoder.suffix_ids:
-            return replace(encoder, prefix_ids=tuple(encoder.begin_ids), suffix_ids=())
+            begin = tuple(encoder.begin_ids)
+            return replace(encoder, prefix_ids=begin, suffix_ids=(), before="", after="")
         return encoder
 
     def _room(self, encoder: PromptEncoder, question_tokens: int) -> int | None:

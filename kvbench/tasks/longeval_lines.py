@@ -138,7 +138,7 @@ class LongEvalLines(Task):
             )
 
     def digests(self) -> Mapping[str, str]:
-        """The sha256 of each official file, by file name."""
+        """See `file_digests`."""
         return file_digests(self.files)
 
     def metric_name(self) -> str:

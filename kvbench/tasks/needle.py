@@ -176,7 +176,7 @@ class Needle(Task):
             )
 
     def digests(self) -> Mapping[str, str]:
-        """The sha256 of each haystack file, by file name."""
+        """See `file_digests`; of the haystack."""
         return file_digests(self.haystack_files) if self.haystack == "files" else {}
 
     def metric_name(self) -> str:
@@ -192,11 +192,14 @@ class Needle(Task):
         """
         texts = self._texts()
         begin = encoder.begin_ids if self.begin_tokens else []
+        head = self._head(encoder)
 
         @cache
         def filler(number: int) -> Filler:
             tokens = max(self.lengths)
-            return make_filler(texts, self.seed, number, tokens, 2 * begin, encoder, self.facts)
+            return make_filler(
+                texts, self.seed, number, tokens, 2 * begin, encoder, self.facts, head
+            )
 
         num_lengths = len(self.lengths)
         num_depths = 1 if self.together else len(self.depths)
@@ -281,10 +284,15 @@ class Needle(Task):
         tokens."""
         needles, questions = self._needles(number, length, depth)
         before, _, after = self.template.partition(HAYSTACK)
-        before_ids = encoder.encode_text(before) if before else []
         texts = [after.replace(QUESTION, question.question) for question in questions]
-        question_ids = [encoder.encode_text(text) for text in texts]
-        around = encoder.overhead + len(before_ids) + max(map(len, question_ids))
+        if encoder.adds_blank:
+            begin = [] if encoder.before else list(encoder.prefix_ids)
+            before_ids = begin + encoder.encode_text(self._head(encoder)[0])
+            question_ids = [encoder.encode_after(".", text + encoder.after) for text in texts]
+        else:
+            before_ids = [*encoder.prefix_ids, *(encoder.encode_text(before) if before else ())]
+            question_ids = [[*encoder.encode_text(text), *encoder.suffix_ids] for text in texts]
+        around = len(before_ids) + max(map(len, question_ids))
         room = length - (around if self.buffer is None else self.buffer)
         depths = [needle.depth for needle in needles]
         needle_ids = [self._needle_ids(encoder, needle.text) for needle in needles]
@@ -308,13 +316,14 @@ class Needle(Task):
                     context_ids=context_ids,
                     evidence=needle.text.strip(),
                     question_ids=tuple(ids),
+                    complete=True,
                     end_ids=encoder.end_ids | end_ids if end_ids else None,
                     context_id=f"len{length}-{number:04d}" if self.together else None,
                     fields={
                         "length": length,
                         "depth": needle.depth,
                         "filler": filler.name,
-                        "needle_start": start + len(encoder.prefix_ids) + len(before_ids),
+                        "needle_start": start + len(before_ids),
                         "needle_tokens": tokens,
                         "haystack": self.haystack,
                         "repeats": self.repeats,
@@ -327,6 +336,17 @@ class Needle(Task):
         """The token ids of a needle inside the text, and at its very start, for `place_needles`. A
         blank is added before the one and after the other where the needle has no white space there."""
         begin = encoder.begin_ids if self.begin_tokens else []
+        before, blank = self._head(encoder)
+        # The first word of the filler may have a blank of its own.
+        has_blank = encoder.adds_blank and (blank or not before)
         inside = text if text[0].isspace() else " " + text
-        at_start = text if text[-1].isspace() else text + " "
-        return begin + encoder.encode_text(inside), begin + encoder.encode_text(at_start)
+        at_start = blank + (text if text[-1].isspace() or has_blank else text + " ")
+        inside_ids = encoder.encode_after(".", inside)
+        return begin + inside_ids, begin + encoder.encode_after(before, at_start)
+
+    def _head(self, encoder: PromptEncoder) -> tuple[str, str]:
+        """The text that is encoded with the haystack before it, and the blanks at its end, which belong
+        to the first word; both empty unless the tokenizer `adds_blank`."""
+        text = encoder.before + self.template.partition(HAYSTACK)[0] if encoder.adds_blank else ""
+        head = text.rstrip(" ")
+        return head, text[len(head) :]

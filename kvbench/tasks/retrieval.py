@@ -27,8 +27,7 @@ from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError, Tokens
 from kvbench.tasks.encoding import (
     check_template,
-    encode_context,
-    encode_question,
+    encode_shared,
     largest_fitting,
     split_template,
 )
@@ -252,21 +251,23 @@ class Passkey(HiddenKeys):
             lines.insert(place, self.needle.replace(KEY, key).replace(NAME, name))
         before, white, question_template = split_template(self.template, CONTEXT)
         context = before + "\n".join(lines) + white
-        context_ids = encode_context(encoder, context)
+        template = question_template.replace(QUESTION, self.question)
+        questions = [
+            (template.replace(NAME, name), self.answer_prefix.replace(NAME, name)) for name in names
+        ]
+        context_ids, question_ids = encode_shared(encoder, context, questions)
         examples = []
-        for query, (name, key, place) in enumerate(zip(names, keys, places, strict=True)):
-            question = question_template.replace(QUESTION, self.question).replace(NAME, name)
-            prefix = self.answer_prefix.replace(NAME, name)
+        for query, (key, place) in enumerate(zip(keys, places, strict=True)):
             examples.append(
                 self._example(
                     f"len{length}-{number:04d}",
                     query,
                     context=context,
-                    question=question + prefix,
+                    question="".join(questions[query]),
                     answers=(key,),
                     dataset=f"{length} tokens",
                     context_ids=context_ids,
-                    question_ids=encode_question(encoder, question, prefix),
+                    question_ids=question_ids[query],
                     complete=True,
                     settled=_number_is_over,
                     fields={"length": length, "depth": _depth(place, num_lines)},

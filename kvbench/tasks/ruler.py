@@ -155,7 +155,7 @@ class Ruler(Task):
                 raise TaskError(f"ruler: {task} needs task.{QA[task]}=<file>, {QA_FILES[task]}")
 
     def digests(self) -> Mapping[str, str]:
-        """The sha256 of each file in use by its name, and the version of the word lists."""
+        """The digests of the files in use (`file_digests`), and the version of the word lists."""
         options = {QA[task] for task in self.tasks if task in QA}
         if any(task in NIAH and NIAH[task].haystack == "essay" for task in self.tasks):
             options.add("essays")

@@ -115,6 +115,11 @@ class RunningText(TextSource, Task):
                 if len(piece) < room:
                     continue
                 continuation = encoder.decode(ids[end : end + self.max_new_tokens])
+                if (
+                    encoder.adds_blank
+                ):  # decoded alone it would lose the blank before its first word
+                    whole = encoder.decode(ids[start : end + self.max_new_tokens])
+                    continuation = whole[len(encoder.decode(piece)) :]
                 examples.append(
                     Example(
                         id=f"{name}/{start}",

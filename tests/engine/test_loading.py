@@ -35,7 +35,9 @@ from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import end_token_ids, load_tokenizer, prompt_encoder
 from kvbench.kv import Budget
 from kvbench.methods import build_method
+from kvbench.prompts import Thought
 from kvbench.run import session
+from kvbench.tasks.encoding import encode_shared
 
 RECALL = ModelSpec(name="recall_mini", path="asset:recall_mini")
 CPU = torch.device("cpu")
@@ -197,6 +199,55 @@ def test_a_chat_template_goes_around_the_prompt():
     assert around == ("user: ", "\nbot:")
     bare = prompt_encoder(tokenizer, ModelSpec(name="m", path="x", chat_template="never"))
     assert bare.overhead == 0
+
+
+OPENS, CLOSES = "<think>\n", "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "generation", "thought"),
+    [
+        ({}, "", Thought("</think>", "<think>")),
+        ({}, OPENS, Thought("</think>")),
+        ({}, CLOSES, None),
+        ({"answer_after": "never"}, OPENS, None),
+        ({"answer_after": "FINAL:"}, "", Thought("FINAL:")),
+        ({"answer_after": "</think>"}, CLOSES, None),
+        ({"enable_thinking": False}, "", None),
+        ({"enable_thinking": True}, "", Thought("</think>", "<think>")),
+        ({"chat_template": "never"}, OPENS, None),
+    ],
+)
+def test_a_thought_is_found_in_the_chat_template(
+    options: Any, generation: str, thought: Thought | None
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(local_path("asset:recall_mini"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}user: {{ m['content'].split('</think>')[-1] }}\n{% endfor %}"
+        f"{{% if add_generation_prompt %}}bot:{generation}"
+        f"{{% if enable_thinking is false %}}{CLOSES}{{% endif %}}{{% endif %}}"
+    )
+    encoder = prompt_encoder(tokenizer, ModelSpec(name="m", path="x", **options))
+    assert encoder.thought == thought
+    _, (ids,) = encode_shared(encoder, "", [("What?", "Answer:")])
+    assert encoder.decode(ids).endswith("Answer:") == (thought is None or bool(thought.start))
+
+
+def test_thinking_that_the_template_does_not_know_is_refused() -> None:
+    spec = ModelSpec(name="m", path="x", enable_thinking=True)
+    tokenizer = AutoTokenizer.from_pretrained(local_path("asset:recall_mini"))
+    with pytest.raises(ModelError, match=r"enable_thinking is True and .* allowed: null"):
+        prompt_encoder(tokenizer, spec)
+
+
+def test_an_end_of_thought_that_is_a_special_token_is_decoded() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(local_path("asset:recall_mini"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[/THINK]"]})
+    spec = ModelSpec(name="m", path="x", answer_after="[/THINK]")
+    encoder = prompt_encoder(tokenizer, spec)
+    text = encoder.decode(encoder.encode_text("line a[/THINK] 12"))
+    assert encoder.thought is not None
+    assert encoder.thought.split(text) == ("line a", "12")
 
 
 def test_every_end_token_counts():

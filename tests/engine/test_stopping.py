@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from kvbench.engine.rows import DecodingRow
 from kvbench.engine.stopping import Stopping
+from kvbench.prompts import Thought
 
 
 def text_of(tokens: list[int]) -> str:
@@ -29,6 +33,57 @@ def test_a_generation_is_over_at_its_length_an_end_token_or_a_stop_string(
     tokens: list[int], over: bool
 ) -> None:
     assert Stopping(5, frozenset({7}), ("ab",), text_of).reached(tokens) == over
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "over"),
+    [
+        ("<t>", "<t>a x\nb</t>\n\n12x34", "<t>a x\nb</t>\n\n12x"),
+        ("<t>", " <t>a x</t>\n12\n34", " <t>a x</t>\n12\n"),
+        ("<t>", "12x34", "12x"),
+        ("<t>", "<t>a x b", None),
+        ("<t>", "<t>a x\x07b", "<t>a x\x07"),
+        ("", "a x\nb</t>12;34", "a x\nb</t>12;"),
+        ("", "a x\nb 12;", None),
+    ],
+)
+def test_within_a_thought_only_the_models_own_end_ends_it(
+    start: str, text: str, over: str | None
+) -> None:
+    """x settles the score, a line end and the stop string ; end an answer, \x07 ends everything."""
+    stopping = Stopping(
+        100,
+        frozenset({7, 10}) if start else frozenset({7}),
+        (";",) if start else (";", "\n"),
+        text_of,
+        settled=lambda answer: "x" in answer,
+        thought=Thought("</t>", start),
+        thought_end_ids=frozenset({7}),
+    )
+    row = DecodingRow(SimpleNamespace(failure=None), stopping)  # type: ignore[arg-type]
+    taken = ""
+    for letter in text:
+        row.take(ord(letter), finite=True)
+        taken += letter
+        if row.ended:
+            break
+    assert (taken if row.ended else None) == over
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "parts"),
+    [
+        ("<t>", "<t>why</t>\n\n12", ("<t>why", "12")),
+        ("<t>", "12</t>", ("", "12</t>")),
+        ("<t>", "<t>is it 12?", ("<t>is it 12?", "")),
+        ("", "is it 12?", ("is it 12?", "")),
+        ("", "is it</t> 12", ("is it", "12")),
+    ],
+)
+def test_an_answer_is_what_follows_the_thought(
+    start: str, text: str, parts: tuple[str, str]
+) -> None:
+    assert Thought("</t>", start).split(text) == parts
 
 
 def test_a_stop_string_is_looked_for_in_the_last_tokens() -> None:

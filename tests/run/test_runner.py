@@ -22,7 +22,7 @@ from kvbench.engine.model_spec import ModelSpec
 from kvbench.kv import KVError
 from kvbench.methods import build_method
 from kvbench.probes.throughput import Throughput
-from kvbench.prompts import PromptEncoder
+from kvbench.prompts import PromptEncoder, Thought
 from kvbench.records.read import COMMON_FIELDS, load_run, load_runs
 from kvbench.records.store import config_hash
 from kvbench.run import identity, provenance
@@ -142,6 +142,27 @@ def test_answers_end_at_the_models_tokens_and_at_the_encoders(tmp_path: Path) ->
     model: Any = session.model
     model.generation_config.eos_token_id = [91]
     assert {90, 91} <= session.end_ids
+
+
+def test_only_what_follows_a_thought_is_scored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thought is in the record and its tokens count; an unfinished one is an empty answer."""
+    job, thinking = (make_job(tmp_path / name, EXACT) for name in ("plain", "thinking"))
+    plain = records_of(run_job(job))["exact"]
+    end = plain[0]["prediction"][1]
+    encoder = replace(job.session.encoder, thought=Thought(end))
+    thinking.session.__dict__["encoder"] = encoder
+    records = records_of(run_job(thinking))["exact"]
+    for before, after in zip(plain, records, strict=True):
+        thought, _, answer = before["prediction"].partition(end)
+        answer = answer.lstrip()
+        assert (after["thought"], after["prediction"]) == (thought, answer)
+        assert after["new_tokens"] == before["new_tokens"]
+        assert after["score"] == sum(c.isalpha() for c in answer) / max(1, len(answer))
+    assert "thought" not in plain[0]
+    assert job.runs["exact"].folder.name != thinking.runs["exact"].folder.name
+    assert f"only what follows {end!r} is scored, and a thought that is not over" in caplog.text
 
 
 def test_the_revision_says_whether_code_or_configs_have_changes(

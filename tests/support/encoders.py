@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import string
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from transformers import AutoTokenizer
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.prompts import PromptEncoder
 from support.paths import ROOT
 
@@ -46,3 +52,57 @@ def chat() -> PromptEncoder:
 def ids_of(example: Any) -> list[int]:
     """All tokens of a complete prompt."""
     return [*(example.context_ids or ()), *(example.question_ids or ())]
+
+
+VOCABULARY = (
+    "The quick brown fox jumps over the lazy dog near the old river , What is the secret number ? "
+    "Answer : Tell me in line record content ( INST ) USER ASSISTANT [INST] [/INST] . "
+)
+
+
+@cache
+def sentencepiece(legacy: bool, template: str | None = None) -> PromptEncoder:
+    """The encoder of a tokenizer like Llama-2's: a blank before every text, no other pre-tokenizer, and
+    bytes for unknown characters. A `legacy` one puts a blank behind special tokens, too."""
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = tokenizers.Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special + pieces, show_progress=False
+    )
+    words.train_from_iterator([VOCABULARY * 3, string.printable.replace("\n", "")], trainer)
+    model = json.loads(words.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    made = tokenizers.Tokenizer(
+        models.BPE(model["vocab"], merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    if legacy:
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = template
+    return prompt_encoder(tokenizer, ModelSpec(name="m", path="x"))
+
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token }}[INST] {{ m['content'] }} [/INST]"
+    "{% elif m['role'] == 'assistant' %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+"""Llama-2's chat template, without system messages."""

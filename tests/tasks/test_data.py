@@ -9,10 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.encoders import shipped
 from support.paths import write_lines
 
-from kvbench.tasks.base import TaskError
-from kvbench.tasks.data import Source, file_digests, hub_rows, texts_of_dataset
+from kvbench.lm_eval.task import HarnessTask
+from kvbench.probes.fidelity import FidelityProbe
+from kvbench.probes.stream import Stream
+from kvbench.tasks.base import Task, TaskError
+from kvbench.tasks.data import Source, file_digests, hub_rows, texts_of_dataset, texts_of_files
+from kvbench.tasks.jsonl import Jsonl
+from kvbench.tasks.longeval_lines import LongEvalLines
+from kvbench.tasks.needle import Needle
+from kvbench.tasks.ruler import Ruler
+from kvbench.tasks.text import RunningText
 
 ROWS = [{"text": f"Text {i}. It says little!", "n": i} for i in range(3)]
 
@@ -45,6 +54,78 @@ def test_files_folders_archives_and_parquet_give_the_same_rows(tmp_path: Path) -
     assert zipped.digests() == file_digests([str(file)])
     write_lines(file, ROWS[:1])
     assert zipped.digests() != file_digests([str(file)])
+
+
+@pytest.fixture
+def namesakes(tmp_path: Path) -> list[Path]:
+    """Two files of one name, each of one row that is also a text."""
+    files = [tmp_path / folder / "test.jsonl" for folder in "ab"]
+    for file in files:
+        write_lines(file, [{"context": "c", "question": "q", "answers": file.parent.name}])
+    return files
+
+
+def data_of(task: Any) -> Any:
+    """The part of a run's identity that says which data it read."""
+    return task.digests() if isinstance(task, Task) else task.meta()["data"]
+
+
+NEEDLE: Any = {"needle": "n", "question": "q", "answer": "a", "haystack": "files"}
+READERS: dict[str, Any] = {  # a task or a probe that reads all these files
+    "jsonl": lambda files: Jsonl(files=files),
+    "jsonl, subsets": lambda files: Jsonl(
+        data=str(Path(files[0]).parents[1]), subsets={"x": {"file": "*/test.jsonl"}}
+    ),
+    "needle": lambda files: Needle(haystack_files=files, **NEEDLE),
+    "text": lambda files: RunningText(files=files),
+    "stream": lambda files: Stream(files=files),
+    "lines": lambda files: LongEvalLines(files=files),
+    "ruler": lambda files: Ruler(tasks=["qa_1", "qa_2"], squad=files[0], hotpotqa=files[1]),
+    "fidelity": lambda files: FidelityProbe(prompts=RunningText(files=files)),
+    "lm_eval": lambda files: HarnessTask(tasks=["a"], include_path=str(Path(files[0]).parents[1])),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_data_are_told_apart_by_the_content_of_every_file(
+    reader: str, namesakes: list[Path]
+) -> None:
+    """A changed answer in either of two files of one name, and the two exchanged, are other data;
+    files that lie elsewhere are not."""
+    files = [str(file) for file in namesakes]
+    contents = [file.read_text() for file in namesakes]
+    seen = []
+    for texts in (contents, ["{}", contents[1]], [contents[0], "{}"], contents[::-1], contents):
+        for file, text in zip(namesakes, texts, strict=True):
+            file.write_text(text)
+        seen.append(data_of(READERS[reader](files)))
+    assert len({json.dumps(data, sort_keys=True) for data in seen}) == 4
+    assert seen[0] == seen[-1]
+    moved = namesakes[0].parents[1] / "elsewhere"
+    moved.mkdir()
+    for file in namesakes:
+        file.parent.rename(moved / file.parent.name)
+    files = [str(moved / file.parent.name / file.name) for file in namesakes]
+    assert data_of(READERS[reader](files)) == seen[0]
+
+
+def test_the_order_of_files_belongs_to_the_data_and_one_file_is_known_by_its_name(
+    namesakes: list[Path],
+) -> None:
+    first, second = (str(file) for file in namesakes)
+    assert Jsonl(files=[first, second]).digests() != Jsonl(files=[second, first]).digests()
+    assert list(Jsonl(files=[first]).digests()) == ["test.jsonl"]
+
+
+def test_files_of_one_name_are_texts_and_data_sets_of_their_own(namesakes: list[Path]) -> None:
+    files = [str(file) for file in namesakes]
+    texts = texts_of_files("files", files)
+    assert [name for name, _ in texts] == ["a/test.jsonl", "b/test.jsonl"]
+    examples = RunningText(files=files, tokens=8).examples(shipped())
+    assert {example.fields["text"] for example in examples} == {"a/test.jsonl", "b/test.jsonl"}
+    examples = Jsonl(files=files).examples(shipped())
+    assert [example.dataset for example in examples] == ["a/test", "b/test"]
+    assert [name for name, _ in texts_of_files("files", files[:1])] == ["test.jsonl"]
 
 
 REPOSITORY = {"dataset": "some/set", "archive": "data.zip", "file": "a.jsonl"}

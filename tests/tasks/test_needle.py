@@ -42,7 +42,7 @@ def test_prompts_have_exactly_the_asked_length(encoder: Any, repeats: int) -> No
     examples = task(repeats=repeats).examples(encoder)
     assert len(examples) == 10
     for example in examples:
-        assert len(ids_of(example)) + encoder.overhead == example.fields["length"]
+        assert len(ids_of(example)) == example.fields["length"]
         assert example.context == encoder.decode(example.context_ids)
         assert example.question == encoder.decode(example.question_ids)
         assert example.context.count(NEEDLE["needle"]) == repeats
@@ -72,7 +72,7 @@ def test_a_begin_token_stands_in_the_filler_only_where_that_is_asked(
     begin = with_begin_token.bos_token_id
     options = {"begin_tokens": begin_tokens, "depths": [50], "lengths": [500]}
     (example,) = task(**options).examples(PromptEncoder(with_begin_token, (begin,)))
-    assert list(example.context_ids).count(begin) == count
+    assert list(example.context_ids).count(begin) == 1 + count
 
 
 def test_needle_follows_the_nearest_sentence_end_at_or_before_its_depth() -> None:
@@ -167,7 +167,7 @@ def test_figure_4_has_the_released_prompt(tmp_path: Path, with_begin_token: Any)
     needle = tokenizer.encode(conf["needle"])
     for ours in Needle(**conf).examples(encoder):
         length, depth = ours.fields["length"], ours.fields["depth"]
-        ids = [*encoder.prefix_ids, *ours.context_ids, *ours.question_ids]
+        ids = [*ours.context_ids, *ours.question_ids]
         assert ids == released(tokenizer, essay, conf["needle"], conf["question"], length, depth)
         assert ids.count(tokenizer.bos_token_id) == 4  # prompt, twice the haystack, needle
         start = ours.fields["needle_start"]
@@ -204,7 +204,7 @@ def test_needles_together_are_one_context_that_is_asked_about_each(encoder: Prom
         assert len({example.context_ids for example in of_context}) == 1
         lengths.append(of_context[0].fields["length"])
         longest = max(len(ids_of(example)) for example in of_context)
-        assert encoder.overhead + longest == lengths[-1]
+        assert longest == lengths[-1]
         for example in of_context:
             check_needle(example, encoder)
     assert set(lengths[:2]) == {1500, 2500}, "a prefix of contexts is balanced over lengths"
@@ -233,7 +233,7 @@ def test_every_score_of_a_needle_is_of_the_whole_answer() -> None:
 def check_needle(example: Example, encoder: PromptEncoder) -> None:
     """The needle of the question lies once in the context, where the fields say, at its depth."""
     context = example.context_ids or ()
-    start = example.fields["needle_start"] - len(encoder.prefix_ids)
+    start = example.fields["needle_start"]
     straw = encoder.decode(context[start : start + example.fields["needle_tokens"]]).strip()
     key = example.question.partition("Where is the ")[2].partition("?")[0]
     assert straw == f"The secret number of the {key} is {example.answers[0]}."

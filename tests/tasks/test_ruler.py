@@ -308,5 +308,5 @@ def test_essays_without_words_and_too_many_questions_are_refused(
 def test_files_that_no_task_reads_may_be_missing(files: dict[str, str]) -> None:
     assert made(tasks=["vt"], essays="/none", squad="/none", hotpotqa="/none")
     task = Ruler(tasks=["niah_single_2", "qa_1"], **files)
-    assert set(task.digests()) == {"words", "ruler_essay.json", "squad.json"}
+    assert set(task.digests()) == {"words", "1 ruler_essay.json", "2 squad.json"}
     assert set(Ruler(tasks=["vt"], **files).digests()) == {"words"}
