@@ -128,6 +128,9 @@ class Runner:
         self.plan = plan
         self.session = session
         self.size = GroupSize(batch_size, session.device)
+        self.seconds = session.example_timeout
+        if self.seconds is not None and plan.meta().get("subject") is not None:
+            self.seconds = None  # the numbers are not about a model, whose passes could be timed
 
     def run(self, work: Sequence[Work]) -> Iterator[Sequence[Outcome]]:
         """Run all units. Yields the outcomes of each unit, failures included, as soon as they are final;
@@ -257,11 +260,10 @@ class Runner:
             final before.
         """
         outcomes: list[list[Outcome]] = [[] for _ in work]
-        seconds = self.session.example_timeout
         with ExitStack() as stack:
-            if seconds is not None and self.plan.meta().get("subject") is None:
+            if self.seconds is not None:
                 answers = sum(unit.answers for unit, _ in work)
-                stack.enter_context(time_limit(self.session.model, seconds * answers))
+                stack.enter_context(time_limit(self.session.model, self.seconds * answers))
             try:
                 if len(work) > 1:
                     outcomes[:] = map(list, self.plan.run_batch(work, self.session))
