@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,10 +35,6 @@ ATTENTION_MASS = "attention mass"
 """The first words of the keys in `LayerKV.shared` under which `LayerKV.attention_of_last` stores its
 results, one key for each number of queries."""
 
-SHARED_BY_ALL_METHODS = (NORMALISERS, ATTENTION_MASS)
-"""`LayerKV.once` shares a result whose name begins with one of these among all methods; it shares any
-other result only among the methods of one class."""
-
 
 class BudgetExceeded(RuntimeError):
     """A method held more entries than its budget allows (design: "Budgets and the audit").
@@ -57,15 +54,9 @@ class BudgetExceeded(RuntimeError):
         self.found = found
 
 
-@dataclass(frozen=True)
-class Shared:
-    """A result that several methods use (`LayerKV.once`).
-
-    Attributes:
-        tensor: the result.
-        clock: the time that its computation took.
-        computed_from: the layer's keys, values and queries at that time.
-    """
+class Shared(NamedTuple):
+    """A result that several methods use (`LayerKV.once`), the time that it took, and the keys, values
+    and queries from which it was computed."""
 
     tensor: Tensor
     clock: Elapsed
@@ -99,10 +90,10 @@ class LayerKV:
         rotary: the model's rotary table; the two halves of its cosines are equal, and those of its
             sines. None where the model has no such table.
         shared: the results that `once` has computed for this layer, by name.
+        charged: the names that the current method has asked `once` for, each with the clock of a
+            result that an earlier method computed (its seconds are charged to both), or None.
         carried: tensors that the method stored at earlier layers of the same prompt, by name; all
             layers share this dictionary.
-        used: names of the results that the current method has asked `once` for.
-        owner: the current method's class. The current method is the one whose `compress` is running.
     """
 
     keys: Tensor
@@ -118,9 +109,8 @@ class LayerKV:
     output: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
     shared: dict[str, Shared] = field(default_factory=dict, compare=False, repr=False)
+    charged: dict[str, Elapsed | None] = field(default_factory=dict, compare=False, repr=False)
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    used: set[str] = field(default_factory=set, compare=False, repr=False)
-    owner: str = field(default="", compare=False, repr=False)
 
     @property
     def n(self) -> int:
@@ -135,39 +125,21 @@ class LayerKV:
         return self.queries.shape[1] // self.keys.shape[1]
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the result of ``compute()``, which is computed once and stored under ``name``.
-
-        Methods of one class share the stored result, so that variants of a method share the work; all
-        methods share the results named in `SHARED_BY_ALL_METHODS`. The result must depend on the
-        layer's tensors and ``name`` alone. No caller may write to it.
-        """
+        """Return the result of ``compute()``, which is computed once and shared by all methods that ask
+        for ``name``. The result must depend on the layer's tensors and ``name`` alone. No caller may
+        write to it."""
         inputs = (self.keys, self.values, self.queries)
-        if not name.startswith(SHARED_BY_ALL_METHODS):
-            name = f"{self.owner}: {name}"
         if name not in self.shared:
             clock = Elapsed(self.keys.device)
             self.shared[name] = Shared(compute(), clock.stop(), inputs)
-        computed_from = self.shared[name].computed_from
-        if any(
-            current is not stored for current, stored in zip(inputs, computed_from, strict=True)
-        ):
+            self.charged[name] = None
+        tensor, clock, computed_from = self.shared[name]
+        if any(now is not then for now, then in zip(inputs, computed_from, strict=True)):
             # A method has replaced tensors of this layer by its own, so that the stored result is not
             # that of these tensors.
             return compute()
-        self.used.add(name)
-        return self.shared[name].tensor
-
-    def charge_shared_work(self) -> Callable[[], list[Elapsed]]:
-        """Begin to note which shared results the next method uses.
-
-        Returns:
-            a function to call when the method has finished. It returns the clocks of the shared
-            results that the method used although an earlier method had computed them, so that this
-            time is charged to both.
-        """
-        computed_earlier = set(self.shared)
-        self.used.clear()
-        return lambda: [self.shared[name].clock for name in self.used & computed_earlier]
+        self.charged.setdefault(name, clock)
+        return tensor
 
     def attention_mass(self) -> Tensor:
         """The causal softmax attention that every key received from all prompt queries but the

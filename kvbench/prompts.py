@@ -39,20 +39,13 @@ def check_length(text: str) -> None:
 
 @contextmanager
 def tokenizing(tokenizer: object) -> Iterator[None]:
-    """Raise a failure of the tokenizer inside the block as an error of one line. A tokenizer may fail
-    on a text that a pattern in its files cannot handle.
-
-    Raises:
-        PromptError: the library raised an exception, or its Rust code panicked.
-    """
+    """Raise a failure of the tokenizer inside the block as a PromptError of one line. A tokenizer may
+    fail on a text that a pattern in its files cannot handle."""
     try:
         yield
-    except BaseException as error:
-        # A panic of Rust code is no `Exception`; neither is a request to end the process.
-        panic = type(error).__name__ == "PanicException"
-        ends_process = not panic and not isinstance(error, Exception)
-        if ends_process or isinstance(error, MemoryError | TimeoutError | UserError):
-            raise
+    except (MemoryError, TimeoutError, UserError):
+        raise
+    except Exception as error:
         line = (str(error).strip().splitlines() or ["no message"])[0]
         name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
         raise PromptError(

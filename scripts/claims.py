@@ -443,7 +443,7 @@ def command(name: str, words: str, options: Mapping[str, str], place: Path) -> l
         texts = [f"task.haystack={kind}", f"task.haystack_files={files or '[]'}"]
     elif files and "task@task.prompts=text" in run_words:
         texts = [f"task.prompts.files={files}"]
-    elif files and ("task=stream" in run_words or is_script):
+    elif files and is_script:
         texts = [f"task.files={files}"]
     model = []
     if not any(word.startswith("model=") for word in run_words):

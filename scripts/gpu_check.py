@@ -54,6 +54,7 @@ import torch
 from _shared import LLAMA_8B, SHIPPED
 from bench_engine import Clocked
 from gpu_parity import normal
+from kvbench.engine.static_cache import generate_with_static_cache
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -65,7 +66,6 @@ from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.prefill import prefill
 from kvbench.engine.rows import DecodingRow, decode_rows
-from kvbench.engine.static_cache import generate_with_static_cache
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError, one_line
 from kvbench.kernels.philox import philox

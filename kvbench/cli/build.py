@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from kvbench.run.plan import Plan, TaskPlan
 from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
-from kvbench.run.termination import finished_first
 from kvbench.tasks.base import Task
 
 
@@ -126,8 +124,6 @@ def run_config(
         print_tables: False where the job is one of several, whose tables the command prints at its end.
     """
     job = build_job(config, shared)
-    if job.session.spec.place[0]:  # of several ranks, the first alone writes, prints and logs
-        return replace(run_job(job), folders={})
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}
     logs = logger.pop("name") == "wandb"
@@ -140,12 +136,11 @@ def run_config(
             live = Live(job.results_dir / job.experiment, names, logger)
             progress.on_unit = stack.enter_context(live).log
         result = run_job(job, progress)
-    with finished_first(more=True):  # `finish` has still to write the page
-        runs = tuple(load_run(path) for path in result.folders.values())
-        if print_tables:
-            print_scores(job.results_dir / job.experiment, runs)
-        if logs and result.complete:  # of several shards, the one that ends last logs the run
-            log_runs(runs, **logger)
+    runs = tuple(load_run(path) for path in result.folders.values())
+    if print_tables:
+        print_scores(job.results_dir / job.experiment, runs)
+    if logs and result.complete:  # of several shards, the one that ends last logs the run
+        log_runs(runs, **logger)
     return result
 
 

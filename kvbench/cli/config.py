@@ -40,7 +40,6 @@ from kvbench.errors import (
     names_a_secret,
     nearest,
     presentable,
-    text_of,
 )
 from kvbench.errors.options import (
     Count,
@@ -218,7 +217,7 @@ def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN
 def explain(error: BaseException) -> str:
     """One line for an error of Hydra or OmegaConf: what is wrong, its value, what is allowed and the
     nearest of it."""
-    text = " ".join(text_of(error).split()) or f"Hydra cannot compose this ({type(error).__name__})"
+    text = " ".join(str(error).split()) or f"Hydra cannot compose this ({type(error).__name__})"
     cause: Any = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if text.startswith(RAISED):  # by `_needed`
         return text.removeprefix(RAISED).partition(" full_key: ")[0]

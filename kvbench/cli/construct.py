@@ -141,12 +141,12 @@ def methods_of(nodes: Mapping[str, Any]) -> dict[str, Method]:
     library of models.
 
     Raises:
-        KVError: see `constructed` and `describe_itself`.
+        KVError: see `constructed` and `Method.quantization`.
     """
-    from kvbench.methods.base import Method, describe_itself
+    from kvbench.methods.base import Method
 
     methods: dict[str, Method] = {}
     for label, node in nodes.items():
         methods[label] = constructed(node, f"methods.{label}", Method)
-        describe_itself(label, methods[label])
+        methods[label].quantization()
     return methods

@@ -36,7 +36,7 @@ from kvbench.cli.construct import methods_of
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, fits, refusal
 from kvbench.records.durable import make_folder, replace
-from kvbench.run.termination import asks_to_stop, end_if_asked, terminable
+from kvbench.run.termination import terminable
 
 
 def report_error(error: BaseException) -> tuple[str, int]:
@@ -113,7 +113,6 @@ class Jobs:
             number = len(self.outcomes)
             name = self.names[number]
             print(presentable(f"job {number + 1} of {len(self.names)}: {name}"), flush=True)
-        end_if_asked()  # SIGTERM may have come while the job before this one ended
         try:
             methods_of(Settings.of(config).methods)  # before the libraries of models are imported
             from kvbench.cli.build import run_config
@@ -122,9 +121,7 @@ class Jobs:
             runs = tuple(map(str, result.folders.values()))
             summary = f"{result.records} records, {result.failed} of them failed"
             outcome = JobOutcome(typed, runs, summary, FAILED if result.failed else 0)
-        except BaseException as error:
-            if asks_to_stop(error) or isinstance(error, SystemExit):
-                raise
+        except Exception as error:  # noqa: BLE001 - the next job goes on
             outcome = JobOutcome(typed, (), *report_error(error))
         self.outcomes.append(outcome)
 
@@ -423,16 +420,13 @@ def work(outcome: str, order: str) -> None:
     replace(Path(outcome), json.dumps(asdict(jobs.outcomes[0])).encode())
 
 
-_end_process = os._exit  # `kvbench.engine.guard` replaces os._exit while a method's code runs
-
-
 def _watch() -> None:
     """Wait for the end of standard input, which means that the command has ended; then end this worker
     after the example in progress, or after 30 seconds."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)  # for the example in progress
-    _end_process(FAILED)  # a worker that hangs handles no signal
+    os._exit(FAILED)  # a worker that hangs handles no signal
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -31,7 +30,7 @@ from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
 from kvbench.errors.options import hints_of
-from kvbench.run.termination import TERMINATED, Terminated, finished_first, terminable
+from kvbench.run.termination import TERMINATED, Terminated, terminable
 
 ABOUT = {
     "list": """kvbench list methods|models|tasks|experiments|loggers|launchers
@@ -85,7 +84,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 status = run(arguments)
     except (KeyboardInterrupt, Terminated) as stop:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once, no traceback
         status = TERMINATED if isinstance(stop, Terminated) else 130
         ended = "terminated" if status == TERMINATED else "interrupted"
         complain(f"{ended}; what is done is on disk, the same command goes on from there")
@@ -180,8 +178,7 @@ def run(arguments: Sequence[str]) -> int:
                 jobs.check(config)
             else:
                 hydra.run("config", jobs, overrides)
-    with finished_first():  # after the last example, SIGTERM waits until the pages are written
-        _finish(jobs)
+    _finish(jobs)
     return jobs.status
 
 

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.engine import guard
 from kvbench.engine.attention import LayerCall, grown_range, signed_mean
 from kvbench.engine.entries import GROWTH, Entries, PackedEntries
 from kvbench.kernels.quantize import Scheme
@@ -320,7 +319,7 @@ class EvictingCache(GrowingCache):
         """Let the method evict one entry per head. The call has one token (`_cuts`)."""
         held = _held_entries(self.store, self.granted, self.sink)
         attention = weights[:, :, 0].mean(1)
-        scores, evicted = guard.call(self.method, self.method.evict, held, attention)
+        scores, evicted = self.method.evict(held, attention)
         # A method may update `held.scores`, which are the store's own, in place and return them.
         if scores is not None and scores is not held.scores:
             assert held.scores is not None
@@ -351,7 +350,7 @@ class RestrictedCache(GrowingCache):
     def _hide(self, logits: Tensor) -> None:
         """See `GrowingCache._hide`: hide the entries that the method chooses."""
         held = _held_entries(self.store, self.granted, self.sink)
-        hidden = guard.call(self.method, self.method.restrict, held, logits)
+        hidden = self.method.restrict(held, logits)
         logits.masked_fill_(hidden, float("-inf"))
 
 

@@ -7,8 +7,6 @@ import traceback
 
 import torch
 
-from kvbench.errors import text_of
-
 
 class NonFiniteLogits(ArithmeticError):
     """The model's logits are NaN or infinite, so that no token can be chosen."""
@@ -19,7 +17,7 @@ class NonFiniteLogits(ArithmeticError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error says that the device or the host ran out of memory."""
-    text = text_of(error).lower()
+    text = str(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in text for words in ("out of memory", "can't allocate memory", "_alloc_failed")
     )

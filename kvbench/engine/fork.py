@@ -4,25 +4,24 @@ together as the rows of a batch (`ForkBatch`)."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvbench.engine import guard, memory
+from kvbench.engine import memory
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import GrowingCache, LayerCache, cache_of, store_of
 from kvbench.engine.costs import Cost, ExactBytes, Ledger
 from kvbench.engine.faults import release_frames
 from kvbench.engine.ragged_cache import RaggedCache
-from kvbench.engine.ranks import Ranks
 from kvbench.engine.recompressed_cache import RecompressedCache
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
-from kvbench.methods.base import AllowedEntries, HeldShape, Method, allowed_entries
+from kvbench.methods.base import HeldShape, Method, allowed_entries
 from kvbench.methods.exact import Exact
 
 
@@ -61,10 +60,9 @@ class Fork:
         unaudited: the indices of layers whose entries `audit_prompt` still has to count.
         ledger: the cost of the fork so far.
         failure: the exception that stopped this fork, or None; the other forks go on.
-        ranks: the processes that share the model; each has a fork with its own KV heads.
 
     Raises:
-        KVError: the method is decoded by another library, or masks a whole pass and holds no cache.
+        KVError: the method holds no cache (`Method.holds_a_cache`).
     """
 
     label: str
@@ -82,19 +80,12 @@ class Fork:
     unaudited: list[int] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
     failure: Exception | None = None
-    ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
-        if self.method.decoded_by != "kvbench":
-            raise KVError(
-                f"method {self.label!r} is decoded by {self.method.decoded_by}, whose times are "
-                "compared; allowed: task=throughput, or exact, which is the same cache"
-            )
-        if self.method.whole_pass is not None:
+        if not self.method.holds_a_cache:
             raise KVError(
                 f"method {self.label!r} masks one pass over prompt and answer, and holds no cache to "
-                "generate with; allowed: methods that do (likelihoods alone, as task=fidelity and "
-                "task=lm_eval measure them, take it)"
+                "decode with; allowed: task=lm_eval, which takes likelihoods alone"
             )
 
     def limit(self, n: int) -> int | None:
@@ -103,15 +94,11 @@ class Fork:
         evicts = self.method.evicts and self.method.uses_budget
         return self.budget.limit(n) if evicts else None
 
-    def begin_prompt(self, n: int, ranks: Ranks | None = None) -> None:
-        """Decide, before a prompt of n tokens is read, whether it is compressed: it is if it is longer
-        than its capacity and the method uses the budget.
-
-        Args:
-            ranks: the processes that share the model; None for one process.
-        """
-        self.ranks = ranks or Ranks()
-        self.example_id = self.ranks.name_of_draws(self.example_id)
+    def begin_prompt(self, n: int) -> None:
+        """Begin to read a prompt of n tokens, anew if it was begun before. It will be compressed if it
+        is longer than its capacity and the method uses the budget."""
+        self._release()
+        self.ledger = Ledger()
         self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
 
     @property
@@ -137,17 +124,14 @@ class Fork:
         self.failure = failure
         self.ledger.bytes_end = None
         release_frames(failure)
+        self._release()
+
+    def _release(self) -> None:
         self.layers.clear()
         self.compressible.clear()
+        self.shapes.clear()
         self.carried.clear()
         self.unaudited.clear()
-
-    def agree(self) -> None:
-        """Fail if this fork has failed on any rank. Waits for the other ranks, which must all call
-        this."""
-        failure = self.ranks.agree_on(self.failure)
-        if failure is not None and failure is not self.failure:
-            self.fail(failure)
 
     def clone(self) -> Fork:
         """A copy with caches, states and costs of its own, which can decode another continuation."""
@@ -253,18 +237,17 @@ class Fork:
 
     def end_prompt(self, n: int, exact: ExactBytes) -> None:
         """Note the cost at the end of the prefill, when the prompt's n tokens have been read and
-        compressed. Waits for the other ranks, which must all call this.
+        compressed.
 
         Args:
             exact: the bytes of the exact cache.
         """
-        extras: dict[str, int] = {}
+        extras: Mapping[str, int] = {}
         if self.failure is None:
             try:
-                extras = guard.extras(self.label, self.method, n, self.shapes)
+                extras = self.method.extras(n, self.shapes)
             except Exception as failure:  # noqa: BLE001 - this method's failure is its own record
                 self.fail(failure)
-        self.agree()
         cost = Cost(
             prompt_tokens=n,
             capacity=self.budget.capacity(n) if self.method.saves_memory else n,
@@ -272,12 +255,13 @@ class Fork:
             compressed=self.compressed or self.method.quantize is not None,
         )
         if self.failure is None:
-            own_entries = [self.layers[layer].prompt_entries.cpu() for layer in self.compressible]
-            entries = torch.cat(self.ranks.gather(torch.cat(own_entries)))
+            entries = torch.cat(
+                [self.layers[layer].prompt_entries.cpu() for layer in self.compressible]
+            )
             cost = replace(
                 cost,
                 entries={"mean": float(entries.float().mean()), "max": int(entries.max())},
-                cache_bytes=sum(self.ranks.gather(self.cache_bytes())),
+                cache_bytes=self.cache_bytes(),
                 extras=extras,
             )
             is_exact = isinstance(self.method, Exact) and self.method.quantize is None
@@ -291,19 +275,10 @@ class Fork:
                 )
         self.ledger.begin(cost, exact)
 
-    def _allowed_entries(self, n: int, layers: int) -> AllowedEntries:
-        """See `kvbench.methods.base.allowed_entries`, which calls the method; so this goes through the
-        guard."""
-        allowed: AllowedEntries = guard.call(
-            self.method, allowed_entries, self.method, self.budget, n, layers
-        )
-        return allowed
-
     def cost(self) -> Cost:
         """The cost of the cache, as of the prefill and, if there was one, the last `audit`. Waits for
-        the device, whose clocks it reads, and for the other ranks, which must all call this."""
+        the device, whose clocks it reads."""
         ledger = self.ledger
-        self.agree()
         ledger.read_clocks()
         cost = replace(ledger.prompt, compress_s=ledger.compress_s)
         if ledger.bytes_end is None:
@@ -313,17 +288,18 @@ class Fork:
             int(cache.entries().max()) < int(cache.prompt_entries.max()) + ledger.appended
             for cache in caches
         )
-        own_layers = [cache.bytes_over_time() for cache in self.layers.values()]
-        layers = [layer for rank in self.ranks.gather(own_layers) for layer in rank]
+        layers = [cache.bytes_over_time() for cache in self.layers.values()]
         states = state_bytes(self.states)
         return replace(
             cost,
-            cache_bytes_end=sum(self.ranks.gather(ledger.bytes_end)),
+            cache_bytes_end=ledger.bytes_end,
             cache_bytes_peak=sum(layer.peak for layer in layers) + states,
             cache_bytes_mean=sum(layer.mean for layer in layers) + states,
             exact_bytes_mean=ledger.exact_bytes_mean,
             compressed=cost.compressed or entries_left,
-            budget_preset=self._allowed_entries(cost.prompt_tokens, len(caches)).preset,
+            budget_preset=allowed_entries(
+                self.method, self.budget, cost.prompt_tokens, len(caches)
+            ).preset,
         )
 
     def audit(self) -> None:
@@ -345,7 +321,7 @@ class Fork:
             total_after_prompt += after_prompt
         layers = len(self.compressible)
         n = self.ledger.prompt.prompt_tokens
-        allowed_total = self._allowed_entries(n, layers).entries
+        allowed_total = allowed_entries(self.method, self.budget, n, layers).entries
         if total_after_prompt > allowed_total + layers:
             raise BudgetExceeded(self.label, -1, allowed_total, total_after_prompt)
         self.ledger.bytes_end = self.cache_bytes()
@@ -358,14 +334,12 @@ class Fork:
 
 def copies_at_once(forks: Sequence[Fork], most: int, device: torch.device) -> int:
     """How many copies of all these forks fit into half of the device's free memory: 1 to `most`, and
-    `most` where the free memory is not known. Waits for the other ranks, which must all call this; the
-    rank with the least memory decides."""
+    `most` where the free memory is not known."""
     total, used = memory.total_bytes(device), memory.used_bytes(device)
     copy = sum(cache.reserved_bytes() for fork in forks for cache in fork.layers.values())
     if most == 1 or total is None or used is None or not copy:
         return most
-    fits = forks[0].ranks.gather((total - used) // (2 * copy))
-    return max(1, min(most, *fits))
+    return max(1, min(most, (total - used) // (2 * copy)))
 
 
 class ForkBatch(AttentionState):
@@ -415,4 +389,3 @@ class ForkBatch(AttentionState):
                     out[row] = fork.layers[call.layer].step(call.of_row(row), positions[row])
                 except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                     fork.fail(failure)
-                    out[row] = torch.nan  # reaches the other ranks, where it ends the row, too

@@ -22,7 +22,7 @@ from kvbench.engine.prefill import Prefill, input_device, prefill
 from kvbench.engine.rows import DecodingRow, Generation, decode_rows, feed_questions, pick_first
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import Budget
+from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder
 
@@ -268,11 +268,13 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
     ids = [*prompt.context_ids, *prompt.question_ids]
     start = prefill(model, ids, forks, encoder=prompt.encoder)
     spent_s = time.perf_counter() - begin_s
-    kept = {
-        fork.label: strips_of(fork, start.n, fork.compressible)
-        for fork in forks
-        if prompt.note_kept and fork.failure is None
-    }
+    kept: dict[str, dict[str, Any]] = {}
+    for fork in forks:
+        if prompt.note_kept and fork.failure is None:
+            try:
+                kept[fork.label] = strips_of(fork, start.n, fork.compressible)
+            except KVError as failure:  # the method holds positions that the prompt does not have
+                fork.fail(failure)
     return _Reading(prompt, forks, start, spent_s, kept)
 
 

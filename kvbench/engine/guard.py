@@ -1,258 +1,81 @@
-"""Every call of a method goes through this module, so that no method changes what another one reads.
+"""Calls of a method, and what is checked around them: that the method wrote to nothing that the others
+read, and that what it returns can replace the layer.
 
-The methods of a job read the same keys, values, queries and shared results (`LayerKV.once`), and run in
-one process. A method from outside `kvbench.methods` is given copies of the tensors. A method from inside
-is given the tensors themselves, and after every call it is checked that it wrote to none of them
-(`Seal`). If a method leaves a setting of the process changed, the setting is restored and the method
-fails. While a method runs, ``os._exit`` and closing a standard stream raise an exception, and a process
-that the method forks ends before it returns from the method (`kvbench.engine.process`).
-
-This module does not protect against a Ctrl-C, a signal that ends the process, a crash of compiled code,
-or code that evades it on purpose: code that replaces functions of libraries, deletes files, lowers a
-limit of the system, starts threads that write later, or searches closures. Such code may end or damage
-the job. The records up to the example in progress are on disk.
+A method may be wrong, and then it fails alone. Nothing here guards against code that means harm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvbench.engine.process import (
-    SETTINGS,
-    MethodExit,
-    Setting,
-    are_equal,
-    interrupts_noted,
-    process_protected,
-)
 from kvbench.kernels.elapsed import Elapsed
-from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV, Shared
-from kvbench.methods.base import HeldShape, Method, Repetition
-
-
-class SharedStateChanged(RuntimeError):
-    """A method left a setting of the process changed; the message names it in one line."""
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+from kvbench.methods.base import Method, Repetition
 
 
 class LayerDamaged(KVError):
-    """A method wrote to tensors that other methods read, so that results computed from this layer are
-    wrong. A job then runs each method in a prefill of its own (`kvbench.run.batching`), and only this
-    method fails."""
+    """The method `label` wrote to tensors that other methods read. Whoever made these tensors makes them
+    anew for the others (`kvbench.engine.prefill.prefill`)."""
 
-
-MOST_EXTRA = 2.0**63
-"""The numbers of `Method.extras` must be smaller, since readers of records hold integers in 64 bits."""
-
-SAMPLED_ROWS = 16
-"""How many rows of each head of a tensor a `Seal` compares."""
-
-
-@dataclass
-class Seal:
-    """The state of a layer's tensors before a method is called, by which it is found afterwards whether
-    the method wrote to them.
-
-    Every write through torch increments a tensor's version. Writes through numpy or ``.data`` do not, so
-    on a CPU a sample of rows is compared, too. (On a GPU that would wait for the device at every layer.)
-
-    Attributes:
-        tensors: the layer's keys, values and queries, and the results that methods share, by name.
-        versions: the versions of these tensors; inference tensors have none.
-        samples: some rows of keys, values and queries, where they are on a CPU.
-        shared: the results that methods share, by name.
-    """
-
-    tensors: dict[str, Tensor]
-    versions: dict[str, int]
-    samples: dict[str, Tensor]
-    shared: dict[str, Shared]
-
-    @classmethod
-    def of(cls, layer: LayerKV) -> Seal:
-        """Seal a layer as it is now."""
-        inputs = {"keys": layer.keys, "values": layer.values}
-        if layer.queries is not None:
-            inputs["queries"] = layer.queries
-        tensors = inputs | {name: result.tensor for name, result in layer.shared.items()}
-        return cls(
-            tensors,
-            {name: x._version for name, x in tensors.items() if not x.is_inference()},
-            {name: _sample(x).clone() for name, x in inputs.items() if x.device.type == "cpu"},
-            dict(layer.shared),
+    def __init__(self, label: str, what: str, layer: int) -> None:
+        super().__init__(
+            f"method {label!r} wrote to the {what} of layer {layer} in place, which other methods read; "
+            "allowed: to write to copies (clone() first; float() copies no float32)"
         )
-
-    def changed_tensor(self, layer: LayerKV) -> str | None:
-        """The name of a tensor that has been written to since the seal was made, or of a shared result
-        that has been replaced or is not a tensor; None if there is no such tensor."""
-        for name, result in {**layer.shared, **self.shared}.items():
-            is_unchanged = result is layer.shared.get(name)
-            if not is_unchanged or not isinstance(getattr(result, "tensor", None), Tensor):
-                return name
-        for name, version in self.versions.items():
-            if self.tensors[name]._version != version:
-                return name
-        for name, sample in self.samples.items():
-            if not torch.equal(_sample(self.tensors[name]), sample):
-                return name
-        return None
-
-    def check(self, label: str, layer: LayerKV) -> None:
-        """Refuse tensors that have been written to since the seal was made.
-
-        Raises:
-            LayerDamaged: the method `label` and the tensor that it wrote to.
-        """
-        name = self.changed_tensor(layer)
-        if name is not None:
-            raise LayerDamaged(
-                f"method {label!r} wrote to the {name} of layer {layer.layer_index} in place, which "
-                "other methods read; allowed: to write to copies (clone() first; float() copies no "
-                "float32)"
-            )
-
-
-def _sample(x: Tensor) -> Tensor:
-    """About `SAMPLED_ROWS` evenly spread rows of each head of x [batch, heads, n, dim], as a view."""
-    return x[:, :, :: max(1, x.shape[2] // SAMPLED_ROWS)]
-
-
-def is_foreign(method: Method) -> bool:
-    """Whether the method's class comes from outside kvbench."""
-    return not type(method).__module__.startswith("kvbench.")
+        self.label = label
 
 
 @contextmanager
-def settings_unchanged(label: str, method: Method) -> Iterator[None]:
-    """Run a method's code within this context, and restore the process's settings afterwards.
-
-    kvbench's own methods may leave those settings changed that imports change (`Setting`), since they
-    import the packages that they adapt.
-
-    Raises:
-        SharedStateChanged: the code left a setting changed and raised no exception.
-        MethodExit: the code raised SystemExit or GeneratorExit, or KeyboardInterrupt without a Ctrl-C.
-    """
-    compared = _settings_compared(method)
-    changed: list[str] = []
-    with process_protected(), interrupts_noted() as interrupted:
-        before = {name: setting.read() for name, setting in compared.items()}
-        for name, setting in compared.items():
-            if setting.note is not None:
-                setting.note(before[name])
+def settings_restored() -> Iterator[None]:
+    """Put back what a method's code may change: the global generators of torch and numpy, and torch's
+    default dtype, grad mode and number of threads."""
+    numpy_state = np.random.get_state()
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus), torch.set_grad_enabled(torch.is_grad_enabled()):
         try:
             yield
-        except (SystemExit, GeneratorExit) as failure:
-            if type(failure) not in (SystemExit, GeneratorExit):
-                raise  # a subclass: kvbench's handler of SIGTERM raises one, to end the command
-            raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
-        except KeyboardInterrupt as failure:
-            if interrupted():
-                raise
-            raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
         finally:
-            for name, setting in compared.items():
-                now = setting.read()
-                if not are_equal(now, before[name]):
-                    setting.write(before[name])
-                    changed.append(_what_changed(name, now, before[name]))
-    if changed:
-        raise SharedStateChanged(f"method {label!r} left {changed[0]}")
-
-
-def _settings_compared(method: Method) -> dict[str, Setting]:
-    """The settings that are compared before and after a call of the method, by name."""
-    foreign = is_foreign(method)
-    return {
-        name: setting
-        for name, setting in SETTINGS.items()
-        if (foreign or not setting.imports_change_it)
-        and (setting.is_there is None or setting.is_there())
-    }
-
-
-def _what_changed(name: str, now: object, before: object) -> str:
-    """The end of a message: the setting, its values, and what is allowed."""
-    setting = SETTINGS[name]
-    state = f"at {now} (it was {before})" if setting.shown else "in another state"
-    return f"{name} {state}, which others use; allowed: {setting.allowed}"
+            np.random.set_state(numpy_state)
+            torch.set_default_dtype(dtype)
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
 
 
 @contextmanager
-def sealed(seal: Seal, label: str, layer: LayerKV) -> Iterator[None]:
-    """Run a method's code within this context, and check afterwards, also after an exception, that it
-    wrote to none of the layer's tensors (`Seal.check`)."""
+def unwritten(label: str, layer: LayerKV, *others: Tensor) -> Iterator[None]:
+    """Refuse writes to the layer's tensors, to the results that methods share and to `others`. A write
+    through torch raises a tensor's version; one through numpy or ``.data`` goes unnoticed.
+
+    Raises:
+        LayerDamaged: also where the code within failed.
+    """
+    tensors = {"keys": layer.keys, "values": layer.values}
+    if layer.queries is not None:
+        tensors["queries"] = layer.queries
+    tensors |= {name: result.tensor for name, result in layer.shared.items()}
+    tensors |= {f"repeated prompt ({number})": tensor for number, tensor in enumerate(others)}
+    versions = {
+        name: tensor._version for name, tensor in tensors.items() if not tensor.is_inference()
+    }
     try:
         yield
     finally:
-        seal.check(label, layer)
-
-
-def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a hook of a method whose arguments belong to the method's own fork, so that no tensor needs
-    protection.
-
-    The hooks of kvbench's own methods are called directly: some are called at every token and layer.
-
-    Raises:
-        SharedStateChanged: see `settings_unchanged`. Whatever the hook raises is raised, too.
-    """
-    if not is_foreign(method):
-        return hook(*arguments)
-    with settings_unchanged(type(method).__name__, method):
-        return hook(*arguments)
-
-
-def extras(label: str, method: Method, n: int, shapes: Mapping[int, HeldShape]) -> dict[str, int]:
-    """The further fields that `Method.extras` adds to a record.
-
-    Raises:
-        KVError: a name that is not text, or a value that is not a number. Whatever the method raises is
-            raised, too.
-    """
-    added = call(method, method.extras, n, shapes)
-    for name, value in added.items():
-        if not isinstance(name, str):
-            raise KVError(f"the extras of method {label!r} have the name {name!r}; allowed: text")
-        if not isinstance(value, int | float) or not abs(value) < MOST_EXTRA:
-            raise KVError(
-                f"the extras of method {label!r} have {name} of a value that is no number; allowed: "
-                "numbers"
-            )
-    return dict(added)
-
-
-def _layer_for(method: Method, layer: LayerKV, carried: dict[str, Tensor]) -> LayerKV:
-    """The layer as it is shown to the method: with the method's own `carried`, and for a method from
-    outside kvbench with copies of all tensors."""
-    owner = f"{type(method).__module__}.{type(method).__qualname__}"
-    if not is_foreign(method):
-        return replace(layer, carried=carried, owner=owner)
-    queries = None if layer.queries is None else layer.queries.clone()
-    keys, values = layer.keys.clone(), layer.values.clone()
-    own = replace(layer, keys=keys, values=values, queries=queries, carried=carried, shared={})
-    if layer.log_weights is not None:
-        own = replace(own, log_weights=layer.log_weights.clone())
-    normalisers = layer.shared.get(NORMALISERS)
-    if normalisers is not None:
-        # Stored for the copied keys and queries, so that the copy may use them.
-        own.once(NORMALISERS, normalisers.tensor.clone)
-    return own
+        for name, version in versions.items():
+            if tensors[name]._version != version:
+                raise LayerDamaged(label, name, layer.layer_index)
 
 
 class Compressed(NamedTuple):
-    """The result of `compress`.
-
-    Attributes:
-        kept: what the method keeps of the layer, checked by `check_held`.
-        capacity: the entries per head that the method may keep.
-        clock: the time of the method's own work, without that of the guard.
-    """
+    """What a method keeps of a layer (checked by `check_held`), the entries per head that it may keep,
+    and the time of the method's own work."""
 
     kept: CompressedKV
     capacity: int
@@ -267,29 +90,22 @@ def compress(
     generator: torch.Generator,
     carried: dict[str, Tensor],
 ) -> Compressed:
-    """Let `method` compress the layer.
-
-    Args:
-        label: what messages call the method.
-        carried: the tensors that this method stored at earlier layers.
+    """Let `method`, which messages call `label`, compress the layer. `carried` are the tensors that it
+    stored at earlier layers.
 
     Raises:
-        SharedStateChanged: see `settings_unchanged`.
-        LayerDamaged: see `Seal.check`.
+        LayerDamaged: see `unwritten`.
         KVError: see `Budget.check_compresses`.
         TypeError, ValueError: see `check_held`. Whatever the method raises is raised, too.
     """
     if method.uses_budget:
         budget.check_compresses(layer.n)
-    own_layer = _layer_for(method, layer, carried)
-    with settings_unchanged(label, method), sealed(Seal.of(layer), label, layer):
-        capacity = method.layer_capacity(
-            replace(budget), layer.n, layer.layer_index, layer.num_layers
-        )
+    with settings_restored(), unwritten(label, layer):
+        capacity = method.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
         clock = Elapsed(layer.keys.device)
-        kept = method.compress(own_layer, replace(budget), generator)
+        kept = method.compress(replace(layer, carried=carried), budget, generator)
         clock.stop()
-        check_held(kept, layer)
+    check_held(kept, layer)
     return Compressed(kept, capacity, clock)
 
 
@@ -304,14 +120,11 @@ def rescore(
     """Show `method` the layer while the model repeats its prompt (`Method.rescore`).
 
     Raises:
-        SharedStateChanged: see `settings_unchanged`.
-        LayerDamaged: see `Seal.check`. Whatever the method raises is raised, too.
+        LayerDamaged: see `unwritten`. Whatever the method raises is raised, too.
     """
-    if is_foreign(method):
-        parts = (repeated.queries, repeated.keys, repeated.values)
-        repeated = Repetition(repeated.start, repeated.stop, *(part.clone() for part in parts))
-    with settings_unchanged(label, method), sealed(Seal.of(layer), label, layer):
-        method.rescore(_layer_for(method, layer, carried), repeated, replace(budget))
+    parts = (repeated.queries, repeated.keys, repeated.values)
+    with settings_restored(), unwritten(label, layer, *parts):
+        method.rescore(replace(layer, carried=carried), repeated, budget)
 
 
 def check_held(held: CompressedKV, layer: LayerKV) -> None:

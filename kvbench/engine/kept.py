@@ -36,10 +36,9 @@ class LayerEntries(NamedTuple):
 
 
 def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[LayerEntries]:
-    """Yield the entries that a fork holds, layer by layer. Under tensor parallelism these are the heads
-    of all ranks, which must all call this."""
+    """Yield the entries that a fork holds, layer by layer."""
     for layer in layers:
-        own_heads: list[tuple[Tensor, Tensor]] = []
+        heads: list[tuple[Tensor, Tensor]] = []
         for store in fork.layers[layer].stores:
             positions = store.positions[:, : store.length].cpu()
             weights = torch.ones(positions.shape)
@@ -47,8 +46,7 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[LayerEntries]:
                 weights = store.log_weights[:, : store.length].exp().cpu()
             if store.denominators is not None:
                 weights = weights * store.denominators[:, : store.length].cpu()
-            own_heads += zip(positions, weights, strict=True)
-        heads = [head for of_rank in fork.ranks.gather(own_heads) for head in of_rank]
+            heads += zip(positions, weights, strict=True)
         yield LayerEntries(
             layer,
             pad_sequence([positions for positions, _ in heads], batch_first=True, padding_value=-1),

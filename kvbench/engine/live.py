@@ -26,7 +26,6 @@ from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
 from kvbench.engine.live_options import check_options, foreign_cache, left_padding, refused
 from kvbench.engine.prefill import PrefillState, input_device
-from kvbench.engine.ranks import Ranks
 from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
 from kvbench.engine.states import is_hybrid, row_of, state_bytes, states_in
 from kvbench.kv import Budget, KVError
@@ -189,15 +188,14 @@ class Compression:
                 "another thread generates inside the same compress; allowed: one generation at a time "
                 "(a copy of the model for each thread, or one batch)"
             )
+        is_done = False
         try:
             self.finish()
             output = self._original(*args, **kwargs)
-        except BaseException:
-            self.finish(audit=False)
-            raise
+            is_done = True
         finally:
             self._turn.end()
-        self.finish()
+            self.finish(audit=is_done)
         return output
 
     def before_forward(
@@ -291,12 +289,11 @@ class Compression:
                 "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"
             )
         padding = left_padding(mask, *tokens.shape)
-        ranks = Ranks.of(self.model)
         forks = []
         for row, start in zip(tokens.tolist(), padding, strict=True):
             name = prompt_name(row[start:])
             fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
-            fork.begin_prompt(len(row) - start, ranks)
+            fork.begin_prompt(len(row) - start)
             forks.append(fork)
         self._cache = LiveCache(self.model, forks, [], 0)
         self._prefill = _BatchPrefill(self.model, forks, padding, tokens.shape[1])
@@ -434,9 +431,9 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
         for name in replaced:
             stack.callback(model.__dict__.pop, name)
         model.__dict__.update(replaced)
+        is_done = False
         try:
             yield compression
-        except BaseException:
-            compression.finish(audit=False)
-            raise
-        compression.finish()
+            is_done = True
+        finally:
+            compression.finish(audit=is_done)

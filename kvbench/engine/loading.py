@@ -7,7 +7,6 @@ files; bitsandbytes packs the former while they are read.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +21,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as library_logging
 
-from kvbench.engine.architecture import check_supported, head_shapes
+from kvbench.engine.architecture import check_supported
 from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.model_spec import (
     ModelError,
@@ -37,7 +35,6 @@ from kvbench.engine.model_spec import (
     origin_of,
 )
 from kvbench.engine.packaged import unpacking
-from kvbench.engine.states import is_hybrid
 
 Model = PreTrainedModel
 
@@ -125,9 +122,7 @@ def load_model(
                     )
         else:
             model = _with_weights(spec, config, device, dtype)
-    placed_while_read = (
-        spec.device_map is not None or spec.parallel or spec.quantization in ("bnb4", "bnb8")
-    )
+    placed_while_read = spec.device_map is not None or spec.quantization in ("bnb4", "bnb8")
     if spec.random_weights or not placed_while_read:
         model = model.to(device)
     return model.eval()
@@ -152,7 +147,6 @@ def _with_weights(
         "device_map": dict(device_map) if isinstance(device_map, Mapping) else device_map,
         "max_memory": None if spec.max_memory is None else dict(spec.max_memory),
         **options_of_packing,
-        **_divided(spec, config.get_text_config()),
     }
     verbosity = library_logging.get_verbosity()
     library_logging.set_verbosity_error()  # what is wrong with the weights is raised below, in one line
@@ -185,29 +179,6 @@ def _with_weights(
         )
     model_end_ids(model)
     return model
-
-
-def _divided(spec: ModelSpec, config: PreTrainedConfig) -> dict[str, Any]:
-    """The arguments of `from_pretrained` where several processes share a model with this text config.
-
-    Raises:
-        ModelError: its KV heads cannot be divided among them.
-    """
-    if spec.parallel is None:
-        return {}
-    plan = config.base_model_tp_plan or {}
-    heads = math.gcd(*(shape.kv_heads for shape in head_shapes(config)))
-    _, ranks = spec.place
-    divisible = plan.get("layers.*.self_attn.k_proj") == "colwise" and not is_hybrid(config)
-    allowed: list[int] = []
-    if divisible:
-        allowed = [count for count in range(2, heads + 1) if heads % count == 0]
-    if ranks not in allowed:
-        raise ModelError(
-            f"model.parallel is 'tensor' and torchrun --nproc-per-node is {ranks}; allowed for "
-            f"{spec.path!r}: {' or '.join(map(str, allowed)) or 'model.parallel=null'}"
-        )
-    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,8 +63,6 @@ class ModelSpec:
             `config` may change, and the fields that `random_weights` needs.
         device_map, max_memory: accelerate's, "auto" or a device by module, and what "auto" may use of
             each device; None: one device. Where a model lies is not part of a run's hash.
-        parallel: "tensor" divides weights and KV heads among the processes that torchrun starts
-            (transformers from 5.17 on). Each makes its own draws: others than one process would make.
         trust_remote_code: run code from the model repository. Off unless written in a config.
         quantization, gguf_file: packed weights: "bnb4" and "bnb8" pack them while they are read, "gguf"
             reads them from that file of `path` (None: the only one of a folder).
@@ -87,7 +84,6 @@ class ModelSpec:
     architecture: Mapping[str, Any] | None = None
     device_map: str | Mapping[str, Any] | None = None
     max_memory: Mapping[Any, Any] | None = None
-    parallel: Literal["tensor"] | None = None
     trust_remote_code: bool = False
     quantization: Literal["bnb4", "bnb8", "gguf"] | None = None
     gguf_file: Text | None = None
@@ -101,7 +97,7 @@ class ModelSpec:
             log.warning("%s; taking %s of the Hub", missing_line(self.path), self.otherwise)
             object.__setattr__(self, "path", self.otherwise)
         object.__setattr__(self, "otherwise", None)
-        for name in ("quantization", "parallel", "device_map") if self.random_weights else ():
+        for name in ("quantization", "device_map") if self.random_weights else ():
             if (value := getattr(self, name)) not in (None, "auto"):
                 raise ModelError(
                     f"model.{name} is {value!r} and model.random_weights is true; allowed: null, since "
@@ -117,14 +113,6 @@ class ModelSpec:
                 f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never, "
                 "or a Jinja template"
             )
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This process's rank among those that share the model, and their number; 0 and 1 where the
-        model is not shared. torchrun sets both in the environment."""
-        if self.parallel is None:
-            return 0, 1
-        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
     @property
     def label(self) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.engine import guard
@@ -18,7 +17,6 @@ from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.cache import GrowingCache, store_of
 from kvbench.engine.costs import ExactBytes, LayerBytes
 from kvbench.engine.fork import Fork, layer_generator
-from kvbench.engine.ranks import Ranks
 from kvbench.engine.rescore import Feed, RepeatedPrompt
 from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
 from kvbench.engine.states import (
@@ -75,9 +73,6 @@ def layer_kv(
         normalisers: see `kvbench.kv.NORMALISERS`.
     """
     output = call.output
-    if isinstance(output, DTensor):
-        # Under tensor parallelism: the weights of this rank's own heads.
-        output = output.to_local()
     layer = LayerKV(
         call.key,
         call.value,
@@ -153,8 +148,7 @@ class PrefillState(AttentionState):
                 f"layer {call.layer} has a sliding window of {call.sliding_window} that the model's "
                 "config does not announce"
             )
-        ranks = max((fork.ranks.count for fork in self.forks), default=1)
-        token_bytes = (call.key.nbytes + call.value.nbytes) // call.key.shape[2] * ranks
+        token_bytes = (call.key.nbytes + call.value.nbytes) // call.key.shape[2]
         self.exact.layers.append(LayerBytes(token_bytes, call.sliding_window))
         if call.layer in self.order:
             self._compress_layer(call, normalisers)
@@ -211,7 +205,7 @@ class PrefillState(AttentionState):
 
     def _compress(self, fork: Fork, layer: int, kv: LayerKV) -> None:
         """Let one method compress one layer, and give the result to its fork."""
-        clocks_of_shared_work = kv.charge_shared_work()
+        kv.charged.clear()
         # A prompt that is within its capacity is not compressed. A method that evicts is called all the
         # same, for the scores by which it evicts once the cache is full.
         limit = None if fork.compressed else fork.limit(kv.n)
@@ -232,12 +226,13 @@ class PrefillState(AttentionState):
             clock = Elapsed(kv.keys.device)
             fork.hold(layer, kept, capacity, limit=limit, prompt=kv)
             clocks.append(clock.stop())
-        except guard.LayerDamaged:
-            raise  # the results of the other methods would be wrong, too
+        except guard.LayerDamaged as failure:
+            fork.fail(failure)
+            raise  # what the other methods read is wrong: `prefill` reads the prompt again for them
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
         fork.ledger.clocks += clocks
-        fork.ledger.clocks += clocks_of_shared_work()
+        fork.ledger.clocks += [clock for clock in kv.charged.values() if clock is not None]
 
     def _keep_window(self, call: LayerCall) -> None:
         """Let every fork hold the sliding window of a layer that is not compressed, or all of the
@@ -349,9 +344,6 @@ def prefill(
             None if there is no tokenizer.
     """
     device = input_device(model)
-    ranks = Ranks.of(model)
-    for fork in forks:
-        fork.begin_prompt(len(ids), ranks)
     tokens = torch.tensor([list(ids)], device=device)
 
     def feed(following: Sequence[int], state: AttentionState) -> None:
@@ -362,13 +354,20 @@ def prefill(
         forward(model, torch.tensor([list(following)], device=device), positions, state)
 
     layers = compressible_layers(model)
-    state = PrefillState(forks, layers, rotary_of(model, layers, len(ids), device))
     plan_attention(model, len(ids))
-    synchronize(device)
-    start = time.perf_counter()
     positions = torch.arange(len(ids), device=device)
-    logits = forward(model, tokens, positions, state)
-    state.rescore(ids, encoder, feed)
+    while True:
+        for fork in forks:
+            fork.begin_prompt(len(ids))
+        state = PrefillState(forks, layers, rotary_of(model, layers, len(ids), device))
+        synchronize(device)
+        start = time.perf_counter()
+        try:
+            logits = forward(model, tokens, positions, state)
+            state.rescore(ids, encoder, feed)
+        except guard.LayerDamaged:
+            continue  # the fork that wrote has failed; the others start anew
+        break
     synchronize(device)
     seconds = time.perf_counter() - start - state.settle()
     state.exact.states = state_bytes(state.states)

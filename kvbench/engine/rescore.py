@@ -79,6 +79,8 @@ class RepeatedPrompt(AttentionState):
                 for chunk in chunks_of(rescoring, ids, sink, encoder):
                     self.chunk = chunk
                     feed(chunk.ids, self)
+            except guard.LayerDamaged:
+                raise
             except Exception as failure:  # noqa: BLE001 - the other groups go on
                 for fork in group:
                     fork.fail(failure)
@@ -106,8 +108,9 @@ class RepeatedPrompt(AttentionState):
             fork.carry_to(call.key.device)
             try:
                 guard.rescore(fork.label, fork.method, layer, repeated, fork.budget, fork.carried)
-            except guard.LayerDamaged:
-                raise  # the results of the other methods would be wrong, too
+            except guard.LayerDamaged as failure:
+                fork.fail(failure)
+                raise  # as in `PrefillState._compress`
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
         return with_prompt.exact()

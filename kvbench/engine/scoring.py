@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.architecture import head_shapes
-from kvbench.engine.attention import AttentionState, LayerCall, exact_attention
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.prefill import Prefill, forward_rows, input_device, layer_kv, prefill
+from kvbench.engine.prefill import Prefill, forward_rows, input_device, prefill
 from kvbench.engine.rotary import crossing, shares_table
 from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.stopping import Stopping
@@ -44,18 +41,14 @@ class CompressedPrompt:
 
     Attributes:
         forks: one per method that compresses, in the order of the methods.
-        whole: by label, the methods that mask a whole pass instead (`Method.whole_pass`).
         lead: the last tokens of the prompt, which are fed before a continuation; the logits after the
             last of them predict the continuation's first token. Empty for a prompt of one token, which
             leaves nothing to compress; the prefill's logits then predict that token.
-        prompt_ids: the token ids of the whole prompt.
         start: the result of the prefill.
     """
 
     forks: Sequence[Fork]
-    whole: Mapping[str, tuple[Method, Budget]]
     lead: Sequence[int]
-    prompt_ids: Sequence[int]
     start: Prefill
 
 
@@ -89,15 +82,13 @@ def read(
             f"the prompt has {n} tokens, of which {head} are to be compressed; allowed: at least one, "
             "and fewer than there are"
         )
-    whole = {label: pair for label, pair in methods.items() if pair[0].whole_pass is not None}
     head = max(1, head)
     forks = [
         Fork(label, method if n > 1 else Exact(), budget, seed, example_id, room=room + n - head)
         for label, (method, budget) in methods.items()
-        if label not in whole
     ]
     start = prefill(model, prompt_ids[:head], forks, encoder=encoder)
-    return CompressedPrompt(forks, whole, list(prompt_ids[head:]), list(prompt_ids), start)
+    return CompressedPrompt(forks, list(prompt_ids[head:]), start)
 
 
 def chunks(rows: int, tokens: int, vocab: int) -> Iterator[range]:
@@ -169,96 +160,6 @@ def repeat_last(tokens: Sequence[int], length: int) -> list[int]:
     return list(tokens) + [tokens[-1]] * missing
 
 
-@dataclass
-class WholePass(AttentionState):
-    """The attention state of one pass over prompt and continuation, in which each row has the mask of
-    its method (`Method.whole_pass`).
-
-    Attributes:
-        rows: the method and the budget of each row; None for exact attention.
-        num_layers: the number of layers of the model.
-    """
-
-    rows: Sequence[tuple[Method, Budget] | None]
-    num_layers: int
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Attention of each row under its method's mask, which is computed from the layer's queries and
-        keys. Sliding-window layers are not masked."""
-        out = []
-        for row, pair in enumerate(self.rows):
-            of_row = call.of_row(row)
-            if pair is None or call.sliding_window is not None:
-                out.append(of_row.exact())
-                continue
-            method, budget = pair
-            assert method.whole_pass is not None
-            seen = method.whole_pass.mask(layer_kv(of_row, call.layer, self.num_layers), budget)
-            group = of_row.query.shape[1] // of_row.key.shape[1]
-            out.append(
-                exact_attention(
-                    of_row.query,
-                    of_row.key.repeat_interleave(group, dim=1),
-                    of_row.value.repeat_interleave(group, dim=1),
-                    scaling=call.scaling,
-                    softcap=call.softcap,
-                    seen=seen,
-                    sinks=call.sinks,
-                )
-            )
-        return torch.cat(out)
-
-
-@torch.inference_mode()
-def run_masked_pass(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[int],
-    continuation: Sequence[int],
-    rows: Sequence[tuple[Method, Budget] | None],
-) -> Logits:
-    """Yield the logits of a continuation's tokens (`Logits`) by methods that mask one pass over prompt
-    and continuation.
-
-    The pass is repeated for every chunk of logits (`chunks`); the continuations of benchmarks need one.
-
-    Args:
-        rows: see `WholePass`.
-    """
-    ids = torch.tensor([[*prompt_ids, *continuation]] * len(rows), device=input_device(model))
-    positions = torch.arange(ids.shape[1], device=ids.device)
-    state = WholePass(rows, model.config.get_text_config().num_hidden_layers)
-    first = len(prompt_ids) - 1
-    for part in chunks(len(rows), len(continuation), vocabulary(model)):
-        wanted = torch.arange(first + part.start, first + part.stop, device=ids.device)
-        yield part.start, forward_rows(model, ids, positions, state, keep=wanted)
-
-
-class ImaginedCache(NamedTuple):
-    """The size of a cache that would hold the keys that a query of a masked pass sees.
-
-    Attributes:
-        entries: the entries per query head.
-        ratio: its bytes over those of the exact cache.
-    """
-
-    entries: int
-    ratio: float
-
-
-def masked_pass_cache(
-    model: PreTrainedModel, pair: tuple[Method, Budget], tokens: int
-) -> ImaginedCache:
-    """The size of the cache that a method which masks a whole pass of `tokens` tokens would need. Each
-    query head chooses its own entries, so that keys would be repeated to query heads."""
-    shapes = head_shapes(model.config.get_text_config())
-    method, budget = pair
-    assert method.whole_pass is not None
-    entries = method.whole_pass.masked_entries(budget, tokens)
-    repeated = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes)
-    exact = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
-    return ImaginedCache(entries, entries * repeated / (tokens * exact))
-
-
 @dataclass(frozen=True)
 class Scored:
     """The score of a continuation under one method.
@@ -303,21 +204,16 @@ def score(
             for fork, tokens in pairs[begin : begin + batch_rows]
         ]
         fed = feed_continuations(model, reading, batch)
-        logprobs = _log_probabilities([tokens for _, tokens in batch], fed)
+        logprobs = log_probabilities([tokens for _, tokens in batch], fed)
         for (fork, tokens), row in zip(batch, logprobs, strict=True):
-            results[fork.label].append(_scored(row[: len(tokens)], fork.failure))
+            results[fork.label].append(scored_of(row[: len(tokens)], fork.failure))
     for fork in reading.forks:
         if not results[fork.label]:  # the method failed while it compressed
             results[fork.label] = [Scored([], [], fork.failure)] * len(continuations)
-    for label, pair in reading.whole.items():
-        results[label] = []
-        for tokens in continuations:
-            passed = run_masked_pass(model, reading.prompt_ids, tokens, [pair])
-            results[label].append(_scored(_log_probabilities([tokens], passed)[0], None))
     return results
 
 
-def _log_probabilities(continuations: Sequence[Sequence[int]], fed: Logits) -> Tensor:
+def log_probabilities(continuations: Sequence[Sequence[int]], fed: Logits) -> Tensor:
     """For each token of each continuation its log-probability, and 1 where it is the most likely token,
     else 0: [rows, tokens, 2], on the CPU. Shorter continuations are padded (`repeat_last`)."""
     longest = max(map(len, continuations))
@@ -331,8 +227,8 @@ def _log_probabilities(continuations: Sequence[Sequence[int]], fed: Logits) -> T
     return torch.cat(parts, dim=1)
 
 
-def _scored(row: Tensor, failure: Exception | None) -> Scored:
-    """The score of a row [tokens, 2] of `_log_probabilities`; if the fork failed, or a log-probability
+def scored_of(row: Tensor, failure: Exception | None) -> Scored:
+    """The score of a row [tokens, 2] of `log_probabilities`; if the fork failed, or a log-probability
     is NaN, that failure."""
     not_numbers = row[:, 0].isnan().nonzero()
     if failure is None and len(not_numbers):

@@ -65,18 +65,10 @@ def printable_lines(text: str) -> str:
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
-def text_of(error: BaseException) -> str:
-    """The error's message, or a remark where making the message raises an error itself."""
-    try:
-        return str(error)
-    except BaseException as failure:  # noqa: BLE001 - __str__ of any library's error runs here
-        return f"(its message is not to be had: {type(failure).__name__})"
-
-
 def first_line(error: BaseException) -> str:
     """The first line of the error's message, with the second where the first ends in a colon; the name
     of the error's type where the message is empty."""
-    lines = redact(text_of(error)).strip().splitlines()
+    lines = redact(str(error)).strip().splitlines()
     if not lines:
         return type(error).__name__
     return presentable(" ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1])))

@@ -19,6 +19,8 @@ from kvbench.engine.loading import Model
 from kvbench.engine.scoring import read, score
 from kvbench.engine.tokenizer import Tokenizer
 from kvbench.errors import UserError
+from kvbench.lm_eval.released_masks import imagined_cost, masked_scores
+from kvbench.methods.h2o import H2O
 from kvbench.probes.base import ReadCost, costs_of
 from kvbench.prompts import PromptEncoder
 from kvbench.run.plan import Methods
@@ -149,6 +151,13 @@ def answer_requests(
     for number, (context, _) in enumerate(cut):
         by_context.setdefault(tuple(context), []).append(number)
     answers: list[dict[str, Answer]] = [{} for _ in pairs]
+    # H2O's released masks are no cache: each continuation is a pass of its own.
+    masks = {
+        label: (method, budget)
+        for label, (method, budget) in methods.items()
+        if isinstance(method, H2O) and not method.holds_a_cache
+    }
+    with_caches = {label: pair for label, pair in methods.items() if label not in masks}
     for context in sorted(by_context, key=len, reverse=True):
         members = by_context[context]
         continuations = [cut[number][1] for number in members]
@@ -156,15 +165,18 @@ def answer_requests(
         reading = read(
             model,
             context,
-            methods,
+            with_caches,
             seed=seed,
             example_id=prompt_name(context[:-1] or context),
             room=room,
             encoder=encoder,
         )
         # Costs are those of the context, so they are taken before continuations are fed.
-        costs = costs_of(model, reading, len(context) + room)
+        costs = costs_of(reading)
         scores = score(model, reading, continuations, batch_rows=batch_rows)
+        for label, mask in masks.items():
+            costs[label] = imagined_cost(model, reading, len(context) + room, *mask)
+            scores[label] = masked_scores(model, context, continuations, *mask)
         for label, method_scores in scores.items():
             for number, tokens in zip(members, method_scores, strict=True):
                 logprob = sum(tokens.logprobs)

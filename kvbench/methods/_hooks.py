@@ -1,15 +1,14 @@
 """The data that the hooks of a `Method` receive and return, for those methods that do more than
-`compress`: that evict, restrict or compress again while decoding, see the prompt repeated, mask a whole
-pass, or read a stream."""
+`compress`: that evict, restrict or compress again while decoding, or see the prompt repeated."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
-from kvbench.kv import Budget, CompressedKV, LayerKV
+from kvbench.kv import Budget, CompressedKV
 
 # --- what a method may do while decoding ----------------------------------------------------------
 
@@ -158,37 +157,3 @@ class Repetition:
     queries: Tensor
     keys: Tensor
     values: Tensor
-
-
-class WholePass(Protocol):
-    """A method that masks attention in a single pass over prompt and continuation. It can score the
-    continuation's likelihood, but it holds no cache and cannot generate."""
-
-    def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """The keys that each query sees, [heads, n, n] bool, False above the diagonal. `layer` has the
-        queries and keys of all n tokens of prompt and continuation."""
-        ...
-
-    def masked_entries(self, budget: Budget, n: int) -> int:
-        """The largest number of keys that a query of an n-token pass sees. Records report it as the
-        entries of the cache, although the pass holds all n keys."""
-        ...
-
-
-# --- how a method reads a stream of tokens --------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Band:
-    """The earlier tokens that a token of a stream sees.
-
-    Attributes:
-        first: how many of the stream's first tokens it sees.
-        last: how many of the most recent tokens it sees; None for all.
-        recomputed: True where no cache is held, and every token is computed by a fresh pass over the
-            tokens that it sees.
-    """
-
-    first: int
-    last: int | None
-    recomputed: bool = False

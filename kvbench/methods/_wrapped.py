@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from kvbench.errors.options import Text
 from kvbench.kv import Budget, KVError
@@ -69,8 +69,6 @@ class Wrapper(Method):
 @dataclass(frozen=True, kw_only=True)
 class ScoreWrapper(Wrapper):
     """A wrapper that chooses other entries than the inner method, by the inner method's token scores."""
-
-    by_head: ClassVar[bool] = False
 
     @classmethod
     def can_wrap(cls, inner: type[Method]) -> bool:

@@ -7,15 +7,14 @@ here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.errors import nearest, one_line
+from kvbench.errors import nearest
 from kvbench.errors.options import check_options
 from kvbench.kernels.eviction_table import Eviction
 from kvbench.kernels.qjl import QJL
@@ -23,21 +22,17 @@ from kvbench.kernels.quantize import Quantization, Scheme, SchemeError
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._hooks import (
-    Band,
     Held,
     HeldShape,
     Recompression,
     Repetition,
     Rescoring,
-    WholePass,
 )
 
 __all__ = [
     "SCHEMES",
     "SEED_STRIDE",
-    "SELF_DESCRIPTION",
     "AllowedEntries",
-    "Band",
     "Eviction",
     "Held",
     "HeldShape",
@@ -46,12 +41,9 @@ __all__ = [
     "Repetition",
     "Rescoring",
     "TokenScoringMethod",
-    "WholePass",
     "allowed_entries",
-    "asking",
     "build_scheme",
     "check_known",
-    "describe_itself",
     "rule_of",
 ]
 
@@ -116,8 +108,7 @@ class Method(ABC):
     `restrict` and `rescore` are the two hooks whose default raises. They are not in base classes of
     their own, as `TokenScoringMethod.token_scores` is, since an option of a method may decide whether
     it needs them (`attention_matching.queries` decides about `rescore`), and a class cannot depend on
-    an option. They cannot be reached by mistake: a method restricts because it overrides `restrict`,
-    and `describe_itself` refuses a method whose `rescoring` is set without a `rescore`.
+    an option.
     """
 
     paper: ClassVar[str] = ""
@@ -136,15 +127,6 @@ class Method(ABC):
     """True where `compress` may be called again on a compressed cache. `LayerKV` then holds the cache's
     entries in the order of their positions and the queries of the last tokens only; the log-weights that
     `compress` returns are added to those of the entries."""
-
-    decoded_by: ClassVar[str] = "kvbench"
-    """The library whose code prefills and decodes. A method decoded by another library times the exact
-    cache there, as a check; only the plans that list the library in `Plan.decoders` run such a
-    method."""
-
-    by_head: ClassVar[bool] = True
-    """False where the entries that one KV head keeps depend on the layer's other heads. A layer's heads
-    are then never divided among processes."""
 
     quantize: Scheme | Mapping[str, Any] | None = None
     """The packed storage of the kept entries: ``{bits: 4, group_size: 64}``, or ``{scheme: qjl}`` with
@@ -329,16 +311,10 @@ class Method(ABC):
         raise NotImplementedError(f"{type(self).__name__}.rescore")
 
     @property
-    def whole_pass(self) -> WholePass | None:
-        """The masking of a method that scores likelihoods in a single pass and holds no cache; None for
-        a method that implements `compress`."""
-        return None
-
-    def reading(self, budget: Budget) -> Band | None:
-        """The earlier tokens that a token of an endless stream sees (probe `stream`). With None, a
-        method that evicts reads the stream with its own cache; any other method cannot read a
-        stream."""
-        return None
+    def holds_a_cache(self) -> bool:
+        """False for a method that only scores likelihoods, in one masked pass over prompt and answer
+        (`kvbench.lm_eval.released_masks`)."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,70 +334,6 @@ class TokenScoringMethod(Method):
         """Fit the weights or values of the entries `kept`, which `adakv` or `pages` chose by this
         method's `token_scores`. The default returns the entries unchanged."""
         return kept
-
-
-SELF_DESCRIPTION: Mapping[str, tuple[type, ...]] = {
-    "version": (int,),
-    "saves_memory": (bool,),
-    "uses_budget": (bool,),
-    "recompresses": (bool,),
-    "by_head": (bool,),
-    "evicts": (bool,),
-    "restricts": (bool,),
-    "recompression": (Recompression, type(None)),
-    "rescoring": (Rescoring, type(None)),
-    "whole_pass": (object,),
-}
-"""The attributes by which a method describes itself to a job, and the types that each may have; a class
-may define them as properties."""
-
-
-@contextmanager
-def asking(label: str, question: str = "description of itself") -> Iterator[None]:
-    """Within this context a method is asked about itself, before its job begins.
-
-    Args:
-        label: what the message calls the method.
-        question: the attribute that is read.
-
-    Raises:
-        KVError: one line that names the method, the attribute and the exception that reading it raised.
-    """
-    try:
-        yield
-    except KVError:
-        raise
-    except (Exception, SystemExit, GeneratorExit) as failure:
-        raise KVError(
-            f"method {label!r}: its {question} raises {one_line(failure)}; allowed: a value"
-        ) from failure
-
-
-def describe_itself(label: str, method: Method) -> dict[str, Any]:
-    """A method's `SELF_DESCRIPTION` and its `Method.quantization`, by name. A job goes by these values,
-    so that a property that raises later does not end it.
-
-    Raises:
-        KVError: a value of another type, or a `rescoring` without a `rescore`; see also `asking` and
-            `Method.quantization`.
-    """
-    description: dict[str, Any] = {}
-    for name, types in SELF_DESCRIPTION.items():
-        with asking(label, name):
-            description[name] = getattr(method, name)
-        if not isinstance(description[name], types):
-            raise KVError(
-                f"method {label!r}: its {name} is a {type(description[name]).__name__}; allowed: "
-                f"{' or '.join(kind.__name__ for kind in types)}"
-            )
-    if description["rescoring"] is not None and type(method).rescore is Method.rescore:
-        raise KVError(
-            f"method {label!r}: it has a rescoring and does not implement rescore; allowed: both, "
-            "or neither"
-        )
-    with asking(label, "quantization"):
-        description["quantization"] = method.quantization()
-    return description
 
 
 class AllowedEntries(NamedTuple):

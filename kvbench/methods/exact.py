@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
-from kvbench.methods.base import Band, Method
+from kvbench.methods.base import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,3 @@ class Exact(Method):
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Keep all entries, without a copy."""
         return keep_all(layer)
-
-    def reading(self, budget: Budget) -> Band | None:
-        """All earlier tokens. With `quantize` no stream can be read, since its entries cannot be
-        packed."""
-        return Band(0, None) if self.quantize is None else None

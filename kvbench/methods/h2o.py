@@ -110,9 +110,8 @@ class H2O(TokenScoringMethod):
         return capacity - round(self.heavy_fraction * capacity)
 
     @property
-    def whole_pass(self) -> H2O | None:
-        """The method itself with released semantics, else None."""
-        return None if self.semantics == "paper" else self
+    def holds_a_cache(self) -> bool:
+        return self.semantics == "paper"
 
     def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
         """See `released_mask`. Every query head of a group chooses for itself."""

@@ -205,8 +205,6 @@ class KVPress(Method):
     """
 
     paper: ClassVar[str] = "package kvpress (arXiv 2510.00636); each press names its own paper"
-    # Some presses compare heads.
-    by_head: ClassVar[bool] = False
 
     press: str = "SnapKVPress"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)

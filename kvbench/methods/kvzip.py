@@ -89,8 +89,6 @@ class KVzip(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2505.23416; github.com/snu-mllab/KVzip"
-    # With `level: pair` the heads compete.
-    by_head: ClassVar[bool] = False
 
     chunk: Count = 2000
     level: Literal["pair", "uniform"] = "pair"
@@ -107,7 +105,7 @@ class KVzip(Method):
         """Append the chunk's scores to those of earlier chunks in `LayerKV.carried`. All variants of the
         method share the computation."""
         scores = layer.once(
-            f"{self.rescoring} from {budget.sink}: {repeated.start}",
+            f"kvzip: {self.rescoring} from {budget.sink}: {repeated.start}",
             lambda: largest_attention(layer, repeated, budget.sink),
         )
         name = f"scores {layer.layer_index}"

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 import torch
 
 from kvbench.kernels.eviction_table import Eviction
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
+from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
 from kvbench.methods._select import positions_between
-from kvbench.methods.base import Band, Method
+from kvbench.methods.base import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,33 +23,18 @@ class Local(Method):
 
     Args:
         decode: ``grow`` keeps generated tokens; ``evict`` drops the oldest entry for each of them.
-        recompute: for streams only (``task=stream``): no cache is held, and every token is computed by a
-            fresh pass over the last ``budget.size`` tokens ("re-computation" of arXiv 2309.17453).
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, baseline 'Local'"
     recompresses: ClassVar[bool] = True
 
     decode: Literal["grow", "evict"] = "grow"
-    recompute: bool = False
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep the last `capacity` entries.
-
-        Raises:
-            KVError: `recompute` is set.
-        """
-        if self.recompute:
-            raise KVError("local.recompute is true; allowed: for streams, which task=stream reads")
+        """Keep the last `capacity` entries."""
         n = layer.n
         return gather_entries(layer, positions_between(layer, n - budget.capacity(n), n))
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
         """See `Method.eviction`: with ``decode=evict`` the oldest entry leaves."""
-        if self.decode == "grow" or self.recompute:
-            return None
-        return Eviction("oldest")
-
-    def reading(self, budget: Budget) -> Band | None:
-        """The last `budget.size` tokens; None for a budget without a size."""
-        return None if budget.size is None else Band(0, budget.size, self.recompute)
+        return Eviction("oldest") if self.decode == "evict" else None

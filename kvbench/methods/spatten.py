@@ -36,7 +36,6 @@ class SpAtten(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2012.09852, as in arXiv 2306.14048, Table 11"
-    by_head: ClassVar[bool] = False
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
         """The capacities, which fall over the first third of the layers."""

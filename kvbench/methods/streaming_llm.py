@@ -10,14 +10,14 @@ import torch
 from kvbench.kernels.eviction_table import Eviction
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
 from kvbench.methods._select import positions_between
-from kvbench.methods.base import Band, Method
+from kvbench.methods.base import Method
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Method):
     """Keeps the first `sink` tokens and the most recent ones, `capacity` in all.
 
-    Departure: the paper renumbers positions inside the cache; here only `task=stream` does.
+    Departure: the paper renumbers positions inside the cache; here only scripts/papers/streams.py does.
 
     Args:
         decode: ``grow`` keeps generated tokens, as in the tables of papers that compare with this
@@ -41,9 +41,3 @@ class StreamingLLM(Method):
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
         """See `Method.eviction`: with ``decode=evict`` the oldest entry after the sink leaves."""
         return Eviction("oldest", sink=sink) if self.decode == "evict" else None
-
-    def reading(self, budget: Budget) -> Band | None:
-        """The sink and the last `budget.size` - sink tokens; None for a budget without a size."""
-        if budget.size is None:
-            return None
-        return Band(budget.sink, budget.size - budget.sink)

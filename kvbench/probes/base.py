@@ -13,9 +13,8 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 
 from kvbench.engine.fork import Cost
-from kvbench.engine.loading import Model
 from kvbench.engine.prefill import capture_layers
-from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache
+from kvbench.engine.scoring import CompressedPrompt
 from kvbench.errors import one_line
 from kvbench.errors.options import Distinct, check_options
 from kvbench.kv import LayerKV
@@ -66,8 +65,8 @@ class ReadCost(Cost):
 
     Attributes:
         prefill_s: seconds of the prefill, which all methods share.
-        imagined: the method is a mask of one whole pass; entries and bytes are those that a cache would
-            have, and no such cache was made.
+        imagined: the method masks one whole pass; entries and bytes are those that a cache would have,
+            and no such cache was made.
     """
 
     prefill_s: float = 0.0
@@ -81,26 +80,10 @@ class ReadCost(Cost):
         return record
 
 
-def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, ReadCost]:
-    """What every method of a reading costs by now, by label; of a method that masks a whole pass, what
-    its cache would cost at the end of `tokens` tokens."""
-    n = reading.start.n
-    exact_bytes = reading.start.exact_bytes
+def costs_of(reading: CompressedPrompt) -> dict[str, ReadCost]:
+    """What every method of a reading costs by now, by label."""
     seconds = reading.start.prefill_s
-    costs = {fork.label: ReadCost(**vars(fork.cost()), prefill_s=seconds) for fork in reading.forks}
-    for label, (method, budget) in reading.whole.items():
-        entries, ratio = masked_pass_cache(model, (method, budget), tokens)
-        costs[label] = ReadCost(
-            prompt_tokens=n,
-            capacity=budget.capacity(n) if method.saves_memory else n,
-            entries={"mean": entries, "max": entries},
-            cache_bytes=round(ratio * exact_bytes),
-            exact_bytes=exact_bytes,
-            compressed=True,
-            prefill_s=seconds,
-            imagined=True,
-        )
-    return costs
+    return {fork.label: ReadCost(**vars(fork.cost()), prefill_s=seconds) for fork in reading.forks}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ from kvbench.engine.scoring import (
     feed_continuations,
     greedy_continuation,
     read,
-    run_masked_pass,
 )
 from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import Several, Share
@@ -144,7 +143,7 @@ def compare(
 ) -> dict[str, Fidelity]:
     """Compare every method of a reading with its first fork, which is exact, on a continuation; returns
     the results by label, without the first fork's."""
-    costs = costs_of(model, reading, len(reading.prompt_ids) + len(continuation))
+    costs = costs_of(reading)
     results = {label: Fidelity(**vars(cost)) for label, cost in costs.items()}
     sound = [fork for fork in reading.forks if fork.failure is None]
     fed = feed_continuations(model, reading, [(fork, continuation) for fork in sound])
@@ -153,9 +152,6 @@ def compare(
         results[fork.label] = replace(
             results[fork.label], failure=fork.failure, compressed=fork.cost().compressed
         )
-    for label, pair in reading.whole.items():
-        fed = run_masked_pass(model, reading.prompt_ids, continuation, [None, pair])
-        _compare_with_first([results[label]], continuation, fed)
     del results[REFERENCE]
     for label, result in results.items():  # a method may give probability 0 to a possible token
         infinite = [i for i, kl in enumerate(result.kl, start=1) if not math.isfinite(kl)]

@@ -326,10 +326,29 @@ class LayerError(LayerProbe):
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """Measure every method at every layer, rate and seed, on one prompt's tensors.
+        """Measure every method at every layer, rate and seed, on one prompt's tensors. A failure stops
+        no other method; after one that wrote to the tensors the others are measured on new ones."""
+        damage: dict[str, guard.LayerDamaged] = {}
+        while True:
+            sound = {label: pair for label, pair in methods.items() if label not in damage}
+            try:
+                outcomes = list(self._measured(unit, sound, session))
+            except guard.LayerDamaged as failure:
+                damage[failure.label] = failure
+                continue
+            break
+        yield from outcomes
+        for label, record_id in product(damage, unit.record_ids):
+            yield Outcome(label, record_id, failed(damage[label]))
+
+    def _measured(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """The outcomes of `run`.
 
         A method that draws nothing is run once for all seeds. What a method notes for its next layers
-        (`LayerKV.carried`) stays with its rate and its draw. A failure stops no other method.
+        (`LayerKV.carried`) stays with its rate and its draw.
+
+        Raises:
+            LayerDamaged: a method wrote to the tensors.
         """
         carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
         score = "relative_error" if self.metric == "per_query" else f"{self.metric}_error"
@@ -355,6 +374,8 @@ class LayerError(LayerProbe):
                         compressed, cost = compress_measured(label, method, budget, generator, own)
                         errors = relative_errors(estimate(compressed, queries, first, kv), exact)
                         measurement = {"score": errors[score], **errors, **cost}
+                    except guard.LayerDamaged:
+                        raise
                     except Exception as failure:  # noqa: BLE001 - a record with its status
                         measurement = failed(failure)
                 if torch.equal(state, generator.get_state()):  # the other seeds would draw nothing

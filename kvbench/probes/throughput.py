@@ -19,12 +19,10 @@ import torch
 from kvbench.engine import memory
 from kvbench.engine.faults import free_memory, is_out_of_memory
 from kvbench.engine.generate import Generation, Prompt, run_batch
-from kvbench.engine.static_cache import generate_with_static_cache
 from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.methods.transformers import Transformers
 from kvbench.probes.base import Probe, Repeats, failed
 from kvbench.records.figures import TaskKind
 from kvbench.run.plan import Methods, Outcome, Unit, measured
@@ -109,7 +107,6 @@ class Throughput(Probe):
 
     name: ClassVar[str] = "throughput"
     version: ClassVar[int] = 3
-    decoders: ClassVar[tuple[str, ...]] = ("kvbench", "transformers")
     score_unit: ClassVar[str] = "tokens/s"
     kind: ClassVar[TaskKind] = "throughput"
 
@@ -270,15 +267,9 @@ def _generate_batch(
     Raises:
         Exception: the failure of the method.
     """
-    method = pair[0]
     ids = _random_ids(session, setting.prompt_tokens, batch)
     new_tokens = min(most, setting.new_tokens)
-    if isinstance(method, Transformers):
-        results = generate_with_static_cache(
-            session.model, ids, new_tokens, attention=method.attention, compiled=method.compiled
-        )
-    else:
-        results = _generate(session, label, pair, ids, new_tokens, room=setting.new_tokens)
+    results = _generate(session, label, pair, ids, new_tokens, room=setting.new_tokens)
     sums = {name: sum(getattr(result, name) for result in results) for name in SUMMED}
     return measured(results[0]) | sums
 

@@ -42,7 +42,7 @@ def replace(path: Path, content: bytes, *, sync: bool = True) -> None:
 def append(path: Path, data: bytes, size: int) -> int:
     """Add `data` to a file of `size` bytes and wait until it is on disk; returns the new size.
 
-    If anything interrupts the write, an exception of any kind, the file is cut back to `size` bytes.
+    If anything interrupts the write, Ctrl-C too, the file is cut back to `size` bytes.
 
     Raises:
         OSError: the file system refuses, the file does not exist, or it has another size; a file of
@@ -52,15 +52,17 @@ def append(path: Path, data: bytes, size: int) -> int:
     try:
         if os.fstat(file).st_size != size:
             raise OSError(errno.ESTALE, "was changed while a run wrote to it", str(path))
+        is_whole = False
         try:
             unwritten = data
             while unwritten:
                 unwritten = unwritten[os.write(file, unwritten) :]
             os.fsync(file)
-        except BaseException:
-            with suppress(OSError):  # if this fails, the next call refuses the file by its size
-                os.ftruncate(file, size)
-            raise
+            is_whole = True
+        finally:
+            if not is_whole:
+                with suppress(OSError):  # if this fails, the next call refuses the file by its size
+                    os.ftruncate(file, size)
     finally:
         os.close(file)
     return size + len(data)

@@ -19,6 +19,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -184,11 +185,10 @@ class RecordStore:
                     f"{self.folder} is being written by another process; waited {self._timeout:g} s: "
                     "wait for it to end, or choose another results_dir"
                 ) from None
-            try:
+            with ExitStack() as stack:
+                stack.callback(self.__exit__)
                 self._open()
-            except BaseException:
-                self.__exit__()
-                raise
+                stack.pop_all()  # it is open, and the lock stays
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,26 +10,23 @@ one at a time. A record of such a failure is therefore always that of a method w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
 from kvbench.engine import memory
 from kvbench.engine.faults import device_is_usable, free_memory, is_out_of_memory
-from kvbench.engine.limits import time_limit
 from kvbench.errors import FAILED, UserError, one_line, traceback_of
 from kvbench.run.plan import Methods, Outcome, Plan, Unit, status_of
 from kvbench.run.session import Session
-from kvbench.run.termination import asks_to_stop, finished_first
+from kvbench.run.termination import time_limit
 
 log = logging.getLogger(__name__)
 
 Work = tuple[Unit, Methods]
 """A unit, and the methods that it is still to be run with."""
-
-Save = Callable[[Sequence[Outcome]], None]
-"""Writes outcomes to disk."""
 
 RETRIED_ALONE = ("oom", "timeout")
 """Statuses of failures that other methods or units of a group may have caused. What fails in this way is
@@ -42,7 +39,7 @@ SAFE_SHARE = 0.85
 """A group is doubled only if it is then expected to take at most this share of all memory."""
 
 GOES_ON = "the same command goes on after it"
-"""The end of a message about a lost device or a unit that hangs."""
+"""The end of a message about a lost device."""
 
 
 class DeviceLost(UserError, RuntimeError):
@@ -125,15 +122,15 @@ class Runner:
 
     Args:
         batch_size: see `GroupSize`.
-        save: writes outcomes. The runner calls it only before the process ends because code hangs
-            (`kvbench.engine.limits.time_limit`), and then from another thread.
     """
 
-    def __init__(self, plan: Plan, session: Session, batch_size: int | str, save: Save) -> None:
+    def __init__(self, plan: Plan, session: Session, batch_size: int | str) -> None:
         self.plan = plan
         self.session = session
-        self.save = save
         self.size = GroupSize(batch_size, session.device)
+        self.seconds = session.example_timeout
+        if self.seconds is not None and plan.meta().get("subject") is not None:
+            self.seconds = None  # the numbers are not about a model, whose passes could be timed
 
     def run(self, work: Sequence[Work]) -> Iterator[Sequence[Outcome]]:
         """Run all units. Yields the outcomes of each unit, failures included, as soon as they are final;
@@ -149,10 +146,9 @@ class Runner:
             group = work[done : done + size]
             done += len(group)
             failed = False
-            with finished_first(more=done == len(work)):  # ends when the outcomes have been saved
-                for outcomes in self._run_group(group):
-                    failed |= any(outcome.fields.get("error") is not None for outcome in outcomes)
-                    yield outcomes
+            for outcomes in self._run_group(group):
+                failed |= any(outcome.fields.get("error") is not None for outcome in outcomes)
+                yield outcomes
             if failed and not device_is_usable(device):
                 raise DeviceLost(
                     f"{device} answers nothing any more after example {group[-1][0].id!r}, whose "
@@ -221,7 +217,7 @@ class Runner:
         because the unit failed as a whole, then run once more, one at a time; their records say
         ``retried``.
         """
-        outcomes, again = self._run_methods(unit, methods, [])
+        outcomes, again = self._run_methods(unit, methods)
         if len(methods) > 1 and again and device_is_usable(self.session.device):
             log.info("%s: once more, one at a time: %s", unit.id, ", ".join(sorted(again)))
             for label in methods:
@@ -229,7 +225,7 @@ class Runner:
                     continue
                 self._give_back_memory()
                 others = [outcome for outcome in outcomes if outcome.method != label]
-                alone, _ = self._run_methods(unit, {label: methods[label]}, others)
+                alone, _ = self._run_methods(unit, {label: methods[label]})
                 retried = [
                     replace(outcome, fields={**outcome.fields, "retried": True})
                     for outcome in alone
@@ -238,19 +234,14 @@ class Runner:
         order = list(methods)
         return sorted(outcomes, key=lambda outcome: order.index(outcome.method))
 
-    def _run_methods(
-        self, unit: Unit, methods: Methods, others: Sequence[Outcome]
-    ) -> tuple[list[Outcome], set[str]]:
+    def _run_methods(self, unit: Unit, methods: Methods) -> tuple[list[Outcome], set[str]]:
         """Run a unit with some methods, all together.
-
-        Args:
-            others: see `_attempt`.
 
         Returns:
             an outcome for every record of these methods, and the labels of the failed methods that may
             succeed when they run alone.
         """
-        (outcomes,), failure = self._attempt([(unit, methods)], others)
+        (outcomes,), failure = self._attempt([(unit, methods)])
         may_run_alone = {
             outcome.method for outcome in outcomes if _failed_as([outcome], RETRIED_ALONE)
         }
@@ -260,14 +251,8 @@ class Runner:
         may_run_alone |= {outcome.method for outcome in missing}
         return [*outcomes, *missing], may_run_alone
 
-    def _attempt(
-        self, work: Sequence[Work], others: Sequence[Outcome] = ()
-    ) -> tuple[list[list[Outcome]], BaseException | None]:
+    def _attempt(self, work: Sequence[Work]) -> tuple[list[list[Outcome]], Exception | None]:
         """Run a group of units once.
-
-        Args:
-            others: outcomes that these units have already; they are saved with the new ones if code
-                hangs.
 
         Returns:
             the outcomes of each unit, and the exception that ended the group, or None. A group of
@@ -275,36 +260,22 @@ class Runner:
             final before.
         """
         outcomes: list[list[Outcome]] = [[] for _ in work]
-        name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
-        seconds = self.session.example_timeout
-
-        def hung() -> None:
-            error = f"hung: no answer long after example_timeout={seconds:g}"
-            if len(work) > 1:
-                error = f"hung in a batch of {len(work)} examples; batch_size=1 tells which it is"
-            log.error("%s %s; recorded; %s", name, error, GOES_ON)
-            for (unit, methods), finished in zip(work, outcomes, strict=True):
-                missing = _missing(unit, methods, "timeout", error, finished)
-                self.save([*others, *finished, *missing])
-
-        limit = None if seconds is None else seconds * sum(unit.answers for unit, _ in work)
-        try:
-            with time_limit(limit, hung):
+        with ExitStack() as stack:
+            if self.seconds is not None:
+                answers = sum(unit.answers for unit, _ in work)
+                stack.enter_context(time_limit(self.session.model, self.seconds * answers))
+            try:
                 if len(work) > 1:
                     outcomes[:] = map(list, self.plan.run_batch(work, self.session))
                 else:
                     for outcome in self.plan.run(*work[0], self.session):
                         outcomes[0].append(outcome)  # outcomes before a failure are kept
-        except BaseException as failure:
-            if asks_to_stop(failure):
-                raise
-            if self.session.spec.parallel is not None:
-                # The other ranks wait for this one's part of the unit, which will not come.
-                raise SystemExit(f"kvbench: {name}: {one_line(failure)}") from failure
-            level = logging.INFO if len(work) > 1 else logging.WARNING
-            log.log(level, "%s: %s", name, one_line(failure))
-            log.debug("%s", traceback_of(failure))
-            return outcomes, failure
+            except Exception as failure:  # noqa: BLE001 - it becomes the units' records
+                name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
+                level = logging.INFO if len(work) > 1 else logging.WARNING
+                log.log(level, "%s: %s", name, one_line(failure))
+                log.debug("%s", traceback_of(failure))
+                return outcomes, failure
         return outcomes, None
 
 

@@ -19,7 +19,7 @@ from kvbench.engine.generate import Generation, Prompt, Question, run_conversati
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
-from kvbench.methods.base import Method, asking
+from kvbench.methods.base import Method
 from kvbench.records.figures import Heatmap, as_json
 from kvbench.records.schema import COMMON_FIELDS
 from kvbench.run.encoding import EncodedExample, conversations_of, encode_examples, pieces_of
@@ -94,11 +94,9 @@ class Plan(ABC):
 
     Attributes:
         batches_units: whether `run_batch` may run several units together.
-        decoders: the values of `Method.decoded_by` whose methods it can run.
     """
 
     batches_units: ClassVar[bool] = False
-    decoders: ClassVar[tuple[str, ...]] = ("kvbench",)
 
     @abstractmethod
     def meta(self) -> dict[str, Any]:
@@ -179,9 +177,8 @@ class TaskPlan(Plan):
             names = set(encoded.example.fields) - {"task"}
             refuse_taken(f"task {self.task.name}, example {encoded.example.id!r}: fields", names)
         for label, (method, budget) in methods.items():
-            with asking(label):
-                # A fork of a method that cannot generate is refused.
-                Fork(label, method, budget, session.seed, "", room=0)
+            # A fork of a method that cannot generate is refused.
+            Fork(label, method, budget, session.seed, "", room=0)
         if examples:
             self._check_budgets(examples, session, methods)
         self._check_order_of_compression(examples, session)
@@ -211,9 +208,7 @@ class TaskPlan(Plan):
             compressed = [encoded.n for encoded in examples]
         longest = max(encoded.n for encoded in examples)
         for label, (method, budget) in methods.items():
-            with asking(label, "uses_budget"):
-                uses_budget = method.uses_budget
-            if not uses_budget:
+            if not method.uses_budget:
                 continue
             ends = budget.sink + budget.window
             if ends > longest:
@@ -369,13 +364,15 @@ def refuse_taken(whose: str, names: Iterable[str]) -> None:
 
 def with_extras_checked(label: str, result: Generation, others: Collection[str]) -> Generation:
     """The generation as it is, or as a failed one if `Method.extras` has a name that is in
-    `EVERY_RECORD_HAS` or among `others`, the fields of the task."""
+    `EVERY_RECORD_HAS` or among `others`, the fields of the task, or a value that is no number."""
     try:
         whose = f"the extras of method {label!r}"
         refuse_taken(whose, result.extras)
-        for name in result.extras:
+        for name, value in result.extras.items():
             if name in others:
                 raise KVError(f"{whose} have {name!r}; allowed: names that the task does not use")
+            if not isinstance(value, int | float):
+                raise KVError(f"{whose} have {name} = {value!r:.40}; allowed: numbers")
     except KVError as failure:
         return replace(result, failure=failure, extras={})
     return result

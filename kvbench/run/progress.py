@@ -12,10 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from torch.compiler import is_compiling
-from torch.nn import Module, ModuleList
+from torch.nn import Module
 
 from kvbench.engine.prefill import PrefillState
 from kvbench.errors import complain, presentable
+from kvbench.run.termination import decoder_layers
 
 SECONDS_BETWEEN_LINES = 15.0
 """Seconds between two lines where stderr is no terminal. On a terminal the line changes ten times a
@@ -123,8 +124,7 @@ class Progress:
     @contextmanager
     def watching(self, model: Module) -> Iterator[None]:
         """Show the model's forward passes, layer by layer, while the context lasts."""
-        lists = [module for module in model.modules() if isinstance(module, ModuleList)]
-        layers = max(lists, key=len)
+        layers = decoder_layers(model)
         numbers = {module: number for number, module in enumerate(layers, 1)}
         layer = 0  # the number of the layer that runs
         shape = (1, 1)  # rows and tokens of the pass

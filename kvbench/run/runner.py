@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.engine.faults import device_is_usable
-from kvbench.engine.limits import in_main_thread
-from kvbench.engine.ranks import Ranks
 from kvbench.errors import redact
 from kvbench.kv import KVError
-from kvbench.methods.base import describe_itself
 from kvbench.records.read import COMMON_FIELDS, recorded
 from kvbench.records.shards import Shard
 from kvbench.records.store import (
@@ -102,44 +99,8 @@ class Job:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for label, (method, _) in self.methods.items():
-            if method.decoded_by not in self.plan.decoders:
-                raise KVError(
-                    f"method {label!r} is decoded by {method.decoded_by}, whose times are compared; "
-                    f"allowed: task=throughput (task {self.task} measures what kvbench decodes)"
-                )
-        across_heads = [
-            label
-            for label, description in self.self_descriptions.items()
-            if not description["by_head"]
-        ]
-        if self.session.spec.parallel is not None:
-            self._check_tensor_parallel(across_heads)
-
-    def _check_tensor_parallel(self, across_heads: Sequence[str]) -> None:
-        """Refuse options with which the ranks may not do the same, and methods that need all KV heads in
-        one process.
-
-        Args:
-            across_heads: the labels of the methods that do not choose for each KV head by itself.
-
-        Raises:
-            KVError: naming the methods.
-        """
-        timed = self.session.example_timeout is not None
-        if across_heads or timed or self.batch_size == "auto":
-            raise KVError(
-                "model.parallel is 'tensor'; allowed with it: batch_size=<number>, example_timeout="
-                "null, methods that choose for each KV head by itself (not: "
-                f"{across_heads or '-'})"
-            )
-
-    @cached_property
-    def self_descriptions(self) -> dict[str, dict[str, Any]]:
-        """What `describe_itself` returns for each method, by label."""
-        return {
-            label: describe_itself(label, method) for label, (method, _) in self.methods.items()
-        }
+        for method, _ in self.methods.values():
+            method.quantization()  # refuses options that a scheme does not allow
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -208,12 +169,12 @@ class Job:
         names = {"experiment": self.experiment, "model": self.session.spec.label, "task": self.task}
         settings_of_job = self._settings_of_job()
         runs = {}
-        for label, description in self.self_descriptions.items():
+        for label, (method, _) in self.methods.items():
             settings = dict(settings_of_job)
-            if description["version"] > 1:
-                settings["method_version"] = description["version"]
+            if method.version > 1:
+                settings["method_version"] = method.version
             settings["method"] = self.method_configs[label]
-            settings["budget"] = self.budget_config if description["uses_budget"] else None
+            settings["budget"] = self.budget_config if method.uses_budget else None
             digest = config_hash(without_defaults(settings))
             own_names = names | {"method": label, "config_hash": digest}
             folder = run_folder(self.results_dir, **own_names)
@@ -270,8 +231,7 @@ class Job:
             "dataset": self.task,
             "example_id": outcome.example_id,
             "status": "ok",
-            "saves_memory": self.self_descriptions[outcome.method]["saves_memory"]
-            or method.quantize is not None,
+            "saves_memory": method.saves_memory or method.quantize is not None,
             **outcome.fields,
         }
 
@@ -305,10 +265,6 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         StoreError: another process writes to a run folder, or the disk is full.
         DeviceLost: nothing more can be run in this process.
     """
-    if job.session.example_timeout is not None and not in_main_thread():
-        raise KVError(
-            f"example_timeout is {job.session.example_timeout}; allowed outside the main thread: null"
-        )
     if not device_is_usable(job.session.device):  # an earlier job of this process lost it
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     for warning in job.warnings:
@@ -325,17 +281,11 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
             stack.enter_context(progress.watching(job.session.model))
         measures = ("score", *job.meta.get("measures", ()))
 
-        def save(outcomes: Sequence[Outcome]) -> None:
-            nonlocal written
-            if not stores:  # only the first rank writes
-                return
+        for outcomes in Runner(job.plan, job.session, job.batch_size).run(work):
             for outcome in outcomes:
                 record = job.record(outcome)
                 written += stores[outcome.method].append(record)
                 progress.add(outcome.method, {name: record.get(name) for name in measures})
-
-        for outcomes in Runner(job.plan, job.session, job.batch_size, save).run(work):
-            save(outcomes)
             progress.unit_done()
         own_ids = job.units.own_ids
         failed = sum(len(store.failed & own_ids) for store in stores.values())
@@ -368,15 +318,8 @@ def _load_model_if_needed(job: Job) -> None:
 
 
 def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
-    """Open and lock the store of each method, until the stack is closed, and write its manifest.
-
-    Returns:
-        The stores by label; none on any rank but the first, which writes the records of all.
-    """
+    """Open and lock the store of each method, until the stack is closed, and write its manifest."""
     stores: dict[str, RecordStore] = {}
-    rank, _ = job.session.spec.place
-    if rank != 0:
-        return stores
     suffix = None if job.shard is None else job.shard.suffix
     # Sorted, so that two jobs with the same methods do not wait for each other's locks.
     for label, run in sorted(job.runs.items(), key=lambda item: item[0]):
@@ -390,19 +333,13 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
 
 
 def _work_left(job: Job, stores: Mapping[str, RecordStore]) -> list[Work]:
-    """The units of the job that lack records, each with the methods whose records it lacks. All ranks
-    take those that the first rank finds before it writes any record."""
-    done: dict[str, set[str]] = {}
-    for label, run in job.runs.items():
-        done[label] = set(stores[label].done if stores else recorded(run.folder))
-    _, ranks = job.session.spec.place
-    done = Ranks(ranks).gather(done)[0]
+    """The units of the job that lack records, each with the methods whose records it lacks."""
     work: list[Work] = []
     for unit in job.units.own:
         methods = {
             label: job.methods[label]
-            for label, ids in done.items()
-            if not ids.issuperset(unit.record_ids)
+            for label in job.runs
+            if not stores[label].done.issuperset(unit.record_ids)
         }
         if methods:
             work.append((unit, methods))

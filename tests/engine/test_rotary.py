@@ -13,11 +13,10 @@ from support.tiny import GROUPED, on_kvbench, prompt_ids
 
 from kvbench import compress
 from kvbench.engine import scoring
-from kvbench.engine.attention import UnsupportedModel, register
+from kvbench.engine.attention import register
 from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.streams import read_text
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method, Rescoring
@@ -171,12 +170,3 @@ def test_likelihoods_across_the_change_are_refused():
     reading = scoring.read(model, prompt_ids(60), METHODS, seed=0, example_id="x", room=20)
     found = scoring.score(model, reading, [prompt_ids(20)])
     assert all("cross 64" in str(scored.failure) for [scored] in found.values())
-
-
-@pytest.mark.parametrize("positions", ["cache", "absolute"])
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_a_stream_does_not_pass_the_change(kind, positions):
-    model, exact = on_kvbench(tiny(kind)), build_method("exact")
-    assert len(read_text(model, prompt_ids(60), exact, Budget(), positions).nll) == 59
-    with pytest.raises(UnsupportedModel, match="beyond 64 tokens and the stream has 70 positions"):
-        read_text(model, prompt_ids(70), exact, Budget(), positions)

@@ -290,7 +290,6 @@ CANNOT = [
     ("spatten", {}, replace(BLIND, queries=make_layer(60).queries), {}, "sees layer 3 first"),
     ("balancekv_needle", {}, BLIND, {}, r"balancekv_needle\.layer is 1, a layer that was not seen"),
     ("kvzip", {}, BLIND, {}, "has not seen the prompt repeated"),
-    ("local", {"recompute": True}, BLIND, {}, r"local\.recompute is true; allowed: for streams"),
     ("wildcat", {"bins": "released"}, BLIND, {"rate": 1e-3}, "bins is released and rate 0.001 of"),
     ("pages", {"size": 16}, make_layer(60), {"rate": 0.01}, "sink and window take 2 pages of 16"),
     ("subgen_streaming", {}, BLIND, {"rate": 1e-9}, r"s is 2; allowed: an s that leaves t = 4"),

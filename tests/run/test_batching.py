@@ -156,7 +156,7 @@ def test_a_unit_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Pa
 
     plan = Tight()
     work: Any = [(Unit(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(8)]
-    runner = Runner(plan, make_job(tmp_path).session, 4, lambda outcomes: None)
+    runner = Runner(plan, make_job(tmp_path).session, 4)
     ids = [outcomes[0].example_id for outcomes in runner.run(work)]
     assert plan.groups == [4, 1, 2, 2]
     assert ids == ["u1", "u2", "u3", "u0", "u4", "u5", "u6", "u7"]
@@ -167,13 +167,13 @@ def test_a_unit_has_the_time_of_one_answer_unless_it_has_more(
 ) -> None:
     limits: list[float | None] = []
 
-    def limited(seconds: float | None, hung: Any) -> Any:
+    def limited(model: Any, seconds: float) -> Any:
         limits.append(seconds)
         return nullcontext()
 
     monkeypatch.setattr(batching, "time_limit", limited)
     session = with_session(make_job(tmp_path), example_timeout=5.0).session
-    runner = Runner(Counting(), session, 1, lambda outcomes: None)
+    runner = Runner(Counting(), session, 1)
     units = (Unit("a", ("a",), None), Unit("b", ("b",), None, answers=3))
     work: Any = [(unit, {"m": None}) for unit in units]
     list(runner.run(work))
@@ -204,7 +204,7 @@ def test_auto_doubles_until_twice_the_need_would_not_fit(
     monkeypatch.setattr(memory, "peak_bytes", lambda device: 10 + (per_unit or 0) * plan.groups[-1])
     monkeypatch.setattr(memory, "total_bytes", lambda device: 100)
     work: Any = [(Unit(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(count)]
-    runner = Runner(plan, session, setting, lambda outcomes: None)
+    runner = Runner(plan, session, setting)
     ids = [outcomes[0].example_id for outcomes in runner.run(work)]
     assert ids == [unit.id for unit, _ in work]
     assert plan.groups == groups

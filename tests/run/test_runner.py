@@ -18,7 +18,6 @@ from support.command import main
 from support.jobs import SMALL, Echo, Letters, make_job, records_of, with_session
 from support.tiny import Broken, Greedy
 
-from kvbench.engine.model_spec import ModelSpec
 from kvbench.kv import KVError
 from kvbench.methods import build_method
 from kvbench.probes.throughput import Throughput
@@ -316,24 +315,6 @@ def test_prompts_beyond_the_models_positions_are_logged_and_recorded(
     text = capsys.readouterr().out
     assert re.search(r"warning.*4 of 4 prompts .* up to \d+ tokens, and tiny has 50;", text)
     assert not (tmp_path / "dry").exists()
-
-
-def test_another_rank_than_the_first_runs_what_is_left_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = run_job(make_job(tmp_path, EXACT, limit=1)).folders
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
-    monkeypatch.setattr(ModelSpec, "place", (1, 2))
-    scored: list[str] = []
-
-    class Told(Echo):
-        def score(self, prediction: str, example: Any) -> Any:
-            scored.append(example.id)
-            return super().score(prediction, example)
-
-    assert run_job(make_job(tmp_path, EXACT, echo=Told(), limit=3)).folders == folders
-    assert scored == ["e1", "e2"], "the first rank has run e0"
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json*")} == before
 
 
 def test_a_dry_run_shows_the_capacity_of_each_method_at_the_median_prompt(

@@ -3,7 +3,6 @@ server has imported everything. The children can be killed like any process."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import itertools
 import multiprocessing
@@ -65,7 +64,7 @@ class ForkServer:
         folder: Path,
         *arguments: str,
         stall: tuple[str, int] | None = None,
-        deaf: bool = False,
+        slow_exit: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> Child:
         """The command line in `folder`.
@@ -74,11 +73,10 @@ class ForkServer:
             env: variables that it has beside its own.
             stall: (name, k): print "stalled" and sleep in place of the k-th call (from 1) of the
                 function of that name.
-            deaf: sleep in code that runs no Python and so hears no signal; an example that does is
-                given up half a second after its time.
+            slow_exit: print "signal came" and sleep again when a signal ends the first sleep.
         """
         return self._start(
-            folder, {"main": list(arguments), "stall": stall, "deaf": deaf, "env": env}
+            folder, {"main": list(arguments), "stall": stall, "slow_exit": slow_exit, "env": env}
         )
 
     def job(self, folder: Path, kill: tuple[int, float] | None = None) -> Child:
@@ -113,7 +111,7 @@ def _child(request: dict[str, Any]) -> None:
             from kvbench.cli.main import main
 
             if request["stall"] is not None:
-                stall(*request["stall"], request["deaf"])
+                stall(*request["stall"], request["slow_exit"])
             sys.argv = ["kvbench"]
             main(request["main"])
         else:
@@ -134,10 +132,8 @@ def _child(request: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def stall(name: str, count: int, deaf: bool) -> None:
+def stall(name: str, count: int, slow_exit: bool) -> None:
     """Make the `count`-th call of a function of the package come to no end."""
-    from kvbench.engine import limits as interrupts
-
     place, _, function = name.rpartition(".")
     real, calls = pkgutil.resolve_name(name), itertools.count(1)
 
@@ -145,14 +141,13 @@ def stall(name: str, count: int, deaf: bool) -> None:
         if next(calls) != count:
             return real(*arguments, **named)
         print("stalled", flush=True)
-        if deaf:
-            mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-            libc.pthread_mutex_lock(mutex)
-            libc.pthread_mutex_lock(mutex)  # waits for itself
-        time.sleep(600)
+        try:
+            time.sleep(600)
+        finally:
+            if slow_exit:
+                print("signal came", flush=True)
+                time.sleep(600)
 
-    if deaf:
-        interrupts.HUNG_AFTER = 0.5
     setattr(pkgutil.resolve_name(place), function, stalled)
 
 

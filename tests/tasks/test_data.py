@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvbench.probes.stream import Stream
 from support.encoders import shipped
 from support.paths import write_lines
 
 from kvbench.lm_eval.task import HarnessTask
 from kvbench.probes.fidelity import FidelityProbe
-from kvbench.probes.stream import Stream
 from kvbench.tasks.base import Task, TaskError
 from kvbench.tasks.data import Source, file_digests, hub_rows, texts_of_dataset, texts_of_files
 from kvbench.tasks.jsonl import Jsonl
