@@ -43,8 +43,9 @@ def test_prompts_have_exactly_the_asked_length(encoder: Any, repeats: int) -> No
     assert len(examples) == 10
     for example in examples:
         assert len(ids_of(example)) == example.fields["length"]
-        assert example.context == encoder.decode(example.context_ids)
-        assert example.question == encoder.decode(example.question_ids)
+        around = [encoder.decode(ids) for ids in (encoder.prefix_ids, encoder.suffix_ids)]
+        assert around[0] + example.context == encoder.decode(example.context_ids)
+        assert example.question + around[1] == encoder.decode(example.question_ids)
         assert example.context.count(NEEDLE["needle"]) == repeats
 
 
