@@ -35,7 +35,7 @@ from kvbench.cli.config import Settings, explain, explaining, hydra_of_conf
 from kvbench.cli.construct import methods_of
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, fits, refusal
-from kvbench.records.durable import make_folder, replace
+from kvbench.records.durable import replace
 from kvbench.run.termination import terminable
 
 
@@ -297,7 +297,7 @@ class Launcher(launcher.Launcher):
             OSError: the folder cannot be made, or a link in it leads out of `results_dir`.
         """
         self.folder = Path(self.config.hydra.sweep.dir).expanduser()
-        make_folder(self.folder, Path(self.config.results_dir).expanduser())
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         self.names, self.outcomes = names(job_overrides), dict[int, JobOutcome]()
         self.overrides = [filter_overrides(list(overrides)) for overrides in job_overrides]

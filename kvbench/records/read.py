@@ -18,8 +18,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -90,40 +89,11 @@ def load_run(folder: Path) -> Run:
     if not (folder / MANIFEST).exists():
         raise StoreError(f"{folder} has records but no {MANIFEST}")
     manifest = read_manifest(folder / MANIFEST)
-    rows = read_records(folder)
-    refuse_structures(folder, rows, manifest.get("task_meta") or {})
-    records = pd.DataFrame(rows)
+    records = pd.DataFrame(read_records(folder))
     records = records.reindex(columns=list(dict.fromkeys([*COMMON_FIELDS, *records.columns])))
     for name in NUMBER_FIELDS:
         records[name] = pd.to_numeric(records[name]).astype(float)
     return Run(folder, manifest, records, read_examples(folder))
-
-
-def refuse_structures(
-    folder: Path, rows: list[dict[str, Any]], task_meta: Mapping[str, Any]
-) -> None:
-    """Refuse lists and objects in the record fields that a report groups examples by.
-
-    Args:
-        folder: of the run, which the error names.
-        rows: its records.
-        task_meta: of its manifest; ``breakdown`` and ``unit`` name such fields.
-
-    Raises:
-        StoreError: one line with the folder, the example and the field.
-    """
-    breakdown = task_meta.get("breakdown")
-    groups = {"context_id", "sample", str(task_meta.get("unit"))}
-    if isinstance(breakdown, list):
-        groups |= set(map(str, breakdown))
-    for number, row in enumerate(rows, 1):
-        for name in groups & row.keys():
-            if isinstance(row[name], dict | list):
-                kind = "an object" if isinstance(row[name], dict) else "a list"
-                raise StoreError(
-                    f"{folder}, record {number} ({row['example_id']!r:.60}): {name} is {kind}; "
-                    "allowed: text, a number or null"
-                )
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -175,7 +145,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             read.
     """
     with disk_errors(path):
-        content = regular_bytes(path)
+        content = path.read_bytes()
     where = f"{path} (move it away, and the run's command writes a new one; the records stay)"
     return parsed(schema.MANIFEST, content, where)
 
@@ -190,7 +160,7 @@ def read_examples(folder: Path) -> frozenset[str] | None:
     if not path.exists():
         return None
     with disk_errors(path):
-        content = regular_bytes(path)
+        content = path.read_bytes()
     return frozenset(parsed(schema.EXAMPLES, content, f"{path} (it may be removed)"))
 
 
@@ -204,24 +174,13 @@ def complete_lines(path: Path) -> tuple[list[bytes], int]:
         StoreError: the file cannot be read.
     """
     with disk_errors(path):
-        content = regular_bytes(path)
+        content = path.read_bytes()
     lines = content.split(b"\n")[:-1]
     try:
         json.loads(lines[-1] if lines else b"{}")
     except (ValueError, RecursionError):
         lines.pop()
     return lines, sum(len(line) + 1 for line in lines)
-
-
-def regular_bytes(path: Path) -> bytes:
-    """The content of a regular file. A pipe or a device is refused: reading it might never end.
-
-    Raises:
-        StoreError: the path leads to something else than a regular file.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise StoreError(f"cannot use {path}: no regular file")
-    return path.read_bytes()
 
 
 @contextmanager
@@ -239,8 +198,7 @@ def disk_errors(path: Path, kept: int | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         earlier = "" if kept is None else f"; the {kept} earlier records are intact"
-        place = error.filename if error.errno == errno.ELOOP and error.filename else path
-        line = f"cannot use {place}: {error.strerror or error}{earlier}"
+        line = f"cannot use {path}: {error.strerror or error}{earlier}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             line = (
                 f"no space left to write {path}{earlier}; free some and run the same command again"

@@ -7,6 +7,7 @@ command, with another k or none, runs only the examples that no shard has run.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,20 +51,7 @@ class Shard:
         return f"{self.index}of{self.count}"
 
     def select(self, units: Sequence[T]) -> list[T]:
-        """This shard's part of `units`, in their order.
-
-        Of every block of k units in a row each shard gets one, so that any first part of the list is
-        split evenly, too. The shards take the units of a block in turn; the shard that begins moves on
-        by k times the golden ratio (modulo k) from one block to the next. If the same shard always
-        began, units that come in a cycle, e.g. of prompt lengths, could give all the long prompts to
-        one shard. Multiples of the golden ratio are equidistributed along every arithmetic progression
-        (Weyl), so that cycles of every length are split evenly.
-        """
-        golden_ratio = 0x9E3779B97F4A7C15  # its fractional part times 2**64; floats would drift
-        own = []
-        for number, unit in enumerate(units):
-            block = number // self.count
-            shift = (block * golden_ratio % 2**64) * self.count >> 64
-            if (number + shift) % self.count == self.index - 1:
-                own.append(unit)
-        return own
+        """This shard's part of `units`, in their order: every k-th of a shuffle, since units that come
+        in a cycle, e.g. of prompt lengths, could otherwise give all the long prompts to one shard."""
+        shuffled = random.Random(0).sample(range(len(units)), len(units))
+        return [units[number] for number in sorted(shuffled[self.index - 1 :: self.count])]

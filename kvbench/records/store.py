@@ -2,7 +2,7 @@
 
 `kvbench.records.read` says which files there are and which records count. What is promised:
 
-- when `RecordStore.append` returns, the record is on disk, with the names of its file and folders;
+- when `RecordStore.append` returns, the record is on disk;
 - a record is a whole line or none: readers ignore a line that a killed process left half-written, and
   it is removed when the folder is next opened for writing;
 - an error while writing, e.g. no space left, removes what was written of that record; earlier ones stay;
@@ -26,7 +26,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from kvbench.errors import without_keys
-from kvbench.records.durable import append, make_folder, replace, sync_folder
+from kvbench.records.durable import append, replace
 from kvbench.records.read import (
     EXAMPLES,
     MANIFEST,
@@ -93,46 +93,33 @@ def safe_name(name: str) -> str:
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
     """Write ``manifest.json`` in one step: readers see the old file or the new one, never half of one.
 
-    The `START_KEYS` of the manifest that is replaced are added to ``earlier_starts``. A lock makes
-    shards that start at once take turns, so that each of them is kept.
-
-    Returns:
-        The file's path.
+    The `START_KEYS` of the manifest that is replaced are added to ``earlier_starts``.
 
     Raises:
-        StoreError: a value that is not JSON, a broken manifest, another process holds the lock for a
-            minute, or the file system refuses.
+        StoreError: a value that is not JSON, a broken manifest, or the file system refuses.
     """
     path = folder / MANIFEST
     with disk_errors(path):
-        make_folder(folder)
-        try:
-            with FileLock(str(folder / ".lock-manifest"), timeout=60):
-                starts: list[dict[str, Any]] = []
-                if path.is_file():
-                    previous = read_manifest(path)
-                    starts = previous.get("earlier_starts", [])
-                    starts.append({key: previous.get(key) for key in START_KEYS})
-                content = {"format": FORMAT, "earlier_starts": starts, **manifest}
-                text = json.dumps(jsonable(content, "manifest"), indent=2)
-                replace(path, f"{text}\n".encode())
-        except Timeout:
-            raise StoreError(f"{path} is locked by another process for 60 s") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        starts: list[dict[str, Any]] = []
+        if path.is_file():
+            previous = read_manifest(path)
+            starts = previous.get("earlier_starts", [])
+            starts.append({key: previous.get(key) for key in START_KEYS})
+        content = {"format": FORMAT, "earlier_starts": starts, **manifest}
+        replace(path, f"{json.dumps(jsonable(content, 'manifest'), indent=2)}\n".encode())
     return path
 
 
 def write_examples(folder: Path, example_ids: Collection[str]) -> Path:
     """Write ``examples.json``, the ids of the examples that a command is to run, in one step.
 
-    Returns:
-        The file's path.
-
     Raises:
         StoreError: the file system refuses.
     """
     path = folder / EXAMPLES
     with disk_errors(path):
-        make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         replace(path, f"{json.dumps(sorted(example_ids))}\n".encode())
     return path
 
@@ -153,7 +140,6 @@ class RecordStore:
             -1 waits without limit.
         shard: suffix of the shard whose file is written, None for records.jsonl. Examples with a record
             in another file of the folder count as done.
-        root: the results folder, which no link may lead out of.
 
     Raises:
         StoreError: on entering, when the folder is in use, cannot be written or is broken.
@@ -164,20 +150,17 @@ class RecordStore:
         folder: str | Path,
         lock_timeout: float = 10.0,
         shard: str | None = None,
-        root: Path | None = None,
     ) -> None:
         self.folder = Path(folder)
-        self._root = root
         suffix = "" if shard is None else f"-{shard}"
         self.path = self.folder / f"records{suffix}.jsonl"
         self._timeout = lock_timeout
         self._lock = FileLock(str(self.folder / f".lock{suffix}"))
-        self._size: int | None = None  # of the file, in bytes; None when not open
         self._done: dict[str, str] = {}  # status by example_id
 
     def __enter__(self) -> RecordStore:
         with disk_errors(self.path):
-            make_folder(self.folder, self._root)
+            self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._lock.acquire(timeout=self._timeout)
             except Timeout:
@@ -192,7 +175,6 @@ class RecordStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._size = None
         self._done = {}
         self._lock.release()
 
@@ -236,7 +218,7 @@ class RecordStore:
             StoreError: a common field is missing, the status is unknown, a value is not JSON, or
                 the file system refuses; the file is then as it was before the call.
         """
-        if self._size is None:
+        if not self._lock.is_locked:
             raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
         where = f"{self.path}, example {record.get('example_id')!r:.80}"
         text = without_keys(json.dumps(jsonable(record, where), ensure_ascii=False))
@@ -246,7 +228,7 @@ class RecordStore:
             return False
         with disk_errors(self.path, len(self._done)):
             try:
-                self._size = append(self.path, line, self._size)
+                append(self.path, line)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise StoreError(
                     f"{self.path} was removed or moved while the run wrote to it; the same command "
@@ -257,12 +239,10 @@ class RecordStore:
 
     def _open(self) -> None:
         """Make the file where it is missing, remove a half-written last line and read what is done."""
-        if not self.path.exists():
-            self.path.touch()
-            sync_folder(self.folder)
-        _, self._size = complete_lines(self.path)
-        if self.path.stat().st_size > self._size:
-            os.truncate(self.path, self._size)
+        self.path.touch()
+        _, size = complete_lines(self.path)
+        if self.path.stat().st_size > size:
+            os.truncate(self.path, size)
         self._done = {row["example_id"]: row["status"] for row in read_records(self.folder)}
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import pandas as pd
 
 from kvbench.errors import disk_line
-from kvbench.records.durable import make_folder
 from kvbench.records.figures import Curve
 from kvbench.records.read import StoreError
 from kvbench.records.store import safe_name
@@ -137,7 +136,7 @@ def _started(manifest: Mapping[str, Any]) -> str:
 def _write_figures(drawn: Sequence[Drawn], experiment_folder: Path) -> list[Path]:
     """Write every figure to figures/, as PNG and PDF, and return the files."""
     folder = experiment_folder / "figures"
-    make_folder(folder, experiment_folder)
+    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for figure in drawn:
         for file_type in ("png", "pdf"):
@@ -200,7 +199,7 @@ def write_tables(tables: Sequence[Table], folder: Path, comments: Sequence[str])
     """
     paths = []
     folder_of_tables = folder / "tables"
-    make_folder(folder_of_tables, folder)
+    folder_of_tables.mkdir(parents=True, exist_ok=True)
     for table in tables:
         stem = folder_of_tables / safe_name(table.name)
         if table.data is not None:

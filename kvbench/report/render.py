@@ -53,7 +53,7 @@ _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
 def write_text(path: Path, text: str) -> Path:
     """Replace the file in one step, so that an open page is never half a page. What has no UTF-8 form
     (a folder may be named in other bytes) becomes a question mark."""
-    replace(path, text.encode("utf-8", errors="replace"), sync=False)
+    replace(path, text.encode("utf-8", errors="replace"))
     return path
 
 

@@ -24,7 +24,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.errors import needs_extra, printable, printable_lines
 from kvbench.errors.options import allowed, hints_of
-from kvbench.records.durable import make_folder
 from kvbench.records.read import StoreError
 from kvbench.report.frame import COLUMNS
 
@@ -87,7 +86,7 @@ def build_site(out: Path, folders: Sequence[Path], *, reference: bool = True) ->
     if out.exists() and any(out.iterdir()) and not (out / ".kvbench-site").is_file():
         raise StoreError(f"{out} holds other files; allowed: a new folder, or one of --site")
     shutil.rmtree(out, ignore_errors=True)
-    make_folder(out, out.absolute().parent)
+    out.mkdir(parents=True, exist_ok=True)
     (out / ".kvbench-site").touch()
     for folder in with_report:
         _copy_report(folder, out / "experiments" / folder.name)

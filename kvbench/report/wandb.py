@@ -27,7 +27,6 @@ from filelock import FileLock
 
 from kvbench.errors import UserError, first_line
 from kvbench.errors.options import Positive, fits, refusal
-from kvbench.records.durable import make_folder
 from kvbench.records.read import Run
 from kvbench.report.wandb_client import QUIET, Mode, client, end, resolved, send
 
@@ -110,7 +109,7 @@ def _write(experiment: Path, what: str, make: Callable[[], object]) -> None:
     line: a copy's failure must not end a sweep."""
     before, logging.raiseExceptions = logging.raiseExceptions, False  # of W&B's log on a full disk
     try:
-        make_folder(experiment / "wandb", experiment)
+        (experiment / "wandb").mkdir(parents=True, exist_ok=True)
         with FileLock(experiment / "wandb" / ".lock"):
             make()
     except Exception as error:  # noqa: BLE001 - W&B's, whatever it is

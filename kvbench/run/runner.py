@@ -323,7 +323,7 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
     suffix = None if job.shard is None else job.shard.suffix
     # Sorted, so that two jobs with the same methods do not wait for each other's locks.
     for label, run in sorted(job.runs.items(), key=lambda item: item[0]):
-        store = RecordStore(run.folder, job.lock_timeout, suffix, job.results_dir)
+        store = RecordStore(run.folder, job.lock_timeout, suffix)
         stores[label] = stack.enter_context(store)
         if job.retry_failed:
             store.drop_failed()

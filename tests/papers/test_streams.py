@@ -21,7 +21,7 @@ from kvbench.methods.h2o import H2O
 sys.path.insert(0, str(ROOT / "scripts" / "papers"))
 
 import streams
-from streams import (  # noqa: E402
+from streams import (
     Band,
     HeavyHitters,
     read_text,
