@@ -144,7 +144,7 @@ class Band(Reading):
 
 
 class HeavyHitters(Reading):
-    """H2O (arXiv 2306.14048, Algorithm 1): once `most` entries are held, the one with the least
+    """H2O (arXiv 2306.14048, appendix A): once `most` entries are held, the one with the least
     accumulated attention leaves for each token, the `recent` newest apart."""
 
     def __init__(self, most: int, rotation: Rotary | None = None) -> None:
