@@ -19,7 +19,7 @@ from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
 from kvbench.cli.build import build_job
-from kvbench.engine.costs import ExactBytes
+from kvbench.engine.costs import ExactBytes, LayerBytes
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork
 from kvbench.engine.ranks import RankFailure, Ranks, _Reason
@@ -120,19 +120,20 @@ def test_a_fork_that_failed_on_another_rank_fails_at_its_next_count(
     monkeypatch.setattr(Ranks, "gather", lambda ranks, value: [value, *others])
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     layer = make_layer(40, kv_heads=2, num_layers=1)
+    exact = ExactBytes([LayerBytes((layer.keys.nbytes + layer.values.nbytes) // 40, None)])
     for fails_later in (False, True):
         fork = Fork("m", build_method("exact"), Budget(), 0, "x", room=4)
         fork.begin_prompt(40, Ranks(2))
         assert fork.example_id == "x\0rank 1", "draws of its own"
         fork.hold(0, keep_all(layer), 40)
         if fails_later:
-            fork.end_prompt(40, ExactBytes())
+            fork.end_prompt(40, exact)
             assert fork.failure is None
         others.append(OTHER)
         if fails_later:
             fork.cost()
         else:
-            fork.end_prompt(40, ExactBytes())
+            fork.end_prompt(40, exact)
         assert str(fork.failure) == "KeyError: theirs"
         assert not fork.layers, "its memory is given back"
         others.clear()
