@@ -12,7 +12,7 @@ from support.method_layers import make_layer, run
 from support.tiny import prompt_ids, tiny_model
 from torch import Tensor
 
-from kvbench.engine.attention import LayerCall
+from kvbench.engine.attention import AttentionState, LayerCall
 from kvbench.engine.prefill import forward_rows
 from kvbench.engine.scoring import read
 from kvbench.kv import Budget, KVError
@@ -92,7 +92,7 @@ def test_released_semantics_score_one_masked_pass(architecture, semantics):
     )
     rule = semantics.removeprefix("released_")
 
-    class Masked:
+    class Masked(AttentionState):
         def attend(self, call: LayerCall) -> Tensor:
             group = call.query.shape[1] // call.key.shape[1]
             key, value = (x.repeat_interleave(group, 1) for x in (call.key, call.value))
