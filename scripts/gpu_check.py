@@ -86,7 +86,6 @@ LEAST = {
     "attention_mass": 0.15,
     "balanced_halving": 0.05,
     "cut": 0.01,
-    "kcentre": 0.001,
 }
 """The share of a kernel's measured time that its floor should be, at least; expectations, not
 measurements."""
@@ -121,7 +120,7 @@ TESTS = (
     "tests/kernels/test_attention_mass.py tests/kernels/test_balanced_cut.py "
     "tests/kernels/test_balanced_walk.py tests/kernels/test_choice.py "
     "tests/kernels/test_decode_attention.py tests/kernels/test_eviction.py "
-    "tests/kernels/test_kcentre.py tests/kernels/test_online_clusters.py "
+    "tests/kernels/test_online_clusters.py "
     "tests/kernels/test_kernels_cuda.py tests/engine/test_cuda.py"
 )
 """Every kernel at several shapes, eviction included, and decoding steps."""
@@ -490,7 +489,6 @@ def kernels(sizes: Sizes, on: torch.device, out: Figures) -> None:
         *islice(bench_kernels.halvings(bench, n), None if sizes.timed else 1),
         *bench_kernels.decoding(bench, n // 4, rows),
         *bench_kernels.masses(bench, [(8, n, n)]),
-        *bench_kernels.centres(bench, n, n // 16),
     ]
     for case in cases:
         rounds = 3 if sizes.timed else 1

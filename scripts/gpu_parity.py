@@ -20,7 +20,6 @@ from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
 from kvbench.kernels.entry_table import entry_table
-from kvbench.kernels.kcentre import greedy_k_centre
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Relative distance from float64 of what is rounded to a dtype; dtypes in the order of the checks."""
@@ -174,25 +173,9 @@ def check_cut(inputs: Inputs) -> Iterator[Figure]:
     yield Figure("cut (wrong entries)", sum(wrong), 0.0)
 
 
-def check_kcentre(inputs: Inputs) -> Iterator[Figure]:
-    """Every centre is the point farthest from those before it."""
-    points, count = inputs.keys[0], min(inputs.tokens // 4, 64)
-    first = torch.zeros(KV_HEADS, dtype=torch.int64, device=inputs.device)
-    centres = greedy_k_centre(points, count, first).cpu()
-    worst = 0.0
-    for head in range(KV_HEADS):
-        x = _double(points[head])
-        distance = (x - x[centres[head, 0]]).square().sum(1)
-        for centre in centres[head, 1:].tolist():
-            worst = max(worst, float(1 - distance[centre] / distance.max()))
-            distance = distance.minimum((x - x[centre]).square().sum(1))
-    yield Figure("kcentre (short of the farthest)", worst, TOLERANCE[inputs.dtype])
-
-
 CHECKS: tuple[Callable[[Inputs], Iterator[Figure]], ...] = (
     check_decoding,
     check_mass,
     check_walk,
     check_cut,
-    check_kcentre,
 )

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # gpu_sanitize.sh [PYTEST ARGUMENTS]: compute-sanitizer over the tests of kernels on a GPU, at their small shapes.
 # TOOL=memcheck (the default) looks for addresses out of bounds or misaligned, TOOL=racecheck for races in shared memory;
-# one tool a call, since each takes minutes. racecheck does not see global memory, where the programs of the walk, of
-# k-centre's choose and of the clusters' finish meet: of these, barriers and tests are the evidence.
+# one tool a call, since each takes minutes. racecheck does not see global memory, where the programs of the walk
+# and of the clusters' finish meet: of these, barriers and tests are the evidence.
 # Exit status 1: the tool found something. PYTHON names the interpreter, SANITIZER the program.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -20,7 +20,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   exit 2
 fi
 tests=("$@")
-[ $# -gt 0 ] || tests=(tests/kernels/test_{attention_mass,balanced_cut,balanced_walk,choice,decode_attention,eviction,kcentre,online_clusters,kernels_cuda}.py)
+[ $# -gt 0 ] || tests=(tests/kernels/test_{attention_mass,balanced_cut,balanced_walk,choice,decode_attention,eviction,online_clusters,kernels_cuda}.py)
 # every allocation of its own, so that memcheck sees where each ends
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 # without the full-size shapes, which take a sanitizer hours

@@ -15,7 +15,6 @@ formula is in its `floor_formula`:
                        flops: b^2 d multiply-adds x 2 (keys, values) per block
     decode_attention   bytes: keys and values of the entries held, once
     attention_mass     flops: one causal q.k (summing columns in O(n) memory takes two)
-    kcentre            flops: every point against every centre
     cut                bytes: signs, order and weights read, half of the latter written
 
 Compression rows are one layer of `Method.compress`, everything included. On CUDA the kernels' results
@@ -50,7 +49,6 @@ from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.decode_attention import weighted_decode_attention
 from kvbench.kernels.entry_table import EntryTable, entry_table
-from kvbench.kernels.kcentre import greedy_k_centre
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
@@ -331,21 +329,6 @@ def masses(bench: Bench, sizes: list[tuple[int, int, int]]) -> Iterator[Case]:
         )
 
 
-def centres(bench: Bench, n: int, count: int) -> Iterator[Case]:
-    """k-centre of random points of every KV head; they form no clusters, which is the hard case."""
-    points = bench.normal(KV_HEADS, n, DIM)
-    first = torch.zeros(KV_HEADS, dtype=torch.int64, device=bench.device)
-    yield Case(
-        "kcentre",
-        f"n={n} centres={count}",
-        lambda implementation: greedy_k_centre(points, count, first, implementation=implementation),
-        bytes=KV_HEADS * n * DIM * points.element_size(),
-        flops=2 * KV_HEADS * n * count * DIM,
-        formula="kv_heads n d itemsize bytes; 2 kv_heads n count d flops",
-        agree=equal_share,
-    )
-
-
 def compressions(bench: Bench, n: int, heads: int) -> Iterator[Case]:
     """One layer of `compress`, all of it, at rate 0.25."""
     keys, values = bench.normal(1, KV_HEADS, n, DIM), bench.normal(1, KV_HEADS, n, DIM, seed=1)
@@ -374,13 +357,11 @@ def cases(bench: Bench) -> Iterator[Case]:
         yield from decoding(bench, 16384, 8)
         yield from decoding(bench, 131072, 1)
         yield from masses(bench, [(32, 16384, 16384), (32, 32, 16384), (32, 32, 131072)])
-        yield from centres(bench, 16384, 4096)
         yield from compressions(bench, 16384, 32)
     else:
         yield from halvings(bench, 16384)
         yield from decoding(bench, 16384, 1)
         yield from masses(bench, [(8, 8192, 8192), (32, 32, 16384)])
-        yield from centres(bench, 16384, 4096)
         yield from compressions(bench, 16384, KV_HEADS)
 
 

@@ -36,7 +36,6 @@ from kvbench.kernels import (
     _triton_clusters,
     _triton_decode,
     _triton_evict,
-    _triton_kcentre,
     _triton_mass,
     _triton_philox,
     _triton_walk,
@@ -233,14 +232,6 @@ def mass(
     _triton_mass.attention_mass(queries, keys, scaling=dim**-0.5, softcap=softcap)
 
 
-def kcentre(n: int, dim: int, dtype: torch.dtype, count: int | None = None) -> None:
-    """Launch greedy k-centre of n points of 8 heads; `count` centres, by default 65, which take few
-    passes."""
-    first = empty(8, dtype=torch.int64)
-    points = empty(8, n, dim, dtype=dtype)
-    _triton_kcentre.greedy_k_centre(points, empty(8, n), count or 65, first)
-
-
 def first_come(b: int, heads: int = 8, dim: int = 128) -> None:
     """Launch the two kernels of the online clusters: which of b points become representatives, and which
     of 900 representatives is nearest to each point."""
@@ -274,7 +265,6 @@ def variants() -> Iterator[tuple[str, int]]:
 
     launch_of_length: dict[str, Callable[[int], object]] = {
         "mass": lambda n: mass(n - 900, 4, 4, 64, half, n=n),
-        "kcentre": lambda n: kcentre(n, 64, half, count=n - 900),
         "walk": lambda n: walk(16, 64, half, n=16 * (n - 900)),
         "cut": lambda n: cut(n - 900),
         "philox": lambda n: philox(torch.float32, n, 2**32 + n),
@@ -318,7 +308,6 @@ def every_launch() -> Iterator[tuple[str, Launch]]:
         "mass of the last queries, softcap": lambda dim, dtype: mass(
             64, 14, 2, dim, dtype, softcap=50.0
         ),
-        "kcentre": lambda dim, dtype: kcentre(16384, dim, dtype),
     }
     for dim in DIMS:
         for dtype in DTYPES:
@@ -376,13 +365,11 @@ def launches() -> Iterator[tuple[str, Launch]]:
         yield f"philox {dtype}", partial(philox, dtype)
     yield "mass bf16 d=128", lambda: mass(16384, 32, 8, 128, brain)
     yield "first come", lambda: first_come(256)
-    yield "kcentre bf16 d=128", lambda: kcentre(16384, 128, brain)
     # The widest: a group of 128 query heads, and float32 rows of 256 numbers.
     yield f"decode {half} group=128", lambda: decode(128, 1, 128, half)
     yield f"decode packed {half} group=128", lambda: decode_packed(128, 1, 128, half)
     yield f"decode packed {full} d=128", lambda: decode_packed(16, 16, 128, full, softcap=30.0)
     yield f"decode {full} d=256", lambda: decode(16, 16, 256, full, softcap=30.0)
-    yield f"kcentre {full} d=256", lambda: kcentre(131072, 256, full)
     yield f"mass {full} d=256", lambda: mass(16384, 8, 8, 256, full, softcap=50.0)
     yield f"walk {full} b=64 d=256", lambda: walk(64, 256, full)
 

@@ -20,6 +20,8 @@ from support.kernels import (
 from kvbench.kernels import attention_mass as mass_module
 from kvbench.kernels.attention_mass import attention_mass
 
+pytestmark = pytest.mark.cuda
+
 
 def mass_by_definition(
     queries: torch.Tensor, keys: torch.Tensor, scaling: float, softcap: float | None = None

@@ -24,6 +24,8 @@ from kvbench.kernels.decode_attention import _too_wide, append_entries, weighted
 from kvbench.kernels.entry_table import entry_table
 from kvbench.kernels.quantize import Quantization, pack, unpack
 
+pytestmark = pytest.mark.cuda
+
 
 def draw(
     heads: int,
