@@ -13,6 +13,7 @@ from support.kernels import (
     FLOAT,
     FULL_SIZE,
     HALF,
+    OF_MODELS,
     both,
     needs_triton,
     put,
@@ -100,6 +101,7 @@ DECODE = [
 ]
 FULL_DECODE = [
     (32, 8, 128, 128, [16384, 4160, 0, 1, 4161, 16383, 100, 8000], 8 * [16640]),
+    *((2 * group, 2, dim, dim, [1024, 700], [1025, 1024]) for dim, group in OF_MODELS),
 ]
 
 
