@@ -178,7 +178,7 @@ bench: setup ## what sharing a prefill saves, what compression costs
 GPU_CHECK = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS) --only
 gpu-check: ## the first half hour on a GPU: right answers, honest clocks, kernels against their floors
 	status=0; \
-	for sections in device,tokens,kernels,throughput decoding,capacity,compiled second,tests; do \
+	for sections in device,tokens,kernels,throughput decoding,capacity second,tests; do \
 	  $(GPU_CHECK) $$sections || status=$$?; \
 	done; exit $$status
 

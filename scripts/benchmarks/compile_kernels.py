@@ -3,8 +3,8 @@
     python scripts/benchmarks/compile_kernels.py 80 90         # each kernel at head dimension 80
     python scripts/benchmarks/compile_kernels.py 90 --every    # at every head dimension and dtype
 
-It prints a line of JSON per launch: the kernels with their registers and spills (`ptxas` reports them),
-or the error. The launchers run on tensors without storage under a driver that only names the target, so
+It prints a line of JSON per launch: the kernels with the shared memory that they ask for, or the error.
+The launchers run on tensors without storage under a driver that only names the target, so
 every constant, type, alignment and option is the one a launch on that GPU would have. Nothing is
 launched. With --every it also prints how many kernels an operation compiles for several lengths.
 """
@@ -14,18 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -80,29 +75,6 @@ def compiled(launch: Launch) -> list[Any]:
     finally:
         JITFunction.run = run
     return list(kernels.values())
-
-
-def resources(kernel: Any) -> dict[str, int | str]:
-    """What ptxas says of the kernel's registers and spills; shared memory as Triton asks for it."""
-    ptx = kernel.asm["ptx"]
-    (arch,) = re.findall(r"\.target (\w+)", ptx)
-    is_blackwell = int(re.findall(r"\d+", arch)[0]) >= 100  # which has an assembler of its own
-    assembler = "ptxas-blackwell" if is_blackwell else "ptxas"
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / assembler
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [str(tool), "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return {
-        "kernel": kernel.metadata.name,
-        "shared": kernel.metadata.shared,
-        "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
-        "spills": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
-        "warps": kernel.metadata.num_warps,
-        "wgmma": ptx.count("wgmma.mma_async"),
-        "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4|cp\.async[.\w]* .*0x10", ptx)),
-    }
 
 
 def empty(*shape: int, dtype: torch.dtype = FULL) -> torch.Tensor:
@@ -274,14 +246,12 @@ def variants() -> Iterator[tuple[str, int]]:
 
 
 def outcome(launch: Launch) -> dict[str, Any]:
-    """The resources of the kernels that `launch` compiles, or the end of the error's text."""
+    """The shared memory, in bytes, of the kernels that `launch` compiles, or the end of the error."""
     try:
-        return {"kernels": [resources(kernel) for kernel in compiled(launch)], "failure": None}
+        kernels = [kernel.metadata for kernel in compiled(launch)]
+        return {"kernels": [[kernel.name, kernel.shared] for kernel in kernels], "failure": None}
     except Exception as failure:  # noqa: BLE001 - a compiler may raise anything; all is reported
-        reason: BaseException = failure
-        while reason.__cause__ is not None:
-            reason = reason.__cause__
-        return {"kernels": [], "failure": " ".join(str(reason).split())[-300:]}
+        return {"kernels": [], "failure": repr(failure.__cause__ or failure)[-300:]}
 
 
 def main() -> None:
