@@ -170,17 +170,15 @@ bench-throughput: setup ## seconds and memory by context, beside transformers' c
 	$(KVBENCH) experiment=throughput_context model=$(or $(MODEL),recall_mini) \
 	  'task.prompt_tokens=[$(CONTEXT)]' results_dir=$(RESULTS)
 
-bench: setup ## what sharing a prefill saves, what compression costs, every kernel against its floor
+bench: setup ## what sharing a prefill saves, what compression costs
 	$(BIN)/python scripts/benchmarks/bench_engine.py sharing
 	$(BIN)/python scripts/benchmarks/bench_compress.py
-	$(BIN)/python scripts/benchmarks/bench_kernels.py
-	$(BIN)/python scripts/benchmarks/bench_store.py --folder .
 
 # The environment of the GPU node where there is none of ours: it may have no network.
 GPU_CHECK = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS) --only
 gpu-check: ## the first half hour on a GPU: right answers, honest clocks, kernels against their floors
 	status=0; \
-	for sections in device,parity,tokens,kernels,throughput decoding,memory,capacity,compiled second,witness,tests; do \
+	for sections in device,tokens,kernels,throughput decoding,capacity second,tests; do \
 	  $(GPU_CHECK) $$sections || status=$$?; \
 	done; exit $$status
 

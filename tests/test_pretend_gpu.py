@@ -41,19 +41,6 @@ def test_the_ceiling_of_a_decode_speed_up_is_that_of_the_bytes_read(
     assert round(checks.ceiling(weights, exact, 0.25 * exact, batch), 2) == expected
 
 
-def test_compute_sanitizer_that_is_not_there_is_one_line():
-    done = subprocess.run(
-        ["bash", "scripts/gpu_sanitize.sh"],
-        cwd=TESTS.parent,
-        env={**os.environ, "SANITIZER": "/no/such/compute-sanitizer"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("gpu_sanitize.sh needs compute-sanitizer")
-    assert done.stderr.count("\n") == 1
-
-
 def pretending(*command: str, gpus: int) -> subprocess.CompletedProcess[str]:
     """A process of its own: the tool makes torch believe in GPUs for good."""
     return subprocess.run(
@@ -75,25 +62,19 @@ def pretending(*command: str, gpus: int) -> subprocess.CompletedProcess[str]:
 def test_what_is_marked_cuda_passes_on_pretend_gpus():
     done = pretending(
         *("-m", "pytest", "-m", "cuda", "-rs", "-p", "support.pretended"),
-        *("-p", "no:cacheprovider", "tests/engine", "tests/kernels", "tests/probes"),
+        *("-p", "no:cacheprovider", "tests/engine", "tests/kernels"),
         gpus=2,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) >= 12
 
 
-def gpu_check(tmp_path: Path, *arguments: str, before: str = "") -> tuple[int, dict, str]:
-    """Exit status, report and output of gpu_check on two pretended GPUs.
-
-    Args:
-        before: Python that runs first, with gpu_parity imported.
-    """
+def gpu_check(tmp_path: Path, *arguments: str) -> tuple[int, dict, str]:
+    """Exit status, report and output of gpu_check on two pretended GPUs."""
     script = (
         "import runpy, sys, support.pretended\n"
         "for name in ('hydra', 'omegaconf', 'wandb', 'datasets', 'wonderwords', 'lm_eval'):\n"
         "    sys.modules[name] = None\n"  # importing one fails: not on the node
-        "sys.path.insert(0, 'scripts'); import gpu_parity\n"
-        f"{before}\n"
         "runpy.run_path('scripts/gpu_check.py', run_name='__main__')"
     )
     done = pretending("-c", script, "--small", "--out", str(tmp_path), *arguments, gpus=2)
@@ -117,64 +98,28 @@ def called(tmp_path: Path, only: str, *arguments: str) -> dict:
 
 @needs_tool
 def test_gpu_check_of_kernels(tmp_path):
-    sections = called(tmp_path, "device,parity,tokens,kernels,throughput")
+    sections = called(tmp_path, "device,tokens,kernels,throughput")
     assert {"exact", "h2o", "balancekv", "subgen_streaming"} <= set(sections["tokens"]["methods"])
-    figures = [name for name in sections["parity"] if " float16 " in name]
-    assert len(figures) == 3 * 7, "seven figures at three shapes"
-    assert set(sections["parity"][figures[0]]) == {"measured", "expected", "at_most"}
+    shares = [name for name in sections["kernels"] if name.endswith("share of the floor")]
+    assert len(shares) == 5
+    assert set(sections["kernels"][shares[0]]) == {"measured", "at_least"}
 
 
 @needs_tool
 def test_gpu_check_of_decoding(tmp_path):
-    sections = called(tmp_path, "decoding,memory,capacity,compiled")
-    decoding, capacity = sections["decoding"], sections["capacity"]
+    sections = called(tmp_path, "decoding,capacity")
     for name in METHODS:
-        assert decoding[f"{name} at 100"]["prefill_peak_bytes"] > 0
-        assert decoding[f"{name} at 100, batch 2"]["peak_bytes"] > 0
-        assert capacity[f"{name}: largest batch"] == 3
-        if name != "exact":
-            speedup = decoding[f"{name} at 100, batch 2: decode speed-up, the goal"]
-            assert speedup["expected"] > 1.0
-            assert set(speedup) == {"measured", "expected", "goal_at_least", "reached"}
-            assert capacity[f"{name}: largest batch by bytes"] > 1
+        assert sections["decoding"][f"{name} at 100, batch 2"]["peak_bytes"] > 0
+        assert sections["capacity"][f"{name}: largest batch"] == 3
+    assert sections["decoding"]["snapkv at 100, batch 2: speed-up"]["at_most"] > 1.0
 
 
 @needs_tool
 def test_gpu_check_of_tests_and_the_second_gpu(tmp_path):
     tests = "-p support.pretended -p no:cacheprovider tests/kernels/test_kernels_cuda.py"
-    sections = called(tmp_path, "second,witness,tests", "--pytest", tests)
+    sections = called(tmp_path, "second,tests", "--pytest", tests)
     assert sections["second"]["captured steps"]["measured"] >= 1
     assert "all of it" not in sections["second"]["left_out"], "two GPUs"
-
-
-@needs_tool
-def test_a_kernel_that_raises_leaves_the_others_to_be_checked(tmp_path):
-    status, report, said = gpu_check(
-        tmp_path, "--only", "parity", before="gpu_parity.attention_mass = None"
-    )
-    assert status == 1
-    assert "check_mass bfloat16 head_dim 128 group 2: TypeError" in said
-    figures = report["sections"]["parity"]
-    assert {"cut (wrong entries) float32 head_dim 16 group 7"} <= set(figures)
-
-
-def test_the_largest_batch_is_one_that_was_allocated(monkeypatch):
-    monkeypatch.syspath_prepend(TESTS.parent / "scripts")
-    import gpu_check as checks
-
-    for room in (1, 2, 7, 40, 100):
-        for predicted in (1, 8, 41, 100):
-            tried = []
-
-            def fits(batch: int, room: int = room, tried: list[int] = tried) -> bool:
-                tried.append(batch)
-                return batch <= room
-
-            largest = checks.largest_that_fits(fits, predicted)
-            assert largest in tried
-            assert largest <= min(room, predicted) <= max(largest + 1, 1.03 * largest)
-    with pytest.raises(checks.Failed, match="not even a batch of one"):
-        checks.largest_that_fits(lambda batch: False, 9)
 
 
 @needs_tool
@@ -185,7 +130,7 @@ def test_gpu_check_says_what_failed(tmp_path):
     assert status == 1
     sections = report["sections"]["tests"]
     assert sections["passed"] is False
-    assert sections["tests passed"] == {"measured": 0, "expected": None, "at_least": 1}
+    assert sections["tests passed"] == {"measured": 0, "at_least": 1}
     assert "FAILED" in said
     assert "tests passed: 0, at least 1" in said
 

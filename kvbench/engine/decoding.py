@@ -2,9 +2,9 @@
 
 Rows hold different numbers of entries, in buffers of their own. At each layer, all rows that can go
 through the same kernels do so together (`kvbench.kernels.decode_attention`): two launches for any number
-of rows, three where they hold packed entries, over exactly the entries that they hold. A step reads the
-positions and the numbers of entries on the device and advances them there. The host counts and copies
-nothing, so that a step can be captured in a CUDA graph.
+of rows, over exactly the entries that they hold. A step reads the positions and the numbers of entries
+on the device and advances them there. The host counts and copies nothing, so that a step can be captured
+in a CUDA graph. Other rows, those with packed entries among them, attend one after the other.
 
 In: the forks of the rows, and each layer's query, key and value of the new tokens. Out: the attention
 output of every row. At the end, `DecodeState.settle` updates the number of entries in the caches.
@@ -48,7 +48,6 @@ class _Kind(NamedTuple):
         kv_heads: the KV heads of a cache.
         key_dim, value_dim: the numbers in a key and in a value.
         dtype: of keys and values.
-        quantization: how the first entries are packed; None where none are.
         evicts_oldest: whether the rule of eviction takes the oldest entry, which needs no scores; None
             where no entry is evicted.
     """
@@ -58,21 +57,18 @@ class _Kind(NamedTuple):
     key_dim: int
     value_dim: int
     dtype: torch.dtype
-    quantization: Hashable
     evicts_oldest: bool | None
 
     @classmethod
     def of(cls, caches: Sequence[GrowingCache]) -> _Kind:
         """The kind of the caches of one row, which are all alike."""
         store, rule = caches[0].store, caches[0].rule
-        packed = store.packed
         return cls(
             len(caches),
             store.keys.shape[0],
             store.keys.shape[2],
             store.values.shape[2],
             store.keys.dtype,
-            None if packed is None else packed.keys.quantization,
             None if rule is None else rule.leaves == "oldest",
         )
 
@@ -164,7 +160,7 @@ class _Group:
             scores = [store.scores for store in stores]
             positions = [store.positions for store in stores]
             self.evictions = EvictionTable(rules, self.limits, scores, positions, rows)
-        launches = (table.longest, table.longest_packed, table.chunk, table.aligned)
+        launches = (table.longest, table.chunk, table.aligned)
         self.graph_key = (tuple(rows), kind, *launches)
 
     def caches_of(self, row: int) -> slice:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels.decode_attention import products
-from kvbench.kernels.entry_table import EntryTable, entry_table, is_readable
-from kvbench.kernels.quantize import Codec, Packed, Scheme, never
+from kvbench.kernels.entry_table import EntryTable, entry_table
+from kvbench.kernels.quantize import Codec, Scheme
 from kvbench.kv import CompressedKV, weighted_entries
 
 GROWTH = 256
@@ -94,15 +94,9 @@ class Entries:
 
     @property
     def is_read_by_kernel(self) -> bool:
-        """Whether `kvbench.kernels.decode_attention` can compute the attention to these entries: all
-        have a key and a value, attention is an ordinary softmax over them, and the kernel can read those
-        that are packed."""
+        """Whether `kvbench.kernels.decode_attention` can compute the attention to these entries: none
+        is packed, all have a key and a value, and attention is an ordinary softmax over them."""
         return not self.keys_only and self.denominators is None
-
-    @property
-    def packed(self) -> PackedPair | None:
-        """The packed entries, where there are any and the kernels can read them; None otherwise."""
-        return None
 
     def count(self) -> Tensor:
         """Count the entries of each head without padding: [kv_heads] int64. The result is on the host,
@@ -218,13 +212,6 @@ class Entries:
         `PackedEntries`."""
 
 
-class PackedPair(NamedTuple):
-    """The packed keys and values of a store, as `kvbench.kernels.decode_attention` reads them."""
-
-    keys: Packed
-    values: Packed
-
-
 class Codecs(NamedTuple):
     """The codecs of a scheme, one for keys and one for values, which hold the packed entries. They may
     have packed different numbers of entries."""
@@ -243,6 +230,8 @@ class PackedEntries(Entries):
         scheme: how entries are packed.
         layer, seed: the numbers on which the scheme's random draws depend.
     """
+
+    is_read_by_kernel = False
 
     def __init__(
         self,
@@ -268,23 +257,6 @@ class PackedEntries(Entries):
     def first_value(self) -> int:
         """See `Entries.first_value`."""
         return self.keys_only + self.codecs.values.count
-
-    @property
-    def is_read_by_kernel(self) -> bool:
-        """See `Entries.is_read_by_kernel`."""
-        return super().is_read_by_kernel and self.packed is not None
-
-    @property
-    def packed(self) -> PackedPair | None:
-        """See `Entries.packed`. The kernels read entries that were packed as one block after the prompt
-        and to which no later entry is added."""
-        keys, values = self.codecs
-        if keys.due is not never or values.due is not never:
-            return None
-        blocks = [block for codec in (keys, values) for block in codec.blocks]
-        if len(blocks) != 2 or not is_readable(*blocks):
-            return None
-        return PackedPair(blocks[0], blocks[1])
 
     def nbytes(self, count: int) -> int:
         """See `Entries.nbytes`; the bytes of the packed entries are included."""
@@ -360,24 +332,15 @@ def table_of(stores: Sequence[Entries]) -> EntryTable:
     step can be replayed for rows of about the same length.
 
     Args:
-        stores: one per row. Each `is_read_by_kernel`, and all or none of them have packed entries.
+        stores: one per row. Each `is_read_by_kernel`.
     """
-    packed = [store.packed for store in stores if store.packed is not None]
     longest = max(store.keys.shape[1] for store in stores)
-    longest_packed = max((keys.count for keys, _ in packed), default=0)
     return entry_table(
         [store.keys for store in stores],
         [store.values for store in stores],
         [store.log_weights for store in stores],
-        packed=packed,
-        longest=_power_of_two(longest),
-        longest_packed=_power_of_two(longest_packed),
+        longest=1 << (longest - 1).bit_length() if longest else 0,
     )
-
-
-def _power_of_two(number: int) -> int:
-    """`number` rounded up to a power of two; 0 for 0."""
-    return 1 << (number - 1).bit_length() if number else 0
 
 
 def _with_room(tensor: Tensor, room: int) -> Tensor:

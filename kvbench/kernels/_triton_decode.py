@@ -11,8 +11,7 @@ other:
 1. `split_kernel`: a program has one chunk (program id 1) of one KV head of one row (program id 0). It
    reads the chunk once, for all query heads of the group, and writes a partial result of each. Chunks
    do not wait for each other, so that a few long rows fill the device as well as many short ones. A
-   program whose chunk begins behind the row's last entry ends after a few loads. Where the first
-   entries of the rows are packed, `_triton_packed.packed_kernel` does the same for their chunks before.
+   program whose chunk begins behind the row's last entry ends after a few loads.
 2. `reduce_kernel`: a program has one query head of one row (program id 0), whose partial results it
    combines.
 3. `mass_kernel`, where the attention of the entries is asked for: a program has a block of entries
@@ -29,12 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels._choice import on_its_device
-from kvbench.kernels._triton_packed import read_packed
 from kvbench.kernels._triton_table import (
     KEY_ENTRY_STRIDE,
     KEY_HEAD_STRIDE,
     KEYS,
-    PACKED,
     RESERVED,
     TABLE_COLUMNS,
     VALUE_ENTRY_STRIDE,
@@ -50,7 +47,6 @@ from kvbench.kernels._triton_tiles import (
     store_partial,
     weighted_logits,
 )
-from kvbench.kernels.quantize import Quantization
 
 STAGE_BYTES = 32768
 """Bytes of keys and values that one stage of the pipeline holds in shared memory. Of multiprocessors
@@ -58,11 +54,11 @@ with 227 KB, two programs with three stages each fit into one; of those with 163
 stages in flight are far more than latency x bandwidth of a multiprocessor (about 20 KB)."""
 
 
-@triton.jit(do_not_specialize=["lengths", "chunk", "splits", "first_split", "longest"])
+@triton.jit(do_not_specialize=["lengths", "chunk", "splits", "longest"])
 def split_kernel(
     query,  # [rows, heads, DIM], contiguous, in the keys' dtype
     table,  # [rows, TABLE_COLUMNS] int64
-    lengths,  # [rows], packed entries included
+    lengths,  # [rows]
     partial_out,  # [rows, heads, splits, VALUE_DIM] float32, out
     partial_max,  # [rows, heads, splits] float32, out
     partial_sum,  # [rows, heads, splits] float32, out
@@ -70,8 +66,7 @@ def split_kernel(
     scaling,
     softcap,
     chunk,  # entries of a program
-    splits,  # chunks for which the partial results have room, those of packed entries included
-    first_split,  # place of the first chunk of the buffers; those of packed entries come before
+    splits,  # chunks for which the partial results have room
     longest,
     kv_heads,
     group,
@@ -88,13 +83,12 @@ def split_kernel(
     KEEP_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention over one chunk of the buffers: program (row x KV head, chunk)."""
+    """Attention over one chunk of the entries: program (row x KV head, chunk)."""
     row = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     split = tl.program_id(1)
-    packed = tl.load(table + row * TABLE_COLUMNS + PACKED)
     reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
-    n = (tl.minimum(tl.load(lengths + row).to(tl.int64), reserved) - packed).to(tl.int32)
+    n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved).to(tl.int32)
     first = split * chunk
     if first >= n:
         return
@@ -107,7 +101,6 @@ def split_kernel(
     values += head * row_stride(table, row, VALUE_HEAD_STRIDE, ALIGNED, UNIT)
     value_stride = row_stride(table, row, VALUE_ENTRY_STRIDE, ALIGNED, UNIT)
     weights, weight_stride, weights_stored = weights_of_head(table, row, head)
-    weights += packed * weight_stride  # log-weights are stored of packed entries, too
 
     members = tl.arange(0, GROUP)
     in_group = members < group
@@ -143,13 +136,13 @@ def split_kernel(
             )
         exponentials, rescale, largest, total = online_softmax(logits, largest, total)
         out = tl.dot(exponentials.to(dtype), v, out * rescale[:, None], input_precision=PRECISION)
-    slots = query_heads * splits + first_split + split
+    slots = query_heads * splits + split
     store_partial(
         partial_out, partial_max, partial_sum, slots, in_group, out, largest, total, VALUE_DIM, E
     )
 
 
-@triton.jit(do_not_specialize=["lengths", "chunk", "splits", "first_split"])
+@triton.jit(do_not_specialize=["lengths", "chunk", "splits"])
 def reduce_kernel(
     table,  # as in `split_kernel`, and so are those that have no comment
     lengths,
@@ -161,7 +154,6 @@ def reduce_kernel(
     sinks,  # [rows, heads] float32, contiguous, if SINKS
     chunk,
     splits,
-    first_split,
     heads,
     VALUE_DIM: tl.constexpr,
     E: tl.constexpr,
@@ -171,12 +163,9 @@ def reduce_kernel(
     """Combine a query head's partial results, PART chunks at a time: program (row x query head)."""
     query_head = tl.program_id(0).to(tl.int64)
     row = query_head // heads
-    packed = tl.load(table + row * TABLE_COLUMNS + PACKED).to(tl.int32)
     reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
     n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved).to(tl.int32)
-    # Chunks behind the last entry wrote nothing.
-    packed_chunks = tl.cdiv(packed, chunk)
-    chunks = packed_chunks + tl.cdiv(tl.maximum(n - packed, 0), chunk)
+    chunks = tl.cdiv(n, chunk)  # those behind the last entry wrote nothing
     columns = tl.arange(0, E)
     largest = tl.full([], -float("inf"), tl.float32)
     base = tl.full([], 0.0, tl.float32)
@@ -189,7 +178,6 @@ def reduce_kernel(
     for start in range(0, chunks, PART):
         part = start + tl.arange(0, PART)
         slots = query_head * splits + part
-        slots += tl.where(part < packed_chunks, 0, first_split - packed_chunks)
         maxima = tl.load(partial_max + slots, mask=part < chunks, other=-float("inf"))
         sums = tl.load(partial_sum + slots, mask=part < chunks, other=0.0)
         outs = tl.load(
@@ -263,14 +251,13 @@ def append_kernel(
     place = tl.load(lengths + row).to(tl.int64)
     if place >= tl.load(table + row * TABLE_COLUMNS + RESERVED):
         return  # A caller must not append to a full row, but memory of others stays as it is.
-    buffer_place = place - tl.load(table + row * TABLE_COLUMNS + PACKED)
     dtype: tl.constexpr = key.dtype.element_ty
     to_key = row_pointer(table, row, KEYS, dtype, False)
     to_key += head * tl.load(table + row * TABLE_COLUMNS + KEY_HEAD_STRIDE)
-    to_key += buffer_place * tl.load(table + row * TABLE_COLUMNS + KEY_ENTRY_STRIDE)
+    to_key += place * tl.load(table + row * TABLE_COLUMNS + KEY_ENTRY_STRIDE)
     to_value = row_pointer(table, row, VALUES, dtype, False)
     to_value += head * tl.load(table + row * TABLE_COLUMNS + VALUE_HEAD_STRIDE)
-    to_value += buffer_place * tl.load(table + row * TABLE_COLUMNS + VALUE_ENTRY_STRIDE)
+    to_value += place * tl.load(table + row * TABLE_COLUMNS + VALUE_ENTRY_STRIDE)
     columns = tl.arange(0, D)
     value_columns = tl.arange(0, E)
     new_key = tl.load(key + row_head * DIM + columns, mask=columns < DIM)
@@ -328,8 +315,6 @@ def attention(
     kv_heads: int,
     value_dim: int,
     longest: int,
-    longest_packed: int,
-    quantization: Quantization | None,
     chunk: int,
     aligned: bool,
     scaling: float,
@@ -337,16 +322,12 @@ def attention(
     sinks: Tensor | None,
     return_mass: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`decode_attention.weighted_decode_attention` on CUDA: two launches, one more for packed entries
-    and one more for the attention of the entries. The host reads nothing back.
-
-    The partial results of a (row, head) are those of the chunks of its packed entries, then those of
-    the chunks of its buffers.
+    """`decode_attention.weighted_decode_attention` on CUDA: two launches, and one more for the attention
+    of the entries. The host reads nothing back.
 
     Args:
         query: [rows, heads, dim] in the dtype of the entries.
-        pointers: `EntryTable.pointers`; `longest`, `longest_packed`, `quantization`, `chunk` and
-            `aligned` are that table's, too.
+        pointers: `EntryTable.pointers`; `longest`, `chunk` and `aligned` are that table's, too.
         lengths: [rows] int32 or int64 on the query's device.
 
     Returns:
@@ -356,9 +337,7 @@ def attention(
     rows, heads, dim = query.shape
     group = heads // kv_heads
     query = query.contiguous()
-    packed_splits = -(-longest_packed // chunk)
-    buffer_splits = max(1, -(-longest // chunk))
-    splits = packed_splits + buffer_splits
+    splits = max(1, -(-longest // chunk))
     out = query.new_empty(rows, heads, value_dim)
     partial_out = query.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
     # Two allocations: of one, the second half would be aligned for some shapes only, and Triton compiles
@@ -368,20 +347,7 @@ def attention(
     log_sum = query.new_empty(rows, heads, dtype=torch.float32)
     # Without `return_mass` no logits are written; the kernel is passed some tensor all the same.
     logits = log_sum.new_empty(rows, heads, longest) if return_mass else log_sum
-    if quantization is not None:
-        read_packed(
-            query,
-            pointers,
-            (partial_out, partial_max, partial_sum),
-            quantization,
-            kv_heads=kv_heads,
-            packed_splits=packed_splits,
-            chunk=chunk,
-            aligned=aligned,
-            scaling=scaling,
-            softcap=softcap,
-        )
-    split_kernel[(rows * kv_heads, buffer_splits)](
+    split_kernel[(rows * kv_heads, splits)](
         query,
         pointers,
         lengths,
@@ -393,7 +359,6 @@ def attention(
         0.0 if softcap is None else float(softcap),
         chunk,
         splits,
-        packed_splits,
         longest,
         kv_heads,
         group,
@@ -412,7 +377,6 @@ def attention(
         log_sum if sinks is None else sinks.float().contiguous(),
         chunk,
         splits,
-        packed_splits,
         heads,
         VALUE_DIM=value_dim,
         E=triton.next_power_of_2(value_dim),

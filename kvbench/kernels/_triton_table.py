@@ -20,13 +20,6 @@ VALUE_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("value_entry_stride"))
 WEIGHT_HEAD_STRIDE = tl.constexpr(COLUMNS.index("weight_head_stride"))
 WEIGHT_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("weight_entry_stride"))
 RESERVED = tl.constexpr(COLUMNS.index("reserved"))
-PACKED = tl.constexpr(COLUMNS.index("packed"))
-KEY_CODES = tl.constexpr(COLUMNS.index("key_codes"))
-KEY_SCALES = tl.constexpr(COLUMNS.index("key_scales"))
-KEY_ZEROS = tl.constexpr(COLUMNS.index("key_zeros"))
-VALUE_CODES = tl.constexpr(COLUMNS.index("value_codes"))
-VALUE_SCALES = tl.constexpr(COLUMNS.index("value_scales"))
-VALUE_ZEROS = tl.constexpr(COLUMNS.index("value_zeros"))
 
 
 @triton.jit

@@ -38,18 +38,16 @@ def weighted_decode_attention(
     Args:
         query: [rows, heads, dim]; query head i uses KV head i // (heads / kv_heads).
         table: where the rows' entries are (`entry_table`).
-        lengths: the number of entries of each row, packed ones included: [rows] int32 or int64 on the
-            query's device (a captured CUDA graph can then read new ones), or plain integers (which
-            save a copy where torch runs, since it needs them on the host). The Triton kernel does not
-            compare them with the buffers, because the host would have to wait for the device; it reads
-            no entry beyond `reserved`. A row of length 0 gives zeros, as does a head whose entries are
-            all hidden.
+        lengths: the number of entries of each row: [rows] int32 or int64 on the query's device (a
+            captured CUDA graph can then read new ones), or plain integers (which save a copy where torch
+            runs, since it needs them on the host). The Triton kernel does not compare them with the
+            buffers, because the host would have to wait for the device; it reads no entry beyond
+            `reserved`. A row of length 0 gives zeros, as does a head whose entries are all hidden.
         scaling: factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
         sinks: [rows, heads], one more logit in the softmax of each query, whose value is 0; None for
             none.
-        return_mass: whether the attention that each entry received is returned, too (for H2O); not
-            where entries are packed.
+        return_mass: whether the attention that each entry received is returned, too (for H2O).
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
@@ -72,8 +70,6 @@ def weighted_decode_attention(
             f"query {tuple(query.shape)} and {len(lengths)} lengths over {table.rows} rows of "
             f"{kv_heads} KV heads of dim {table.keys[0].shape[2]}"
         )
-    if return_mass and table.packed:
-        raise ValueError("return_mass is True and entries are packed; allowed: one or the other")
     keys, values = table.keys[0], table.values[0]
     widest = max(keys.shape[2], values.shape[2])
     obstacle = _too_wide(heads // kv_heads, widest, keys.element_size())
@@ -88,8 +84,6 @@ def weighted_decode_attention(
         kv_heads=kv_heads,
         value_dim=values.shape[2],
         longest=table.longest,
-        longest_packed=table.longest_packed,
-        quantization=table.quantization,
         chunk=table.chunk,
         aligned=table.aligned,
         scaling=scaling,
@@ -137,16 +131,13 @@ def _torch_attention(
         query.new_zeros(rows, kv_heads, table.longest, dtype=torch.float32) if return_mass else None
     )
     for row, n in enumerate(counts):
-        packed, weight = table.packed_counts[row], table.log_weights[row]
-        reserved = packed + table.keys[row].shape[1]
-        if not packed <= n <= reserved:
-            raise ValueError(f"row {row} has length {n}; allowed: {packed} to {reserved}")
+        weight, reserved = table.log_weights[row], table.keys[row].shape[1]
+        if not 0 <= n <= reserved:
+            raise ValueError(f"row {row} has length {n}; allowed: 0 to {reserved}")
         if n == 0:
             continue
-        key, value = table.keys[row][:, : n - packed], table.values[row][:, : n - packed]
+        key, value = table.keys[row][:, :n], table.values[row][:, :n]
         logits = _products(grouped[row], key)
-        if packed:
-            logits = torch.cat([table.packed[row][0].dot(grouped[row]), logits], dim=-1)
         logits = capped(logits.mul_(scaling), softcap)
         if weight is not None:
             logits += weight[:, None, :n]
@@ -154,9 +145,7 @@ def _torch_attention(
         attention = softmax(logits, own_sinks)
         if weight is not None:  # all entries may be hidden
             attention.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
-        torch.bmm(attention[..., packed:].to(value.dtype), value, out=out[row])
-        if packed:
-            out[row] = table.packed[row][1].mix(attention[..., :packed]).add_(out[row])
+        torch.bmm(attention.to(value.dtype), value, out=out[row])
         if mass is not None:
             torch.mean(attention, 1, out=mass[row, :, :n])
     return out.view(rows, heads, -1), mass
@@ -229,14 +218,13 @@ def append_entries(
         return
     counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     for row, n in enumerate(counts):
-        packed, room = table.packed_counts[row], table.keys[row].shape[1]
-        place = n - packed
-        if not 0 <= place < room:
+        room = table.keys[row].shape[1]
+        if not 0 <= n < room:
             raise ValueError(
-                f"row {row} has length {n} before a new entry; allowed: {packed} to {packed + room - 1}"
+                f"row {row} has length {n} before a new entry; allowed: 0 to {room - 1}"
             )
-        table.keys[row][:, place] = key[row]
-        table.values[row][:, place] = value[row]
+        table.keys[row][:, n] = key[row]
+        table.values[row][:, n] = value[row]
         weight = table.log_weights[row]
         if weight is not None:
             weight[:, n] = 0.0

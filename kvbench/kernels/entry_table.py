@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvbench.kernels._choice import multiprocessors
 from kvbench.kernels.philox import to_device
-from kvbench.kernels.quantize import Packed, Quantization
 
 COLUMNS = (
     "keys",
@@ -25,18 +24,10 @@ COLUMNS = (
     "weight_head_stride",
     "weight_entry_stride",
     "reserved",
-    "packed",
-    "key_codes",
-    "key_scales",
-    "key_zeros",
-    "value_codes",
-    "value_scales",
-    "value_zeros",
 )
 """What the columns of `EntryTable.pointers` have for a row: the addresses of its three buffers (that
 of the log-weights is 0 where all are zero); the strides of each over heads and over entries, in
-elements; how many entries there is room for (`reserved`, packed ones included); how many entries are
-packed; and the addresses of their codes, scales and zero points (0 where no entry is packed)."""
+elements; and how many entries there is room for (`reserved`)."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +41,17 @@ class EntryTable:
     every step, so that a step does no Python work per row and can be captured in a CUDA graph. Only
     the rows' lengths, a tensor beside the table, change from step to step.
 
-    The first entries of a row may be packed (`kvbench.kernels.quantize`). They are read as they are
-    stored. The buffers of keys and values have the entries behind them.
-
     Attributes:
         keys, values: for each row [kv_heads, reserved, dim]; `reserved` differs between rows.
-        log_weights: for each row [kv_heads, packed + reserved] float32, or None where all are zero;
-            -inf hides an entry.
-        longest: the entries in buffers for which programs are launched, at least the largest
-            `reserved`.
-        packed: for each row its packed keys (`by_channel`) and values, all of one `Quantization`;
-            empty where no row has any.
-        longest_packed: the packed entries for which programs are launched, at least those of every
-            row.
+        log_weights: for each row [kv_heads, reserved] float32, or None where all are zero; -inf hides
+            an entry.
+        longest: the entries for which programs are launched, at least the largest `reserved`.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     log_weights: tuple[Tensor | None, ...]
     longest: int
-    packed: tuple[tuple[Packed, Packed], ...] = ()
-    longest_packed: int = 0
 
     @property
     def rows(self) -> int:
@@ -82,16 +63,6 @@ class EntryTable:
         """The number of KV heads, which all rows share."""
         return self.keys[0].shape[0]
 
-    @property
-    def quantization(self) -> Quantization | None:
-        """The scheme of the packed entries; None where there are none."""
-        return self.packed[0][0].quantization if self.packed else None
-
-    @property
-    def packed_counts(self) -> list[int]:
-        """The number of packed entries of each row."""
-        return [keys.count for keys, _ in self.packed] or [0] * self.rows
-
     @cached_property
     def chunk(self) -> int:
         """How many entries a program of the Triton kernel reads: a power of two.
@@ -100,35 +71,27 @@ class EntryTable:
         Below 128 entries the launch that combines the chunks would cost more than the one that reads
         them.
         """
-        entries = sum(key.shape[1] for key in self.keys) + sum(self.packed_counts)
+        entries = sum(key.shape[1] for key in self.keys)
         programs = 4 * multiprocessors(self.keys[0].device)
         share = -(-self.kv_heads * entries // programs)
         return min(4096, max(128, 1 << (share - 1).bit_length()))
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether every entry in a buffer, and the first code of each row, lies at a multiple of 16
-        bytes."""
-        return all(codes.data_ptr() % 16 == 0 for codes in self._all_codes) and all(
+        """Whether every entry lies at a multiple of 16 bytes."""
+        return all(
             part.data_ptr() % 16 == 0
             and all(stride * part.element_size() % 16 == 0 for stride in part.stride()[:2])
             for part in (*self.keys, *self.values)
         )
-
-    @property
-    def _all_codes(self) -> list[Tensor]:
-        return [side.codes for row in self.packed for side in row]
 
     @cached_property
     def pointers(self) -> Tensor:
         """The table as a tensor, [rows, columns] int64 on the rows' device; `COLUMNS` names the
         columns."""
         table = []
-        not_packed = dict.fromkeys(COLUMNS, 0)
-        for number, count in enumerate(self.packed_counts):
-            key, value = self.keys[number], self.values[number]
-            weight = self.log_weights[number]
-            row = not_packed | {
+        for key, value, weight in zip(self.keys, self.values, self.log_weights, strict=True):
+            row = {
                 "keys": key.data_ptr(),
                 "values": value.data_ptr(),
                 "log_weights": 0 if weight is None else weight.data_ptr(),
@@ -138,14 +101,8 @@ class EntryTable:
                 "value_entry_stride": value.stride(1),
                 "weight_head_stride": 0 if weight is None else weight.stride(0),
                 "weight_entry_stride": 0 if weight is None else weight.stride(1),
-                "reserved": count + key.shape[1],
-                "packed": count,
+                "reserved": key.shape[1],
             }
-            if self.packed:
-                for side, packed in zip(("key", "value"), self.packed[number], strict=True):
-                    row[f"{side}_codes"] = packed.codes.data_ptr()
-                    row[f"{side}_scales"] = packed.scale.data_ptr()
-                    row[f"{side}_zeros"] = packed.zero.data_ptr()
             table.append([row[name] for name in COLUMNS])
         return to_device(torch.tensor(table, dtype=torch.int64), self.keys[0].device)
 
@@ -155,9 +112,7 @@ def entry_table(
     values: Sequence[Tensor],
     log_weights: Sequence[Tensor | None] | None = None,
     *,
-    packed: Sequence[tuple[Packed, Packed]] = (),
     longest: int = 0,
-    longest_packed: int = 0,
 ) -> EntryTable:
     """Make the table of these rows. It refers to their buffers (or views of a pool) and copies
     nothing.
@@ -169,11 +124,8 @@ def entry_table(
         keys, values: for each row [kv_heads, reserved, dim]. All keys share dtype, device, kv_heads
             and dim; so do all values, with a dim of their own. The numbers of an entry are adjacent in
             memory.
-        log_weights: for each row [kv_heads, packed + reserved] float32, or None where all are zero.
-        packed: for each row the packed keys and values of the entries before those in the buffers;
-            empty where no row has any.
-        longest, longest_packed: `EntryTable.longest` and `longest_packed`, if that is more than the
-            rows need.
+        log_weights: for each row [kv_heads, reserved] float32, or None where all are zero.
+        longest: `EntryTable.longest`, if that is more than the rows need.
 
     Raises:
         ValueError: no rows, or rows that differ in what they must share.
@@ -192,13 +144,9 @@ def entry_table(
             )
         if any(row.stride(2) != 1 for row in rows):
             raise ValueError(f"{name} of an entry are not adjacent in memory (stride 1)")
-    if packed:
-        _check_packed(packed, keys, values)
-    counts = [row[0].count for row in packed] or [0] * len(keys)
     for row, (key, value, weight) in enumerate(zip(keys, values, weights, strict=True)):
         buffers = [(tuple(x.shape[:2]), x.dtype) for x in (key, value, weight) if x is not None]
-        weights_shape = (key.shape[0], counts[row] + key.shape[1])
-        fitting = [buffers[0], buffers[0], (weights_shape, torch.float32)]
+        fitting = [buffers[0], buffers[0], (buffers[0][0], torch.float32)]
         if buffers != fitting[: len(buffers)]:
             raise ValueError(
                 f"row {row} has keys, values, log-weights {buffers}; allowed: {fitting}"
@@ -208,49 +156,7 @@ def entry_table(
         tuple(values),
         weights,
         max(longest, *(key.shape[1] for key in keys)),
-        tuple(packed),
-        max(longest_packed, *counts),
     )
     if keys[0].is_cuda:
         _ = table.pointers  # Made now, since nothing can be copied while a CUDA graph is captured.
     return table
-
-
-def is_readable(keys: object, values: object) -> bool:
-    """Whether `weighted_decode_attention` can read these packed keys and values as they are stored:
-    integers in groups of a power of two numbers, keys packed by channel, values by entry, as many of
-    both."""
-    if not isinstance(keys, Packed) or not isinstance(values, Packed):
-        return False
-    size = keys.quantization.group_size
-    return (
-        size & (size - 1) == 0
-        and keys.by_channel
-        and not values.by_channel
-        and keys.count == values.count
-        and all(part.is_contiguous() for side in (keys, values) for part in side.parts)
-    )
-
-
-def _check_packed(
-    packed: Sequence[tuple[Packed, Packed]], keys: Sequence[Tensor], values: Sequence[Tensor]
-) -> None:
-    """Raise the ValueError of `entry_table` where packed entries cannot be read or do not fit the
-    buffers."""
-    if len(packed) != len(keys):
-        raise ValueError(f"{len(packed)} rows have packed entries; allowed: none, or {len(keys)}")
-    for row, sides in enumerate(packed):
-        if not is_readable(*sides):
-            raise ValueError(
-                f"row {row} is packed by {sides[0].quantization}; allowed: keys by channel, values by "
-                "entry, groups of a power of two"
-            )
-        stored = [
-            (side.shape[0], side.shape[2], side.scale.dtype, side.quantization) for side in sides
-        ]
-        quantization = packed[0][0].quantization
-        fitting = [
-            (x.shape[0], x.shape[2], x.dtype, quantization) for x in (keys[row], values[row])
-        ]
-        if stored != fitting:
-            raise ValueError(f"row {row} has packed keys and values {stored}; allowed: {fitting}")

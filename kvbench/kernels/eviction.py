@@ -30,7 +30,7 @@ def evict_entries(
     all rows.
 
     Args:
-        table: the rows' entries, none of them packed.
+        table: the rows' entries.
         lengths: the number of entries of each row before the token, see `weighted_decode_attention`;
             not changed. Afterwards a row has min(length + 1, limit) entries.
         mass: [rows, kv_heads, table.longest] float32, the attention that each entry received; None

@@ -6,54 +6,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvbench.kernels._choice import use_triton
-
 CANDIDATES = 128
 """How many of the farthest points a pass over the points compares: at most so many centres it
 finds."""
 
 
-def greedy_k_centre(
-    points: Tensor, count: int, first: Tensor, *, implementation: str = "auto"
-) -> Tensor:
+def greedy_k_centre(points: Tensor, count: int, first: Tensor) -> Tensor:
     """Choose centres one after the other: each is the point farthest (l2) from those chosen before.
 
-    Both implementations make the greedy choice exactly, up to ties and rounding, with O(n) memory
-    beyond the points. They find many centres in a pass over the points: see `_torch_greedy`, and
-    `_triton_kcentre`, for which the host never waits.
+    The choice is exactly the greedy one, up to ties and rounding, with O(n) memory beyond the points.
+    A pass over the points makes many choices; the host waits for a GPU in every pass. The points that
+    are farthest now are mostly the farthest after the next few choices, too. So a pass compares the
+    `CANDIDATES` farthest with each other. It takes candidates for as long as their distance to every
+    centre, the new ones included, is no less than the distance of every other point to the old centres
+    (which can only shrink): such a candidate is the farthest point of all. Then one matrix product
+    brings the distance of every point to its nearest centre up to date.
 
     Args:
         points: [batch, n, dim], any float dtype; distances are computed in float32.
         count: centres wanted, 0 <= count <= n.
         first: [batch] int64, the centre to start from.
-        implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
         [batch, count] int64, distinct indices of points, in the order chosen.
 
     Raises:
-        ValueError: an impossible count, or an implementation that is not possible here.
+        ValueError: an impossible count.
     """
     if not 0 <= count <= points.shape[1]:
         raise ValueError(f"{count} centres of {points.shape[1]} points")
-    if count and use_triton("greedy_k_centre", implementation, points):
-        from kvbench.kernels import _triton_kcentre
-
-        x = _centred(points) if points.dtype == torch.float32 else points
-        square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square_()
-        return _triton_kcentre.greedy_k_centre(x, square, count, first)
-    return _torch_greedy(points, count, first)
-
-
-def _torch_greedy(points: Tensor, count: int, first: Tensor) -> Tensor:
-    """`greedy_k_centre` in torch, which finds many centres in a pass over the points.
-
-    The points that are farthest now are mostly the farthest after the next few choices, too. So a pass
-    compares the `CANDIDATES` farthest with each other. It takes candidates for as long as their
-    distance to every centre, the new ones included, is no less than the distance of every other point
-    to the old centres (which can only shrink): such a candidate is the farthest point of all. Then one
-    matrix product brings the distance of every point to its nearest centre up to date.
-    """
     batch, n, dim = points.shape
     x = _centred(points).contiguous()
     flat, heads = x.view(-1, dim), torch.arange(batch, device=x.device).unsqueeze(-1)

@@ -311,11 +311,6 @@ class Packed(ValueBlock):
         heads, rows, _ = self.codes.shape
         return (heads, self.along, rows) if self.by_channel else (heads, rows, self.along)
 
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All tensors: codes, scales, zero points."""
-        return self.codes, self.scale, self.zero
-
     def dot(self, query: Tensor) -> Tensor:
         """See `Block`.
 

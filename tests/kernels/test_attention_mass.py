@@ -10,6 +10,7 @@ from support.kernels import (
     FLOAT,
     FULL_SIZE,
     HALF,
+    OF_MODELS,
     both,
     generator,
     needs_triton,
@@ -19,6 +20,8 @@ from support.kernels import (
 
 from kvbench.kernels import attention_mass as mass_module
 from kvbench.kernels.attention_mass import attention_mass
+
+pytestmark = pytest.mark.cuda
 
 
 def mass_by_definition(
@@ -50,7 +53,14 @@ MASS = [
     (2, 6, 2, 7, 100, 5, FLOAT, 2.0),
     (1, 2, 2, 130, 190, 40, BRAIN, None),
 ]
-FULL_MASS = [(1, 8, 2, 5000, 5000, 128, BRAIN, 2.0)]
+FULL_MASS = [
+    (1, 8, 2, 5000, 5000, 128, BRAIN, 2.0),
+    *(
+        (1, 2 * group, 2, 1024, 1024, d, dtype, None)
+        for d, group in OF_MODELS
+        for dtype in (FLOAT, BRAIN, HALF)
+    ),
+]
 
 
 @both

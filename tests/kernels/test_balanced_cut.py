@@ -12,6 +12,8 @@ from support.kernels import (
 
 from kvbench.kernels.balanced_cut import halve
 
+pytestmark = pytest.mark.cuda
+
 
 @needs_triton
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from kvbench.kernels import balanced_walk
 
+pytestmark = pytest.mark.cuda
+
 
 def check_walk(
     implementation: str,

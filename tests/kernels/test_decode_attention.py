@@ -13,6 +13,7 @@ from support.kernels import (
     FLOAT,
     FULL_SIZE,
     HALF,
+    OF_MODELS,
     both,
     needs_triton,
     put,
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from kvbench.kernels.decode_attention import _too_wide, append_entries, weighted_decode_attention
 from kvbench.kernels.entry_table import entry_table
-from kvbench.kernels.quantize import Quantization, pack, unpack
+
+pytestmark = pytest.mark.cuda
 
 
 def draw(
@@ -105,6 +107,7 @@ DECODE = [
 ]
 FULL_DECODE = [
     (32, 8, 128, 128, [16384, 4160, 0, 1, 4161, 16383, 100, 8000], 8 * [16640]),
+    *((2 * group, 2, dim, dim, [1024, 700], [1025, 1024]) for dim, group in OF_MODELS),
 ]
 
 
@@ -141,54 +144,6 @@ def test_decode(shape, dtype, softcap, weighted, sinks, implementation):
     alone, none = weighted_decode_attention(query, table, lengths, **options)
     assert none is None
     assert torch.equal(alone, out)
-
-
-PACKED = [
-    # bits, group_size, heads, kv_heads, dim, value_dim, packed entries, entries of every row
-    (4, 64, 4, 2, 16, 16, [130, 37, 256], [150, 38, 256]),
-    (2, 16, 6, 1, 40, 24, [129, 257, 1], [129, 400, 2]),
-    (4, 8, 2, 2, 80, 80, [300, 17], [301, 80]),
-    (2, 128, 20, 1, 64, 33, [5], [9]),
-]
-FULL_PACKED = [(4, 64, 32, 8, 128, 128, [16384, 4161, 1], [16400, 4161, 2])]
-
-
-@both
-@pytest.mark.parametrize(
-    ("dtype", "softcap", "weighted"), [(FLOAT, None, True), (BRAIN, 3.0, False), (HALF, None, True)]
-)
-@pytest.mark.parametrize("shape", PACKED + (FULL_PACKED if FULL_SIZE else []), ids=str)
-def test_decode_of_packed_entries_followed_by_others(
-    shape, dtype, softcap, weighted, implementation
-):
-    """As over the numbers that the codes stand for; what lies behind a row's entries is not read."""
-    bits, group_size, heads, kv_heads, dim, value_dim, counts, lengths = shape
-    restored = draw(heads, kv_heads, dim, value_dim, lengths, lengths, dtype, weighted)
-    query, keys, values, weights = put_all(restored)
-    quantization, packed, buffers = Quantization(bits, group_size), [], []
-    for row, count in enumerate(counts):
-        sides = []
-        for part, by_channel in ((keys[row], True), (values[row], False)):
-            side = pack(part[:, :count], quantization, by_channel=by_channel)
-            part[:, :count] = unpack(side)
-            sides.append(side)
-        packed.append(tuple(sides))
-        room = torch.full((kv_heads, 3, 1), torch.nan, device=DEVICE, dtype=dtype)
-        buffers.append(
-            [
-                torch.cat([part[row][:, count:], room.expand(-1, -1, part[row].shape[2])], 1)
-                for part in (keys, values)
-            ]
-        )
-    more = [None if x is None else torch.cat([x, x[:, :1].expand(-1, 3)], 1) for x in weights]
-    table = entry_table(*zip(*buffers, strict=True), more, packed=packed, longest_packed=500)
-    options = {"scaling": dim**-0.5, "softcap": softcap}
-    out, _ = weighted_decode_attention(
-        query, table, lengths, **options, implementation=implementation
-    )
-    expected, _ = by_definition(query, keys, values, weights, lengths, *options.values())
-    assert out.dtype == dtype
-    assert relative(out, expected) < {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 1e-2}[dtype]
 
 
 @both
@@ -275,55 +230,25 @@ def test_append(implementation):
     assert torch.equal(keys[0], before)  # a full row stays as it is
 
 
-@both
-def test_append_behind_packed_entries(implementation):
-    """Places count packed entries, the buffers do not."""
-    prompt, new = torch.randn(2, 5, 4, device=DEVICE), torch.randn(1, 2, 4, device=DEVICE)
-    sides = [
-        pack(prompt, Quantization(4, 4), by_channel=by_channel) for by_channel in (True, False)
-    ]
-    keys, values = torch.zeros(2, 2, 3, 4, device=DEVICE)
-    weights = torch.ones(2, 8, device=DEVICE)
-    table = entry_table([keys], [values], [weights], packed=[tuple(sides)])
-    append_entries(table, [6], new, new + 1, implementation=implementation)
-    for buffer, token in ((keys, new), (values, new + 1)):
-        assert torch.equal(buffer[:, 1], token[0])
-        assert not buffer[:, ::2].any()
-    assert weights.tolist() == [[1, 1, 1, 1, 1, 1, 0, 1]] * 2
-    if implementation == "torch":
-        for place in (4, 8):
-            with pytest.raises(ValueError, match=f"row 0 has length {place} before a new entry"):
-                append_entries(table, [place], new, new, implementation=implementation)
-
-
 KEY = torch.zeros(2, 5, 4)
 """A row's keys, or its values: 2 KV heads, 5 entries, 4 numbers."""
-CODES = Quantization(4, 4)
 
 
 @pytest.mark.parametrize(
-    ("heads", "length", "packed", "options", "message"),
+    ("heads", "length", "options", "message"),
     [
-        (3, 5, (), {}, "over 1 rows of 2 KV heads of dim 4"),
-        (4, 6, (), {}, "row 0 has length 6"),
+        (3, 5, {}, "over 1 rows of 2 KV heads of dim 4"),
+        (4, 6, {}, "row 0 has length 6"),
         (
             4,
             5,
-            (),
             {"implementation": "cuda"},
             "implementation is 'cuda'; allowed: auto, triton, torch",
         ),
-        (
-            4,
-            6,
-            [(pack(KEY, CODES, by_channel=True), pack(KEY, CODES, by_channel=False))],
-            {"return_mass": True},
-            "return_mass is True and entries are packed",
-        ),
     ],
 )
-def test_what_does_not_fit_a_step_is_refused(heads, length, packed, options, message):
-    table = entry_table([KEY], [KEY], packed=packed)
+def test_what_does_not_fit_a_step_is_refused(heads, length, options, message):
+    table = entry_table([KEY], [KEY])
     with pytest.raises(ValueError, match=message):
         weighted_decode_attention(torch.zeros(1, heads, 4), table, [length], scaling=1.0, **options)
 

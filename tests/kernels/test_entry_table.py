@@ -10,12 +10,9 @@ import torch
 
 from kvbench.kernels import entry_table as table_module
 from kvbench.kernels.entry_table import entry_table
-from kvbench.kernels.quantize import Packed, Quantization, pack
 
 KEY = torch.zeros(2, 5, 4)
 """A row's keys, or its values: 2 KV heads, 5 entries, 4 numbers."""
-CODES = Quantization(4, 4)
-PACKED_KEYS, PACKED_VALUES = pack(KEY, CODES, by_channel=True), pack(KEY, CODES, by_channel=False)
 
 
 @pytest.mark.parametrize(
@@ -56,32 +53,3 @@ def test_rows_that_do_not_fit_a_table_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         entry_table(keys, values, log_weights)
-
-
-@pytest.mark.parametrize(
-    ("packed", "message"),
-    [
-        (
-            [(PACKED_KEYS, PACKED_VALUES)] * 2,
-            "2 rows have packed entries; allowed: none, or 1",
-        ),
-        (
-            [(PACKED_VALUES, PACKED_KEYS)],
-            "row 0 is packed by .*; allowed: keys by channel, values by entry",
-        ),
-        (
-            [tuple(pack(KEY, Quantization(4, 3), by_channel=side) for side in (True, False))],
-            "group_size=3.*; allowed: .*groups of a power of two",
-        ),
-        (
-            [(pack(KEY[:1], CODES, by_channel=True), PACKED_VALUES)],
-            "row 0 has packed keys",
-        ),
-    ],
-    ids=["too many rows", "keys by entry", "odd groups", "fewer heads"],
-)
-def test_packed_entries_that_do_not_fit_a_table_are_refused(
-    packed: list[tuple[Packed, Packed]], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        entry_table([KEY], [KEY], packed=packed)

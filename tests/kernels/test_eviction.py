@@ -15,6 +15,8 @@ from kvbench.kernels.eviction import evict_entries
 from kvbench.kernels.eviction_table import EvictionTable
 from kvbench.methods.base import Eviction
 
+pytestmark = pytest.mark.cuda
+
 DIM, VALUE_DIM = 16, 8
 LIMITS, LENGTHS, RESERVED = [64, 7, 1100, 9], [64, 3, 1100, 9], [65, 12, 1103, 10]
 """Four rows: full, not full, of several pieces of the kernel, and one that has ended."""

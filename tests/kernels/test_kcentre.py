@@ -1,4 +1,4 @@
-"""Greedy k-centre, in torch and as Triton kernels, against the greedy choice in float64."""
+"""Greedy k-centre against the greedy choice in float64."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from support.kernels import (
     FLOAT,
     FULL_SIZE,
     HALF,
-    both,
     generator,
-    needs_triton,
     put,
 )
 
 from kvbench.kernels import kcentre
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
+
+pytestmark = pytest.mark.cuda
 
 
 def check_centres(points: torch.Tensor, centres: torch.Tensor, first: torch.Tensor) -> None:
@@ -56,15 +56,14 @@ CENTRES = [
 ]
 
 
-@both
 @pytest.mark.parametrize(
     "case", CENTRES + ([(8, 16384, 128, 4000, BRAIN, "spread")] if FULL_SIZE else []), ids=str
 )
-def test_kcentre(case, implementation):
+def test_kcentre(case):
     batch, n, dim, count, dtype, kind = case
     points = points_of(kind, batch, n, dim).to(dtype)
     first = torch.randint(0, n, (batch,), generator=generator(n))
-    centres = greedy_k_centre(*put(points), count, *put(first), implementation=implementation).cpu()
+    centres = greedy_k_centre(*put(points), count, *put(first)).cpu()
     assert centres.shape == (batch, count)
     check_centres(points, centres, first)
 
@@ -91,35 +90,6 @@ def test_kcentre_in_passes_of_any_size(seed, monkeypatch):
 def test_a_centre_is_nearest_to_itself():
     same = torch.ones(1, 5, 2)
     assert nearest_centre(same, torch.tensor([[1, 3]]))[0, [1, 3]].tolist() == [0, 1]
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("kind", "passes"),
-    [("spread", 5), ("far neighbours", 8), pytest.param("clustered", 20, marks=pytest.mark.slow)],
-)
-def test_kcentre_by_passes_of_many_programs(kind, passes, monkeypatch):
-    """The same centres in the same order, whether the passes find all or one program has to finish."""
-    from kvbench.kernels import _triton_kcentre
-
-    options, finish, filled = _triton_kcentre.kcentre_options, _triton_kcentre.finish_kernel, []
-
-    class Finish:
-        def __getitem__(self, grid):
-            def launch(*args, **kwargs):
-                filled.extend(args[4].tolist())
-                finish[grid](*args, **kwargs)
-
-            return launch
-
-    small = {"POINTS": 16, "CENTRES": 16}
-    monkeypatch.setattr(_triton_kcentre, "kcentre_options", lambda *a: {**options(*a), **small})
-    monkeypatch.setattr(_triton_kcentre, "passes", lambda count, candidates: passes)
-    monkeypatch.setattr(_triton_kcentre, "finish_kernel", Finish())
-    points, first = points_of(kind, 2, 150, 5), torch.tensor([3, 149])
-    centres = greedy_k_centre(*put(points), 24, *put(first), implementation="triton").cpu()
-    assert torch.equal(centres, greedy_k_centre(points, 24, first, implementation="torch"))
-    assert filled == [24, 24] if passes >= 8 else 1 < max(filled) < 24
 
 
 def test_more_centres_than_points_are_refused():

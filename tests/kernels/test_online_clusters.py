@@ -15,6 +15,8 @@ from support.kernels import (
 from kvbench.kernels import _choice, online_clusters
 from kvbench.kernels.online_clusters import OnlineClusters
 
+pytestmark = pytest.mark.cuda
+
 
 @needs_triton
 @pytest.mark.parametrize(("heads", "n", "most"), [(1, 1, None), (3, 300, None), (2, 90, 7)])

@@ -10,6 +10,8 @@ from support.kernels import needs_triton
 
 from kvbench.kernels.philox import philox
 
+pytestmark = pytest.mark.cuda
+
 CPU = torch.device("cpu")
 KEY = 3 << 60
 LARGEST = 2**64 - 1

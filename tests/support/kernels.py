@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from support.interpreted import DEVICE, HAVE_TRITON
+from support.pretended import PRETEND
 
-# gpu_sanitize.sh sets the variable: under a sanitizer full shapes take hours.
-FULL_SIZE = DEVICE == "cuda" and not os.environ.get("KVBENCH_SMALL_SHAPES")
+# On a pretend GPU, and under compute-sanitizer (which the variable is for), full shapes take hours.
+FULL_SIZE = DEVICE == "cuda" and not PRETEND and not os.environ.get("KVBENCH_SMALL_SHAPES")
 FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
+OF_MODELS = [(64, 1), (80, 4), (96, 1), (128, 4), (128, 7), (256, 1)]
+"""Head dimensions and query heads per KV head of most models, for tests at full size."""
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
 both = pytest.mark.parametrize(
     "implementation", ["torch", pytest.param("triton", marks=needs_triton)]
