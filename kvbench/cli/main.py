@@ -30,7 +30,6 @@ from kvbench.cli.config import GROUPS, Settings, composed, expanded, explaining,
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
-from kvbench.errors.options import hints_of
 from kvbench.run.termination import TERMINATED, Terminated, finished_first, terminable
 
 ABOUT = {
@@ -245,7 +244,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command line, and its words without a dash as `overrides`.
 
     Raises:
-        UserError: an unknown option; where it is the name of a key, the line says how to write it.
+        UserError: an unknown option.
     """
     parser = argparse.ArgumentParser("kvbench", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -263,22 +262,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-h", "--help", action="store_true")
 
     def refuse(message: str) -> NoReturn:
-        known = [option for action in parser._actions for option in action.option_strings]
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        hint = _meant_by(unknown[0], arguments, known) if unknown else ""
-        raise UserError(f"{message}{hint}; allowed: key=value and {', '.join(known)}")
+        raise UserError(f"{message}; allowed: key=value and the options of kvbench --help")
 
     parser.error = refuse  # type: ignore[method-assign]
     return parser.parse_intermixed_args(list(arguments))
-
-
-def _meant_by(option: str, arguments: Sequence[str], known: Sequence[str]) -> str:
-    """A hint at what an unknown option means: ``key=value`` where it has the name of a key, as in
-    ``--model x``, else the nearest known option."""
-    key, _, value = option.lstrip("-").partition("=")
-    for name in (key.removesuffix("s"), key):
-        if name in GROUPS or name in hints_of(Settings):
-            position = arguments.index(option) if option in arguments else len(arguments)
-            following = [*arguments[position + 1 :], ""][0]
-            return f" (write {name}={value or following or '...'})"
-    return nearest(option, known)
