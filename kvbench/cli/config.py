@@ -16,9 +16,11 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 from hydra import initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -195,6 +197,31 @@ def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN
     with explaining():
         config = hydra.compose_config("config", list(overrides), mode)
     HydraConfig.instance().set_config(config)  # for interpolations that ask Hydra
+    return config
+
+
+def sweep_of(hydra: Hydra, overrides: Sequence[str]) -> tuple[DictConfig, list[list[str]]]:
+    """What the jobs of a sweep have in common, and the overrides of each, as Hydra's basic sweeper makes
+    them of the experiment's own ``hydra.sweeper.params`` and of what was typed.
+
+    Raises:
+        UserError: the overrides cannot be composed.
+    """
+    common = composed(hydra, overrides, RunMode.MULTIRUN)
+    params = dict(common.hydra.sweeper.get("params") or {})
+    with explaining():
+        parser = OverridesParser.create(config_loader=hydra.config_loader)
+        typed: Any = OmegaConf.to_container(common.hydra.overrides.task, resolve=False)
+        words = [*(f"{key}={value}" for key, value in params.items()), *typed]
+        (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(words), None)
+    return common, jobs
+
+
+def job_config(hydra: Hydra, common: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The config of one job of a sweep, see `sweep_of`."""
+    with explaining():
+        config = hydra.config_loader.load_sweep_config(common, list(overrides))
+    HydraConfig.instance().set_config(config)
     return config
 
 
