@@ -149,17 +149,15 @@ def _composed(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _options(kind: Any, config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """For each option its name, its default (from the YAML file or else the class) and what is
-    allowed."""
-    kinds = {field.name: field.type for field in fields(kind) if field.init}
-    defaults = {field.name: field.default for field in fields(kind)}
+    """For each option its name, its default (from the YAML file or else the class) and its type."""
     return [
         {
-            "name": name,
-            "value": str(config.get(name, defaults[name])),
-            "allowed": str(kinds[name]),
+            "name": field.name,
+            "value": str(config.get(field.name, field.default)),
+            "allowed": str(field.type),
         }
-        for name in kinds
+        for field in fields(kind)
+        if field.init
     ]
 
 
