@@ -23,6 +23,8 @@ from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 from kvbench.errors import UserError
 
 T = TypeVar("T")
+NO_LIST = {"is_instance_of", "sequence_str", "tuple_type"}
+"""pydantic's types of error for a value that is no list where a hint wants one."""
 
 
 def only(holds: Callable[[Any], object], words: str) -> AfterValidator:
@@ -80,11 +82,16 @@ def fitted(hint: Any, value: Any) -> Any:
     try:
         _adapter(hint).validate_python(frozen)
     except ValidationError as error:
-        needs_list = {"is_instance_of", "sequence_str", "tuple_type"}
-        if isinstance(frozen, tuple) or not needs_list & {e["type"] for e in error.errors()}:
+        types = {problem["type"] for problem in error.errors()}
+        if isinstance(frozen, tuple) or not types & NO_LIST:
             raise
         frozen = () if value is None else (frozen,)
-        _adapter(hint).validate_python(frozen)
+        try:
+            _adapter(hint).validate_python(frozen)
+        except ValidationError:
+            if types - NO_LIST:  # a value that may be single: what is wrong with it says more
+                raise error from None
+            raise
     return value if frozen == value and isinstance(value, Hashable) else frozen
 
 
@@ -94,19 +101,14 @@ def allowed(hint: Any, value: Any) -> str:
         fitted(hint, value)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        texts = [p["msg"] for p in problems if _item(p["loc"]) == _item(problems[0]["loc"])]
-        return " or ".join(
-            dict.fromkeys(
-                text.removeprefix("Input should be ").removeprefix("Value error, ")
-                for text in texts
-            )
-        )
+        problems = [p for p in problems if p["type"] not in NO_LIST] or problems
+        # of a list the item; text in a location names one of several hints
+        places = [[part for part in p["loc"] if isinstance(part, int)] for p in problems]
+        place = max(places, key=len)
+        texts = [p["msg"] for p, where in zip(problems, places, strict=True) if where == place]
+        words = (t.removeprefix("Input should be ").removeprefix("Value error, ") for t in texts)
+        return " or ".join(dict.fromkeys(words))
     return ""
-
-
-def _item(location: Sequence[int | str]) -> list[int]:
-    """The place in a list that a problem is about; the text in it names alternatives of the hint."""
-    return [part for part in location if isinstance(part, int)]
 
 
 def fits(hint: Any, value: Any) -> bool:

@@ -38,6 +38,7 @@ HINTS: list[tuple[Any, list[Any], list[Any], str]] = [  # hint, allowed, refused
     (Several[Count], [[1, 1]], [None, []], "Value should have at least 1 item after validation"),
     (Distinct[Count], [[1, 2], 1], [[], [1, 1]], "each value once"),
     (Annotated[int, Ge(2)] | Several[int], [2, [1]], [[], 1.5], "a valid integer"),
+    (Share | Several[Share], [1, [1]], [[2], "x", [1, 0.5, 2], 2], "less than or equal to 1"),
     (Mapping[str, float], [{}, {"a": 1}], [[], {"a": "b"}], "a valid number"),
     (Inner | None, [Inner(), None], [{"size": 1}, "x"], "an instance of Inner"),
     (Inner, [Inner()], [None], "an instance of Inner"),
