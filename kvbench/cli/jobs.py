@@ -18,20 +18,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, filter_overrides
 from hydra.errors import HydraException
-from hydra.plugins import launcher, sweeper
+from hydra.plugins import launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import errors
-from kvbench.cli.config import Settings, explain, explaining, hydra_of_conf
+from kvbench.cli.config import Settings, explain, hydra_of_conf, job_config, sweep_of
 from kvbench.cli.construct import methods_of
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, fits, refusal
@@ -61,14 +61,9 @@ def report_error(error: BaseException) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """The result of one job.
-
-    Attributes:
-        overrides: those of the job.
-        runs: the run folders of its methods.
-        summary: how many records there are and how many failed, or why the job did not finish.
-        status: the exit status of a command with this job alone.
-    """
+    """The result of one job: its overrides, the run folders of its methods, how many records there are
+    and how many failed (or why the job did not finish), and the exit status of a command with this job
+    alone."""
 
     overrides: Sequence[str] = ()
     runs: Sequence[str] = ()
@@ -83,8 +78,8 @@ class Jobs:
         argv: the command line as typed, which manifests hold.
 
     Attributes:
-        names: of the jobs of a sweep, set by `Sweeper`. Each of several jobs is announced by its name in
-            one line and prints no tables: the command prints the tables of all jobs at its end.
+        names: of the jobs of a sweep. Each of several jobs is announced by its name in one line and
+            prints no tables: the command prints the tables of all jobs at its end.
         outcomes: those of the jobs that have ended.
         print_tables: whether the command prints the tables: of several jobs, and of jobs that ran in
             other processes. A single job in this process has printed its own.
@@ -98,13 +93,7 @@ class Jobs:
         self._shared: dict[str, Any] = {}  # model, tokenizer and examples, see `Session.once`
 
     def __call__(self, config: DictConfig) -> None:
-        """Run one job and add its outcome. An error is reported by `report_error`, not raised.
-
-        Raises:
-            Terminated: SIGTERM came.
-            KeyboardInterrupt: Ctrl-C came.
-            SystemExit: the job's code ended the process.
-        """
+        """Run one job and add its outcome. An error is reported by `report_error`, not raised."""
         sys.argv = self.argv  # the manifest takes the command from here
         # Not resolved: a ${...} in an override refers to the job's config, and these lie in Hydra's own.
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
@@ -143,6 +132,40 @@ class Jobs:
             print(presentable(settings_checked(job)), flush=True)
             print_dry_run(job, name=name)
 
+    def sweep(self, hydra: Hydra, overrides: Sequence[str]) -> None:
+        """Check every job of a sweep before the first runs, in a dry run print what each would do; then
+        let Hydra run them, each split into its shards.
+
+        Raises:
+            UserError: a job is wrong; none has run then.
+        """
+        common, jobs = sweep_of(hydra, overrides)
+        configs = [job_config(hydra, common, words) for words in jobs]
+        checked = []
+        for config in configs:  # all of them before the first is made, which imports torch
+            HydraConfig.instance().set_config(config)
+            checked.append(Settings.of(config))
+            checked[-1].check_places()
+        count = shard_count(checked[0])
+        print(checked[0].announcement(len(jobs) * count), flush=True)
+        for number, (name, config) in enumerate(zip(names(jobs), configs, strict=True), 1):
+            HydraConfig.instance().set_config(config)
+            if config.launcher.name == "slurm":
+                config.device = "cpu"  # this machine need not have the devices of the nodes
+            self.check(config, f"job {number}: {name}" if len(jobs) > 1 else "")
+        if common.dry_run:
+            print(f"{len(jobs) * count} jobs; launcher={common.launcher.name}")
+            return
+        if count > 1:
+            shards = ",".join(f"{index}/{count}" for index in range(1, count + 1))
+            overrides = [*overrides, f"shard={shards}"]
+        self.names = names(sweep_of(hydra, overrides)[1])
+        here = common.launcher.name == "local"
+        self.print_tables = len(self.names) > 1 or not here
+        with TemporaryDirectory() as folder:  # Hydra's multirun.yaml, which holds what was typed
+            place = [f"hydra.sweep.dir={folder}"] if here else []
+            hydra.multirun("config", self, [*overrides, *place])
+
     @property
     def folders(self) -> list[Path]:
         """The folders of the experiments that the jobs belong to, in the order of the jobs."""
@@ -168,90 +191,11 @@ class Jobs:
 
 
 def names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """A name for each job: its overrides that not all jobs have; ``job 1`` and so on where it has none.
-
-    Args:
-        jobs: the overrides of each job.
-    """
+    """A name for each job, from its overrides: those that not all jobs have; ``job 1`` and so on where
+    it has none."""
     common = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
     distinct = (" ".join(text for text in overrides if text not in common) for overrides in jobs)
     return [errors.redact(name) or f"job {number}" for number, name in enumerate(distinct, 1)]
-
-
-class Sweeper(sweeper.Sweeper):
-    """Checks every job of a sweep before the first runs; in a dry run, prints what each would do.
-
-    Args:
-        max_batch_size: of Hydra's own sweeper, whose config this one shares; it has no effect.
-        params: ``hydra.sweeper.params``, the sweep that an experiment defines.
-    """
-
-    def __init__(self, max_batch_size: int | None = None, params: Any = None) -> None:
-        self.params = params or {}
-
-    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
-        """Keep the command's jobs and config, and make its launcher. Hydra calls this before `sweep`."""
-        self.jobs: Jobs = task_function
-        self.loader, self.command_config = hydra_context.config_loader, config
-        with explaining():
-            self.launcher: Any = Plugins.instance().instantiate_launcher(
-                hydra_context=hydra_context, task_function=task_function, config=config
-            )
-
-    def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Check every job of the sweep, and run them all, each split into its shards.
-
-        Args:
-            arguments: the overrides of the command.
-
-        Raises:
-            UserError: a job is wrong; none has run then.
-        """
-        jobs = self._jobs_of(arguments)
-        # The settings of all jobs are checked before the first job is made, which imports torch.
-        checked = [self._checked(overrides) for overrides in jobs]
-        parts: list[list[str]] = []
-        for number, name in enumerate(names(jobs), 1):
-            config, settings = checked[number - 1]
-            HydraConfig.instance().set_config(config)
-            if config.launcher.name == "slurm":
-                config.device = "cpu"  # this machine need not have the devices of the nodes
-            count = shard_count(settings)
-            if number == 1:
-                print(settings.announcement(len(jobs) * count), flush=True)
-            self.jobs.check(config, f"job {number}: {name}" if len(jobs) > 1 else "")
-            if count == 1:
-                parts.append(list(jobs[number - 1]))
-            else:
-                shards = [f"shard={index}/{count}" for index in range(1, count + 1)]
-                parts += [[*jobs[number - 1], shard] for shard in shards]
-        if self.command_config.dry_run:
-            print(f"{len(parts)} jobs; launcher={self.command_config.launcher.name}")
-            return []
-        self.jobs.names = names(parts)
-        self.jobs.print_tables = len(parts) > 1 or self.command_config.launcher.name != "local"
-        return self.launcher.launch(parts, 0)
-
-    def _jobs_of(self, arguments: Sequence[str]) -> Sequence[Sequence[str]]:
-        """The overrides of each job: a job for every combination of the values of `params` and of the
-        arguments."""
-        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # Hydra loads it anew
-
-        params = [f"{key}={value}" for key, value in self.params.items()]
-        with explaining():
-            parser = OverridesParser.create(config_loader=self.loader)
-            parsed = parser.parse_overrides([*params, *arguments])
-            (jobs,) = BasicSweeper.split_arguments(parsed, None)
-        return jobs
-
-    def _checked(self, overrides: Sequence[str]) -> tuple[DictConfig, Settings]:
-        """The config of one job and its settings, checked as far as can be without torch."""
-        with explaining():
-            config = self.loader.load_sweep_config(self.command_config, list(overrides))
-        HydraConfig.instance().set_config(config)
-        settings = Settings.of(config)
-        settings.check_places()
-        return config, settings
 
 
 def shard_count(settings: Settings) -> int:
@@ -278,20 +222,13 @@ class Launcher(launcher.Launcher):
     """
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
-        """Keep the command's jobs and config. Hydra calls this before `launch`."""
         self.jobs, self.config = task_function, config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run the jobs, and add their outcomes to those of the command.
-
-        Args:
-            job_overrides: the overrides of each job.
-            initial_job_idx: part of Hydra's interface; jobs are numbered from 0 here.
-
-        Returns:
-            An empty list: the outcomes take the place of what Hydra's launchers return.
+        """Run the jobs, and add their outcomes to those of the command, which take the place of what
+        Hydra's launchers return.
 
         Raises:
             OSError: the folder cannot be made, or a link in it leads out of `results_dir`.
@@ -299,6 +236,7 @@ class Launcher(launcher.Launcher):
         self.folder = Path(self.config.hydra.sweep.dir).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
+        (self.folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, with what was typed
         self.names, self.outcomes = names(job_overrides), dict[int, JobOutcome]()
         self.overrides = [filter_overrides(list(overrides)) for overrides in job_overrides]
         hydras: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra, resolve=False)
@@ -318,7 +256,6 @@ class Launcher(launcher.Launcher):
         """Read the outcome that a job has written, and print a line about it.
 
         Args:
-            number: of the job, from 0.
             failure: how the job ended if it has written no outcome.
             log: the file with its output, which the line about a failure names.
         """
@@ -370,11 +307,8 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
 
 
 class GpuLauncher(Launcher):
-    """``launcher=gpus``: a process per job, and one job at a time on each GPU.
-
-    submitit's local executor does not take its place: it refuses GPUs named by UUID or as MIG instances,
-    starts all jobs at once and ends each after a time limit. Its jobs also outlive a command that is
-    killed, and on SIGINT they are killed within a second, in the middle of an example.
+    """``launcher=gpus``: a process per job, and one job at a time on each GPU. The local executor of
+    submitit refuses GPUs named by UUID, starts all jobs at once, and its jobs outlive a killed command.
     """
 
     def run(self, orders: Sequence[tuple[str, str]]) -> None:

@@ -25,18 +25,27 @@ from omegaconf import OmegaConf
 from kvbench import __version__, wait_asleep
 from kvbench.catalogue import KINDS, catalogue, config_dir
 from kvbench.cli.catalogue import about_item, experiment_lines, item_called
-from kvbench.cli.config import GROUPS, Settings, composed, expanded, explaining, hydra_of_conf
+from kvbench.cli.config import (
+    GROUPS,
+    Settings,
+    composed,
+    expanded,
+    explaining,
+    hydra_of_conf,
+    job_config,
+    sweep_of,
+)
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
-from kvbench.errors.options import hints_of
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
 ABOUT = {
     "list": """kvbench list methods|models|tasks|experiments|loggers|launchers
   A line for each: its name and what it is.""",
     "show": """kvbench show [key=value ...]
-  The config that these overrides compose to, resolved.
+  The config that these overrides compose to, resolved; of a sweep (-m, or an
+  experiment's own) that of its first job, and the values of all.
 kvbench show <name>
   The same of a paper's table or figure, with how it differs from the paper.""",
     "reproduce": """kvbench reproduce <name>|all [key=value ...]
@@ -113,13 +122,12 @@ def list_kind(arguments: Sequence[str]) -> int:
 
 
 def show_config(arguments: Sequence[str]) -> int:
-    """``kvbench show``: print the config that overrides compose to; returns 0.
+    """``kvbench show``: print the config of the job that overrides compose to, of a sweep that of the
+    first; returns 0.
 
-    Comments above it say how the experiment differs from its paper. ``kvbench show <name>`` does so for
-    a paper's table or figure; where no experiment makes it, see `about_item`.
-
-    Args:
-        arguments: overrides, or the name of a table or figure.
+    Comments above it name the values of the sweep, and how the experiment differs from its paper.
+    ``kvbench show <name>`` does so for a paper's table or figure; where no experiment makes it, see
+    `about_item`.
 
     Raises:
         UserError: the overrides cannot be composed, or a setting is not allowed.
@@ -133,13 +141,30 @@ def show_config(arguments: Sequence[str]) -> int:
         return 0
     if item is not None:
         arguments = [f"experiment={name}"]
+    options = _parsed(arguments)
     with hydra_of_conf() as hydra:
-        settings = Settings.of(composed(hydra, expanded(arguments)))
+        overrides = expanded(options.overrides)
+        common, jobs = sweep_of(hydra, overrides)
+        if not options.multirun and common.hydra.mode != RunMode.MULTIRUN:
+            composed(hydra, overrides)  # refuses several values of a key
+        settings = Settings.of(job_config(hydra, common, jobs[0]))
     specs_of(settings.paper_table)  # raises an error where it is no table
+    if len(jobs) > 1:
+        print(redact(f"# sweep of {len(jobs)} jobs, the first below: {_swept(jobs)}"))
     for line in settings.differs or ():
         print(redact(f"# differs from the paper: {line}"))
     print(redact(OmegaConf.to_yaml(vars(settings))), end="")
     return 0
+
+
+def _swept(jobs: Sequence[Sequence[str]]) -> str:
+    """The overrides of a sweep that have several values, e.g. ``seed=0,1 task=a,b``."""
+    keys = [word.partition("=")[0] for word in jobs[0]]
+    values = [
+        dict.fromkeys(w.partition("=")[2] for w in column) for column in zip(*jobs, strict=True)
+    ]
+    swept = zip(keys, values, strict=True)
+    return " ".join(f"{key}={','.join(several)}" for key, several in swept if len(several) > 1)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -166,9 +191,12 @@ def run(arguments: Sequence[str]) -> int:
     jobs = Jobs([sys.argv[0], *arguments])
     with hydra_of_conf() as hydra:
         common = composed(hydra, overrides, RunMode.MULTIRUN)
-        has_shards = OmegaConf.select(common, "shards") is not None
-        if options.multirun or has_shards or common.hydra.mode == RunMode.MULTIRUN:
-            hydra.multirun("config", jobs, overrides)
+        if (
+            options.multirun
+            or common.hydra.mode == RunMode.MULTIRUN
+            or OmegaConf.select(common, "shards") is not None
+        ):
+            jobs.sweep(hydra, overrides)
         else:
             config = composed(hydra, overrides)
             settings = Settings.of(config)
@@ -242,7 +270,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command line, and its words without a dash as `overrides`.
 
     Raises:
-        UserError: an unknown option; where it is the name of a key, the line says how to write it.
+        UserError: an unknown option.
     """
     parser = argparse.ArgumentParser("kvbench", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -260,22 +288,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-h", "--help", action="store_true")
 
     def refuse(message: str) -> NoReturn:
-        known = [option for action in parser._actions for option in action.option_strings]
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        hint = _meant_by(unknown[0], arguments, known) if unknown else ""
-        raise UserError(f"{message}{hint}; allowed: key=value and {', '.join(known)}")
+        raise UserError(f"{message}; allowed: key=value and the options of kvbench --help")
 
     parser.error = refuse  # type: ignore[method-assign]
     return parser.parse_intermixed_args(list(arguments))
-
-
-def _meant_by(option: str, arguments: Sequence[str], known: Sequence[str]) -> str:
-    """A hint at what an unknown option means: ``key=value`` where it has the name of a key, as in
-    ``--model x``, else the nearest known option."""
-    key, _, value = option.lstrip("-").partition("=")
-    for name in (key.removesuffix("s"), key):
-        if name in GROUPS or name in hints_of(Settings):
-            position = arguments.index(option) if option in arguments else len(arguments)
-            following = [*arguments[position + 1 :], ""][0]
-            return f" (write {name}={value or following or '...'})"
-    return nearest(option, known)

@@ -1,9 +1,6 @@
-"""``kvbench reproduce <name>|all [key=value ...]``: makes a table or figure of a paper by one command.
-
-Several runs of an item run one after another, on one page; a script of scripts/papers runs in a process
-of its own. ``limit=`` is the number of examples of each dataset where there are several. With a model
-that is part of the package, everything else is made small, too; such a run has a folder of its own, and
-no published numbers beside it.
+"""``kvbench reproduce``: makes a table or figure of a paper with the paper's settings, whatever that
+takes: one command, several, or a script of scripts/papers. With a small model (model=recall_mini) it
+runs offline on invented texts, in a folder of its own, with no published table beside it.
 """
 
 from __future__ import annotations
@@ -55,16 +52,16 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
     dry = "dry_run=true" in overrides
     if name == ALL:
         return _reproduce_all(overrides, run, dry)
-    lines = command_lines(name, overrides)
+    lines = list(command_lines(name, overrides))
     for difference in getattr(item_called(name), "differs", ()):
         print(f"differs from the paper: {difference}", flush=True)
     statuses = []
     for first, *others in lines:
-        if first.startswith("script="):
-            script = first.removeprefix("script=")
-            statuses.append(run_script(f"papers/{script}", others, dry))
-        else:
-            statuses.append(run([first, *others]))
+        key, _, value = first.partition("=")
+        by_script = key == "script"
+        statuses.append(
+            run_script(f"papers/{value}", others, dry) if by_script else run([first, *others])
+        )
     return max(statuses)
 
 
@@ -114,26 +111,39 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     that a script makes, the script's arguments, ``script=`` first.
 
     Args:
-        name: of an item or an experiment, also an older name.
+        name: of an item or an experiment.
         overrides: those of the user, which take the place of the item's own.
 
     Raises:
         UserError: an unknown name, an item without data, a package that is not installed, or an
             environment variable with the folder of the item's files that is not set.
     """
-    item = _item_to_make(name)
+    known = sorted({*catalogue("experiments"), *paper_items()})
+    item = item_called(name) or (PaperItem(experiment=name) if name in known else None)
+    if item is None:
+        hint = nearest(name, known)
+        raise UserError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
+    if item.no_data:
+        raise UserError(f"{name} has no experiment: {item.no_data}")
     values = _values_of(overrides)
     small = values.get("model") in SMALL_MODELS
+    invented = any(part in item.small for part in INVENTED)
+    sentence = f"small='{_small_sentence(item, values, invented)}'"
     if item.script:
         first = [f"script={item.script}", f"name={item.name}{'_small' if small else ''}"]
-        if small:
-            first.append(f"small='{_small_sentence(item, values)}'")
+        first += [sentence] if small else []
         typed = [word for word in overrides if re.split(r"[.=]", word)[0] not in OF_JOBS]
     else:
         config = _config_of(item, name)
         first = [f"experiment={item.experiment}"]
         if small:
-            first += _apart_from_paper(item, config, values)
+            first += [
+                f"experiment_name={config.experiment_name}_small",
+                "paper_table=null",
+                sentence,
+            ]
+            label: Any = OmegaConf.to_container(config, resolve=False)["task_label"]  # type: ignore[index, call-overload]
+            first += [f"task_label='fixture_{label}'"] if invented else []
         typed = list(overrides)
         if "per_dataset" in config.task:
             typed = [re.sub("^limit=", "task.per_dataset=", word) for word in typed]
@@ -146,7 +156,7 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         words = shlex.split(line) if small else _with_environment(line, item)
         if number and "model" in values and any(word.startswith("model=") for word in words):
             continue  # a run of another model of the paper's
-        if small and _is_invented(item):
+        if small and invented:
             words = [re.sub("^task_label=", "task_label=fixture_", word) for word in words]
         settings = {word.partition("=")[0]: word for word in (*words, *smaller)}
         yield [*first, *(word for key, word in settings.items() if key not in typed_keys), *typed]
@@ -157,22 +167,6 @@ def _values_of(overrides: Sequence[str]) -> dict[str, str]:
     return dict(word.partition("=")[::2] for word in overrides)
 
 
-def _item_to_make(name: str) -> PaperItem:
-    """The item of this name; of an experiment that makes no item, one that stands for it.
-
-    Raises:
-        UserError: an unknown name, or an item without data.
-    """
-    known = sorted({*catalogue("experiments"), *paper_items()})
-    item = item_called(name) or (PaperItem(experiment=name) if name in known else None)
-    if item is None:
-        hint = nearest(name, known)
-        raise UserError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
-    if item.no_data:
-        raise UserError(f"{name} has no experiment: {item.no_data}")
-    return item
-
-
 def _config_of(item: PaperItem, name: str) -> Any:
     """The config of an item's experiment.
 
@@ -181,10 +175,8 @@ def _config_of(item: PaperItem, name: str) -> Any:
     """
     with hydra_of_conf() as hydra:
         config = composed(hydra, [f"experiment={item.experiment}"])
-    needs_lm_eval = re.search(
-        r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task)
-    )
-    if needs_lm_eval and find_spec("lm_eval") is None:
+    needs = re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task))
+    if needs and find_spec("lm_eval") is None:
         raise UserError(f"{name}: " + needs_extra("lm-eval", "lm-eval"))
     return config
 
@@ -212,35 +204,12 @@ def _with_environment(line: str, item: PaperItem) -> list[str]:
     return words
 
 
-def _apart_from_paper(item: PaperItem, config: Any, values: dict[str, str]) -> list[str]:
-    """The overrides that keep a small run apart from the paper's: its folder, no published table, the
-    sentence that its page begins with, and the name of a task with invented texts."""
-    words = [f"experiment_name={config.experiment_name}_small", "paper_table=null"]
-    words.append(f"small='{_small_sentence(item, values)}'")
-    if _is_invented(item):
-        unresolved: Any = OmegaConf.to_container(config, resolve=False)
-        words.append(f"task_label='fixture_{unresolved['task_label']}'")
-    return words
-
-
-def _is_invented(item: PaperItem) -> bool:
-    """Whether the texts of the item's small run are invented."""
-    return any(part in item.small for part in INVENTED)
-
-
-def _small_sentence(item: PaperItem, values: dict[str, str]) -> str:
+def _small_sentence(item: PaperItem, values: dict[str, str], invented: bool) -> str:
     """The sentence that a small run's page, tables and figures begin with: what is smaller in it than in
-    the paper's run.
-
-    Args:
-        values: of the user's overrides, by key.
-    """
+    the paper's run."""
     parts = [f"model {values.get('model')}"]
-    if _is_invented(item):
-        parts.append("invented texts")
-    if "limit" in values:
-        parts.append(f"{values['limit']} examples of each dataset")
-    smaller = [word for word in shlex.split(item.small) if FIXTURES not in word]
-    sentence = f"A small run, not that of the paper: {', '.join(parts)}"
-    changed = " ".join(smaller).replace("'", "")
-    return f"{sentence}; changed: {changed}." if changed else f"{sentence}."
+    parts += ["invented texts"] if invented else []
+    parts += [f"{values['limit']} examples of each dataset"] if "limit" in values else []
+    changed = [word for word in shlex.split(item.small) if FIXTURES not in word]
+    parts += [f"with {' '.join(changed)}"] if changed else []
+    return f"A small run, not that of the paper: {', '.join(parts)}".replace("'", "") + "."

@@ -15,10 +15,10 @@ from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge, Le, Predicate
+from annotated_types import Ge, Le
 from torch import Tensor
 
-from kvbench.errors.options import Count, Whole, check_options
+from kvbench.errors.options import Count, Whole, check_options, only
 from kvbench.kernels.quantize import (
     CACHED,
     Block,
@@ -34,10 +34,8 @@ from kvbench.kernels.quantize import (
     signs,
 )
 
-Projections = Annotated[int, Ge(0), Predicate(lambda m: m % 8 == 0), "0, or a multiple of 8"]
-KeyProjections = Annotated[
-    int, Ge(8), Predicate(lambda m: m % 8 == 0), "a multiple of 8, at least 8"
-]
+Projections = Annotated[int, Ge(0), only(lambda m: m % 8 == 0, "a multiple of 8")]
+KeyProjections = Annotated[int, Ge(8), only(lambda m: m % 8 == 0, "a multiple of 8")]
 
 
 @dataclass(frozen=True)

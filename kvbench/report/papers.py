@@ -20,10 +20,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Predicate
-
 from kvbench.errors import UserError
-from kvbench.errors.options import Fraction, check_options
+from kvbench.errors.options import Fraction, check_options, only
 
 HEADING = "differs from the paper"
 _NAME = re.compile(r"[\w+=@,-][\w.+=@,-]{0,119}")
@@ -38,7 +36,7 @@ class PaperError(UserError, ValueError):
 class PaperTable:
     """A published table that stands beside ours."""
 
-    file: Annotated[str, Predicate(_NAME.fullmatch), "the name of a file of results/paper"]
+    file: Annotated[str, only(_NAME.fullmatch, "the name of a file of results/paper")]
     where: Mapping[str, Any] | None = None
     rescored: Fraction | None = None
     model: str | None = None

@@ -23,7 +23,6 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.errors import needs_extra, printable, printable_lines
-from kvbench.errors.options import allowed, hints_of
 from kvbench.records.read import StoreError
 from kvbench.report.frame import COLUMNS
 
@@ -149,17 +148,15 @@ def _composed(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _options(kind: Any, config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """For each option its name, its default (from the YAML file or else the class) and what is
-    allowed."""
-    hints = hints_of(kind)
-    defaults = {field.name: field.default for field in fields(kind)}
+    """For each option its name, its default (from the YAML file or else the class) and its type."""
     return [
         {
-            "name": name,
-            "value": str(config.get(name, defaults[name])),
-            "allowed": allowed(hint),
+            "name": field.name,
+            "value": str(config.get(field.name, field.default)),
+            "allowed": str(field.type),
         }
-        for name, hint in hints.items()
+        for field in fields(kind)
+        if field.init
     ]
 
 

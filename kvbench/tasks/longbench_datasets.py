@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -229,11 +229,11 @@ def _checked(row: dict[str, Any], dataset: str, place: str) -> dict[str, Any]:
         value = row.get(name)
         if not fits(hint, value) or (hint is TEXTS and isinstance(value, str)):
             shown = repr(value)[:60] if name in row else "missing"
-            raise _wrong_field(place, name, shown, allowed(hint))
+            raise _wrong_field(place, name, shown, allowed(hint, value) or "a list of texts")
     pattern = ANSWER_PATTERNS.get(dataset)
     if pattern is not None and not all(pattern.search(answer) for answer in row["answers"]):
-        matching = allowed(Annotated[str, f"text with {pattern.pattern}"])
-        raise _wrong_field(place, "answers", repr(row["answers"])[:60], matching)
+        shown = repr(row["answers"])[:60]
+        raise _wrong_field(place, "answers", shown, f"text with {pattern.pattern}")
     return row
 
 

@@ -150,7 +150,7 @@ class Needle(Task):
     primary: Literal["containment", "word_recall", "released_recall", "rouge1"] = "containment"
     max_new_tokens: NewTokens = 48
     stop: Sequence[str] = ()
-    end_tokens: Sequence[Annotated[str, MinLen(1), "text that is not empty"]] = ()
+    end_tokens: Sequence[Annotated[str, MinLen(1)]] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

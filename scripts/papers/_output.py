@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvbench.cli.catalogue import item_called
+from kvbench.cli.catalogue import paper_items
 from kvbench.report.item import COMMENT, RunNote, means_of, write_item_page
 from kvbench.report.papers import paper_folders
 
@@ -36,7 +36,7 @@ def write(
     figure = figure_of_means(frame, note, fit)
     figure.savefig(f"{place}.png", dpi=150, bbox_inches="tight")
     note.write(place)
-    item = item_called(place.parent.name.removesuffix("_small"))
+    item = paper_items().get(place.parent.name.removesuffix("_small"))
     if item is not None:
         page = write_item_page(
             place.parent,

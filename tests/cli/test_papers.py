@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from support.cli_cases import ended
 from support.command import composed, main, refusal_of
 from support.paths import ROOT
 
@@ -75,13 +76,32 @@ def test_every_item_says_what_it_shows_and_what_makes_it() -> None:
         assert not item.script or (SCRIPTS / f"{item.script}.py").is_file()
 
 
-def test_an_older_name_is_its_item() -> None:
-    for item in ITEMS.values():
-        for old_name in item.was:
-            assert experiment_called(old_name) == item.experiment
-    assert expanded(["experiment=table5,table6,demo"]) == [
-        "experiment=balancekv_table5,balancekv_table6,demo"
+def test_a_number_of_one_paper_is_its_item_and_one_of_several_names_them() -> None:
+    assert expanded(["experiment=h2o_table7,joint_survival"]) == [
+        "experiment=h2o_table7,balancekv_joint_survival"
     ]
+    four = "balancekv_table1, subgen_table1, clustergen_table1, h2o_table1"
+    for words in (["reproduce", "table1"], ["show", "table1"], ["experiment=table1"]):
+        result = ended(words)
+        assert result.status == 2
+        assert result.err == f"kvbench: table1 is of several papers; allowed: {four}\n"
+
+
+def test_show_shows_what_an_experiment_runs(capsys: Any) -> None:
+    """The first job of its own sweep, with the values of them all above it."""
+    rates = "budget.rate=0.8,0.9,0.95"
+    models = "model=llama31_8b_instruct,qwen25_14b_instruct,qwen25_32b_instruct"
+    for name, swept, key, first in (
+        ("balancekv_table5", rates, "budget", 0.8),
+        ("balancekv_table1", models, "model", "Llama-3.1-8B-Instruct"),
+    ):
+        status, out, err = main(capsys, "show", f"experiment={name}")
+        assert (status, err) == (0, "")
+        assert out.startswith(f"# sweep of 3 jobs, the first below: {swept}\n")
+        assert first in yaml.safe_load(out)[key].values()
+    status, out, err = main(capsys, "show", "experiment=balancekv_table1", "model=recall_mini")
+    assert (status, err, "# sweep" in out) == (0, "", False)
+    assert yaml.safe_load(out)["model"]["name"] == "recall_mini"
 
 
 def test_an_alias_is_its_item_and_nothing_else() -> None:
@@ -258,7 +278,7 @@ def test_a_command_reads_the_papers_files_or_invented_ones(
     ("name", "message"),
     [
         ("subgen_table1", "LONGEVAL is not set; subgen_table1 needs LongChat"),
-        ("figure4", "ESSAYS is not set; balancekv_figure4 needs"),
+        ("balancekv_figure4", "ESSAYS is not set; balancekv_figure4 needs"),
         ("h2o_figure3", "h2o_figure3 has no experiment: an illustration"),
         ("balancekv_tabel1", r"'balancekv_tabel1' \(did you mean 'balance.* balancekv_figure3,"),
     ],

@@ -201,8 +201,8 @@ def test_shares_by_hand() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"total_rate": 0.0}, r"budget.total_rate is 0.0; allowed: a number in \(0, 1\]"),
-        ({"total_rate": 1.5}, r"budget.total_rate is 1.5; allowed: a number in \(0, 1\]"),
+        ({"total_rate": 0.0}, r"budget.total_rate is 0.0; allowed: greater than 0"),
+        ({"total_rate": 1.5}, r"budget.total_rate is 1.5; allowed: less than or equal to 1"),
         ({"total_rate": 0.2, "rate": 0.5}, "is 0.2 and budget.rate is 0.5; allowed"),
         ({"total_rate": 0.2, "size": 100}, "is 0.2 and budget.size is 100; allowed: one of"),
         ({"rate": 0.5, "size": 100}, "rate is 0.5 and budget.size is 100; allowed: one of"),

@@ -107,7 +107,7 @@ def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
 @pytest.mark.parametrize(
     ("name", "bits", "said"),
     [
-        ("snapkv", 3, r"snapkv\.quantize\.bits is 3; allowed: 2 \| 4"),
+        ("snapkv", 3, r"snapkv\.quantize\.bits is 3; allowed: 2 or 4"),
         ("h2o", 4, "evicts while decoding; allowed: decode=grow, or entries packed one by one"),
         ("rkv", 4, "compresses again while decoding; allowed: one or the other"),
     ],

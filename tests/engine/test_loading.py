@@ -106,7 +106,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (tokenizer("./nowhere"), "has no config.json; allowed: a folder with a model"),
     (tokenizer(RECALL.path, chat_template="always"), r"'always' and the tokenizer .* has none"),
     (spec(chat_template="yes"), "allowed: auto, always, never"),
-    (spec(quantization="bnb3"), "allowed: bnb4 . bnb8 . gguf"),
+    (spec(quantization="bnb3"), "allowed: 'bnb4', 'bnb8' or 'gguf'"),
     (spec(gguf_file="x.gguf"), "allowed: model.quantization=gguf"),
     (spec(quantization="bnb4", random_weights=True), "allowed: null, since only weights"),
     (

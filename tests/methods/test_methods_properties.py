@@ -225,26 +225,26 @@ def test_same_seed_same_result_on_any_batch(name, options):
 # -- options -------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, str, Any, str]] = [
-    ("uniform", "weighted", 1, "uniform.weighted is 1; allowed: true | false"),
-    ("snapkv", "kernel_size", 4, "snapkv.kernel_size is 4; allowed: an odd integer >= 1"),
-    ("snapkv", "kernel_size", "x", "snapkv.kernel_size is 'x'; allowed: an odd integer"),
-    ("snapkv", "pooling", "sum", "snapkv.pooling is 'sum'; allowed: avgpool | maxpool"),
-    ("pyramidkv", "beta", 0, "pyramidkv.beta is 0; allowed: an integer >= 1"),
-    ("h2o", "heavy_fraction", 1.5, "h2o.heavy_fraction is 1.5; allowed: a number in [0, 1]"),
-    ("subgen", "recent", -1, "subgen.recent is -1; allowed: an integer >= 0, or null"),
+    ("uniform", "weighted", 1, "uniform.weighted is 1; allowed: a valid boolean"),
+    ("snapkv", "kernel_size", 4, "snapkv.kernel_size is 4; allowed: an odd integer"),
+    ("snapkv", "kernel_size", "x", "snapkv.kernel_size is 'x'; allowed: a valid integer"),
+    ("snapkv", "pooling", "sum", "snapkv.pooling is 'sum'; allowed: 'avgpool' or 'maxpool'"),
+    ("pyramidkv", "beta", 0, "pyramidkv.beta is 0; allowed: greater than or equal to 1"),
+    ("h2o", "heavy_fraction", 1.5, "h2o.heavy_fraction is 1.5; allowed: less than or equal to 1"),
+    ("subgen", "recent", -1, "subgen.recent is -1; allowed: greater than or equal to 0"),
     (
         "balancekv",
         "block_size",
         [],
-        "balancekv.block_size is []; allowed: an integer >= 2 or a list",
+        "balancekv.block_size is []; allowed: a valid integer or Value should",
     ),
-    ("balancekv", "gamma", -1.0, "balancekv.gamma is -1.0; allowed: a finite number >= 0"),
-    ("balancekv", "gamma", [1.0, "x"], "balancekv.gamma is [1.0, 'x']; allowed: a finite"),
-    ("balancekv", "normalise", None, "balancekv.normalise is None; allowed: true | false"),
+    ("balancekv", "gamma", -1.0, "balancekv.gamma is -1.0; allowed: greater than or equal to 0"),
+    ("balancekv", "gamma", [1.0, "x"], "balancekv.gamma is [1.0, 'x']; allowed: a valid number"),
+    ("balancekv", "normalise", None, "balancekv.normalise is None; allowed: a valid boolean"),
     ("balancekv", "beta", math.nan, "balancekv.beta is nan; allowed: a finite number"),
     ("balancekv", "blocksize", 4, "did you mean 'block_size'"),
     ("balancekv_needle", "weights", "released", "balancekv_needle.weights is 'released'"),
-    ("wildcat", "query_norm", 0, "wildcat.query_norm is 0; allowed: a finite number > 0"),
+    ("wildcat", "query_norm", 0, "wildcat.query_norm is 0; allowed: greater than 0"),
     (
         "adakv",
         "of",
@@ -258,7 +258,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
         "wildcat",
         "recompress.of is 'wildcat'; allowed: attention_matching, local",
     ),
-    ("h2o", "keeps", "least", "h2o.keeps is 'least'; allowed: heaviest | lightest"),
+    ("h2o", "keeps", "least", "h2o.keeps is 'least'; allowed: 'heaviest' or 'lightest'"),
 ]
 
 

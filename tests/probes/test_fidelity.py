@@ -202,7 +202,7 @@ def test_running_text_contexts_and_given_answers(tmp_path):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(TaskError, match=r"allowed: greedy \| given"):
+    with pytest.raises(TaskError, match=r"allowed: 'greedy' or 'given'"):
         FidelityProbe(prompts=Echo(), continuation="own")
     probe = FidelityProbe(prompts=Echo(count=1))
     job = probe_job(tmp_path, probe, {"uniform": build_method("uniform")})

@@ -154,7 +154,7 @@ def test_a_batch_that_would_take_a_cpu_s_memory_is_not_tried(monkeypatch):
 def test_what_cannot_be_measured_is_refused(tmp_path):
     with pytest.raises(TaskError, match=r"has \[512, 32\]; allowed: \[prompt tokens"):
         Throughput(settings=[(512, 32)])
-    with pytest.raises(TaskError, match=r"\['most'\]; allowed: a list of integers >= 1 or larg"):
+    with pytest.raises(TaskError, match=r"\['most'\]; allowed: a valid integer or 'larg"):
         Throughput(batch=["most"])
     one_setting = job(tmp_path, Throughput(settings=[(60, 5, 1)], runs=1))
     plan, session = one_setting.plan, one_setting.session

@@ -25,7 +25,7 @@ def test_a_method_has_a_page_with_what_is_known_of_it(tmp_path: Path) -> None:
     for part in (
         "Keeps the window",
         "golden values, MInference, kvpress",
-        "<td>kernel_size</td><td>5</td><td>an odd integer &gt;= 1</td>",
+        "<td>kernel_size</td><td>5</td><td>Odd</td>",
         "53.3 %",
         "36.1 to 69.8",
     ):

@@ -54,8 +54,8 @@ REQUIRED: dict[type[Task], dict[str, Any]] = {
 """The options that a task cannot be made without."""
 REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
     Needle: [
-        ({"depths": [101]}, "depths is [101]; allowed: a list of numbers in [0, 100]"),
-        ({"haystack": "wiki"}, "generated | files | dataset"),
+        ({"depths": [101]}, "depths is [101]; allowed: less than or equal to 100"),
+        ({"haystack": "wiki"}, "'generated', 'files' or 'dataset'"),
         ({"haystack": "files"}, "task.haystack_files is empty"),
         ({"haystack": "dataset"}, "task.dataset_name is null"),
         ({"template": "{question} {haystack}"}, "{haystack} and, after it, {question}, each once"),
@@ -66,7 +66,7 @@ REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
     ],
     RunningText: [({"files": ["a"], "dataset_name": "b"}, "one of them at most")],
     LongEvalLines: [
-        ({"num_lines": [0]}, "num_lines is [0]; allowed: a list of integers from 1 to"),
+        ({"num_lines": [0]}, "num_lines is [0]; allowed: greater than or equal to 1"),
         ({"number_range": [5, 1]}, "number_range is [5, 1]"),
     ],
     KeyValue: [

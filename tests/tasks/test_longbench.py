@@ -114,9 +114,9 @@ def test_data_come_from_a_mirror_or_the_authors_archive() -> None:
 
 GOOD = {"_id": "a", "context": "c", "input": "i", "answers": ["x"], "length": 3}
 WRONG_ROWS: list[tuple[str, list[Any], str]] = [  # data set, rows, message
-    ("qasper", [GOOD, {"_id": "b"}], r"row 2: field context is missing; allowed: text"),
-    ("qasper", [{**GOOD, "answers": []}], r"row 1: field answers is \[\]; allowed: a list"),
-    ("qasper", [{**GOOD, "length": None}], r"length is None; allowed: an integer >= 0"),
+    ("qasper", [GOOD, {"_id": "b"}], r"row 2: field context is missing; allowed: a valid string"),
+    ("qasper", [{**GOOD, "answers": []}], r"row 1: field answers is \[\]; allowed: "),
+    ("qasper", [{**GOOD, "length": None}], r"length is None; allowed: a valid integer"),
     ("trec", [{**GOOD, "all_classes": None}], r"trec_e.jsonl row 1: field all_classes is None"),
     ("passage_retrieval_en", [GOOD], r"answers is \['x'\]; allowed: text with Paragraph"),
     ("qasper", [GOOD, GOOD], r"has _id 'a' twice; allowed: once"),
