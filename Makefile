@@ -67,11 +67,10 @@ wheel: setup ## build an sdist and a wheel; use the wheel in an empty environmen
 	$(BIN)/python -m build --outdir dist . > /dev/null
 	PYTHON=$(BIN)/python bash scripts/try_wheel.sh dist/*.whl "$(TORCH)"
 
-lint: setup ## ruff, mypy, and how large the house is
+lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python scripts/house.py
 
 # make results -j2 OMP_NUM_THREADS=1: two of these at a time, each on one core. Jobs and claims
 # whose records are there are not run again; scripts are.

@@ -234,20 +234,6 @@ def test_null_is_allowed_in_a_record(tmp_path: Path) -> None:
     assert load_run(run).records["score"].isna()[1]
 
 
-def test_a_pipe_and_a_structure_in_a_forged_folder_are_one_line(tmp_path: Path) -> None:
-    run = write_run(
-        tmp_path, task="t", records=[{"example_id": "a", "score": 1.0, "num_lines": {}}]
-    )
-    change(run / "manifest.json", "task_meta.breakdown", ["num_lines"])
-    result = ended([str(tmp_path / "demo")], main=main)
-    assert result.status == 1
-    assert "record 1 ('a'): num_lines is an object; allowed: text, a number or null" in result.err
-    (run / "records.jsonl").unlink()
-    os.mkfifo(run / "records.jsonl")
-    with pytest.raises(StoreError, match=r"records\.jsonl: no regular file"):
-        load_run(run)
-
-
 def test_a_ratio_that_no_figure_can_show_does_not_end_the_report(tmp_path: Path) -> None:
     for method, ratio in (("exact", 1.0), ("snapkv", 0.0), ("uniform", 1e308), ("h2o", -1.0)):
         rows = [{"example_id": f"e{i}", "score": 0.5, "ratio": ratio} for i in range(12)]
