@@ -87,8 +87,9 @@ class LayerKV:
             (`Method.recompression`); None where all are 0.
         output: a function that returns a copy of the output projection's weight,
             [hidden, heads * head_dim]; None where the weight cannot be read.
-        rotary: the model's rotary table; the two halves of its cosines are equal, and those of its
-            sines. None where the model has no such table.
+        rotary: the table by which the layer rotates its queries and keys; the two halves of its cosines
+            are equal, and those of its sines. Its width is 0 where the layer rotates none; None where no
+            such table describes the layer.
         shared: the results that `once` has computed for this layer, by name.
         charged: the names that the current method has asked `once` for, each with the clock of a
             result that an earlier method computed (its seconds are charged to both), or None.

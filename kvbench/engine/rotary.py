@@ -147,7 +147,8 @@ def _how_layers_rotate(model: PreTrainedModel, device: torch.device) -> dict[int
         (len(_PROBED), 1), 5 % model.config.get_text_config().vocab_size, device=device
     )
     state = _Queries()
-    model(input_ids=ids, position_ids=positions[:, None], use_cache=False, kvbench=state)
+    # Without the head, whose logits are not needed.
+    model.base_model(input_ids=ids, position_ids=positions[:, None], use_cache=False, kvbench=state)
     rotates: dict[int, bool] = {}
     for layer, found in state.of_layer.items():
         queries = found[:, :, 0].float()  # [positions, heads, head_dim]
