@@ -47,6 +47,7 @@ from kvbench.engine.architecture import full_layers
 from kvbench.engine.loading import load_config
 from kvbench.errors import UserError, complain
 from kvbench.report.claims_page import write_claims_page
+from kvbench.report.render import write_text
 from kvbench.report.stats import Array, Estimate, Scores, differences, together
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -557,8 +558,9 @@ def main(arguments: Sequence[str]) -> None:
             print(f"  {line_of(row)}")
         rows += claim_rows
         print(f"{claim['id']} {claim['claim']}: {claim_rows[0]['verdict']}", flush=True)
-        pd.DataFrame(rows).to_csv(place / "claims.csv", index=False, float_format="%.4g")
-        (place / "claims.md").write_text(markdown(rows), encoding="utf-8")
+        text = pd.DataFrame(rows).to_csv(index=False, float_format="%.4g")
+        write_text(place / "claims.csv", text, "id,place,")
+        write_text(place / "claims.md", markdown(rows), f"| {' | '.join(COLUMNS)} |")
     page = write_claims_page(place)
     print(f"tables: {place / 'claims.csv'}, {place / 'claims.md'}; page: {page}")
 

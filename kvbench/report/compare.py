@@ -22,7 +22,7 @@ from kvbench.report.experiment import PROMPT, Experiment, Group
 from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of
 from kvbench.report.labels import as_text
 from kvbench.report.page import html
-from kvbench.report.render import csv, write_text
+from kvbench.report.render import PAGE_MARK, csv, write_text
 from kvbench.report.stats import (
     ALONE,
     ALPHA,
@@ -49,6 +49,8 @@ from kvbench.report.variants import Variant
 
 SIDES = ("first", "second")
 _NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]
+CSV_MARK = "model,task,dataset,unit,"
+"""How compare.csv begins."""
 SUBTITLE = "Changes are second minus first, paired where the examples are the same."
 Side = tuple[Group, Variant]
 
@@ -271,6 +273,6 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     )
     folder.mkdir(parents=True, exist_ok=True)
     return [
-        write_text(folder / "compare.html", page),
-        write_text(folder / "compare.csv", csv(comparison.frame)),
+        write_text(folder / "compare.html", page, PAGE_MARK),
+        write_text(folder / "compare.csv", csv(comparison.frame), CSV_MARK),
     ]
