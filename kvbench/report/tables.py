@@ -167,6 +167,7 @@ def _notes(group: Group) -> Iterator[str]:
         yield DIFFERENCE
     elif group.compressed and not group.meta.lower_is_better:
         yield "The exact cache was not run: add exact to the methods for differences to it."
+    yield from _by_command(group)
     uncompressed = group.good["compressed"].eq(False) & group.good["saves_memory"].eq(True)
     if uncompressed.any():
         counts = group.good["variant"][uncompressed].value_counts()
@@ -200,6 +201,24 @@ def _notes(group: Group) -> Iterator[str]:
         yield f"Datasets of which the limit leaves no example: {', '.join(left_out)}."
     if group.left_out:
         yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
+
+
+def _by_command(group: Group) -> Iterator[str]:
+    """A note that says which rows of a method are of the command that ran last, where not all are."""
+    last = max(group.manifests, key=lambda manifest: str(manifest.get("started")), default={})
+    made = {
+        manifest["config_hash"]
+        for manifest in group.manifests
+        if manifest.get("command") == last.get("command")
+    }
+    newest = set(group.records["variant"][group.records["config_hash"].isin(made)])
+    of_method: dict[str, tuple[list[str], list[str]]] = {}
+    for variant in group.variants:
+        new, old = of_method.setdefault(variant.method, ([], []))
+        (new if variant.label in newest else old).append(variant.label)
+    for new, old in of_method.values():
+        if new and old:
+            yield f"Of the last command: {'; '.join(new)}. Of earlier ones: {'; '.join(old)}."
 
 
 def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -> Table:
