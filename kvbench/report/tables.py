@@ -34,7 +34,7 @@ from kvbench.report.table import (
     INTERVAL,
     LEGEND,
     METHOD,
-    TOGETHER,
+    TESTED,
     Column,
     Table,
     in_percent,
@@ -45,6 +45,7 @@ from kvbench.report.table import (
     unit_text,
     whole,
     wide,
+    with_values,
 )
 
 MOST_WITH_INTERVALS = 4
@@ -151,7 +152,8 @@ def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
     if 0 < table["units"].max() < FEWEST:
         yield LEGEND["few"]
     elif comparisons(group):
-        yield TOGETHER
+        if group.peers and max(map(len, group.peers)) > 1:
+            yield TESTED
         used, every = len(compared_strata(group)), len(strata_of(group))
         if used < every:
             yield (
@@ -366,16 +368,18 @@ def pairs_table(group: Group, frame: pd.DataFrame) -> Table | None:
         first, second = first.map(group.names), second.map(group.names)
         texts = rate_texts(group)
         shown = shown.assign(group=headings(pd.to_numeric(shown["rate"]), texts))
+    shown = shown.assign(methods=first + " − " + second)
+    columns = (
+        Column("methods"),
+        Column("difference", text=score_format(unit, signed=True)),
+        Column("p", text=p_text),
+        Column("examples", text=whole),
+    )
     return Table(
         f"{group.task}-{group.model}-pairs",
         f"{group.task} on {group.model}: which compressed methods are shown to differ{unit_text(unit)}",
-        shown.assign(methods=first + " − " + second),
-        (
-            Column("methods"),
-            Column("difference", text=score_format(unit, signed=True)),
-            Column("p", text=p_text),
-            Column("examples", text=whole),
-        ),
-        (INTERVAL, TOGETHER),
+        shown,
+        with_values(shown, columns),
+        (INTERVAL, TESTED) if shown["p"].notna().any() else (INTERVAL, LEGEND["few"]),
         in_percent(data, ["difference", "difference_low", "difference_high"]),
     )

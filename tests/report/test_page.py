@@ -98,7 +98,7 @@ def test_the_summary_has_scores_with_intervals(demo: ReportPaths) -> None:
 
 def test_a_page_leads_with_the_leaderboard_and_folds_what_is_secondary(demo: ReportPaths) -> None:
     text = demo.page.read_text()
-    assert text.count("[low, high]: 95 % confidence interval over examples") == 1, (
+    assert text.count("[low, high]: 95 % confidence interval over prompts") == 1, (
         "footnotes stand once"
     )
     leaderboard, first = text.index('<h2 id="leaderboard-1">'), text.index('<h2 id="section-1">')
