@@ -4,8 +4,7 @@
     kvbench claims model=<any> claims=B1,L1 'files=[essays/*.txt]' results_dir=runs/claims/mine
 
 A claim is one or more comparisons over prompts, each with a rule. A comparison has cells (a layer at a
-rate, say); in each the difference has a 95 % interval, and these intervals hold for all cells of the
-claim together. The comparison
+rate, say); in each the difference has a 95 % interval of its own. The comparison
 
 - **holds** if the interval of every cell (or of the share of cells that it names) lies on the claimed
   side;
@@ -47,7 +46,8 @@ from kvbench.engine.architecture import full_layers
 from kvbench.engine.loading import load_config
 from kvbench.errors import UserError, complain
 from kvbench.report.claims_page import write_claims_page
-from kvbench.report.stats import Array, Estimate, Scores, differences, together
+from kvbench.report.render import write_text
+from kvbench.report.stats import Array, Estimate, differences
 
 ROOT = Path(__file__).resolve().parents[1]
 ABLE = 0.8
@@ -205,61 +205,21 @@ def differences_to_each(
     return tables
 
 
-def family_of_all(tables: Sequence[Array]) -> Array:
-    """Sorted draws of the largest |z| over all columns of these tables [units, cells], where no mean
-    differs from zero.
-
-    Columns of one table are drawn together; tables, which are of other units, independently.
-    """
-    rng = np.random.default_rng(0)
-    shuffled = []
-    for values in tables:
-        cells = values.shape[1]
-        scores = of_columns(np.column_stack([values, np.zeros(len(values))]))
-        shuffled.append(rng.permutation(together([scores], [(i, cells) for i in range(cells)])))
-    return np.sort(np.max(shuffled, axis=0))
-
-
-def of_columns(values: Array) -> Scores:
-    """Scores [units, cells] of which each row is a unit of its own."""
-    none_failed = ({},) * values.shape[1]
-    return Scores("", "claim", values, ~np.isnan(values), np.arange(len(values)), none_failed)
-
-
-def intervals(values: Array, family: Array, fraction: bool, reach: float) -> list[Estimate]:
-    """The mean of each column of differences [units, cells], with intervals that hold together with all
-    those of `family`; `fraction` and `reach`: see `kvbench.report.stats.differences`."""
-    part = of_columns(values)
-    return differences([part.stratum(values)], fraction=fraction, family=family, reach=reach)
-
-
-def verdict_on(
-    values: Array,
-    comparison: Mapping[str, Any],
-    cell_family: Array | None = None,
-    mean_family: Array | None = None,
-    reach: float = 1.0,
-) -> Verdict:
+def verdict_on(values: Array, comparison: Mapping[str, Any], reach: float = 1.0) -> Verdict:
     """The verdict on differences [units, cells], which are claimed to lie `below` or `above` the number
     `by`, or `within` it on either side of zero, in the share `share` of the cells.
 
     Args:
-        cell_family, mean_family: what the intervals of cells, and those of means over cells, hold
-            together with (`family_of_all`); None: with each other alone.
         reach: the largest score that is compared, where scores are fractions.
     """
     side = comparison.get("side", "below")
     by = comparison.get("by", 0.0)
-    fraction = "fraction" in comparison
+    largest = reach if "fraction" in comparison else None
     least = {"below": -math.inf, "above": by, "within": -by}[side]
     most = math.inf if side == "above" else by
     means = np.nanmean(values, axis=1, keepdims=True)
-    if mean_family is None:
-        mean_family = family_of_all([means])
-    if cell_family is None:
-        cell_family = family_of_all([values])
-    (mean,) = intervals(means, mean_family, fraction, reach)
-    cells = intervals(values, cell_family, fraction, reach)
+    (mean,) = differences([means], reach=largest)
+    cells = differences([values], reach=largest)
     held = sum(least < cell.low and cell.high < most for cell in cells)
     more = None
     if held >= comparison.get("share", 1.0) * len(cells):
@@ -271,7 +231,9 @@ def verdict_on(
     else:
         verdict = "cannot be told"
         room = min(abs(mean.value - bound) for bound in (least, most))
-        if room:  # an interval's width falls with the square root of the units
+        if (
+            room and mean.high > mean.value
+        ):  # an interval's width falls with the square root of the units
             more = math.ceil(len(values) * ((mean.high - mean.value) / room) ** 2)
     return Verdict(verdict, mean, len(values), held, len(cells), more)
 
@@ -320,19 +282,10 @@ def rows_of_claim(
         for name, compared in compare(comparison, runs):
             rows.append({"comparison": name})
             compared_rows.append((compared, rows[-1]))
-    decidable = [compared for compared, _ in compared_rows if not compared.needs]
-    cell_family = mean_family = None
-    if decidable:
-        cell_family, mean_family = families(decidable)
     for compared, row in compared_rows:
         comparison = compared.comparison
-        verdict = verdict_on(
-            compared.differences.to_numpy(float),
-            comparison,
-            cell_family,
-            mean_family,
-            compared.reach,
-        )
+        values = compared.differences.to_numpy(float)
+        verdict = verdict_on(values, comparison, compared.reach)
         model = runs[comparison["run"]]["model"].iloc[0]
         row |= {
             "claimed": f"{comparison.get('side', 'below')} {comparison.get('by', 0):g}",
@@ -377,18 +330,6 @@ def compare(
         if "over" in comparison:
             name += f", mean over {comparison['over']}"
         yield name, Compared(comparison, needs, differences_to_other, reach)
-
-
-def families(decidable: Sequence[Compared]) -> tuple[Array, Array]:
-    """The families of all cells of a claim's comparisons, and of their means over cells."""
-    cell_tables = []
-    mean_tables = []
-    for run in sorted({compared.comparison["run"] for compared in decidable}):
-        parts = [c.differences for c in decidable if c.comparison["run"] == run]
-        means = [part.mean(axis=1).to_frame() for part in parts]
-        cell_tables.append(pd.concat(parts, axis=1).to_numpy(float))
-        mean_tables.append(pd.concat(means, axis=1).to_numpy(float))
-    return family_of_all(cell_tables), family_of_all(mean_tables)
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -557,8 +498,9 @@ def main(arguments: Sequence[str]) -> None:
             print(f"  {line_of(row)}")
         rows += claim_rows
         print(f"{claim['id']} {claim['claim']}: {claim_rows[0]['verdict']}", flush=True)
-        pd.DataFrame(rows).to_csv(place / "claims.csv", index=False, float_format="%.4g")
-        (place / "claims.md").write_text(markdown(rows), encoding="utf-8")
+        text = pd.DataFrame(rows).to_csv(index=False, float_format="%.4g")
+        write_text(place / "claims.csv", text, "id,place,")
+        write_text(place / "claims.md", markdown(rows), f"| {' | '.join(COLUMNS)} |")
     page = write_claims_page(place)
     print(f"tables: {place / 'claims.csv'}, {place / 'claims.md'}; page: {page}")
 

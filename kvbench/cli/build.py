@@ -145,16 +145,21 @@ def run_config(
 
 
 def print_scores(folder: Path, runs: Sequence[Run] = ()) -> None:
-    """Print the tables of these runs, or without runs those of an experiment's folder. An experiment of
-    several tasks has one table of methods by tasks for each model."""
+    """Print the tables of an experiment's folder as the page shows them; of these runs, those that have
+    one of them. An experiment of several tasks has one table of methods by tasks for each model."""
     from kvbench.report.build import tables_to_print
-    from kvbench.report.experiment import Experiment, group_runs, load_experiment
+    from kvbench.report.experiment import load_experiment
     from kvbench.report.render import terminal
 
+    experiment = load_experiment(folder)
     if runs:
-        experiment = Experiment(folder.name, folder, tuple(runs), tuple(group_runs(runs)))
-    else:
-        experiment = load_experiment(folder)
+        hashes = {run.manifest["config_hash"] for run in runs}
+        groups = [
+            group
+            for group in experiment.groups
+            if hashes & {manifest["config_hash"] for manifest in group.manifests}
+        ]
+        experiment = replace(experiment, groups=tuple(groups))
     tables = tables_to_print(experiment)
     terminal([table for table in tables if table.kind == "overview"] or tables)
 

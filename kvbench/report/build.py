@@ -18,7 +18,7 @@ from kvbench.report.experiment import Experiment, Group, load_experiment
 from kvbench.report.frame import AVERAGE, tidy, totals
 from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
-from kvbench.report.render import csv, latex, markdown, write_text
+from kvbench.report.render import PAGE_MARK, csv, latex, markdown, write_text
 from kvbench.report.table import Table
 from kvbench.report.tables import overview_table, paper_table, score_table, tables_of
 from kvbench.report.verdicts import verdict
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Part = tuple[Group, pd.DataFrame]
 """A group with its tidy frame (`tidy`)."""
-SUMMARY = "summary.json"
+SUMMARY, SUMMARY_MARK = "summary.json", '"score":'
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,11 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         page = write_text(
             experiment.folder / PAGE,
             render_page(experiment, sections, shared, published, warnings),
+            PAGE_MARK,
         )
-        write_text(experiment.folder / SUMMARY, summary([frame for _, frame in ranked]))
+        if ranked:
+            scores = summary([frame for _, frame in ranked])
+            write_text(experiment.folder / SUMMARY, scores, SUMMARY_MARK)
         table_files = write_tables([*shown, *only_in_files], experiment.folder, experiment.small)
         figure_files = _write_figures(drawn, experiment.folder) if for_print else []
     except OSError as error:

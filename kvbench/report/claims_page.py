@@ -12,7 +12,7 @@ import pandas as pd
 from kvbench.errors import disk_line, first_line
 from kvbench.records.read import StoreError
 from kvbench.report.page import PAGE, html
-from kvbench.report.render import write_text
+from kvbench.report.render import PAGE_MARK, write_text
 from kvbench.report.table import Column, Table, score_format, whole, with_values
 
 CLAIMS = "claims.csv"
@@ -59,7 +59,7 @@ def write_claims_page(folder: Path) -> Path:
         tables=[verdict_table(rows), comparison_table(rows)],
     )
     try:
-        return write_text(folder / PAGE, page)
+        return write_text(folder / PAGE, page, PAGE_MARK)
     except OSError as error:
         raise StoreError(f"cannot write {folder / PAGE}: {disk_line(error)}") from error
 

@@ -22,19 +22,17 @@ from kvbench.report.experiment import PROMPT, Experiment, Group
 from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of
 from kvbench.report.labels import as_text
 from kvbench.report.page import html
-from kvbench.report.render import csv, write_text
+from kvbench.report.render import PAGE_MARK, csv, write_text
 from kvbench.report.stats import (
-    ALONE,
     ALPHA,
-    Array,
     Scores,
-    differences,
-    independent,
-    largest_scores,
-    mean_intervals,
+    holm,
+    means,
+    paired,
 )
 from kvbench.report.table import (
     INTERVAL,
+    LEGEND,
     Column,
     Table,
     in_percent,
@@ -49,6 +47,8 @@ from kvbench.report.variants import Variant
 
 SIDES = ("first", "second")
 _NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]
+CSV_MARK = "model,task,dataset,unit,"
+"""How compare.csv begins."""
 SUBTITLE = "Changes are second minus first, paired where the examples are the same."
 Side = tuple[Group, Variant]
 
@@ -74,9 +74,11 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         raise StoreError(
             f"{first.folder} and {second.folder} have no model, task and method in common"
         )
-    family = independent(len(matched))
-    frame = pd.concat([_changes(*match, family) for match in matched], ignore_index=True)
+    frame = pd.concat([_changes(*match) for match in matched], ignore_index=True)
     last = ~frame.duplicated(["model", "task", "variant"], keep="last")
+    p = frame["p"].to_numpy(float, copy=True)
+    p[last] = holm(p[last])
+    frame = frame.assign(p=p)
     names = first.name, second.name
     if names[0] == names[1]:
         names = str(first.folder), str(second.folder)
@@ -143,24 +145,18 @@ def _same_settings(side: Side, other: Side, *, one_model: bool) -> bool:
     return x.method == y.method and (alone or len(mine) == len(theirs) == 1)
 
 
-def _changes(first: Side, second: Side, family: Array) -> pd.DataFrame:
-    """A row per dataset, and for their average: means, the paired difference and its test.
-
-    Args:
-        family: see `kvbench.report.stats.differences`; for the total, which alone is marked.
-    """
+def _changes(first: Side, second: Side) -> pd.DataFrame:
+    """A row per dataset, and for their average: means, the paired difference and its test."""
     (_, y), both = second, _one_group(first, second)
     strata = {dataset.value: [dataset] for dataset in strata_of(both)}
-    datasets = len(strata)
-    if datasets > 1:
+    if len(strata) > 1:
         strata[AVERAGE] = [dataset for members in strata.values() for dataset in members]
     rows = []
     for value, members in strata.items():
         of_value = both.records["dataset"].map(as_text).eq(value)
         records = both.records if value == AVERAGE else both.records[of_value]
-        total = family if len(members) == datasets else ALONE
         row: dict[str, Any] = {"model": both.model, "task": both.task, "dataset": value}
-        row |= {"unit": both.meta.score_unit, **_paired(both, members, total)}
+        row |= {"unit": both.meta.score_unit, **_paired(both, members)}
         for side in SIDES:
             row |= _side_costs(side, records[records["variant"] == side])
         rows.append(row)
@@ -191,21 +187,15 @@ def _one_group(first: Side, second: Side) -> Group:
     return Group(model, b.task, replace(b.meta, unit="unit"), variants, records, baseline)
 
 
-def _paired(both: Group, strata: Sequence[Scores], family: Array) -> dict[str, Any]:
+def _paired(both: Group, strata: Sequence[Scores]) -> dict[str, Any]:
     """Means of both sides, the second minus the first with its test, and on how many examples the second
     is better or worse."""
-    changes = [dataset.values[:, [1]] - dataset.values[:, [0]] for dataset in strata]
-    paired = [dataset.stratum(change) for dataset, change in zip(strata, changes, strict=True)]
-    reach = largest_scores(strata, [(0, 1)])
-    (difference,) = differences(paired, fraction=both.percent, family=family, reach=reach)
-    means = mean_intervals(
-        [dataset.stratum(dataset.values) for dataset in strata], fraction=both.percent
-    )
+    (difference,) = paired(strata, [(1, 0)], fraction=both.percent)
     row: dict[str, Any] = difference.named("difference") | {"p": difference.p}
-    for side, mean in zip(SIDES, means, strict=True):
+    for side, mean in zip(SIDES, means(strata, fraction=both.percent), strict=True):
         row |= mean.named(side)
     sign = -1.0 if both.meta.lower_is_better else 1.0
-    gains = sign * np.concatenate(changes)
+    gains = sign * np.concatenate([data.values[:, 1] - data.values[:, 0] for data in strata])
     row["common_examples"] = int((~np.isnan(gains)).sum())
     row["better"], row["worse"] = int((gains > 0).sum()), int((gains < 0).sum())
     return row
@@ -250,9 +240,10 @@ def _task_table(total: pd.DataFrame) -> Table:
         with_values(total, columns),
         (
             INTERVAL,
-            "change: second minus first, paired over the examples that both scored; its interval and p"
-            " are adjusted for all methods and tasks. Bold: p is below 0.05, the interval excludes 0."
-            " seconds: median of compressing and decoding.",
+            "change: second minus first, paired over the examples that both scored; p is adjusted by"
+            " Holm's method for all methods and tasks. Bold: p is below 0.05. seconds: median of"
+            " compressing and decoding.",
+            *([LEGEND["few"]] if total["p"].isna().any() else []),
         ),
     )
 
@@ -271,6 +262,6 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     )
     folder.mkdir(parents=True, exist_ok=True)
     return [
-        write_text(folder / "compare.html", page),
-        write_text(folder / "compare.csv", csv(comparison.frame)),
+        write_text(folder / "compare.html", page, PAGE_MARK),
+        write_text(folder / "compare.csv", csv(comparison.frame), CSV_MARK),
     ]

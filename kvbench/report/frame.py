@@ -7,7 +7,8 @@ by, value  the part: a record field, such as "dataset", and the value that it ha
 unit       the unit of the score
 mean       the number
 low, high  the bounds of its 95 % interval
-p          the p-value of the hypothesis that a difference is 0
+p          the p-value of the hypothesis that a difference is 0; that of a total difference is adjusted
+           for all methods at its rate
 n          the number of scored examples
 expected   the number of examples that the variant was to be run on
 units      the number of independent units that have a score
@@ -41,9 +42,8 @@ from kvbench.report.stats import (
     Pair,
     Scores,
     compared,
-    differences,
-    largest_scores,
-    mean_intervals,
+    means,
+    paired,
 )
 
 AVERAGE = "average"
@@ -99,10 +99,9 @@ def comparisons(group: Group) -> dict[Pair, Estimate]:
 def comparisons_over(group: Group, strata: Sequence[Scores]) -> dict[Pair, Estimate]:
     """The differences of the mean scores over these datasets, by pair of variants.
 
-    Intervals and p-values are adjusted for multiple comparisons within a family. There is a family for
-    each rate: the differences between any two compressed variants at that rate, and between each of
-    these and its exact variant. The other variants' differences from their exact variants are one more
-    family.
+    P-values are adjusted within a family. At each rate the differences between any two compressed
+    variants are a family, and those between each of these and its exact variant. The other variants'
+    differences from their exact variants are one more.
     """
     baselines = {
         i: group.labels.index(baseline)
@@ -110,13 +109,13 @@ def comparisons_over(group: Group, strata: Sequence[Scores]) -> dict[Pair, Estim
         if (baseline := group.baseline[label]) is not None
     }
     tests: dict[Pair, Estimate] = {}
-    for peers in group.peers:
-        pairs = list(itertools.combinations(peers, 2))
-        pairs += [(i, baselines[i]) for i in peers if i in baselines]
+    others = sorted(set(baselines).difference(*group.peers))
+    families = [list(itertools.combinations(peers, 2)) for peers in group.peers]
+    for members in (*group.peers, others):
+        families.append([(i, baselines[i]) for i in members if i in baselines])
+    for pairs in families:
         tests |= compared(strata, pairs, fraction=group.percent)
-    others = set(baselines).difference(*group.peers)
-    pairs = [(i, baselines[i]) for i in sorted(others)]
-    return tests | compared(strata, pairs, fraction=group.percent)
+    return tests
 
 
 def compared_strata(group: Group) -> list[Scores]:
@@ -210,24 +209,19 @@ def _rows(
 
     Args:
         tests: the differences that `comparisons` or `comparisons_over` returned for these scores, which
-            then have marks; None for scores without marks, whose differences are not adjusted for
-            multiple comparisons.
+            then have marks; None for scores without marks, whose p-values are not adjusted.
     """
     labels = group.labels
     baselines = [labels.index(group.baseline[label] or label) for label in labels]
-    strata_of_scores = [dataset.stratum(dataset.values) for dataset in strata]
-    means = mean_intervals(strata_of_scores, fraction=group.percent)
+    by_unit = [dataset.by_unit(dataset.values) for dataset in strata]
+    of_scores = means(strata, fraction=group.percent)
     marks: dict[int, str] = {}
     if tests is not None:
         changes = [tests.get(pair, NOTHING) for pair in enumerate(baselines)]
         for peers in group.peers:
             marks |= standing(strata, peers, tests, lower=group.meta.lower_is_better)
     else:
-        paired = [
-            dataset.stratum(dataset.values - dataset.values[:, baselines]) for dataset in strata
-        ]
-        reach = largest_scores(strata, list(enumerate(baselines)))
-        changes = differences(paired, fraction=group.percent, reach=reach)
+        changes = paired(strata, list(enumerate(baselines)), fraction=group.percent)
     rows = []
     for i, label in enumerate(labels):
         failures: Counter[str] = Counter()
@@ -240,12 +234,12 @@ def _rows(
             "unit": group.meta.score_unit,
             "n": num_scored,
             "expected": num_expected,
-            "units": sum(int((stratum.counts[:, i] > 0).sum()) for stratum in strata_of_scores),
+            "units": sum(int((~np.isnan(values[:, i])).sum()) for values in by_unit),
             "failures": failures_text(failures),
         }
         words = [marks.get(i, ""), "incomplete" if num_scored < num_expected else ""]
         mark = " ".join(filter(None, words))
-        rows.append(columns | _numbers(means[i]) | {"measure": "score", "mark": mark})
+        rows.append(columns | _numbers(of_scores[i]) | {"measure": "score", "mark": mark})
         if group.baseline[label] is not None:
             rows.append(columns | _numbers(changes[i]) | {"measure": "difference"})
     return rows
@@ -284,15 +278,15 @@ def strata_of(
     parts = list(records.reindex(columns=list(needed)).groupby(by, sort=False))
     order = {name: i for i, name in enumerate(group.datasets)} if by == "dataset" else None
     parts.sort(key=lambda part: order[part[0]] if order else natural_order(part[0]))
-    return [_scores(group, part, unit, by, as_text(value)) for value, part in parts]
+    return [_scores(group, part, unit, as_text(value)) for value, part in parts]
 
 
-def _scores(group: Group, records: pd.DataFrame, unit: str, by: str, value: str) -> Scores:
-    """The scores in these records, which are those whose field `by` has one value.
+def _scores(group: Group, records: pd.DataFrame, unit: str, value: str) -> Scores:
+    """The scores in these records, which are those of one part.
 
     Args:
         unit: the record field that names the independent unit.
-        value: the value of `by`, as text.
+        value: the name of the part.
     """
     labels = group.labels
     pairs = records["seed"].astype(str) + "/" + records["example_id"].astype(str)
@@ -315,7 +309,7 @@ def _scores(group: Group, records: pd.DataFrame, unit: str, by: str, value: str)
         failed.get(label, {}) | ({"missing": int(missing[i])} if missing[i] else {})
         for i, label in enumerate(labels)
     )
-    return Scores(by, value, values, given, pd.factorize(units, sort=True)[0], statuses)
+    return Scores(value, values, given, pd.factorize(units, sort=True)[0], statuses)
 
 
 def failures_of(records: pd.DataFrame) -> dict[str, int]:

@@ -17,7 +17,7 @@ import pandas as pd
 
 from kvbench.report.page import PAGE, html
 from kvbench.report.papers import HEADING, paper_folders
-from kvbench.report.render import write_text
+from kvbench.report.render import PAGE_MARK, write_text
 from kvbench.report.table import Column, Table, number
 
 COMMENT = "#"
@@ -86,7 +86,7 @@ def write_item_page(
         parts=[_part(path, note) for path, note in sorted(notes)],
         published=[] if any(note.small for _, note in notes) else _published(title),
     )
-    return write_text(folder / PAGE, page)
+    return write_text(folder / PAGE, page, PAGE_MARK)
 
 
 def means_of(frame: pd.DataFrame, note: RunNote) -> pd.DataFrame:

@@ -21,8 +21,9 @@ def standing(
 
     "best" has the best mean over the examples that all rankable variants scored (`_rankable`); there is
     none where every mean is 0. The others are marked by their test against the best: "worse" or "better"
-    where its p-value is below 5 %, else "tied", and "few" where there are too few units for a test. A
-    variant may be "better" than the best if it is not rankable, or scored examples that others lack.
+    where its p-value is below 5 %, else "tied", and "few" where there are too few units for a test.
+    Where there are too few at all, every mark is "few". A variant may be "better" than the best if it is
+    not rankable, or scored examples that others lack.
 
     Args:
         peers: the indices of the variants.
@@ -43,6 +44,8 @@ def standing(
     means = sign * np.mean([values.mean(0) for values in common], axis=0)
     if not means.any():
         return {}
+    if _units(strata, ranked) < FEWEST:
+        return dict.fromkeys(scored, "few")
     top = float(means.max())
     best = {i for i, x in zip(ranked, means, strict=True) if math.isclose(x, top, rel_tol=1e-9)}
     marks = dict.fromkeys(best, "best")
@@ -57,6 +60,11 @@ def standing(
 def _scored_by(scores: Scores, variants: Sequence[int]) -> Flags:
     """[pairs] whether all of these variants scored the pair (seed, example)."""
     return np.asarray(~np.isnan(scores.values[:, variants]).any(axis=1))
+
+
+def _units(strata: Sequence[Scores], variants: Sequence[int]) -> int:
+    """The number of independent units that all of these variants scored."""
+    return sum(len(set(dataset.units[_scored_by(dataset, variants)])) for dataset in strata)
 
 
 def _rankable(strata: Sequence[Scores], scored: Sequence[int]) -> list[int]:
@@ -88,10 +96,7 @@ def _against(
     change = tests.get((other, winner) if swapped else (winner, other), NOTHING)
     if math.isnan(change.value):
         return ""
-    units = 0
-    for dataset in strata:
-        units += len(set(dataset.units[_scored_by(dataset, [winner, other])]))
-    if units < FEWEST:
+    if _units(strata, [winner, other]) < FEWEST:
         return "few"
     if not change.p < ALPHA:
         return "tied"

@@ -31,7 +31,7 @@ from kvbench.report.experiment import Experiment, Group
 from kvbench.report.labels import words
 from kvbench.report.papers import notes_on
 from kvbench.report.ratios import rate_texts
-from kvbench.report.render import write_text
+from kvbench.report.render import PAGE_MARK, write_text
 from kvbench.report.style import style_of
 from kvbench.report.table import Table, footer, is_general, value_text
 
@@ -298,6 +298,6 @@ def write_index(folders: Sequence[Path]) -> Path:
     links = [(quote(f"{name}/{PAGE}"), printable(name.rsplit("/", 1)[-1])) for name in names]
     text = html("index.html.j2", title=printable(place.name), links=links)
     try:
-        return write_text(place / "index.html", text)
+        return write_text(place / "index.html", text, PAGE_MARK)
     except OSError as error:
         raise StoreError(f"cannot write {place / 'index.html'}: {disk_line(error)}") from error

@@ -21,8 +21,12 @@ from rich.measure import Measurement
 
 from kvbench.errors import printable, printable_lines
 from kvbench.records.durable import replace
+from kvbench.records.read import StoreError
 from kvbench.report.table import Cell, Column, Table, footer
 
+PAGE_MARK = " · kvbench</title>"
+"""How the title of every page ends (templates/macros.html.j2), by which kvbench knows its own
+(`write_text`)."""
 _FORMULA = tuple("=+-@\t\n＝＋－＠")
 """Characters that a formula begins with in some spreadsheet."""
 _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
@@ -50,9 +54,19 @@ _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
 """How LaTeX writes characters that mean something to it, or that its fonts lack."""
 
 
-def write_text(path: Path, text: str) -> Path:
+def write_text(path: Path, text: str, mark: str = "") -> Path:
     """Replace the file in one step, so that an open page is never half a page. What has no UTF-8 form
-    (a folder may be named in other bytes) becomes a question mark."""
+    (a folder may be named in other bytes) becomes a question mark.
+
+    Args:
+        mark: a text that every such file of kvbench's holds, for a name that a user's own file may have.
+
+    Raises:
+        StoreError: there is a file without the mark.
+        OSError: the file system refuses.
+    """
+    if mark and path.exists() and mark.encode() not in path.read_bytes():
+        raise StoreError(f"{path} is not kvbench's and stays as it is; allowed: move or rename it")
     replace(path, text.encode("utf-8", errors="replace"))
     return path
 

@@ -71,7 +71,8 @@ def build_site(out: Path, folders: Sequence[Path], *, reference: bool = True) ->
     """Write the site and return the file of its index.
 
     Args:
-        out: the folder of the site: a new or an empty one, or an earlier site, which is replaced.
+        out: the folder of the site: a new or an empty one, or an earlier site, whose pages are
+            replaced.
         folders: the folders of experiments. Those without a report are left out.
         reference: whether the site has the reference of the Python interface.
 
@@ -84,7 +85,8 @@ def build_site(out: Path, folders: Sequence[Path], *, reference: bool = True) ->
         raise StoreError(f"no reports in {named:.200}; expected {PAGE} in each")
     if out.exists() and any(out.iterdir()) and not (out / ".kvbench-site").is_file():
         raise StoreError(f"{out} holds other files; allowed: a new folder, or one of --site")
-    shutil.rmtree(out, ignore_errors=True)
+    for part in ("experiments", "methods", "api"):  # what else is in it, such as CNAME, is a user's
+        shutil.rmtree(out / part, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     (out / ".kvbench-site").touch()
     for folder in with_report:

@@ -21,18 +21,17 @@ LEGEND = {
     "tied": "≈: not shown to differ from the best (adjusted p of 0.05 or more).",
     "better": "▲: shown to be better than the best, over the examples that both scored.",
     "worse": "No mark: shown to be worse than the best (adjusted p below 0.05).",
-    "few": "Differences are not tested, as there are fewer than ten prompts.",
+    "few": "Differences are not tested where there are fewer than ten prompts.",
     "incomplete": "†: some examples failed or are missing; the mean is over the others.",
     "beyond": "‡: the published number differs from ours by more than the margin (±).",
     "untold": "?: not decided: there are fewer than 50 examples, or it was not measured which share of"
     " the answers changes when a run is repeated (paper_table.rescored).",
 }
 """What each mark means, one sentence each."""
-INTERVAL = "[low, high]: 95 % confidence interval over examples."
-TOGETHER = (
-    "Intervals and p-values of differences are adjusted for multiple comparisons, over all differences"
-    " at one rate: with a probability of 95 % all of these intervals contain the true difference. An"
-    " interval excludes 0 exactly where the adjusted p is below 0.05."
+INTERVAL = "[low, high]: 95 % confidence interval over prompts, of each number by itself."
+TESTED = (
+    "p: exact McNemar test of right and wrong answers, else paired t test; adjusted by Holm's method for"
+    " all pairs at one rate, as marks are."
 )
 DIFFERENCE = "Δ exact: paired difference to the exact cache, over the examples that both scored."
 
@@ -152,7 +151,7 @@ def _is_missing(value: Any) -> bool:
 
 def is_general(note: str) -> bool:
     """Whether a note explains intervals, differences or marks, which mean the same in every table."""
-    return note in (INTERVAL, TOGETHER, DIFFERENCE) or note in LEGEND.values()
+    return note in (INTERVAL, TESTED, DIFFERENCE) or note in LEGEND.values()
 
 
 def footer(notes: Iterable[str]) -> list[str]:
@@ -161,7 +160,7 @@ def footer(notes: Iterable[str]) -> list[str]:
     about_marks: list[str] = []
     others: list[str] = []
     for note in dict.fromkeys(notes):
-        if note in (INTERVAL, TOGETHER, DIFFERENCE):
+        if note in (INTERVAL, TESTED, DIFFERENCE):
             about_intervals.append(note)
         elif note in LEGEND.values():
             about_marks.append(note)

@@ -34,7 +34,7 @@ from kvbench.report.table import (
     INTERVAL,
     LEGEND,
     METHOD,
-    TOGETHER,
+    TESTED,
     Column,
     Table,
     in_percent,
@@ -45,6 +45,7 @@ from kvbench.report.table import (
     unit_text,
     whole,
     wide,
+    with_values,
 )
 
 MOST_WITH_INTERVALS = 4
@@ -151,7 +152,8 @@ def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
     if 0 < table["units"].max() < FEWEST:
         yield LEGEND["few"]
     elif comparisons(group):
-        yield TOGETHER
+        if group.peers and max(map(len, group.peers)) > 1:
+            yield TESTED
         used, every = len(compared_strata(group)), len(strata_of(group))
         if used < every:
             yield (
@@ -167,6 +169,7 @@ def _notes(group: Group) -> Iterator[str]:
         yield DIFFERENCE
     elif group.compressed and not group.meta.lower_is_better:
         yield "The exact cache was not run: add exact to the methods for differences to it."
+    yield from _by_command(group)
     uncompressed = group.good["compressed"].eq(False) & group.good["saves_memory"].eq(True)
     if uncompressed.any():
         counts = group.good["variant"][uncompressed].value_counts()
@@ -200,6 +203,24 @@ def _notes(group: Group) -> Iterator[str]:
         yield f"Datasets of which the limit leaves no example: {', '.join(left_out)}."
     if group.left_out:
         yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
+
+
+def _by_command(group: Group) -> Iterator[str]:
+    """A note that says which rows of a method are of the command that ran last, where not all are."""
+    last = max(group.manifests, key=lambda manifest: str(manifest.get("started")), default={})
+    made = {
+        manifest["config_hash"]
+        for manifest in group.manifests
+        if manifest.get("command") == last.get("command")
+    }
+    newest = set(group.records["variant"][group.records["config_hash"].isin(made)])
+    of_method: dict[str, tuple[list[str], list[str]]] = {}
+    for variant in group.variants:
+        new, old = of_method.setdefault(variant.method, ([], []))
+        (new if variant.label in newest else old).append(variant.label)
+    for new, old in of_method.values():
+        if new and old:
+            yield f"Of the last command: {'; '.join(new)}. Of earlier ones: {'; '.join(old)}."
 
 
 def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -> Table:
@@ -347,16 +368,18 @@ def pairs_table(group: Group, frame: pd.DataFrame) -> Table | None:
         first, second = first.map(group.names), second.map(group.names)
         texts = rate_texts(group)
         shown = shown.assign(group=headings(pd.to_numeric(shown["rate"]), texts))
+    shown = shown.assign(methods=first + " − " + second)
+    columns = (
+        Column("methods"),
+        Column("difference", text=score_format(unit, signed=True)),
+        Column("p", text=p_text),
+        Column("examples", text=whole),
+    )
     return Table(
         f"{group.task}-{group.model}-pairs",
         f"{group.task} on {group.model}: which compressed methods are shown to differ{unit_text(unit)}",
-        shown.assign(methods=first + " − " + second),
-        (
-            Column("methods"),
-            Column("difference", text=score_format(unit, signed=True)),
-            Column("p", text=p_text),
-            Column("examples", text=whole),
-        ),
-        (INTERVAL, TOGETHER),
+        shown,
+        with_values(shown, columns),
+        (INTERVAL, TESTED) if shown["p"].notna().any() else (INTERVAL, LEGEND["few"]),
         in_percent(data, ["difference", "difference_low", "difference_high"]),
     )

@@ -126,16 +126,6 @@ def test_what_no_model_can_do_says_nothing() -> None:
     assert row["verdict"] == "needs a model on which a differs from b"
 
 
-def test_intervals_of_several_comparisons_are_of_one_family() -> None:
-    noisy = {"here": rows({"1": 1, "2": 1}, spread=1), "later": rows({"1": 1, "2": 1}, spread=3)}
-    widths = []
-    for comparisons in ([IN_ONE_RUN], [IN_ONE_RUN, IN_ONE_RUN | {"run": "later"}]):
-        row = decided(*comparisons, runs=noisy)[0]
-        widths.append(row["difference_high"] - row["difference_low"])
-    assert widths[0] < widths[1] < 1.5 * widths[0]
-    assert row["comparison"] == "here, score: a - b"
-
-
 def test_the_claims_name_runs_that_are_there() -> None:
     claims = CLAIMS["claims"]
     assert len({claim["id"] for claim in claims}) == len(claims)

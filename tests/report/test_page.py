@@ -98,7 +98,7 @@ def test_the_summary_has_scores_with_intervals(demo: ReportPaths) -> None:
 
 def test_a_page_leads_with_the_leaderboard_and_folds_what_is_secondary(demo: ReportPaths) -> None:
     text = demo.page.read_text()
-    assert text.count("[low, high]: 95 % confidence interval over examples") == 1, (
+    assert text.count("[low, high]: 95 % confidence interval over prompts") == 1, (
         "footnotes stand once"
     )
     leaderboard, first = text.index('<h2 id="leaderboard-1">'), text.index('<h2 id="section-1">')
@@ -274,6 +274,40 @@ def test_the_command_says_an_error_in_a_line(
         returned = stopped.code
     assert returned == status
     assert capsys.readouterr().err.count("\n") == 1
+
+
+USERS_OWN = "<!doctype html><title>My results</title>\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (["one", "--index"], "index.html"),
+        (["one", "two", "--out", "."], "compare.html"),
+        (["one", "two", "--out", "."], "compare.csv"),
+        (["one"], "one/report.html"),
+        (["one"], "one/summary.json"),
+    ],
+)
+def test_a_file_of_the_user_s_is_not_replaced(
+    words: list[str],
+    file: str,
+    experiments: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(experiments / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main(list(words)) == 0, "its own is"
+    Path(file).write_text(USERS_OWN)
+    assert main(list(words)) == 1
+    assert Path(file).read_text() == USERS_OWN
+    error = capsys.readouterr().err
+    assert f"{file} is not kvbench's and stays as it is" in error
+    assert error.count("\n") == 1
 
 
 def test_an_index_of_no_report_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.report_runs import write_run
 
+from kvbench.cli.build import print_scores
 from kvbench.records.read import EXAMPLES, StoreError, load_run
 from kvbench.records.store import write_examples
 from kvbench.report.experiment import Group, load_experiment
@@ -73,6 +74,25 @@ def test_a_sweep_over_a_setting_names_every_section(tmp_path: Path) -> None:
     for size in (1, 2):
         run_of(tmp_path, "exact", "ab", options={"task.size": size})
     assert list(groups_of(tmp_path)) == ["t, size 1", "t, size 2"]
+
+
+def test_terminal_and_page_say_which_row_is_of_which_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for size, started in ((5, "10"), (7, "11")):
+        options = {"method.kernel_size": size, "task.num_lines": 20}
+        about: dict[str, Any] = {"started": started, "command": f"kvbench {size}"}
+        run = run_of(tmp_path, "snapkv", "abcd", options=options, **about)
+    run_of(tmp_path, "exact", "ab", options={"task.num_lines": 9})
+    print_scores(tmp_path / "demo", [load_run(run)])
+    printed = capsys.readouterr().out
+    group = groups_of(tmp_path)["t"]
+    note = "Of the last command: snapkv, kernel_size 7. Of earlier ones: snapkv, kernel_size 5."
+    assert note in table_of(group).notes
+    assert note in printed
+    assert all(f" snapkv, kernel_size {size} " in printed for size in (5, 7)), printed
+    assert "exact  " not in printed, "of this command's task alone"
 
 
 def test_the_section_that_was_started_first_keeps_the_tasks_name(tmp_path: Path) -> None:

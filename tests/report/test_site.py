@@ -65,3 +65,13 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no reports in"):
         build_site(tmp_path / "site", [tmp_path])
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_site_made_again_keeps_what_the_user_put_beside_its_pages(tmp_path: Path) -> None:
+    build_site(tmp_path / "site", [LEADERBOARD], reference=False)
+    (tmp_path / "site/CNAME").write_text("mine")
+    old = tmp_path / "site/methods/old.html"
+    old.touch()
+    build_site(tmp_path / "site", [LEADERBOARD], reference=False)
+    assert (tmp_path / "site/CNAME").read_text() == "mine"
+    assert not old.exists()

@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-from scipy.stats import binom, binomtest, multinomial, norm, studentized_range, t
+from scipy.stats import binom, binomtest, multinomial, t
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
@@ -23,85 +24,108 @@ import bench_statistics as bench
 from kvbench.report.marks import standing
 from kvbench.report.self_bleu import self_bleu, words_of
 from kvbench.report.stats import (
-    ALONE,
     ALPHA,
-    DRAWS,
     Scores,
-    Stratum,
     compared,
     differences,
-    independent,
+    holm,
     margin_of,
     mean_intervals,
+    means,
     median_of,
-    together,
 )
 
 
-def stratum(values: np.ndarray) -> Stratum:
-    values = values.reshape(len(values), -1)
-    return Stratum(np.nan_to_num(values), (~np.isnan(values)).astype(float))
+def column(values: Any) -> np.ndarray:
+    """One column of units."""
+    return np.asarray(values, dtype=float).reshape(-1, 1)
 
 
-@pytest.mark.parametrize("n", bench.SIZES)
-def test_intervals_of_shares_hold_them_exactly(n: int) -> None:
+@pytest.mark.parametrize("n", [5, *bench.SIZES])
+def test_intervals_of_shares_are_wilsons_and_hold_them(n: int) -> None:
     """Coverage by the binomial distribution: no simulation, every count of right answers."""
     right = (np.arange(n)[:, None] < np.arange(n + 1)[None]).astype(float)
-    found = mean_intervals([stratum(right)], fraction=True)
+    found = mean_intervals([right], fraction=True)
     low, high = (np.array([getattr(one, name) for one in found]) for name in ("low", "high"))
     for p in bench.LEVELS:
         held = (low <= p) & (p <= high)
         assert binom.pmf(np.flatnonzero(held), n, p).sum() >= 0.92
-    assert (high > low).all()
-    for k in range(4, n - 3):
-        theirs = binomtest(k, n).proportion_ci(method="wilson")
+    for k in {0, 1, n // 2, n}:
+        theirs = binomtest(k, n).proportion_ci(method="wilsoncc")
         assert (low[k], high[k]) == pytest.approx((theirs.low, theirs.high))
 
 
 @pytest.mark.parametrize("n", [10, 20, 50, 100])
-def test_paired_shares_hold_the_truth_and_seldom_differ_by_chance(n: int) -> None:
+def test_paired_shares_hold_the_truth_and_are_tested_by_mcnemars_exact_test(n: int) -> None:
     """Coverage and false positives by the trinomial distribution: every count of gains and losses."""
     counts = np.array([(b, c) for b in range(n + 1) for c in range(n + 1 - b)])
     columns = [np.r_[np.ones(b), -np.ones(c), np.zeros(n - b - c)] for b, c in counts]
-    found = differences([stratum(np.stack(columns, axis=1))], fraction=True)
+    found = differences([np.stack(columns, axis=1)], reach=1.0)
     low, high, p = (np.array([getattr(one, key) for one in found]) for key in ("low", "high", "p"))
-    np.testing.assert_array_equal((low > 0) | (high < 0), p < ALPHA)
     for up, down in ((0.02, 0.02), (0.1, 0.1), (0.3, 0.1), (0.1, 0.0), (0.5, 0.5)):
         shares = np.c_[counts, n - counts.sum(1)]
         chances = multinomial.pmf(shares, n, (up, down, 1 - up - down))
         held = (low <= up - down) & (up - down <= high)
         assert chances[held].sum() >= 0.93
-        assert up != down or chances[p < ALPHA].sum() <= 0.07
+        assert up != down or chances[p < ALPHA].sum() <= 0.05
     b, c = 7, 2  # by hand: (b + 1) / (n + 2) and (c + 1) / (n + 2)
     one, up, down = found[counts.tolist().index([b, c])], 8 / (n + 2), 3 / (n + 2)
     half = t.ppf(0.975, n - 1) * np.sqrt((up + down - (up - down) ** 2) / n)
     assert (one.value, one.value - one.low) == pytest.approx((5 / n, half), rel=1e-3)
+    assert one.p == pytest.approx(binomtest(b, b + c).pvalue)
 
 
 def with_two_units(x: np.ndarray) -> float:
-    """The variance of the mean of units without bounds, and of two more, 1.5 times as far from the mean
-    as the farthest."""
+    """The variance of the mean of units without bounds, and of two more, as far from the mean as the
+    farthest."""
     farthest = np.abs(x - x.mean()).max()
-    return float(np.r_[x, x.mean() + 1.5 * farthest * np.array([-1, 1])].var() / len(x))
+    return float(np.r_[x, x.mean() + farthest * np.array([-1, 1])].var() / len(x))
 
 
 def test_other_scores_have_students_interval_on_two_more_units() -> None:
+    """Errors on the logarithmic scale, so that none reaches below 0; their differences as they are."""
     errors = np.random.default_rng(0).lognormal(size=12)
-    (found,) = mean_intervals([stratum(errors)], fraction=False)
-    low, high = t.interval(0.95, 11, errors.mean(), np.sqrt(with_two_units(errors)))
-    assert (found.low, found.high) == pytest.approx((low, high))
-    (same,) = differences([stratum(np.full(3, 0.2))], fraction=False)
-    assert same.low < 0 < same.high, "three that are equal are too few"
-    assert same.p > ALPHA
+    half = t.ppf(0.975, 11) * np.sqrt(with_two_units(errors))
+    (found,) = mean_intervals([column(errors)], fraction=False)
+    factor = np.exp(half / errors.mean())
+    assert found[:3] == pytest.approx(
+        (errors.mean(), errors.mean() / factor, errors.mean() * factor)
+    )
+    change = errors - 2
+    half = t.ppf(0.975, 11) * np.sqrt(with_two_units(change))
+    (found,) = differences([column(change)], reach=None)
+    assert found[1:3] == pytest.approx((change.mean() - half, change.mean() + half))
+    error = np.sqrt(with_two_units(change))
+    assert found.p == pytest.approx(2 * t.sf(abs(change.mean()) / error, 11))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=30))
+def test_no_interval_of_what_cannot_be_negative_reaches_below_zero(values: list[float]) -> None:
+    for fraction in (False, True):
+        (found,) = mean_intervals([column(values) / (1e6 if fraction else 1)], fraction=fraction)
+        assert not found.low < 0
+
+
+def test_units_that_are_all_equal_have_no_interval_unless_they_are_fractions() -> None:
+    """The exact cache over itself is 1 exactly; ten right answers of ten are not all there are."""
+    for find in (lambda x: mean_intervals(x, fraction=False), lambda x: differences(x, reach=None)):
+        (same,) = find([column(np.full(20, 1 / 3))])
+        assert same.value == pytest.approx(1 / 3)
+        assert np.isnan([same.low, same.high]).all()
+    (right,) = mean_intervals([column(np.ones(20))], fraction=True)
+    assert right.low < 0.9
+    (unchanged,) = differences([column(np.zeros(20))], reach=1.0)
+    assert unchanged.low < -0.05 < 0.05 < unchanged.high
+    assert unchanged.p == 1
 
 
 def test_an_average_of_datasets_by_welch_and_satterthwaite() -> None:
     """Each dataset has its own variance: of errors as it is seen, of answers from (x + 1) / (n + 2)."""
     rng = np.random.default_rng(3)
-    errors = [rng.normal(0.2, 0.1, 9), rng.normal(0.4, 0.3, 30)]
+    changes = [rng.normal(0.2, 0.1, 9), rng.normal(0.4, 0.3, 30)]
     right = [np.r_[np.ones(3), np.zeros(1)], np.ones(40)]
     cases = [
-        (errors, [with_two_units(x) for x in errors], False),
+        (changes, [with_two_units(x) for x in changes], False),
         (right, [(4 / 6) * (2 / 6) / 4, (41 / 42) * (1 / 42) / 40], True),
     ]
     for parts, each, fraction in cases:
@@ -109,88 +133,81 @@ def test_an_average_of_datasets_by_welch_and_satterthwaite() -> None:
             v**2 / (len(x) - 1) for v, x in zip(each, parts, strict=True)
         )
         half = t.ppf(0.975, freedom) * np.sqrt(sum(each)) / 2
-        strata = [stratum(x) for x in parts]
-        (found,) = mean_intervals(strata, fraction=fraction)
+        columns = [column(x) for x in parts]
+        if fraction:
+            (found,) = mean_intervals(columns, fraction=True)
+        else:
+            (found,) = differences(columns, reach=None)
         assert found.value == pytest.approx(np.mean([x.mean() for x in parts]))
         assert found.low == pytest.approx(max(0.0 if fraction else -9, found.value - half))
         assert found.high == pytest.approx(min(1.0 if fraction else 9, found.value + half))
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
-@pytest.mark.parametrize(("sizes", "width"), [([25], 0.1), ([2, 5, 25], 0.2)])
-def test_shares_of_none_and_of_all_have_an_interval(
-    value: float, sizes: list[int], width: float
-) -> None:
-    strata = [stratum(np.full(n, value)) for n in sizes]
-    (mean,) = mean_intervals(strata, fraction=True)
-    assert mean.high - mean.low > width
-
-
-def test_a_difference_between_equals_has_an_interval() -> None:
-    (same,) = differences([stratum(np.zeros(25))], fraction=True)
-    assert same.low == pytest.approx(-same.high, abs=1e-9)
-    assert (same.high > 0.05, same.p) == (True, 1.0)
-
-
-@pytest.mark.parametrize("find", [mean_intervals, differences])
+@pytest.mark.parametrize(
+    "find", [lambda x: mean_intervals(x, fraction=True), lambda x: differences(x, reach=1.0)]
+)
 def test_one_unit_has_none_and_missing_ones_are_left_out(find: Any) -> None:
-    (one,) = find([stratum(np.array([1.0]))], fraction=True)
+    (one,) = find([column([1.0])])
     assert one.value == 1
     assert np.isnan([one.low, one.high]).all()
     values = np.array([1.0, np.nan, 0.0, 1.0, 1.0, np.nan])
     known = values[~np.isnan(values)]
-    gaps, kept = (find([stratum(x)], fraction=True)[0][:3] for x in (values, known))
+    gaps, kept = (find([column(x)])[0][:3] for x in (values, known))
     assert gaps == kept
-    assert np.isnan(find([stratum(values), stratum(values * np.nan)], fraction=True)[0].value)
+    assert np.isnan(find([column(values), column(values * np.nan)])[0].value)
+
+
+@pytest.mark.parametrize("n", [9, 10])
+def test_a_difference_is_tested_from_ten_prompts_on(n: int) -> None:
+    for values, reach in ((np.ones(n), 1.0), (np.linspace(1, 2, n), None)):
+        (found,) = differences([column(values)], reach=reach)
+        assert np.isnan(found.p) if n < 10 else found.p < ALPHA
 
 
 def scores(values: np.ndarray) -> Scores:
     none: tuple[dict[str, int], ...] = ({},) * values.shape[1]
-    return Scores("", "d", values, np.ones(values.shape, dtype=bool), np.arange(len(values)), none)
+    return Scores("d", values, np.ones(values.shape, dtype=bool), np.arange(len(values)), none)
 
 
-@pytest.mark.parametrize("tests", [1, 5])
-def test_the_bound_of_independent_tests_is_sidaks(tests: int) -> None:
-    z = independent(tests)[-round(ALPHA * DRAWS)]
-    assert 2 * norm.sf(z) == pytest.approx(1 - 0.95 ** (1 / tests), rel=5e-3)
+def test_units_of_several_pairs_are_their_means_and_uneven_ones_a_ratio() -> None:
+    values = np.array([[1.0], [0.0], [1.0], [1.0], [0.0], [np.nan]])
+    of_pairs = Scores("d", values, values == values, np.array([0, 0, 1, 1, 2, 2]), ({},))
+    even = np.r_[values[:4], [[0.0], [0.0]]]
+    assert of_pairs.by_unit(even).ravel().tolist() == [0.5, 1.0, 0.0]
+    uneven = of_pairs.by_unit(values)
+    assert uneven.mean() == pytest.approx(3 / 5), "the mean over pairs"
+    residuals = np.array([1.0, 2.0, 0.0]) - 3 / 5 * np.array([2, 2, 1])
+    assert uneven.ravel() - 3 / 5 == pytest.approx(residuals * 3 / 5)
 
 
-def test_a_family_of_one_is_the_test_alone() -> None:
-    values = np.random.default_rng(0).normal(0.3, 1, (40, 2))
-    change = values[:, 0] - values[:, 1]
-    (found,) = differences([stratum(change)], fraction=False)
-    error = np.sqrt(with_two_units(change))
-    assert found.p == pytest.approx(2 * t.sf(abs(change.mean()) / error, 39), abs=2e-4)
-    interval = t.interval(0.95, 39, change.mean(), error)
-    assert (found.low, found.high) == pytest.approx(interval, abs=1e-3)
-    assert together([scores(values)], [(0, 1)]) is ALONE
+def test_uneven_prompts_of_errors_reach_no_lower_than_zero() -> None:
+    """Linearized, a prompt of many small errors counts as less than none."""
+    errors = np.array([[9.0], *[[0.01]] * 7])
+    uneven = Scores("d", errors, errors == errors, np.array([0, *[1] * 6, 2]), ({},))
+    assert uneven.by_unit(errors).min() < 0
+    (found,) = means([uneven], fraction=False)
+    assert 0 < found.low < found.value < found.high
+    (found,) = means([replace(uneven, values=-errors)], fraction=False)
+    assert found.low < found.value < 0
 
 
-def test_all_pairs_of_one_table_are_tukeys() -> None:
-    """Independent variants of equal variance: the studentized range, and less than Bonferroni's."""
-    values = np.random.default_rng(1).normal(size=(4000, 5))
-    pairs = list(itertools.combinations(range(5), 2))
-    z = together([scores(values)], pairs)[-round(ALPHA * DRAWS)]
-    assert z == pytest.approx(studentized_range.ppf(0.95, 5, 10**6) / np.sqrt(2), rel=0.02)
-    clones = np.c_[
-        values[:, :1] + np.random.default_rng(2).normal(0, 0.01, (4000, 6)), values[:, 1]
-    ]
-    alike = together([scores(clones)], [(i, 6) for i in range(6)])[-round(ALPHA * DRAWS)]
-    assert alike == pytest.approx(1.96, rel=0.02), "variants that answer alike cost little"
-
-
-def test_interval_p_and_family_agree_and_missing_scores_are_left_out() -> None:
+def test_holms_adjustment_by_hand_and_of_the_pairs_of_a_table() -> None:
+    assert holm([0.01, 0.04, np.nan, 0.03]) == pytest.approx(
+        [0.03, 0.06, np.nan, 0.06], nan_ok=True
+    )
     rng = np.random.default_rng(5)
     values = (rng.random((60, 6)) < np.linspace(0.3, 0.9, 6)).astype(float)
     values[:7, 3] = np.nan
     pairs = list(itertools.combinations(range(6), 2))
     comparison = compared([scores(values)], pairs, fraction=True)
+    alone = []
     for (i, j), one in comparison.items():
-        assert (one.p < ALPHA) is (one.low > 0 or one.high < 0)
+        alone += differences([column(values[:, i] - values[:, j])], reach=1.0)
+        assert one[:3] == pytest.approx(alone[-1][:3]), (
+            "an interval is its own, whatever else is in the table"
+        )
         assert one.value == pytest.approx(np.nanmean(values[:, i] - values[:, j]))
-        (alone,) = differences([stratum(values[:, i] - values[:, j])], fraction=True)
-        assert alone.p <= one.p + 1e-9
-        assert one.low <= alone.low
+    assert [one.p for one in comparison.values()] == pytest.approx(holm([one.p for one in alone]))
     assert comparison[0, 5].p < 0.001
     assert compared([], pairs, fraction=True) == {}
 
@@ -273,8 +290,6 @@ def test_the_margin_of_an_average_is_that_of_its_datasets() -> None:
     [
         lambda: bench.interval_figures(400, (10, 20)),
         lambda: bench.difference_figures(400, (10, 20)),
-        lambda: bench.skewed_figures(400, (10, 20)),
-        lambda: bench.p_figures(400, (10, 20)),
         lambda: bench.margin_figures(200),
     ],
 )
@@ -286,10 +301,10 @@ def test_the_worst_cells_keep_their_bounds(figures: Callable[[], Iterable[bench.
         assert bench.Figure(figure.what, share, figure.bound, figure.most).kept, str(figure)
 
 
-def test_equal_methods_are_seldom_shown_to_differ_and_a_worse_one_is() -> None:
+def test_equal_methods_are_seldom_marked_and_a_worse_one_is() -> None:
     rng = np.random.default_rng(12)
-    equal = [bench.false_table(bench.answers(rng, 100, [0.6] * 7, 0.5)) for _ in range(60)]
+    equal = [bool(bench.marked([bench.answers(rng, 100, [0.6] * 7, 0.5)])) for _ in range(60)]
     assert np.mean(equal) <= 0.15
     means = [0.6] * 6 + [0.5]
-    found = [6 in bench.worse(bench.answers(rng, 300, means, 0.7)) for _ in range(12)]
+    found = [6 in bench.marked([bench.answers(rng, 300, means, 0.7)]) for _ in range(12)]
     assert np.mean(found) >= 0.6
