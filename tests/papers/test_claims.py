@@ -94,6 +94,13 @@ def test_a_factor_multiplies_what_is_subtracted() -> None:
     assert tables["1.25 b"].iloc[:, 0].tolist() == [1.5, 2.5]
 
 
+def test_the_committed_table_says_of_each_claim_what_the_list_says() -> None:
+    known = {claim["id"]: claim for claim in CLAIMS["claims"]}
+    for row in pd.read_csv(ROOT / "results/claims/claims.csv").to_dict("records"):
+        for text in ("place", "stated", "measure", "claim"):
+            assert row[text] == known[row["id"]][text]
+
+
 RUNS = {"here": rows({"1": 1, "2": 1}), "later": rows({"1": -1, "2": -1})}
 IN_ONE_RUN = SIDES | {"run": "here"}
 
