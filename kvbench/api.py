@@ -101,8 +101,8 @@ def compress(
     with the whole conversation. These are refused with an error of one line: caches filled without
     `compress`, static, quantised and offloaded caches, assisted decoding, guidance by a second prompt,
     `generate_batch`, chunked prefill, ``use_cache=False``, ``output_attentions=True``, encoder-decoder
-    models, answers that cross the length at which LongRoPE's factors change (`compare` refuses those that
-    may), and a `compress` inside another of the same model.
+    models, answers that cross the length at which LongRoPE's factors change (`compare` refuses those
+    that may), and a `compress` inside another of the same model.
 
     A loop without `generate` may call the model under ``torch.no_grad()`` with the cache that the model
     returned. The tokens of the first call are then compressed and those of later calls are kept (H2O
