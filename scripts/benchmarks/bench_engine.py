@@ -278,10 +278,10 @@ class Clocked(Stopping):
 
     times: list[float] = field(default_factory=list)
 
-    def reached(self, tokens: object) -> bool:
+    def reached(self, tokens: Sequence[int], answer_from: int | None = 0) -> bool:
         """Note the time of this token; see `Stopping.reached`."""
         self.times.append(time.perf_counter())
-        return super().reached(tokens)  # type: ignore[arg-type]
+        return super().reached(tokens, answer_from)
 
 
 def bench_answers(options: argparse.Namespace) -> None:

@@ -78,7 +78,9 @@ def rotation_of(model: Any) -> Rotary | None:
     for positions in (torch.zeros_like(later), later):
         state = CaptureState({0: None}, 1)
         forward_rows(model, ids, positions, state, keep=1)
-        keys.append(state.layers[0].keys)
+        layer = state.layers[0]
+        assert layer is not None
+        keys.append(layer.keys)
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
     difference = (rotated(keys[0], *rotation(later)) - keys[1].float()).abs().max()
     if float(difference) > tolerance * float(keys[1].abs().max()):
