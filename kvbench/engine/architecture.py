@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 from kvbench.engine.states import EMPTY, HYBRIDS, STATEFUL, check_hybrid
+
+if TYPE_CHECKING:  # importing it takes longer than all else, here and in the other files
+    from transformers import PreTrainedModel
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -150,6 +153,8 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         UnsupportedModel: the model is no causal language model that can be switched.
     """
+    from transformers import PreTrainedModel
+
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(

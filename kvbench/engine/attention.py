@@ -8,15 +8,16 @@ queries, keys and values of a layer after position encoding. The function passes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 
 from kvbench.errors import UserError
 from kvbench.kernels.decode_attention import products
@@ -207,11 +208,15 @@ def register() -> None:
     then makes no mask, and does not search the position ids for packed sequences, for which every step
     would wait for the device.
     """
-    AttentionInterface.register(IMPLEMENTATION, _ATTENTION)
+    from transformers import AttentionInterface  # imports all that models need
+
+    AttentionInterface.register(IMPLEMENTATION, _uncompiled_attention())
 
 
-_ATTENTION = torch.compiler.disable(kvbench_attention)
-"""The registered function. Where torch compiles a model, this function stays as it is."""
+@cache
+def _uncompiled_attention() -> Callable[..., Any]:
+    """The registered function. Where torch compiles a model, this function stays as it is."""
+    return torch.compiler.disable(kvbench_attention)  # which imports torch's compiler
 
 
 def signed_mean(
@@ -330,7 +335,11 @@ def exact_attention(
     grouped_float32 = query.dtype == torch.float32 and query.shape[1] != key.shape[1]
     fused = seen is None and sinks is None and not (query.is_cuda and grouped_float32)
     if softcap is None and sliding_window is None and fused:
-        mask = None if m == n else causal_lower_right(m, n)
+        mask = None
+        if m != n:
+            from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler
+
+            mask = causal_lower_right(m, n)
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=m == n, scale=scaling, enable_gqa=True
         )

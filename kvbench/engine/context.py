@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.costs import Cost
@@ -22,6 +22,9 @@ from kvbench.errors.options import Count, fits
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder, check_length, tokenizing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Text = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or the output of a tokenizer for one text."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvbench.engine.fork import Fork, copies_at_once
 from kvbench.engine.graphs import StepGraphs
@@ -25,6 +24,9 @@ from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

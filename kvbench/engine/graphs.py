@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.rotary import table_change
 from kvbench.engine.states import is_hybrid
 from kvbench.errors import first_line
 from kvbench.kv import KVError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.attention import AttentionState, LayerCall
@@ -30,6 +30,9 @@ from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
 from kvbench.engine.states import is_hybrid, row_of, state_bytes, states_in
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class _Turn:

@@ -8,11 +8,10 @@ the benchmark.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench.engine.cache import GROWTH
@@ -21,6 +20,9 @@ from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.prefill import input_device
 from kvbench.engine.states import PassingCache, is_hybrid
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class UnsupportedGeneration(ValueError):

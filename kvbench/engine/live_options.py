@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
 from kvbench.engine.rotary import crossing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:

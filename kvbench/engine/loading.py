@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers import (
@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 from transformers.utils import cached_file
 from transformers.utils import logging as library_logging
@@ -36,7 +35,10 @@ from kvbench.engine.model_spec import (
 )
 from kvbench.engine.packaged import unpacking
 
-Model = PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Model: TypeAlias = "PreTrainedModel"
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from kvbench.engine import guard
 from kvbench.engine.architecture import compressible_layers, head_shapes
@@ -39,6 +40,9 @@ from kvbench.kv import (
     keep_all,
 )
 from kvbench.prompts import PromptEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def synchronize(device: torch.device) -> None:

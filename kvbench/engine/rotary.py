@@ -4,16 +4,19 @@ and the rotation of each layer's queries."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import AttentionState, LayerCall
 from kvbench.kernels.rotation import unrotate
 from kvbench.kv import KVError, Rotary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # --- tables that depend on the length -------------------------------------------------------------
 

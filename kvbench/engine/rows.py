@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvbench.engine.costs import Cost
 from kvbench.engine.decoding import DecodeState
@@ -20,6 +19,9 @@ from kvbench.engine.prefill import forward, input_device, synchronize
 from kvbench.engine.rotary import crossing, table_key
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
@@ -25,6 +25,9 @@ from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
 from kvbench.prompts import PromptEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CHUNK_LOGITS = 2**24
 """How many logits are computed at a time, whatever the length of a continuation: 64 MB in float32."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvbench.engine.loading import load_config, model_end_ids
 from kvbench.engine.model_spec import (
@@ -17,6 +18,9 @@ from kvbench.engine.model_spec import (
 )
 from kvbench.engine.packaged import PACKAGE_PREFIX
 from kvbench.prompts import PromptEncoder, Thought, tokenizing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Tokenizer = PreTrainedTokenizerBase
 

@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le, Lt
-from scipy import special
 from torch import Tensor
 
 from kvbench.errors.options import Whole, check_options
@@ -340,6 +339,8 @@ def lloyd_max(d: int, bits: int, codebook: str) -> np.ndarray:
     """
     if bits == 0:
         return np.zeros(1)
+    from scipy import special  # here, since importing it takes longer than all else that is needed
+
     a = (d - 3) / 2  # the density on the sphere is proportional to (1 - x^2)^a
 
     def mass(x: np.ndarray) -> np.ndarray:  # the distribution function

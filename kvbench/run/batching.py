@@ -10,18 +10,22 @@ one at a time. A record of such a failure is therefore always that of a method w
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.compiler import is_compiling
+from torch.nn import Module
 
 from kvbench.engine import memory
 from kvbench.engine.faults import device_is_usable, free_memory, is_out_of_memory
 from kvbench.errors import FAILED, UserError, one_line, traceback_of
 from kvbench.run.plan import Methods, Outcome, Plan, Unit, status_of
+from kvbench.run.progress import decoder_layers
 from kvbench.run.session import Session
-from kvbench.run.termination import time_limit
 
 log = logging.getLogger(__name__)
 
@@ -277,6 +281,25 @@ class Runner:
                 log.debug("%s", traceback_of(failure))
                 return outcomes, failure
         return outcomes, None
+
+
+@contextmanager
+def time_limit(model: Module, seconds: float) -> Iterator[None]:
+    """Raise TimeoutError between two layers of a prefill that is still running after `seconds`. Decoding
+    steps are left to `Stopping.timeout_s`, which stops one method's answer at a time."""
+    end = time.monotonic() + seconds
+
+    def check(_: Module, arguments: tuple[Any, ...]) -> None:
+        is_prefill = bool(arguments) and arguments[0].dim() == 3 and arguments[0].shape[1] > 1
+        if is_prefill and not is_compiling() and time.monotonic() > end:
+            raise TimeoutError(f"the example took more than {seconds:g} s")
+
+    hooks = [layer.register_forward_pre_hook(check) for layer in decoder_layers(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _missing(

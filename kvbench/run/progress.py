@@ -12,11 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from torch.compiler import is_compiling
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
 from kvbench.engine.prefill import PrefillState
 from kvbench.errors import complain, presentable
-from kvbench.run.termination import decoder_layers
 
 SECONDS_BETWEEN_LINES = 15.0
 """Seconds between two lines where stderr is no terminal. On a terminal the line changes ten times a
@@ -169,6 +168,12 @@ class Progress:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def decoder_layers(model: Module) -> ModuleList:
+    """The layers of the model: its longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, ModuleList)]
+    return max(lists, key=len)
 
 
 @contextmanager

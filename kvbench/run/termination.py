@@ -1,17 +1,12 @@
-"""How Ctrl-C and SIGTERM end a command, and how long an example may take."""
+"""How Ctrl-C and SIGTERM end a command."""
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
-
-from torch.compiler import is_compiling
-from torch.nn import Module, ModuleList
 
 TERMINATED = 143
 """Exit status after SIGTERM, as a shell reports it."""
@@ -52,28 +47,3 @@ def terminable() -> Iterator[None]:
         for number, handler in handlers.items():
             if signal.getsignal(number) is stop:
                 signal.signal(number, handler)
-
-
-@contextmanager
-def time_limit(model: Module, seconds: float) -> Iterator[None]:
-    """Raise TimeoutError between two layers of a prefill that is still running after `seconds`. Decoding
-    steps are left to `Stopping.timeout_s`, which stops one method's answer at a time."""
-    end = time.monotonic() + seconds
-
-    def check(_: Module, arguments: tuple[Any, ...]) -> None:
-        is_prefill = bool(arguments) and arguments[0].dim() == 3 and arguments[0].shape[1] > 1
-        if is_prefill and not is_compiling() and time.monotonic() > end:
-            raise TimeoutError(f"the example took more than {seconds:g} s")
-
-    hooks = [layer.register_forward_pre_hook(check) for layer in decoder_layers(model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def decoder_layers(model: Module) -> ModuleList:
-    """The layers of the model: its longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, ModuleList)]
-    return max(lists, key=len)

@@ -140,7 +140,7 @@ def difference_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
     for n in sizes:  # told, without a bound
         found = differences([rng.lognormal(0, 1, (n, studies))], reach=None)
         share = _coverage(found, float(np.exp(0.5)))
-        yield Figure(f"very skewed difference of errors (log-normal, sigma 1), n = {n}", share, 0.0)
+        yield Figure(f"very skewed difference of log-normal errors, sigma 1, n = {n}", share, 0.0)
 
 
 def mark_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:

@@ -64,7 +64,7 @@ def test_ours_are_joined_by_method_and_value_in_per_cent(tmp_path: Path) -> None
     assert frame["difference"].isna().all(), "the published number is another model's"
     (table,) = published_tables(frame)
     assert heads(table) == ["method", "measured on", "ours", "published", "published of"]
-    of_another = ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87", "Llama-3.1-8B-Instruct"]
+    of_another = ["exact", "qasper", "50.0 [0.0, 100.0]", "42.87", "Llama-3.1-8B-Instruct"]
     assert shown(table)[0] == of_another
     assert not any("±" in note for note in table.notes)
 
@@ -75,7 +75,7 @@ def test_differences_are_from_numbers_of_the_same_model(tmp_path: Path) -> None:
     assert list(frame["difference"]) == pytest.approx([7.13, -2.05])
     (table,) = published_tables(frame)
     assert heads(table) == ["method", "measured on", "ours", "published", "difference", "±"]
-    assert shown(table)[0][:5] == ["exact", "qasper", "50.0 [4.4, 95.6]", "42.87 ?", "+7.1"]
+    assert shown(table)[0][:5] == ["exact", "qasper", "50.0 [0.0, 100.0]", "42.87 ?", "+7.1"]
 
 
 def test_a_score_that_lacks_prompts_is_marked(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_printed_fraction_stands_in_the_unit_of_ours_and_is_compared_in_it(
     frame = joined(tmp_path, f"{HEAD}exact,dataset,qasper,score,fraction,0.830\n")
     assert list(frame["printed"]) == ["0.830"], "the file has what the paper prints"
     (table,) = published_tables(frame)
-    assert shown(table)[0][2:4] == ["50.0 [4.4, 95.6]", "83.0 ?"]
+    assert shown(table)[0][2:4] == ["50.0 [0.0, 100.0]", "83.0 ?"]
     assert list(frame["difference"]) == pytest.approx([50.0 - 83.0])
     printed = {
         file: pd.read_csv(PAPER / f"{file}.csv", dtype=str).set_index("method")["printed"]
