@@ -33,17 +33,13 @@ log = logging.getLogger(__name__)
 
 REFERENCE = "exact"
 """The method whose times and rates divide those of every method."""
-WITNESS = "transformers"
-"""The method that decodes the exact cache with transformers' own code. Its tokens per second also divide
-those of every method."""
 RATIOS = {
-    "speedup": ("tokens_per_s", REFERENCE),
-    "decode_speedup": ("decode_tokens_per_s", REFERENCE),
-    "prefill_ratio": ("prefill_compress_s", REFERENCE),
-    "decode_over_transformers": ("decode_tokens_per_s", WITNESS),
+    "speedup": "tokens_per_s",
+    "decode_speedup": "decode_tokens_per_s",
+    "prefill_ratio": "prefill_compress_s",
 }
-"""Record fields that are ratios, each with the field that is divided, and the method whose field in the
-same run divides it. A ratio is null where that method was not measured."""
+"""Record fields that are ratios, each with the field that is divided by the reference's in the same run;
+null where that was not measured."""
 SUMMED = (
     "prefill_s",
     "compress_s",
@@ -202,10 +198,11 @@ class Throughput(Probe):
                 "runs": self.runs,
                 "turn": turn,
             }
-            ratios = {}
-            for ratio, (field_name, reference) in RATIOS.items():
-                divisor = measurements.get(reference, {}).get(field_name)
-                ratios[ratio] = _over(fields.get(field_name), divisor)
+            of_reference = measurements.get(REFERENCE, {})
+            ratios = {
+                ratio: _over(fields.get(name), of_reference.get(name))
+                for ratio, name in RATIOS.items()
+            }
             yield Outcome(label, unit.id, settings_of_run | fields | ratios)
 
     def _measure(

@@ -36,15 +36,10 @@ _MEDIANS = {
     "tokens_per_s_over_exact": "speedup",
     "decode_tokens_per_s": "decode_tokens_per_s",
     "decode_tokens_per_s_over_exact": "decode_speedup",
-    "decode_tokens_per_s_over_transformers": "decode_over_transformers",
 }
 """Columns of a throughput probe's table that are medians over runs, each with its record field."""
 _MEANS = ("peak_bytes", "cache_bytes", "ratio")
 """Columns that are means over runs."""
-WITNESSED = (
-    "decode x transformers: decode tokens/s divided by that of transformers' own static cache"
-    " (torch.compile on a GPU) in the same run; in the row of exact it says how fast the baseline is."
-)
 _DISTANCES = ("kl", "max_kl", "agreement", "difference", "perplexity_ratio", "ratio")
 """Record fields of a fidelity probe; agreement is a fraction."""
 
@@ -105,7 +100,6 @@ def timing_table(group: Group) -> Table:
         Column("tokens_per_s_over_exact", "tokens/s x", number),
         Column("decode_tokens_per_s", "decode tokens/s", number),
         Column("decode_tokens_per_s_over_exact", "decode x", number),
-        Column("decode_tokens_per_s_over_transformers", "decode x transformers", number),
         Column("peak_bytes", "peak", size),
         Column("cache_bytes", "cache", size),
         Column("ratio", text=number),
@@ -123,7 +117,6 @@ def timing_table(group: Group) -> Table:
             " those of decoding alone. x: divided by the exact cache's value in the same run. [low,"
             " high]: 95 % confidence intervals of medians (order statistics), from six runs on. peak:"
             " memory allocated on the GPU; on a CPU that of the whole process.",
-            *([WITNESSED] if frame["decode_tokens_per_s_over_transformers"].notna().any() else []),
         ),
         frame,
     )

@@ -150,7 +150,7 @@ def test_a_sweep_shows_its_progress_and_loads_a_model_once(
     assert out.count(": score, %") == 1, "the tables of all jobs, once, at the end"
     lines = [line.partition("longeval_lines: ")[2] for line in err.splitlines()]
     assert lines[0] == "loading the data and the model"
-    prefill = re.compile(r"0/2, prefill of \d+ tokens: layer 1 of 4")
+    prefill = re.compile(r"0/2, prefill of \d+ tokens: layer 1 of 6")
     assert any(map(prefill.fullmatch, lines))
     assert any(line.startswith("2/2, done, about 0 s left; exact ") for line in lines)
     again = main(capsys, *SHORT, "budget.rate=0.25")[2]

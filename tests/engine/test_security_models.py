@@ -99,11 +99,6 @@ def template(text: str) -> Harm:
     return file("tokenizer_config.json", {"chat_template": text})
 
 
-def pattern(text: str) -> Harm:
-    split = {"type": "Split", "pattern": {"Regex": text}, "behavior": "Isolated", "invert": False}
-    return file("tokenizer.json", {"pre_tokenizer": split})
-
-
 CANNOT = "cannot be loaded: "
 FOLDERS: dict[str, tuple[Harm, str]] = {
     "a pickle": (hidden("pytorch_model.bin"), "safetensors"),
@@ -135,7 +130,6 @@ FOLDERS: dict[str, tuple[Harm, str]] = {
     "an end token that is a number": (file("tokenizer_config.json", {"eos_token": 5}), ""),
     "a vocabulary that is none": (file("tokenizer.json", []), ""),
     "an end that is text": (file("generation_config.json", {"eos_token_id": "abc"}), ""),
-    "a pattern that a text breaks": (pattern("(a+a+)+b"), "PanicException: Onig: Regex search"),
 }
 
 

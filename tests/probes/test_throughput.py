@@ -70,19 +70,6 @@ def check_speeds(row: dict[str, Any], exact: dict[str, Any]) -> None:
     assert row["prefill_ratio"] == pytest.approx(prefill)
 
 
-def test_transformers_own_decoding_is_measured_beside_exact(tmp_path):
-    methods = {name: build_method(name) for name in ("exact", "transformers", "snapkv")}
-    result = run_job(job(tmp_path, Throughput(settings=[(60, 4, 2)], runs=1), methods))
-    assert result.failed == 0
-    records = {label: rows[0] for label, rows in records_of(result, times=True).items()}
-    witness = records["transformers"]
-    for label, row in records.items():
-        over = row["decode_tokens_per_s"] / witness["decode_tokens_per_s"]
-        assert row["decode_over_transformers"] == pytest.approx(over), label
-    for name in ("batch", "new_tokens", "entries", "cache_bytes", "cache_bytes_end", "ratio"):
-        assert witness[name] == records["exact"][name], name
-
-
 def test_the_largest_batch_is_found_and_a_length_that_does_not_fit_stops_no_other(
     tmp_path, monkeypatch
 ):

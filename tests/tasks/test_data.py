@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbench.probes.stream import Stream
 from support.encoders import shipped
 from support.paths import write_lines
 
@@ -78,7 +77,6 @@ READERS: dict[str, Any] = {  # a task or a probe that reads all these files
     ),
     "needle": lambda files: Needle(haystack_files=files, **NEEDLE),
     "text": lambda files: RunningText(files=files),
-    "stream": lambda files: Stream(files=files),
     "lines": lambda files: LongEvalLines(files=files),
     "ruler": lambda files: Ruler(tasks=["qa_1", "qa_2"], squad=files[0], hotpotqa=files[1]),
     "fidelity": lambda files: FidelityProbe(prompts=RunningText(files=files)),
