@@ -243,7 +243,7 @@ def test_what_left_while_decoding_counts_as_compressed_and_in_the_ratio(tmp_path
 
 # --- steps that are replayed ----------------------------------------------------------------------
 
-ALONE = ("topk", "subgen_streaming", "balancekv_streaming")
+ALONE = ("topk", "subgen_streaming", "balancekv_streaming", "exact_4bit", "snapkv_2bit")
 """Methods whose rows decode one by one."""
 
 
