@@ -296,8 +296,6 @@ def tokens(sizes: Sizes, on: torch.device, out: Figures) -> None:
     """Every method on the shipped model in float32 answers the same tokens as on the CPU."""
     methods: dict[str, tuple[Any, Budget]] = {}
     for name in available_methods():
-        if name == "transformers":  # decodes with code of its own
-            continue
         try:
             methods[name] = (build_method(name), Budget(rate=0.25, sink=8, window=16))
         except UserError as reason:
