@@ -150,7 +150,7 @@ figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figure
 REPORTS ?= $(dir $(wildcard results/*/report.html))
 SITE ?= site
 site: setup ## a folder for a static host: experiments, methods, the Python interface
-	$(BIN)/python -m kvbench.report --site $(SITE) $(REPORTS)
+	$(BIN)/python scripts/build_site.py $(SITE) $(REPORTS)
 
 wandb-report: setup ## a W&B report, sent if WANDB_API_KEY is set: make wandb-report RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report.wandb_report $(REPORTED)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,10 +64,6 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         UserError: a setting is not allowed, or the device, the model's folder or a file does not exist.
     """
     settings = Settings.of(config)
-    if settings.logger.get("name") == "wandb":
-        from kvbench.report.wandb import check_logger
-
-        check_logger(settings.logger["mode"], settings.logger["timeout_s"])
     device = resolve_device(settings.device)
     spec: ModelSpec = constructed(settings.model, "model", ModelSpec)
     check_config_class(spec)
@@ -128,19 +123,14 @@ def run_config(
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}
     logs = logger.pop("name") == "wandb"
-    with ExitStack() as stack:
-        progress = stack.enter_context(progress_display(title))
-        if logs:
-            from kvbench.report.wandb import Live, log_runs
-
-            names = [run.names for run in job.runs.values()]
-            live = Live(job.results_dir / job.experiment, names, logger)
-            progress.on_unit = stack.enter_context(live).log
+    with progress_display(title) as progress:
         result = run_job(job, progress)
     runs = tuple(load_run(path) for path in result.folders.values())
     if print_tables:
         print_scores(job.results_dir / job.experiment, runs)
     if logs and result.complete:  # of several shards, the one that ends last logs the run
+        from kvbench.report.wandb import log_runs
+
         log_runs(runs, **logger)
     return result
 
@@ -173,8 +163,7 @@ def finish(folder: Path) -> None:
         StoreError: a record or a manifest cannot be read.
     """
     from kvbench.report.build import build_report
-    from kvbench.report.wandb import log_overview
-    from kvbench.report.wandb_client import not_taken
+    from kvbench.report.wandb import log_overview, not_sent
 
     with FileLock(folder / ".lock-report"):
         paths = build_report(folder)
@@ -184,6 +173,6 @@ def finish(folder: Path) -> None:
     print(printable(f"page: {paths.page}"))
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     if runs:
-        waiting = len(not_taken(runs))
+        waiting = len(not_sent(runs))
         state = f"{waiting} runs; to send them: wandb sync" if waiting else "all sent:"
         print(printable(f"W&B: {state} {json.dumps(str(folder / 'wandb'))}"))

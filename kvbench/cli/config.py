@@ -47,8 +47,10 @@ from kvbench.errors.options import (
     Positive,
     Whole,
     check_options,
+    fits,
     hints_of,
     only,
+    refusal,
 )
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
@@ -265,6 +267,9 @@ Device = Annotated[
 Keys = Mapping[str, Any]
 
 
+_LOGGER = {"mode": Literal["auto", "online", "offline", "disabled"], "timeout_s": Positive}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The keys of a composed config, each with a hint of the values that are allowed. conf/config.yaml
@@ -320,6 +325,10 @@ class Settings:
         # kvbench.kv, where configs say that it is, imports torch
         constructed({**settings.budget, "_target_": "kvbench.budget.Budget"}, "budget", Budget)
         constructed(settings.sampling, "sampling", Sampling)
+        for key, hint in _LOGGER.items():
+            value = settings.logger.get(key)
+            if key in settings.logger and not fits(hint, value):
+                raise UserError(refusal(f"logger.{key}", value, hint))
         settings._refuse_secrets()
         Shard.parse(settings.shard)
         return settings

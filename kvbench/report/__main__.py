@@ -4,7 +4,6 @@ With one folder, tables, figures and the page are written into it again, from it
 folder of kvbench claims, the page of its claims. With two, what changed from the first to the second is
 printed, and written as compare.html and .csv. With three or more, or with --index, each report is
 rebuilt where there are records, and index.html beside them links all: kvbench-report results/*
-With --site a folder for a static host is written: kvbench-report --site site results/*
 """
 
 from __future__ import annotations
@@ -51,11 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="also every figure as PNG and PDF, in figures/; print every file's name",
     )
-    parser.add_argument(
-        "--site",
-        metavar="folder",
-        help="write a folder for a static host: experiments, methods, the Python interface",
-    )
     options = parser.parse_args(arguments)
     folders = [Path(folder) for folder in options.folders]
     index = options.index or len(folders) > 2
@@ -63,11 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--out is for a comparison of two folders")
 
     def work() -> None:
-        if options.site is not None:
-            from kvbench.report.site import build_site
-
-            print(printable(str(build_site(Path(options.site), folders))))
-        elif index:
+        if index:
             _link(folders)
         elif len(folders) == 1:
             _rebuild(folders[0], every=options.list)

@@ -22,12 +22,13 @@ from kvbench.records.figures import Figure, TaskKind, figures_in, task_kind
 from kvbench.records.read import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.labels import natural_order, short_name
 from kvbench.report.sections import first_start, on_the_same_prompts, sections_of
-from kvbench.report.self_bleu import self_bleu
 from kvbench.report.variants import Variant, variants_of
 
 F = TypeVar("F")
 BASELINE = "exact"
 """The method that the others are compared with, where it was run."""
+MOST_COMPARED = 2_000_000
+"""Words of all texts times texts, of which Self-BLEU is taken; those of H2O's 100 texts are 640,000."""
 PROMPT = ("prompt_tokens", "prompt_tail", "answers")
 """Two records with one example id are about the same prompt if they agree in these fields."""
 
@@ -258,6 +259,26 @@ def _self_bleu_column(records: pd.DataFrame, runs: Sequence[Run]) -> pd.Series:
         for _, texts in answered.groupby(["variant", "dataset", "seed"], sort=False)["prediction"]:
             column.loc[texts.index] = np.array(self_bleu(list(texts)))
     return column
+
+
+def self_bleu(texts: Sequence[str]) -> list[float]:
+    """For each text its BLEU-4, 0 to 1, with all other texts as references: the lower, the more diverse.
+    NaN for a single text, and for so many words that to compare each text with each other takes minutes.
+
+    H2O (arXiv 2306.14048, appendix C.1) names the measure (arXiv 1802.01886), but neither the length of
+    n-grams, nor the smoothing (here method 1 of Chen and Cherry, 2014), nor what a word is (here words
+    and punctuation marks).
+    """
+    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+
+    words = [re.findall(r"\w+|[^\w\s]", text) for text in texts]
+    if len(texts) < 2 or len(texts) * sum(map(len, words)) > MOST_COMPARED:
+        return [np.nan for _ in texts]
+    smooth = SmoothingFunction().method1
+    return [
+        float(sentence_bleu(words[:i] + words[i + 1 :], own, smoothing_function=smooth))
+        for i, own in enumerate(words)
+    ]
 
 
 def _baselines(variants: Sequence[Variant]) -> dict[str, str | None]:

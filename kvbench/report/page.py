@@ -57,8 +57,9 @@ class Section:
     Attributes:
         verdict: the sentences that sum it up.
         tables: the first is open, the others are folded.
-        figures: the first and heatmaps are open, the others are folded.
-        chart: the interactive figure, which stands for the first one where scripts run.
+        figures: those that the chart does not draw are pictures of the page: the first and heatmaps are
+            open, the others are folded.
+        chart: the interactive figure of the scores against the bytes held, over all examples or a part.
         answers: how many examples' answers are shown, at most.
     """
 
@@ -70,14 +71,21 @@ class Section:
     answers: int = LIMIT
 
     @property
+    def charted(self) -> list[Drawn]:
+        """Figures that the chart draws, which the page has as files alone."""
+        return [d for d in self.figures if self.chart and d.kind in ("memory", "breakdown")]
+
+    @property
     def leading(self) -> list[Drawn]:
-        """Figures that are open."""
-        return [d for i, d in enumerate(self.figures) if i == 0 or d.kind == "heatmap"]
+        """Pictures that are open."""
+        pictures = [d for d in self.figures if d not in self.charted]
+        first = () if self.chart else pictures[:1]
+        return [d for d in pictures if d in first or d.kind == "heatmap"]
 
     @property
     def folded(self) -> list[Drawn]:
-        """Figures that are folded."""
-        return [d for d in self.figures if d not in self.leading]
+        """Pictures that are folded."""
+        return [d for d in self.figures if d not in self.charted and d not in self.leading]
 
     @cached_property
     def sample(self) -> tuple[list[ExampleAnswers], int]:

@@ -33,7 +33,6 @@ class Progress:
         doing: what happens now, in words.
         total: the number of units of the job.
         done: the number of units that have all their records.
-        on_unit: called with `means` when a unit is done.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class Progress:
         self.doing = "loading the data and the model"
         self.total = 0
         self.done = 0
-        self.on_unit: Callable[[dict[str, float]], None] = lambda means: None
         self._sums: dict[str, tuple[float, int]] = {}
         self._show = show
         # The most tokens that each unit to run reads and generates, and the tokens so far.
@@ -87,7 +85,6 @@ class Progress:
     def unit_done(self) -> None:
         """Count one more unit that has all its records."""
         self.done += 1
-        self.on_unit(self.means)
         if self.done == self.total:
             self.doing = "done"
         units_left = self.total - self.done

@@ -28,6 +28,10 @@ REFUSED: list[tuple[list[str], str]] = [
         "budget.rate is 0.25 and budget.size is 100; allowed:",
     ),
     (["shards=2", "shard=1/2"], "shards is 2 and shard is given, too; allowed: one of them"),
+    (
+        ["logger=wandb", "logger.mode=sometimes"],
+        "logger.mode is 'sometimes'; allowed: auto, online,",
+    ),
     (["device=tpu"], "device is 'tpu'; allowed: auto, cpu, mps, cuda or cuda:N"),
     (["experiment_name=../x"], "experiment_name is '../x'; allowed: a folder's name"),
     (["results_dir=rows.jsonl"], "rows.jsonl is no folder that can be written"),

@@ -21,7 +21,7 @@ setTimeout(() => {
   found.groups = [...board.querySelectorAll("tr.part")].filter((row) => row.checkVisibility()).length;
   const chart = document.querySelector(".chart");
   const points = () => chart.querySelectorAll(".mark-symbol path").length;
-  found.pictures = getComputedStyle(chart.nextElementSibling).display;
+  found.pictures = document.querySelectorAll("figure.memory, figure.breakdown").length;
   found.pointsBefore = points();
   chart.querySelector("button[data-name=h2o]").click();
   setTimeout(() => {

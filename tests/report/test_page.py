@@ -107,6 +107,8 @@ def test_a_page_leads_with_the_leaderboard_and_folds_what_is_secondary(demo: Rep
     folded = needle.index("<details")
     for open_ in ("needle: score against memory", "needle: score by length and depth", "<table"):
         assert needle.index(open_) < folded, "the ranking and the heatmap are not folded"
+    assert needle.count('figure class="picture memory"') == 0, "the chart draws it"
+    assert 'href="figures/needle-recall_mini-ratio.png"' in needle
     assert max(map(len, re.findall('<p class="verdict">(.*?)</p>', text))) < 400
 
 

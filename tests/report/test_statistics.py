@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,14 +14,13 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 from scipy.stats import binom, binomtest, multinomial, t
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
 
+from kvbench.report.experiment import self_bleu
 from kvbench.report.marks import standing
-from kvbench.report.self_bleu import self_bleu, words_of
 from kvbench.report.stats import (
     ALPHA,
     Scores,
@@ -248,22 +246,9 @@ def test_one_failed_record_does_not_make_the_best_a_tie() -> None:
     assert standing([scores(values)], [1, 2], tests, lower=False) == {2: "best", 1: "better"}
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_self_bleu_is_nltks_of_each_text_against_all_others(seed):
-    draw = random.Random(seed)
-    words = ["dog", "cat", "the", "ran", "sat", ".", "a"][: 3 + seed]
-    texts = [" ".join(draw.choices(words, k=draw.randint(1, 30))) for _ in range(12)]
-    texts += [texts[0], "unlike anything", ""]
-    worded = [words_of(text) for text in texts]
-    smooth = SmoothingFunction().method1
-    for i, found in enumerate(self_bleu(texts)):
-        others = worded[:i] + worded[i + 1 :]
-        theirs = sentence_bleu(others, worded[i], smoothing_function=smooth)
-        assert found == pytest.approx(float(theirs), rel=1e-12)
-
-
 def test_a_single_text_has_no_self_bleu_and_two_alike_have_the_highest() -> None:
     assert np.isnan(self_bleu(["the dog ran off"])).all()
+    assert np.isnan(self_bleu(["word " * 1000] * 100)).all(), "too much to compare"
     assert self_bleu(["the dog ran off"] * 2) == pytest.approx([1.0, 1.0])
 
 

@@ -1,5 +1,5 @@
 // Interactive figures: Vega-Lite draws the rows that the reader chooses. A page without script, and a
-// printed one, shows the pictures instead.
+// printed one, names the files of matplotlib's figures instead.
 "use strict";
 const MOST_LINES = 8;  // methods that have a colour at once
 const ABOUT_ONE_RATIO = 1.5;  // the largest ratio over the smallest where methods hold about as much
@@ -243,7 +243,6 @@ function showMethods() {  // everywhere: figures, legends, rows of tables
 
 const charts = document.getElementById("charts");
 if (charts && window.vegaEmbed) {
-  document.documentElement.classList.add("interactive");
   const all = JSON.parse(charts.textContent);
   for (const place of document.querySelectorAll(".chart")) buildChart(place, all[place.dataset.chart]);
 }
