@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -412,15 +411,11 @@ def run_once(name: str, words: Sequence[str], place: Path) -> None:
         return
     print(heading, flush=True)
     begin = time.perf_counter()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     if subprocess.run(words, check=False, stdout=subprocess.DEVNULL).returncode:
         raise UserError(
             f"{name} failed; what it did is on disk, the same command goes on from there"
         )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    processor_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    wall_s = time.perf_counter() - begin
-    times = f"{name}: {wall_s:.0f} s, {processor_s:.0f} s of processor time"
+    times = f"{name}: {time.perf_counter() - begin:.0f} s"
     print(times, flush=True)
     done.write_text(f"{heading}\n{times}\n", encoding="utf-8")
 

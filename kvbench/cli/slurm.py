@@ -69,7 +69,7 @@ class Work:
         def handle(number: int, frame: FrameType | None) -> None:
             try:
                 requeue(number, frame)
-            except BaseException as error:
+            except (Exception, SystemExit) as error:
                 raise Terminated from error
 
         signal.signal(number, handle)

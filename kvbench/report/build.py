@@ -60,7 +60,8 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     They are made from the records alone; the same records give the same files.
 
     Args:
-        for_print: also write every figure to figures/, as PNG and PDF.
+        for_print: write every figure to figures/, as PNG and PDF; else as PNG those alone that the page
+            draws as charts, and names as files.
 
     Raises:
         StoreError: the folder has no runs, or a broken one, or cannot be written to.
@@ -115,7 +116,9 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
             scores = summary([frame for _, frame in ranked])
             write_text(experiment.folder / SUMMARY, scores, SUMMARY_MARK)
         table_files = write_tables([*shown, *only_in_files], experiment.folder, experiment.small)
-        figure_files = _write_figures(drawn, experiment.folder) if for_print else []
+        charted = [figure for section in sections for figure in section.charted]
+        types = ("png", "pdf") if for_print else ("png",)
+        figure_files = _write_figures(drawn if for_print else charted, experiment.folder, types)
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
@@ -136,13 +139,15 @@ def _started(manifest: Mapping[str, Any]) -> str:
     return str(manifest.get("started"))
 
 
-def _write_figures(drawn: Sequence[Drawn], experiment_folder: Path) -> list[Path]:
-    """Write every figure to figures/, as PNG and PDF, and return the files."""
+def _write_figures(
+    drawn: Sequence[Drawn], experiment_folder: Path, types: Sequence[str]
+) -> list[Path]:
+    """Write every figure to figures/, as files of these types, and return them."""
     folder = experiment_folder / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for figure in drawn:
-        for file_type in ("png", "pdf"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file_type in types:
             paths.append(folder / f"{safe_name(figure.name)}.{file_type}")
             paths[-1].write_bytes(figure.encoded(file_type))
     return paths

@@ -8,28 +8,20 @@ prompt and expected answers are; of one with several seeds the mean score counts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import PROMPT, Experiment, Group
-from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of
+from kvbench.report.frame import AVERAGE, failures_of, failures_text, scores
 from kvbench.report.labels import as_text
 from kvbench.report.page import html
 from kvbench.report.render import PAGE_MARK, csv, write_text
-from kvbench.report.stats import (
-    ALPHA,
-    Scores,
-    holm,
-    means,
-    paired,
-)
+from kvbench.report.stats import ALPHA, holm
 from kvbench.report.table import (
     INTERVAL,
     LEGEND,
@@ -49,7 +41,6 @@ SIDES = ("first", "second")
 _NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]
 CSV_MARK = "model,task,dataset,unit,"
 """How compare.csv begins."""
-SUBTITLE = "Changes are second minus first, paired where the examples are the same."
 Side = tuple[Group, Variant]
 
 
@@ -82,14 +73,12 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     names = first.name, second.name
     if names[0] == names[1]:
         names = str(first.folder), str(second.folder)
+    paired = {side for match in matched for side in match}
     only = [
         {"run": f"{group.model} / {group.task} / {variant.label}", "in": name}
-        for name, experiment, sides in zip(
-            names, (first, second), zip(*matched, strict=True), strict=True
-        )
-        for group in experiment.groups
-        for variant in group.variants
-        if (group, variant) not in sides
+        for name, experiment in zip(names, (first, second), strict=True)
+        for group, variant in sides_of(experiment)
+        if (group, variant) not in paired
     ]
     groups = frame[last].groupby(["task", "model"], sort=False)
     tables = [_task_table(part) for _, part in groups]
@@ -98,69 +87,71 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     return Comparison(names, tuple(t for t in tables if len(t.frame)), in_percent(frame, _NUMBERS))
 
 
+def sides_of(experiment: Experiment) -> list[Side]:
+    return [(group, variant) for group in experiment.groups for variant in group.variants]
+
+
 def matched_sides(first: Experiment, second: Experiment) -> list[tuple[Side, Side]]:
-    """The variants of the two experiments that stand for the same run, in the order of the first one."""
-    left = [(group, variant) for group in second.groups for variant in group.variants]
+    """The variants of the two experiments that stand for the same run, in the order of the first one: by
+    hash, label, method and rate, or method, where that names one variant on each side."""
+    mine, theirs = sides_of(first), sides_of(second)
+    one_model = (
+        len({group.model for group, _ in mine}) == len({group.model for group, _ in theirs}) == 1
+    )
+
+    def names(side: Side) -> list[Any]:
+        group, variant = side
+        of_variant = group.records["variant"] == variant.label
+        hashes = group.records.loc[of_variant, "config_hash"].dropna()
+        task = ("" if one_model else group.model, group.task, group.meta.score_unit)
+        method = (*task, variant.method)
+        by_hash = (group.model, hashes.min()) if len(hashes) else side
+        return [by_hash, (*task, variant.label), (*method, variant.rate), method]
+
     matched: dict[Side, Side] = {}
-    for rule in (_same_hash, partial(_same_settings, one_model=_one_model(first, second))):
-        for group in first.groups:
-            for variant in group.variants:
-                side = (group, variant)
-                partners = [other for other in left if rule(side, other)]
-                if side not in matched and partners:
-                    matched[side] = partners[0]
-                    left.remove(partners[0])
-    order = [(group, variant) for group in first.groups for variant in group.variants]
-    return [(side, matched[side]) for side in order if side in matched]
-
-
-def _same_hash(side: Side, other: Side) -> bool:
-    """Whether two variants have a run of the same settings, whatever their labels are."""
-    hashes = [
-        set(group.records.loc[group.records["variant"] == variant.label, "config_hash"].dropna())
-        for group, variant in (side, other)
-    ]
-    same_model = side[0].model == other[0].model
-    return same_model and not hashes[0].isdisjoint(hashes[1])
-
-
-def _one_model(first: Experiment, second: Experiment) -> bool:
-    """Whether each of two experiments has one model."""
-    return all(len({group.model for group in e.groups}) == 1 for e in (first, second))
-
-
-def _same_settings(side: Side, other: Side, *, one_model: bool) -> bool:
-    """Whether two variants are the same method at the same rate on the same task, and have the same
-    label where their groups have several of that method and rate."""
-    (a, x), (b, y) = side, other
-    if a.task != b.task or a.meta.score_unit != b.meta.score_unit:
-        return False
-    if not one_model and a.model != b.model:
-        return False
-    if x.label == y.label:
-        return True
-    mine, theirs = ([v for v in g.variants if v.method == x.method] for g in (a, b))
-    same_rate = [v for v in mine if v.rate == x.rate], [v for v in theirs if v.rate == y.rate]
-    alone = all(len(variants) == 1 for variants in same_rate) and x.rate == y.rate
-    return x.method == y.method and (alone or len(mine) == len(theirs) == 1)
+    for of_mine, of_theirs in zip(
+        zip(*map(names, mine), strict=True), zip(*map(names, theirs), strict=True), strict=True
+    ):
+        counts = Counter(of_mine), Counter(of_theirs)
+        partners = dict(zip(of_theirs, theirs, strict=True))
+        for side, name in zip(mine, of_mine, strict=True):
+            alone = counts[0][name] == counts[1][name] == 1 and side not in matched
+            if alone and partners[name] not in matched.values():
+                matched[side] = partners[name]
+    return [(side, matched[side]) for side in mine if side in matched]
 
 
 def _changes(first: Side, second: Side) -> pd.DataFrame:
-    """A row per dataset, and for their average: means, the paired difference and its test."""
-    (_, y), both = second, _one_group(first, second)
-    strata = {dataset.value: [dataset] for dataset in strata_of(both)}
-    if len(strata) > 1:
-        strata[AVERAGE] = [dataset for members in strata.values() for dataset in members]
+    """A row per dataset, and for their average: means, the paired difference and its test, on how many
+    examples the second is better or worse, and what each side cost."""
+    both = _one_group(first, second)
+    sign = -1.0 if both.meta.lower_is_better else 1.0
     rows = []
-    for value, members in strata.items():
+    for value, part in scores(both).groupby("value", sort=False):
+        row: dict[str, Any] = {"model": both.model, "task": both.task, "dataset": value}
+        row["unit"] = both.meta.score_unit
+        for line in part.to_dict("records"):
+            name = line["variant"] if line["measure"] == "score" else "difference"
+            row |= {name: line["mean"], f"{name}_low": line["low"], f"{name}_high": line["high"]}
+            row |= {"p": line["p"]} if name == "difference" else {}
         of_value = both.records["dataset"].map(as_text).eq(value)
         records = both.records if value == AVERAGE else both.records[of_value]
-        row: dict[str, Any] = {"model": both.model, "task": both.task, "dataset": value}
-        row |= {"unit": both.meta.score_unit, **_paired(both, members)}
+        good = records[records["status"] == "ok"]
+        by_example = good.pivot(index="example_id", columns="variant", values="score")
+        by_example = by_example.reindex(columns=list(SIDES)).dropna().astype(float)
+        gains = sign * (by_example["second"] - by_example["first"])
+        row |= {
+            "common_examples": len(gains),
+            "better": (gains > 0).sum(),
+            "worse": (gains < 0).sum(),
+        }
         for side in SIDES:
-            row |= _side_costs(side, records[records["variant"] == side])
+            own = good[good["variant"] == side]
+            row[f"{side}_ratio"] = own["ratio"].mean()
+            row[f"{side}_seconds"] = (own["compress_s"].fillna(0.0) + own["decode_s"]).median()
+            row[f"{side}_failed"] = failures_text(failures_of(records[records["variant"] == side]))
         rows.append(row)
-    return pd.DataFrame(rows).assign(variant=y.label, method=y.method)
+    return pd.DataFrame(rows).assign(variant=second[1].label, method=second[1].method)
 
 
 def _one_group(first: Side, second: Side) -> Group:
@@ -170,9 +161,7 @@ def _one_group(first: Side, second: Side) -> Group:
     parts = []
     for (group, variant), side in zip((first, second), SIDES, strict=True):
         part = group.records[group.records["variant"] == variant.label]
-        key = part["example_id"].map(str)
-        for field in PROMPT:
-            key = key + "\x00" + part[field].map(str)
+        key = part[["example_id", *PROMPT]].map(str).agg("\x00".join, axis=1)
         mean = part["score"].where(part["status"] == "ok").groupby(key).transform("mean")
         part = part.assign(example_id=key, variant=side, score=mean, seed=0, prompt_tail=None)
         part = part.sort_values("status", key=lambda s: s != "ok", kind="stable")
@@ -180,36 +169,11 @@ def _one_group(first: Side, second: Side) -> Group:
     shared = set(parts[0]["dataset"]) & set(parts[1]["dataset"])
     unit = b.meta.unit if all(b.meta.unit in part for part in parts) else "example_id"
     records = pd.concat([part[part["dataset"].isin(shared)] for part in parts], ignore_index=True)
-    records["unit"] = records[unit]
     model = a.model if a.model == b.model else f"{a.model} → {b.model}"
     variants = tuple(Variant(side) for side in SIDES)
+    meta = replace(b.meta, unit="unit")
     baseline = {SIDES[0]: None, SIDES[1]: SIDES[0]}
-    return Group(model, b.task, replace(b.meta, unit="unit"), variants, records, baseline)
-
-
-def _paired(both: Group, strata: Sequence[Scores]) -> dict[str, Any]:
-    """Means of both sides, the second minus the first with its test, and on how many examples the second
-    is better or worse."""
-    (difference,) = paired(strata, [(1, 0)], fraction=both.percent)
-    row: dict[str, Any] = difference.named("difference") | {"p": difference.p}
-    for side, mean in zip(SIDES, means(strata, fraction=both.percent), strict=True):
-        row |= mean.named(side)
-    sign = -1.0 if both.meta.lower_is_better else 1.0
-    gains = sign * np.concatenate([data.values[:, 1] - data.values[:, 0] for data in strata])
-    row["common_examples"] = int((~np.isnan(gains)).sum())
-    row["better"], row["worse"] = int((gains > 0).sum()), int((gains < 0).sum())
-    return row
-
-
-def _side_costs(side: str, records: pd.DataFrame) -> dict[str, Any]:
-    """Mean ratio, median seconds of compressing and decoding, and failures of one side."""
-    good = records[records["status"] == "ok"]
-    seconds = good["compress_s"].fillna(0.0) + good["decode_s"]
-    return {
-        f"{side}_ratio": good["ratio"].mean(),
-        f"{side}_seconds": seconds.median(),
-        f"{side}_failed": failures_text(failures_of(records)),
-    }
+    return Group(model, b.task, meta, variants, records.assign(unit=records[unit]), baseline)
 
 
 def _task_table(total: pd.DataFrame) -> Table:
@@ -221,17 +185,12 @@ def _task_table(total: pd.DataFrame) -> Table:
         Column("variant", "method"),
         Column("difference", "change", signed),
         Column("p", text=p_text),
-        Column("first", text=text),
-        Column("second", text=text),
+        *(Column(side, text=text) for side in SIDES),
         Column("common_examples", "common", whole),
-        Column("better", text=whole),
-        Column("worse", text=whole),
-        Column("first_ratio", "first ratio", number),
-        Column("second_ratio", "second ratio", number),
-        Column("first_seconds", "first seconds", number),
-        Column("second_seconds", "second seconds", number),
-        Column("first_failed", "first failed"),
-        Column("second_failed", "second failed"),
+        *(Column(side, text=whole) for side in ("better", "worse")),
+        *(Column(f"{side}_ratio", f"{side} ratio", number) for side in SIDES),
+        *(Column(f"{side}_seconds", f"{side} seconds", number) for side in SIDES),
+        *(Column(f"{side}_failed", f"{side} failed") for side in SIDES),
     ]
     return Table(
         f"compare-{task}-{model}",
@@ -257,7 +216,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     page = html(
         "tables.html.j2",
         title=" → ".join(comparison.names),
-        subtitle=SUBTITLE,
+        subtitle="Changes are second minus first, paired where the examples are the same.",
         tables=comparison.tables,
     )
     folder.mkdir(parents=True, exist_ok=True)

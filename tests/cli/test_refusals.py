@@ -30,7 +30,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["shards=2", "shard=1/2"], "shards is 2 and shard is given, too; allowed: one of them"),
     (
         ["logger=wandb", "logger.mode=sometimes"],
-        "logger.mode is 'sometimes'; allowed: auto, online,",
+        "logger.mode is 'sometimes'; allowed: 'auto', 'online', 'offline'",
     ),
     (["device=tpu"], "device is 'tpu'; allowed: auto, cpu, mps, cuda or cuda:N"),
     (["experiment_name=../x"], "experiment_name is '../x'; allowed: a folder's name"),
