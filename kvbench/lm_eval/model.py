@@ -186,7 +186,7 @@ class KVBenchLM(Requests):
             raise UserError(
                 f"rolling log-likelihoods have one token of context, of which {self.method_name!r} "
                 "would compress nothing; allowed: method=exact (texts through a bounded cache: "
-                "kvbench task=stream)"
+                "kvbench reproduce streams)"
             )
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
