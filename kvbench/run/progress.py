@@ -147,7 +147,8 @@ class Progress:
 
         def layer_begins(module: Module, _: Any) -> None:
             nonlocal nothing_shown, layer
-            if is_compiling():
+            # A token of no method asks the layers how they rotate (`kvbench.engine.rotary`).
+            if is_compiling() or (shape[1] == 1 and not methods):
                 return
             layer = numbers[module]
             rows, tokens = shape
