@@ -50,7 +50,7 @@ def settings_restored() -> Iterator[None]:
 
 
 @contextmanager
-def unwritten(label: str, layer: LayerKV, *others: Tensor) -> Iterator[None]:
+def unwritten(label: str, layer: LayerKV, **others: Tensor) -> Iterator[None]:
     """Refuse writes to the layer's tensors, to the results that methods share and to `others`. A write
     through torch raises a tensor's version; one through numpy or ``.data`` goes unnoticed.
 
@@ -61,7 +61,7 @@ def unwritten(label: str, layer: LayerKV, *others: Tensor) -> Iterator[None]:
     if layer.queries is not None:
         tensors["queries"] = layer.queries
     tensors |= {name: result.tensor for name, result in layer.shared.items()}
-    tensors |= {f"repeated prompt ({number})": tensor for number, tensor in enumerate(others)}
+    tensors |= {f"repeated {name}": tensor for name, tensor in others.items()}
     versions = {
         name: tensor._version for name, tensor in tensors.items() if not tensor.is_inference()
     }
@@ -122,8 +122,8 @@ def rescore(
     Raises:
         LayerDamaged: see `unwritten`. Whatever the method raises is raised, too.
     """
-    parts = (repeated.queries, repeated.keys, repeated.values)
-    with settings_restored(), unwritten(label, layer, *parts):
+    parts = {name: getattr(repeated, name) for name in ("queries", "keys", "values")}
+    with settings_restored(), unwritten(label, layer, **parts):
         method.rescore(replace(layer, carried=carried), repeated, budget)
 
 

@@ -152,8 +152,7 @@ class Method(ABC):
         Called only for prompts longer than `layer_capacity`. It must be a pure function of its
         arguments: all randomness comes from `generator`, a CPU generator whose draws may be moved to
         another device, and the layer's tensors are never written to, since other methods read them.
-        (``float()`` does not copy a float32 tensor; ``clone()`` does.) A method from outside kvbench is
-        given copies.
+        (``float()`` does not copy a float32 tensor; ``clone()`` does.)
         """
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
@@ -276,7 +275,7 @@ class Method(ABC):
         Returns:
             [kv_heads, queries, c] bool, True for an entry to hide.
         """
-        raise NotImplementedError(f"{type(self).__name__}.restrict")
+        raise KVError(f"{type(self).__name__} has no restrict; allowed: to override it")
 
     @property
     def evicts(self) -> bool:
@@ -308,7 +307,9 @@ class Method(ABC):
         Called for every chunk and every layer before `compress` is called, and only where `rescoring` is
         not None and the prompt is compressed. In both calls `layer.queries` is None.
         """
-        raise NotImplementedError(f"{type(self).__name__}.rescore")
+        raise KVError(
+            f"{type(self).__name__} has a rescoring and no rescore; allowed: both, or neither"
+        )
 
     @property
     def holds_a_cache(self) -> bool:

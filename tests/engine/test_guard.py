@@ -241,7 +241,7 @@ def test_faults_while_the_prompt_is_repeated(tmp_path: Path) -> None:
     methods = {"a": BadRescoring(instructed=False), "b": good}
     found = records_of(run_job(make_job(tmp_path, methods, echo=Echo(count=1))))
     alone = records_of(run_job(make_job(tmp_path / "alone", {"b": good}, echo=Echo(count=1))))
-    assert "wrote to the repeated prompt" in found["a"][0]["error"]
+    assert "wrote to the repeated keys" in found["a"][0]["error"]
     assert found["b"] == alone["b"]
 
 
