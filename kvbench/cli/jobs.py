@@ -355,11 +355,11 @@ def work(outcome: str, order: str) -> None:
 
 
 def _watch() -> None:
-    """Wait for the end of standard input, which means that the command has ended; then end this worker
-    after the example in progress, or after 30 seconds."""
+    """Wait for the end of standard input, which means that the command has ended; then end this worker,
+    by force after 30 seconds."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(30)  # for the example in progress
+    time.sleep(30)  # to unwind
     os._exit(FAILED)  # a worker that hangs handles no signal
 
 
