@@ -20,15 +20,15 @@ from annotated_types import Ge, Lt
 
 from kvbench.catalogue import catalogue
 from kvbench.engine import loading
-from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
+from kvbench.engine.answer import Stopping
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.context import decoder, token_ids
-from kvbench.engine.fork import Fork, prompt_name
-from kvbench.engine.generate import run_forks
+from kvbench.engine.generate import generate_one
 from kvbench.engine.kept import entries_of
 from kvbench.engine.live import Compression, compressed_generation
 from kvbench.engine.model_spec import ModelError, ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import prefill
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, fits, refusal
@@ -45,7 +45,7 @@ Removed = Annotated[float, Ge(0), Lt(1)]
 """The type of `compression_ratio`."""
 _ARGUMENTS = ("rate", "sink", "window", "size", "total_rate", "seed", "compress_after")
 """Arguments of `compress`, which a misspelt option may have meant."""
-Prompt = str | Sequence[Mapping[str, str]]
+Text = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat, to which the tokenizer's chat template is applied."""
 
 
@@ -148,7 +148,7 @@ def compress(
 def compare(
     model: Any,
     tokenizer: Any,
-    prompt: Prompt | Sequence[str] | Mapping[str, Prompt],
+    prompt: Text | Sequence[str] | Mapping[str, Text],
     methods: Sequence[str | Method] | Mapping[str, str | Method],
     *,
     rate: float | Sequence[float] | None = None,
@@ -208,18 +208,18 @@ def compare(
     stopping = Stopping(max_new_tokens, end_token_ids(model, tokenizer), tuple(stop), decode)
     pairs = [(share, label) for share in budgets for label in labelled]
     several_rates = len(budgets) > 1
-    forks = {
+    by_label = {
         f"{label}@{share}" if several_rates else label: (labelled[label], budgets[share])
         for share, label in pairs
     }
     rows: dict[tuple[Any, float, str], dict[str, Any]] = {}
     with kvbench_attention_on(model):
         for name, ids in tokens.items():
-            results = run_forks(
+            results = generate_one(
                 model,
                 ids,
-                [],
-                forks,
+                (),
+                by_label,
                 stopping,
                 seed=seed,
                 example_id=prompt_name(ids),
@@ -229,13 +229,13 @@ def compare(
                 if result.failure is not None:
                     rows[name, share, label] = {"error": str(result.failure)}
                     continue
-                text = stopping.cut(decode(result.tokens))
+                text, cost = stopping.cut(decode(result.tokens)), result.cost
                 rows[name, share, label] = {
                     "text": text,
                     "score": score(text, references[name]) if name in references else None,
-                    "bytes": result.cache_bytes,
-                    "ratio": result.ratio,
-                    "seconds": result.prefill_s + result.compress_s + result.decode_s,
+                    "bytes": cost.cache_bytes,
+                    "ratio": cost.ratio,
+                    "seconds": (cost.prefill_s or 0) + cost.compress_s + (cost.decode_s or 0),
                 }
     index = pd.MultiIndex.from_tuples(list(rows), names=["prompt", "rate", "method"])
     columns = ["text", "score", "bytes", "ratio", "seconds", "error"]
@@ -250,7 +250,7 @@ def compare(
 def kept(
     model: Any,
     tokenizer: Any,
-    prompt: Prompt,
+    prompt: Text,
     method: str | Method,
     *,
     rate: float | None = None,
@@ -285,15 +285,14 @@ def kept(
     label, built = _method(method, options)
     ids = _token_ids(tokenizer, prompt)
     budget = _budget(rate, sink, window, size, total_rate)
-    fork = Fork(label, built, budget, seed, prompt_name(ids), room=0)
+    row = Row(label, built, budget, seed, prompt_name(ids))
     with kvbench_attention_on(model):
-        layers = compressible_layers(model)
-        prefill(model, ids, [fork], encoder=PromptEncoder(tokenizer))
-    if fork.failure is not None:
-        raise fork.failure
+        prefill(model, ids, [row], encoder=PromptEncoder(tokenizer))
+    if row.failure is not None:
+        raise row.failure
     words = [str(tokenizer.decode([token])) for token in ids]
     parts = []
-    for layer, positions, weights in entries_of(fork, layers):
+    for layer, positions, weights in entries_of(row, list(row.entries)):
         # Padding has weight 0.
         head, entry = weights.nonzero(as_tuple=True)
         columns = {"position": positions[head, entry], "head": head, "weight": weights[head, entry]}
@@ -366,7 +365,7 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
     return dict(made)
 
 
-def _are_several(prompt: Prompt | Sequence[str] | Mapping[str, Prompt]) -> bool:
+def _are_several(prompt: Text | Sequence[str] | Mapping[str, Text]) -> bool:
     """Whether the argument of `compare` is several prompts: a mapping, or a list of texts."""
     if isinstance(prompt, Mapping):
         return True
@@ -375,7 +374,7 @@ def _are_several(prompt: Prompt | Sequence[str] | Mapping[str, Prompt]) -> bool:
     return all(isinstance(part, str) for part in prompt)
 
 
-def _named_prompts(prompt: Prompt | Sequence[str] | Mapping[str, Prompt]) -> dict[Any, Any]:
+def _named_prompts(prompt: Text | Sequence[str] | Mapping[str, Text]) -> dict[Any, Any]:
     """The prompts by name: the keys of a mapping, or numbers from 0."""
     if isinstance(prompt, Mapping):
         return dict(prompt)
@@ -404,7 +403,7 @@ def _references_of(
     return dict(zip(prompts, references, strict=True))
 
 
-def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+def _token_ids(tokenizer: Any, prompt: Text) -> list[int]:
     """The token ids of a text, or of the messages of a chat in the tokenizer's template.
 
     Raises:

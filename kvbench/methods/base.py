@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvbench.errors import nearest
 from kvbench.errors.options import check_options
-from kvbench.kernels.eviction_table import Eviction
+from kvbench.kernels.addresses import Eviction
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, Scheme, SchemeError
 from kvbench.kernels.turboquant import TurboQuant

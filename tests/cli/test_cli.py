@@ -20,7 +20,7 @@ from support.cli_cases import ended
 from support.command import SHORT, composed, main, refusal_of
 
 from kvbench.catalogue import KINDS, catalogue, config_dir
-from kvbench.engine.prefill import PrefillState
+from kvbench.engine.prefill import Prefill
 from kvbench.errors import HIDDEN
 from kvbench.run import progress, session
 from kvbench.run.plan import TaskPlan
@@ -167,12 +167,12 @@ def test_the_time_left_is_estimated_from_the_first_tokens() -> None:
     progress.begin(units, 3)
     progress._began -= 10
     model = OneLayer()
-    forks: Any = [SimpleNamespace(label=label, rescores=False) for label in ("exact", "h2o", "h2o")]
-    state = PrefillState(forks, [0])
+    rows: Any = [SimpleNamespace(label=label, rescores=False) for label in ("exact", "h2o", "h2o")]
+    state = Prefill(rows, [0])
     with progress.watching(model):
         model(input_ids=torch.zeros(1, 100), kvbench=state)
         state.on_compress("h2o")
-        model(input_ids=torch.zeros(2, 1), kvbench=SimpleNamespace(forks=forks))
+        model(input_ids=torch.zeros(2, 1), kvbench=SimpleNamespace(rows=rows))
     assert shown[0] == "loading the data and the model"
     assert shown[1:3] == ["1/3, 1 of 3 on disk", "1/3, prefill of 100 tokens: layer 1 of 1"]
     assert shown[3].startswith("1/3, prefill of 100 tokens: h2o compresses layer 1 of 1, about ")
