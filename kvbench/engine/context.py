@@ -15,6 +15,7 @@ from kvbench.engine.cost import Cost
 from kvbench.engine.decode import decode, feed_questions
 from kvbench.engine.device import input_device
 from kvbench.engine.generate import copies_at_once
+from kvbench.engine.kept import frame_of
 from kvbench.engine.live_cache import LiveCache
 from kvbench.engine.prefill import prefill
 from kvbench.engine.row import Row, prompt_name
@@ -26,6 +27,7 @@ from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder, check_length, tokenizing
 
 if TYPE_CHECKING:
+    import pandas as pd
     from transformers import PreTrainedModel
 
 Text = str | Sequence[int] | Mapping[str, Any]
@@ -140,6 +142,15 @@ class Context:
             for first in range(0, len(ids), at_once)
             for answer, _ in self._answers(ids[first : first + at_once], max_new_tokens, stop)
         ]
+
+    def kept(self) -> pd.DataFrame:
+        """The entries that the cache holds now, as `kvbench.kept` lists them; those of questions and
+        answers that were added have positions behind the prompt's."""
+        tokenizer = self.tokenizer
+        words: list[str | None] = [None] * len(self._ids)
+        if tokenizer is not None:
+            words = [str(tokenizer.decode([token])) for token in self._ids]
+        return frame_of(self._row, words)
 
     def cache(self) -> LiveCache:
         """Make a cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, which

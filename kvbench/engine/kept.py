@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.engine.row import Row
 from kvbench.kv import KVError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MOST_PIECES = 128
 """The largest number of pieces into which `strips_of` cuts a prompt."""
@@ -52,6 +55,27 @@ def entries_of(row: Row, layers: Sequence[int]) -> Iterator[LayerEntries]:
             pad_sequence([positions for positions, _ in heads], batch_first=True, padding_value=-1),
             pad_sequence([weights for _, weights in heads], batch_first=True),
         )
+
+
+def frame_of(row: Row, words: Sequence[str | None]) -> pd.DataFrame:
+    """The entries that a row holds, one per line of a frame (`kvbench.kept`).
+
+    Args:
+        words: the text of every token that was read.
+    """
+    import pandas as pd
+
+    parts = []
+    for layer, positions, weights in entries_of(row, list(row.entries)):
+        # Padding has weight 0.
+        head, entry = weights.nonzero(as_tuple=True)
+        columns = {"position": positions[head, entry], "head": head, "weight": weights[head, entry]}
+        parts.append(pd.DataFrame(columns).assign(layer=layer))
+    frame = pd.concat(parts, ignore_index=True)
+    frame["token"] = [words[position] if position >= 0 else None for position in frame["position"]]
+    frame = frame[["position", "token", "layer", "head", "weight"]]
+    frame.attrs |= {"method": row.label, "words": list(words)}
+    return frame
 
 
 def strips_of(row: Row, tokens: int) -> dict[str, Any]:

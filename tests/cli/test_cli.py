@@ -204,6 +204,15 @@ def test_a_sweep_has_one_folder(capsys: Any, tmp_path: Path, monkeypatch: Any) -
         assert (status, err, out.count(f"; {folder}")) == (0, "", 2)
 
 
+def test_a_folder_of_configs_may_come_before_the_command(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    target = "_target_: kvbench.methods.snapkv.SnapKV\nkernel_size: 3\n"
+    (tmp_path / "method" / "mine.yaml").write_text(f"# @package methods.mine\n{target}")
+    before = main(capsys, f"--config-dir={tmp_path}", "show", "method=mine")
+    assert before == main(capsys, "show", "method=mine", "--config-dir", str(tmp_path))
+    assert (before[0], yaml.safe_load(before[1])["methods"]["mine"]["kernel_size"]) == (0, 3)
+
+
 def test_reproduce_alone_is_the_list(capsys: Any) -> None:
     assert main(capsys, "reproduce") == main(capsys, "list", "experiments")
 

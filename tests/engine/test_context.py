@@ -48,6 +48,8 @@ def test_every_question_is_asked_of_the_same_cache(name: str) -> None:
         assert context.tokens == 120
         assert context.cache_bytes == held == context._row.cache_bytes()
     assert context.ask(QUESTIONS[0], max_new_tokens=6) == expected[0], "outside the block, too"
+    held_of_a_head = context.kept().groupby(["layer", "head"]).size()
+    assert held_of_a_head.mean() == context.entries["mean"]
     assert model.config._attn_implementation != "kvbench"
     if name not in ("exact", "topk"):
         assert context.ratio < 1
