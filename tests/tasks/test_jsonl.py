@@ -16,6 +16,7 @@ from support.encoders import chat, ids_of, shipped
 from kvbench.run.encoding import encode_examples
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.jsonl import Jsonl
+from kvbench.tasks.longeval_lines import LongEvalLines
 
 FIELDS = {"context": "text", "question": "q", "answers": "gold"}
 ROWS = [
@@ -200,6 +201,18 @@ def test_fields_and_the_prompt_may_be_templates(file: str) -> None:
     )
     assert texts(made) == ["Ann! Ann (1)", "Bob! Bob (2)", "Late. Ann! Ann (3)"]
     assert [example.dataset for example in made] == ["easy", "hard", "hard"]
+
+
+def test_a_backslash_and_an_n_of_the_command_line_are_a_newline(file: str) -> None:
+    options = {"template": r"{{ context }}\n\nQ: {{ question }}{{ '\\ne' }}", "stop": [r"\n", "."]}
+    options |= {"answer_prefix": r"\nA:"}
+    hat, *_ = examples(file, **options)
+    assert texts([hat]) == ["Ann has a red hat.\n\nQ: Which hat?\\ne\nA:"]
+    assert hat.stop == ("\n", ".")
+    plain = LongEvalLines(stop=["\n"])
+    typed = LongEvalLines(stop=[r"\n"])
+    assert typed.stop == plain.stop
+    assert typed.version > plain.version  # its earlier records were another prompt's
 
 
 def test_each_data_set_has_its_own_options(file: str, tmp_path: Path) -> None:
