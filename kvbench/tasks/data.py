@@ -28,6 +28,8 @@ ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", *TABLES)
 """The endings of the files with rows in a folder; each may have ``.gz`` behind it."""
 SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
 """The words in the names of a folder's files that say of which split they are."""
+NUMPY_ARRAY = re.compile(r"""\s*\[\s*['"].*['"]\s+['"].*\]\s*|.*\barray\(\[.*""", re.DOTALL)
+"""The text of an array of texts, which pandas writes into a cell. Python would read it as one text."""
 
 # files
 
@@ -217,7 +219,7 @@ def _meant(cells: list[str]) -> list[Any]:
     filled = [cell for cell in cells if cell.strip()]
     if filled and all(re.fullmatch(r"-?\d+\.0", cell) for cell in filled):
         return [cell.removesuffix(".0") for cell in cells]
-    if not all(re.fullmatch(r"\s*(\[.*\]|\{.*\})\s*", cell, re.DOTALL) for cell in filled):
+    if any(cell.strip()[0] not in "[{" or NUMPY_ARRAY.fullmatch(cell) for cell in filled):
         return list(cells)
     values = [parsed_literal(cell) if cell.strip() else "" for cell in cells]
     lists = [value.get("text") if isinstance(value, dict) else value for value in values]
@@ -336,7 +338,7 @@ class Source:
         files = {
             str(path): set(re.findall("[a-z]+", name.lower()))
             for path, name in names.items()
-            if path.is_file() and ending(name) in ENDINGS and not f"/{name}".count("/.")
+            if path.is_file() and ending(name) in ENDINGS and "/." not in f"/{name}"
         }
         splits = sorted({name for words in files.values() for name in words & SPLITS})
         if not splits:
@@ -410,11 +412,8 @@ class Source:
         for place, stem, row in self._rows():
             if not isinstance(row, Mapping):
                 raise TaskError(f"{self.task}: {place} is not an object with fields")
-            yield (
-                place,
-                stem,
-                {name: None if value != value else value for name, value in row.items()},
-            )
+            known = {name: value if value == value else None for name, value in row.items()}
+            yield place, stem, known
 
     def _rows(self) -> Iterator[tuple[str, str, Any]]:
         inside = [path.removeprefix("zip://").partition("::")[0] for path in self.paths]

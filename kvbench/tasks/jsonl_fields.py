@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import regex
 
 from kvbench.errors import nearest
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.data import parsed_literal
+from kvbench.tasks.data import NUMPY_ARRAY, parsed_literal
 from kvbench.tasks.metrics import OF_LETTERS
 from kvbench.tasks.metrics_text import REGEX_SECONDS, option_letter
 from kvbench.tasks.template import as_text, template, whole
@@ -24,8 +23,6 @@ ROLES = ("context", "question", "answers", "questions", "choices", "id", "datase
 """The roles that a field of a row may have."""
 OF_OBJECTS = ("loogle_cloze",)
 """The metrics by which an answer is an object."""
-ARRAY = re.compile(r"""\s*\[\s*(['"]).*['"]\s+['"].*\]\s*|.*\barray\(\[.*""", re.DOTALL)
-"""What a table holds where pandas wrote an array of numpy into it."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,11 @@ class FieldReader:
             if isinstance(value, Mapping):
                 allowed += f", e.g. task.fields.{role}='{{{{ {self.fields[role]}.<name> }}}}'"
             raise self._wrong(role, value, place, allowed)
-        if role in ("answers", "choices") and isinstance(value, str) and ARRAY.fullmatch(value):
+        if (
+            role in ("answers", "choices")
+            and isinstance(value, str)
+            and NUMPY_ARRAY.fullmatch(value)
+        ):
             raise self._wrong(role, value, place, "a list, as JSON writes it")
         try:
             return list(map(whole, values))

@@ -159,6 +159,14 @@ def test_the_cells_of_a_table_are_texts(tmp_path: Path, cells: Any, answers: Any
     assert made[0].context.startswith(contexts[0])
 
 
+@pytest.mark.parametrize("cell", ["", " ", "['a' 'b']", "{'text': array(['a'], dtype=object)}"])
+def test_a_cell_without_an_answer_or_with_an_array_is_refused(tmp_path: Path, cell: str) -> None:
+    table = pd.DataFrame({"text": "T.", "q": "?", "gold": [cell, cell]})
+    table.to_csv(tmp_path / "my.csv", index=False)
+    with pytest.raises(TaskError, match=r"my.csv row 1: field 'gold' is .*; allowed: "):
+        examples(str(tmp_path / "my.csv"))
+
+
 def test_one_row_may_have_lists_of_questions_and_answers(tmp_path: Path) -> None:
     rows = [
         {"text": "T.", "q": ["A?", "B?"], "gold": ["a", ["b", "c"]]},
