@@ -35,7 +35,8 @@ WORDING = ("template", "question", "answer_prefix", "needle", "stop")
 """The options of tasks that are texts of a prompt or texts that end an answer."""
 
 
-def _lines(typed: str) -> str:
+def with_newlines(typed: str) -> str:
+    """A text in which a backslash and an n, behind no other backslash, are a newline."""
     return re.sub(r"(?<!\\)\\n", "\n", typed)
 
 
@@ -130,8 +131,8 @@ class Task(ABC):
         check_options(self, "task.", TaskError)
         for option in WORDING:
             typed = getattr(self, option, None)
-            meant = tuple(map(_lines, typed)) if isinstance(typed, tuple) else typed
-            meant = _lines(meant) if isinstance(meant, str) else meant
+            meant = tuple(map(with_newlines, typed)) if isinstance(typed, tuple) else typed
+            meant = with_newlines(meant) if isinstance(meant, str) else meant
             if meant != typed:
                 object.__setattr__(self, option, meant)
                 # A record of the same command made before has another prompt, so another hash.

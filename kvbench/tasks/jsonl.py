@@ -19,7 +19,7 @@ from annotated_types import Ge
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
-from kvbench.tasks.base import Example, NewTokens, Task, TaskError
+from kvbench.tasks.base import Example, NewTokens, Task, TaskError, with_newlines
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_shared, split_template
 from kvbench.tasks.jsonl_fields import ROLES, FieldReader, Row
@@ -132,7 +132,8 @@ class Jsonl(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "breakdown", self.breakdowns)
-        object.__setattr__(self, "fields", {**DEFAULT_FIELDS, **self.fields})
+        named = {role: name and with_newlines(name) for role, name in self.fields.items()}
+        object.__setattr__(self, "fields", {**DEFAULT_FIELDS, **named})
         self._check_fields()
         _check_one_of("metric", self.metric, tuple(METRICS))
         _check_pattern("pattern", self.pattern)

@@ -213,9 +213,9 @@ def test_fields_and_the_prompt_may_be_templates(file: str) -> None:
 
 def test_a_backslash_and_an_n_of_the_command_line_are_a_newline(file: str) -> None:
     options = {"template": r"{{ context }}\n\nQ: {{ question }}{{ '\\ne' }}", "stop": [r"\n", "."]}
-    options |= {"answer_prefix": r"\nA:"}
+    options |= {"answer_prefix": r"\nA:", "fields": {**FIELDS, "context": r"{{ text }}\n(end)"}}
     hat, *_ = examples(file, **options)
-    assert texts([hat]) == ["Ann has a red hat.\n\nQ: Which hat?\\ne\nA:"]
+    assert texts([hat]) == ["Ann has a red hat.\n(end)\n\nQ: Which hat?\\ne\nA:"]
     assert hat.stop == ("\n", ".")
     plain = LongEvalLines(stop=["\n"])
     typed = LongEvalLines(stop=[r"\n"])
