@@ -76,12 +76,23 @@ def bounded_least_squares(
         columns: [m, t] float32 without a negative element.
         target: [m]; start, least, most: [t].
     """
-    norm = power_iteration(lambda x: columns.mT @ (columns @ x), torch.ones_like(start))
+    if columns.shape[0] < columns.shape[1]:
+
+        def normal(x: Tensor) -> Tensor:
+            return columns.mT @ (columns @ x)
+    else:
+        gram = gram_of(columns)
+
+        def normal(x: Tensor) -> Tensor:
+            return gram @ x
+
+    norm = power_iteration(normal, torch.ones_like(start))
+    product = columns.mT @ target
     step = 1 / ((1.1 + ridge) * norm)
     x = ahead = start
     momentum = 1.0
     for _ in range(steps):
-        gradient = columns.mT @ (columns @ ahead - target) + ridge * norm * (ahead - start)
+        gradient = normal(ahead) - product + ridge * norm * (ahead - start)
         moved = torch.minimum(torch.maximum(ahead - step * gradient, least), most)
         following = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
         ahead = moved + (momentum - 1) / following * (moved - x)
@@ -126,14 +137,14 @@ def cholesky(matrix: Tensor) -> Tensor:
 
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:
-    """The largest eigenvalue of a symmetric matrix [t, t] without a negative element, by eight steps of
-    power iteration from a vector of ones."""
+    """The largest eigenvalue of a symmetric matrix [t, t] without a negative element."""
     return power_iteration(lambda vector: gram @ vector, torch.ones_like(gram[0]))
 
 
-def power_iteration(product: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:
-    """`largest_eigenvalue` of the matrix that `product` multiplies by, from `vector`."""
+def power_iteration(multiply: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:
+    """The largest eigenvalue of the matrix that `multiply` multiplies by, by eight steps from
+    `vector`."""
     for _ in range(8):
-        vector = product(vector)
+        vector = multiply(vector)
         vector = vector / vector.norm().clamp(min=1e-30)
-    return (vector @ product(vector)).clamp(min=1e-12)
+    return (vector @ multiply(vector)).clamp(min=1e-12)

@@ -173,58 +173,71 @@ class Solved(Wrapper):
         if layer.sinks is not None:
             sinks = layer.sinks.view(heads, -1, 1).expand(-1, -1, queries.shape[2]).flatten(1)
         queries = for_kv_heads(queries, heads)
+        order, fitted = held_out_last(queries.shape[2])
+        order = order.to(queries.device)
         copies = heads // layer.keys.shape[1]  # of a KV head, where a method chooses per query head
         values = kept.values.clone()
         for row, head in itertools.product(range(batch), range(heads)):
             block = Block.of(
                 layer.keys[row, head // copies],
                 layer.values[row, head // copies],
-                queries[row, head],
+                queries[row, head, order],
                 layer.scaling,
                 layer.softcap,
-                sinks=None if sinks is None else sinks[head],
+                sinks=None if sinks is None else sinks[head, order],
             )
             here = (row, head, is_entry[row, head])
             start = Solution(log_weights[here], values[here].float())
-            solution = self.solve(block, kept.positions[here], start)
+            solution = self.solve(block, fitted, kept.positions[here], start)
             log_weights[here] = solution.log_weights
             values[here] = solution.values.to(values.dtype)
         return replace(kept, values=values, log_weights=log_weights if self.log_weights else before)
 
-    def solve(self, block: Block, places: Tensor, start: Solution) -> Solution:
-        """Solve for the log-weights and values of the entries at `places` [t] of a block that is the
-        whole prompt, from those at the `start`."""
-        shares = (block.mass[places] / block.total).mT
-        sink_share = block.sinks / block.total
+    def solve(self, block: Block, fitted: int, places: Tensor, start: Solution) -> Solution:
+        """Solve for the log-weights and values of some entries of a head.
+
+        Args:
+            block: the whole prompt. Its queries after the first `fitted` are held out.
+            places: [t], the entries.
+            start: what the inner method gave them.
+        """
+        shares = block.mass[places] / block.total
+        sinks = block.sinks / block.total
         output = (block.values.mT @ block.mass / block.total).mT
-        held_out = torch.arange(len(shares), device=shares.device) % HELD_OUT == HELD_OUT // 2
-        fitted = ~held_out
         weights = first_weights = start.log_weights.exp()
+        first_missing = output - attention_of(shares, weights, sinks) @ start.values
         if self.log_weights:
             weights = bounded_least_squares(
-                shares[fitted],
-                1 - sink_share[fitted],
+                shares[:, :fitted].mT,
+                (1 - sinks)[:fitted],
                 start=first_weights,
                 least=first_weights.clamp(max=1.0),
                 most=first_weights * math.exp(LARGEST),
                 ridge=self.ridge,
                 steps=WEIGHT_STEPS,
             )
-        attention = normalised(shares * weights, sink_share)
+        attention = attention_of(shares, weights, sinks)
         missing = output - attention @ start.values
-        step = least_squares(attention[fitted], missing[fitted], self.ridge)
-        errors = (missing - attention @ step).square().sum(1)
-        first_attention = normalised(shares * first_weights, sink_share)
-        first_errors = (output - first_attention @ start.values).square().sum(1)
-        helps = (errors[held_out].sum() < first_errors[held_out].sum()) & (
-            errors.sum() < first_errors.sum()
-        )
+        change = least_squares(attention[:fitted], missing[:fitted], self.ridge)
+        errors = (missing - attention @ change).square().sum(1)
+        first_errors = first_missing.square().sum(1)
+        helps = errors[fitted:].sum() < first_errors[fitted:].sum()
+        helps &= errors.sum() < first_errors.sum()
         return Solution(
             torch.where(helps, weights.log(), start.log_weights),
-            torch.where(helps, start.values + step, start.values),
+            torch.where(helps, start.values + change, start.values),
         )
 
 
-def normalised(mass: Tensor, sink: Tensor) -> Tensor:
-    """The attention [m, t] of entries of this mass, beside a sink's of mass `sink` [m]."""
-    return mass / (mass.sum(1) + sink).clamp(min=1e-30)[:, None]
+def held_out_last(count: int) -> tuple[Tensor, int]:
+    """An order [count] of so many queries in which every `HELD_OUT`-th comes last, and the number of the
+    others."""
+    is_held_out = torch.arange(count) % HELD_OUT == HELD_OUT // 2
+    return is_held_out.to(torch.uint8).argsort(stable=True), count - int(is_held_out.sum())
+
+
+def attention_of(shares: Tensor, weights: Tensor, sinks: Tensor) -> Tensor:
+    """The attention [m, t] of entries with the shares [t, m] of the whole prompt's mass and the weights
+    [t], beside attention sinks of the shares `sinks` [m]."""
+    mass = shares * weights[:, None]
+    return mass.div_((mass.sum(0) + sinks).clamp(min=1e-30)).mT
