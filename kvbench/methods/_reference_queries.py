@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.kernels.rotation import rotate, unrotate
 from kvbench.kv import Budget, LayerKV, rows_at
 from kvbench.methods.base import Repetition
+
+FUTURE = 256
+"""How many positions after the prompt count as those of queries to come."""
 
 
 def evenly_spread(queries: Tensor, kv_heads: int, most: int) -> Tensor:
@@ -47,3 +51,18 @@ def carry_queries(
 def carried_queries(owner: str, layer: LayerKV) -> Tensor | None:
     """What `carry_queries` stored for the layer."""
     return layer.carried.get(f"{owner}: queries {layer.layer_index}")
+
+
+def as_after_prompt(layer: LayerKV) -> Tensor | None:
+    """The prompt's queries as though they stood at the `FUTURE` positions after it, evenly spread in
+    their order: [batch, heads, m, dim]. Unchanged where no rotary table describes the layer; None where
+    the layer has none."""
+    queries = layer.queries
+    if queries is None or layer.rotary is None:
+        return queries
+    count = queries.shape[2]
+    place = torch.arange(count, device=queries.device)
+    first = layer.n - layer.withheld - count
+    plain = unrotate(queries.float(), *(table.float() for table in layer.rotary(place + first)))
+    later = layer.n + place * FUTURE // count
+    return rotate(plain, *(table.float() for table in layer.rotary(later)))

@@ -18,6 +18,7 @@ from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._least_squares import bounded_least_squares, least_squares
 from kvbench.methods._matching import Block, Solution
 from kvbench.methods._reference_queries import (
+    as_after_prompt,
     carried_queries,
     carry_queries,
     evenly_spread,
@@ -56,11 +57,11 @@ class Solved(Wrapper):
     Args:
         of: the inner method, which must keep entries of the prompt.
         options: the options of the inner method. `quantize` is an option of this method alone.
-        queries: which queries are the reference queries: ``prompt``, the prompt's own, which also see
-            the keys that follow them; ``repeat``, those of a second pass in which the model repeats the
-            prompt, as for `kvzip`; null: ``repeat`` where the inner method has such a pass, else
-            ``prompt``. During that pass no method is shown the prompt's queries, so it excludes inner
-            methods that need them.
+        queries: which queries are the reference queries: ``prompt``, the prompt's own, position encoded
+            as though they followed it (`as_after_prompt`); ``repeat``, those of a second pass in which
+            the model repeats the prompt, as for `kvzip`; null: ``repeat`` where the inner method has
+            such a pass, else ``prompt``. During that pass no method is shown the prompt's queries, so
+            ``repeat`` excludes inner methods that need them.
         log_weights: whether log-weights are solved for; they take a number for every entry.
         ridge: the penalty, as a share of the normal matrix's spectral norm.
         max_queries: the largest number of reference queries per KV head, evenly spread.
@@ -71,8 +72,8 @@ class Solved(Wrapper):
     of: Text = "kvzip"
     queries: Literal["prompt", "repeat"] | None = None
     log_weights: bool = True
-    ridge: NonNegative = 1e-4
-    max_queries: Count = 1200
+    ridge: NonNegative = 3e-4
+    max_queries: Count = 600
 
     @classmethod
     def can_wrap(cls, inner: type[Method]) -> bool:
@@ -161,7 +162,9 @@ class Solved(Wrapper):
                 f"solved.of is {self.of!r}, which keeps what are no entries of the prompt; allowed: a "
                 "method that chooses entries"
             )
-        queries = layer.queries if self.rescoring is None else carried_queries("solved", layer)
+        queries = (
+            as_after_prompt(layer) if self.rescoring is None else carried_queries("solved", layer)
+        )
         if queries is None:
             raise KVError(
                 f"solved has no reference queries of layer {layer.layer_index}; allowed: queries=prompt "

@@ -16,8 +16,10 @@ from torch import Tensor
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import prefill
+from kvbench.kernels.rotation import rotate
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
+from kvbench.methods._reference_queries import FUTURE, as_after_prompt
 from kvbench.prompts import PromptEncoder
 
 BUDGET = Budget(rate=0.3, sink=5, window=4)
@@ -40,13 +42,14 @@ INNER: list[tuple[str, dict[str, Any]]] = [
 
 
 def layer_of(n: int = 120, **shape: Any) -> LayerKV:
-    return replace(make_layer(n, scale=2.0, **shape), rotary=rotary(8))
+    return make_layer(n, scale=2.0, **shape)
 
 
 def error_of(layer: LayerKV, kept: CompressedKV) -> Tensor:
-    """The squared error for the prompt's queries by KV head, in float64: [batch, kv_heads]."""
-    exact = attend(layer.queries, keep_all(layer), layer.scaling)
-    error = (attend(layer.queries, kept, layer.scaling) - exact).square()
+    """The squared error for the reference queries by KV head, in float64: [batch, kv_heads]."""
+    queries = as_after_prompt(layer)
+    exact = attend(queries, keep_all(layer), layer.scaling)
+    error = (attend(queries, kept, layer.scaling) - exact).square()
     return error.sum((2, 3)).unflatten(1, (layer.keys.shape[1], -1)).sum(2)
 
 
@@ -55,7 +58,7 @@ def error_of(layer: LayerKV, kept: CompressedKV) -> Tensor:
 def test_no_head_answers_the_reference_queries_worse_than_the_inner_method(
     name: str, options: dict[str, Any], log_weights: bool
 ) -> None:
-    layer = layer_of(batch=2, group=4)
+    layer = replace(layer_of(batch=2, group=4), rotary=rotary(8))
     inner = run(build_method(name, **options), layer, BUDGET)
     method = build_method("solved", of=name, options=options, log_weights=log_weights)
     kept = run(method, layer, BUDGET)
@@ -72,6 +75,19 @@ def test_no_head_answers_the_reference_queries_worse_than_the_inner_method(
     if inner.log_weights is not None:
         least = inner.log_weights.clamp(max=0.0)
     assert (kept.log_weights >= least - 1e-6).all(), "no token counts less than itself"
+
+
+def test_the_prompts_queries_stand_after_it() -> None:
+    """By the rotation of their positions; a layer without a table has them as they are."""
+    plain = layer_of(100)
+    at = torch.arange(90)
+    layer = replace(plain, rotary=rotary(8), withheld=10)
+    layer = replace(
+        layer, queries=rotate(plain.queries[:, :, :90].double(), *rotary(8)(at)).float()
+    )
+    later = rotate(plain.queries[:, :, :90].double(), *rotary(8)(100 + at * FUTURE // 90))
+    assert_near(as_after_prompt(layer), later, 1e-4)
+    assert as_after_prompt(plain) is plain.queries
 
 
 def test_values_by_definition() -> None:
