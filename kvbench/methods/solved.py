@@ -181,6 +181,9 @@ class Solved(Wrapper):
         copies = heads // layer.keys.shape[1]  # of a KV head, where a method chooses per query head
         values = kept.values.clone()
         for row, head in itertools.product(range(batch), range(heads)):
+            here = (row, head, is_entry[row, head])
+            if not len(kept.positions[here]):
+                continue
             block = Block.of(
                 layer.keys[row, head // copies],
                 layer.values[row, head // copies],
@@ -189,7 +192,6 @@ class Solved(Wrapper):
                 layer.softcap,
                 sinks=None if sinks is None else sinks[head, order],
             )
-            here = (row, head, is_entry[row, head])
             start = Solution(log_weights[here], values[here].float())
             solution = self.solve(block, fitted, kept.positions[here], start)
             log_weights[here] = solution.log_weights

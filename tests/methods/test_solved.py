@@ -168,6 +168,16 @@ def test_the_attention_sink_of_a_head_is_part_of_the_exact_output() -> None:
     assert error(kept) < error(blind)
 
 
+def test_a_head_that_keeps_nothing_is_left_alone() -> None:
+    layer, scores = layer_of(60), torch.rand(1, 2, 60)
+    scores[:, 1] *= 0.01
+    carried = {"scores 0": scores, "solved: queries 0": layer.queries}
+    layer = replace(layer, num_layers=1, queries=None, carried=carried)
+    kept = run(build_method("solved"), layer, Budget(rate=0.2, sink=0, window=0))
+    assert kept.lengths[0, 1] == 0 < kept.lengths[0, 0]
+    assert kept.values.isfinite().all()
+
+
 def test_a_method_that_evicts_goes_on_doing_so() -> None:
     inner, method = build_method("h2o"), build_method("solved", of="h2o")
     assert method.evicts
