@@ -26,6 +26,7 @@ MORE = [
     ("recompress", {"of": "attention_matching", "every": 3, "to": 30}),
     ("rkv", {"every": 2, "to": 24}),
     ("recompress", {"of": "uniform", "every": 3, "to": 30}),
+    ("solved", {"options": {"chunk": 50, "instructed": False}, "quantize": PACKED}),
     ("qjl", {"quantize": {"scheme": "qjl", "group": 8, "buffer": 16, "outliers": 2}}),
     ("snapkv", {"quantize": {"scheme": "turboquant", "bits": 2, "outlier_bits": 3}}),
 ]
