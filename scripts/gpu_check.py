@@ -424,8 +424,8 @@ def throughput(sizes: Sizes, on: torch.device, out: Figures) -> None:
     model, decode_s = _llama(sizes, on), {}
     short = sizes.contexts[0]
     runs = [(n, name, "auto") for n, name in product(sizes.contexts, ("exact", "snapkv"))]
-    for n, name, decode in [*runs, (short, "snapkv", "compiled")]:
-        case, graphs = f"{name} at {n}, decode={decode}", Steps(decode)
+    for n, name, how in [*runs, (short, "snapkv", "compiled")]:
+        case, graphs = f"{name} at {n}, decode={how}", Steps(how)
         _generated(model, min(n, 1024), 24, name, graphs)
         free_memory(on)
         before = len(COMPILED)
@@ -434,11 +434,11 @@ def throughput(sizes: Sizes, on: torch.device, out: Figures) -> None:
             part: getattr(result.cost, part) for part in ("prefill_s", "compress_s", "decode_s")
         }
         out.measured[case] = parts
-        decode_s[n, name, decode] = parts["decode_s"]
+        decode_s[n, name, how] = parts["decode_s"]
         together = sum(parts.values())
         most = max(WALL_SHARE * together, WALL_SECONDS)
         out.check(f"{case}: wall seconds beyond its parts", wall - together, most=most, clock=True)
-        if decode == "auto":
+        if how == "auto":
             compiled = len(COMPILED) - before
             out.check(f"{case}: kernels compiled inside the clock", compiled, most=0)
             out.check(f"{case}: steps that could not be captured", graphs.failed, most=0)

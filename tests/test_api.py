@@ -49,7 +49,10 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compress("snapkv", rat=0.5), "has no option 'rat'.*did you mean 'rate'"),
     (_compress("snapkv", rate=0.25, size=100), "rate is 0.25 and size is 100; allowed: one of"),
     (_compress("snapkv", rate=0.25, compression_ratio=0.75), "ratio and rate are given; allowed"),
-    (_compare("x", ["exact"], answers=["a"]), r"no argument 'answers' \(did you mean 'reference'\?"),
+    (
+        _compare("x", ["exact"], answers=["a"]),
+        r"no argument 'answers' \(did you mean 'reference'\?",
+    ),
     (_compress(Everything(), kernel=3), "made already"),
     (_compress(7), "a name or a kvbench Method"),
     (_compress("snapkv", compression_ratio=1), "compression_ratio is 1; allowed: less than 1"),

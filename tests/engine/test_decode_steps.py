@@ -202,17 +202,18 @@ def test_what_is_held_while_decoding_is_what_each_step_left(architecture: str) -
         for label, one in found.items():
             assert one.failure is None, (label, one.failure)
             ends[label].append(one.cost.cache_bytes_end)  # type: ignore[arg-type]
-    for label, one in ((label, answer.cost) for label, answer in found.items()):
-        assert one.exact_bytes_mean == pytest.approx(sum(ends["exact"]) / new), label
+    for label, answer in found.items():
+        cost = answer.cost
+        assert cost.exact_bytes_mean == pytest.approx(sum(ends["exact"]) / new), label
         if label != "rkv":
-            assert (one.cache_bytes_peak, one.cache_bytes_mean) == (
+            assert (cost.cache_bytes_peak, cost.cache_bytes_mean) == (
                 max(ends[label]),
                 pytest.approx(sum(ends[label]) / new),
             ), label
             continue
         # what a token attends to, before it is compressed again
-        assert max(ends[label]) <= one.cache_bytes_peak  # type: ignore[operator]
-        assert sum(ends[label]) / new <= one.cache_bytes_mean < one.exact_bytes_mean  # type: ignore[operator]
+        assert max(ends[label]) <= cost.cache_bytes_peak  # type: ignore[operator]
+        assert sum(ends[label]) / new <= cost.cache_bytes_mean < cost.exact_bytes_mean  # type: ignore[operator]
 
 
 def test_what_left_while_decoding_counts_as_compressed_and_in_the_ratio(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from support.tiny import prompt_ids, tiny_model
 from torch import Tensor
 
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import prefill
+from kvbench.engine.row import Row
 from kvbench.kernels.rotation import rotate
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
@@ -202,11 +202,11 @@ def test_the_engine_holds_what_was_solved_for(inner, options) -> None:
     ids, model = prompt_ids(120), tiny_model("llama")
     method = build_method("solved", **inner, quantize=options.get("quantize"))
     plain = build_method(inner["of"], **inner.get("options", {}))
-    forks = [Fork("s", method, BUDGET, 0, "x", room=0), Fork("i", plain, BUDGET, 0, "x", room=0)]
+    rows = [Row("s", method, BUDGET, 0, "x"), Row("i", plain, BUDGET, 0, "x")]
     with kvbench_attention_on(model):
-        prefill(model, ids, forks)
-    assert [fork.failure for fork in forks] == [None, None]
-    held, without = (fork.cost().record() for fork in forks)
+        prefill(model, ids, rows)
+    assert [row.failure for row in rows] == [None, None]
+    held, without = (row.cost().record() for row in rows)
     assert held["entries"] == without["entries"]
     assert (held["cache_bytes"] < without["cache_bytes"]) == bool(options)
 
@@ -235,10 +235,10 @@ def test_what_cannot_be_solved_for_is_refused_in_one_line(options, message) -> N
 @pytest.mark.parametrize("inner", ["kvzip", "streaming_llm"])
 def test_without_a_tokenizer_the_prompt_is_not_repeated_in_words(inner) -> None:
     method = build_method("solved", of=inner, queries="repeat")
-    forks = [Fork("s", method, BUDGET, 0, "x", room=0) for _ in range(2)]
+    rows = [Row("s", method, BUDGET, 0, "x") for _ in range(2)]
     model = tiny_model("llama")
     with kvbench_attention_on(model):
-        prefill(model, prompt_ids(60), forks[:1])
-        prefill(model, prompt_ids(60), forks[1:], encoder=PromptEncoder(Letters(), suffix_ids=(7,)))
-    assert "there is no tokenizer; allowed: " in str(forks[0].failure)
-    assert forks[1].failure is None
+        prefill(model, prompt_ids(60), rows[:1])
+        prefill(model, prompt_ids(60), rows[1:], encoder=PromptEncoder(Letters(), suffix_ids=(7,)))
+    assert "there is no tokenizer; allowed: " in str(rows[0].failure)
+    assert rows[1].failure is None
