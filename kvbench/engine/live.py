@@ -363,6 +363,7 @@ class Compression:
 
         Raises:
             BudgetExceeded: a row holds more than its budget and the tokens since.
+            NonFiniteLogits: see `_check_logits`.
         """
         cache = self._cache
         prefill_failed = self._prefill is not None
@@ -374,20 +375,31 @@ class Compression:
         cache.open = False
         if prefill_failed or not audit:
             return
+        if cache.sound:
+            flags = torch.stack([*cache.sound.values()]).tolist()
+            for token, is_sound in zip(cache.sound, flags, strict=True):
+                if not is_sound:
+                    raise NonFiniteLogits(token)
         for row in cache.rows:
             row.audit()
         cache.costs[:] = [row.cost() for row in cache.rows[: len(cache.costs)]]
 
 
 def _check_logits(output: Any, cache: LiveCache) -> None:
-    """Refuse NaN and +inf in the logits of the next token, from which `generate` would go on.
+    """Refuse NaN and +inf in the logits of the next token, from which `generate` would go on. On a GPU,
+    which would be waited for, they are noted for `Compression.finish`.
 
     Raises:
         NonFiniteLogits: naming the token.
     """
     logits = getattr(output, "logits", None)
-    if logits is not None and not bool(logits[:, -1].amax(-1).isfinite().all()):
-        raise NonFiniteLogits(cache.rows[0].fed + 1)
+    if logits is None:
+        return
+    is_sound, token = logits[:, -1].amax(-1).isfinite().all(), cache.rows[0].fed + 1
+    if is_sound.is_cuda:
+        cache.sound[token] = is_sound
+    elif not is_sound:
+        raise NonFiniteLogits(token)
 
 
 def _no_batches(*_: Any, **__: Any) -> NoReturn:

@@ -39,6 +39,7 @@ class LiveCache(Cache):
     Attributes:
         open: whether the generation that uses the cache still runs.
         steps: the pass of a run of steps of one token; None outside such a run.
+        sound: by the number of the new token whether a GPU's logits for it are finite.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class LiveCache(Cache):
         self.seen = seen
         self.open = True
         self.steps: Table | None = None
+        self.sound: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
         """An independent copy. If the model is copied together with it, it is the cache of that copy."""

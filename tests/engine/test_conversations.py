@@ -30,7 +30,10 @@ NOT_HERE = ("kvpress", "minference", "transformers")
 """Methods that need their packages, and one that kvbench does not decode."""
 SMALL = Budget(rate=0.25, sink=4, window=4)
 QUESTIONS = [prompt_ids(90)[60:80], prompt_ids(40)[30:], prompt_ids(90)[60:75]]
-WITHOUT_TOKENIZER = {"kvzip": {"instructed": False}}
+WITHOUT_TOKENIZER: dict[str, Any] = {
+    "kvzip": {"instructed": False},
+    "solved": {"options": {"instructed": False}},
+}
 METHODS = {
     name: build_method(name, **WITHOUT_TOKENIZER.get(name, {}))
     for name in available_methods()
