@@ -86,7 +86,7 @@ results: results-leaderboard results-instructions results-papers results-claims 
 
 # Settings are those of conf/task/_results_*.yaml and conf/experiment/_results_*.yaml.
 results-leaderboard: setup
-	$(REAL) experiment=leaderboard task=_results_layer_error '~methods.kvzip' '~methods.kvzip_turboquant' '~methods.attention_matching_repeat'
+	$(REAL) experiment=leaderboard task=_results_layer_error '~methods.kvzip' '~methods.kvzip_turboquant' '~methods.solved' '~methods.solved_turboquant' '~methods.attention_matching_repeat'
 	$(REAL) experiment=frontier task=_results_layer_error
 	$(REAL) experiment=leaderboard task=_results_fidelity
 	$(REAL) experiment=leaderboard task=_results_needle $(RATES)

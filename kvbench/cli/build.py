@@ -18,9 +18,9 @@ from omegaconf import DictConfig
 
 from kvbench.cli.config import Settings
 from kvbench.cli.construct import constructed, methods_of
+from kvbench.engine.answer import Sampling
 from kvbench.engine.loading import check_config_class
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
-from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, presentable, printable
 from kvbench.kv import Budget, KVError
 from kvbench.records.read import Run, load_run

@@ -31,7 +31,7 @@ from kvbench.budget import Budget
 from kvbench.catalogue import catalogue, config_dir
 from kvbench.cli.catalogue import experiment_called
 from kvbench.cli.construct import constructed
-from kvbench.engine.sampling import Sampling
+from kvbench.engine.answer import Sampling
 from kvbench.errors import (
     UserError,
     complain,

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     wait_asleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command, rest = (arguments or [""])[0], arguments[1:]
+    command, rest = _command_of(arguments)
     try:
         with terminable():
             if command in ABOUT and {"-h", "--help"} & set(rest):
@@ -102,6 +102,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - every error becomes a line and an exit status
         _, status = report_error(error)
     sys.exit(status)
+
+
+def _command_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The first word, which may be a command, and the others; ``--config-dir <folder>`` may come before
+    it."""
+    folder: list[str] = []
+    words = list(arguments)
+    if words and words[0].partition("=")[0] in ("--config-dir", "-cd"):
+        folder = words[: 1 if "=" in words[0] else 2]
+        words = words[len(folder) :]
+    return (words or [""])[0], [*words[1:], *folder]
 
 
 def list_kind(arguments: Sequence[str]) -> int:
@@ -143,7 +154,7 @@ def show_config(arguments: Sequence[str]) -> int:
         arguments = [f"experiment={name}"]
     options = _parsed(arguments)
     with hydra_of_conf() as hydra:
-        overrides = expanded(options.overrides)
+        overrides = _overrides_of(options)
         common, jobs = sweep_of(hydra, overrides)
         if not options.multirun and common.hydra.mode != RunMode.MULTIRUN:
             composed(hydra, overrides)  # refuses several values of a key

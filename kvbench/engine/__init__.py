@@ -1,1 +1,1 @@
-"""The only place that knows transformers: loading, attention function, fork cache, generation."""
+"""The only place that knows transformers: loading, attention function, caches, generation."""

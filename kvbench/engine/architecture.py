@@ -67,7 +67,7 @@ def full_layers(config: PreTrainedConfig) -> list[int]:
     those with a sliding window, and those that hold a state (`kvbench.engine.states`).
 
     Raises:
-        UnsupportedModel: there is none, or other layers hold what no fork does (chunks, keys shared
+        UnsupportedModel: there is none, or other layers hold what no row does (chunks, keys shared
             between layers).
     """
     name = config.model_type

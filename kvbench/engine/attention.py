@@ -1,8 +1,8 @@
 """The attention function that kvbench registers with transformers, and exact attention.
 
 Every architecture that uses transformers' attention interface calls `kvbench_attention` with the
-queries, keys and values of a layer after position encoding. The function passes them to the
-`AttentionState` of the forward pass, which it receives as the model's keyword argument ``kvbench``.
+queries, keys and values of a layer after position encoding. The function passes them to the `Pass`,
+which it receives as the model's keyword argument ``kvbench``.
 """
 
 from __future__ import annotations
@@ -106,23 +106,22 @@ class LayerCall:
         return replace(self, query=self.query[part], key=self.key[part], value=self.value[part])
 
 
-class AttentionState(ABC):
-    """How one forward pass computes attention, and what it does with the keys and values of each layer.
+class Pass(ABC):
+    """What the attention function talks to: how one forward pass computes attention, and what it does
+    with the keys and values of each layer.
 
-    The subclasses are `PrefillState` and `CaptureState` (engine/prefill.py), `RepeatedPrompt`
-    (rescore.py), `ForkBatch` (fork.py) and its `DecodeState` (decoding.py), `WholePass` (scoring.py),
-    `BandState` and `EvictingState` (streams.py), and the prefill of a batch under `generate` (live.py).
+    The engine's are `Prefill`, `Repeat` and `Capture` (prefill.py), `Feed` and its `Table` (decode.py).
     """
 
     called: frozenset[int] = frozenset()
-    """The layers that the pass has called so far."""
+    """The layers that have been called since `begin`."""
 
     @abstractmethod
     def attend(self, call: LayerCall) -> Tensor:
         """The attention output of a layer, [batch, heads, t, head_dim]."""
 
-    def begin_pass(self) -> None:
-        """Another pass begins with this state. To be called before the model is."""
+    def begin(self) -> None:
+        """To be called before the model is."""
         self.called = frozenset()
 
     def past(self, config: PreTrainedConfig) -> Cache | None:
@@ -142,7 +141,7 @@ def kvbench_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    kvbench: AttentionState | None = None,
+    kvbench: Pass | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers' attention interface calls; returns the output [batch, t, heads,
@@ -204,7 +203,7 @@ def kvbench_attention(
 def register() -> None:
     """Register ``attn_implementation="kvbench"`` with transformers. May be called again.
 
-    No function for masks is registered, since the attention states are causal themselves. transformers
+    No function for masks is registered, since passes are causal themselves. transformers
     then makes no mask, and does not search the position ids for packed sequences, for which every step
     would wait for the device.
     """

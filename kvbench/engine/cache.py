@@ -1,180 +1,407 @@
-"""The caches of one layer of a fork: how a decoded token changes the entries that are held.
+"""What a layer holds of one row, and how a decoded token changes it (`Cache`).
 
-A *fork* is one method's cache made from a shared prefill. Forks decode together, one batch row each;
-every row attends to its own entries, so nothing is padded and a smaller cache is a cheaper step.
-
-`kvbench.engine.entries` stores the entries. The classes differ in what they do with a decoded token:
-
-- `GrowingCache` adds the token. `cache_of` chooses between this class and the next two.
-- `EvictingCache` adds the token, and its method evicts another entry.
-- `RestrictedCache` adds the token, and its method chooses the entries that the token's query sees.
-- `RecompressedCache` (recompressed_cache.py) adds the token, and its method compresses all entries again
-  from time to time.
-- `RaggedCache` (ragged_cache.py) has a cache for each head, where heads hold different numbers of
-  entries.
-
-In: a `LayerCall` with the queries, keys and values of new tokens. Out: the attention output of these
-tokens; entries and bytes for the audit.
+A row has one cache for all KV heads of a layer or, where heads hold different numbers of entries, one
+for each head. Shapes have no batch dimension. What the method does with the entries while decoding is
+the cache's hook (`kvbench.engine.hooks`).
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall, grown_range, signed_mean
-from kvbench.engine.entries import GROWTH, Entries, PackedEntries
-from kvbench.kernels.quantize import Scheme
+from kvbench.engine.hooks import GROW, Evict, Hook, Restrict
+from kvbench.kernels.addresses import Addresses, Eviction, addresses_of
+from kvbench.kernels.decode_attention import products
+from kvbench.kernels.quantize import Codec, Scheme
 from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
-from kvbench.kv import CompressedKV, KVError
-from kvbench.methods.base import Eviction, Held, Method, rule_of
+from kvbench.kv import CompressedKV, KVError, weighted_entries
+from kvbench.methods.base import Held
+
+GROWTH = 256
+"""How many entries more than necessary a full buffer has room for after it has grown."""
+NUMBERS = ("positions", "log_weights", "scores", "denominators")
+"""The buffers that hold one number per entry. They begin with the first entry, also where keys and
+values of the first entries are packed and not in buffers."""
+
+
+class Packed(NamedTuple):
+    """The entries that a scheme has packed, the first ones of a cache: keys and values may be packed in
+    different numbers."""
+
+    keys: Codec[Any]
+    values: Codec[Any]
 
 
 class BytesOverTime(NamedTuple):
-    """The bytes that a cache held after the prompt and after every step since: the largest number, and
-    the mean."""
+    """The bytes after the prompt and after every step since: the largest number, and the mean."""
 
     peak: int
     mean: float
 
 
-class LayerCache(ABC):
-    """The cache of one layer of a fork.
+class Cache:
+    """The entries of one layer of a row, for KV heads that hold equally many.
 
-    Attributes:
-        capacity: the entries per head that the method may hold after prefill.
-        prompt_entries: [kv_heads] int64, the entries that each head holds of the prompt. A count made on
-            a GPU stays there until `Fork.audit_prompt` reads the counts of all layers at once.
-    """
-
-    capacity: int
-    prompt_entries: Tensor
-
-    @property
-    @abstractmethod
-    def steps_by_kernel(self) -> bool:
-        """Whether steps of one token can go through `kvbench.kernels.decode_attention`, which adds the
-        token and attends for all rows of a batch at once."""
-
-    @property
-    @abstractmethod
-    def stores(self) -> Sequence[Entries]:
-        """The stores of the entries: one for all heads, or one for each head."""
-
-    @abstractmethod
-    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
-        """Add the t tokens of a call of one row and compute their attention, causal among them.
-
-        Args:
-            positions: [t] int64.
-
-        Returns:
-            [heads, t, value_dim].
-        """
-
-    @abstractmethod
-    def clone(self) -> LayerCache:
-        """A copy with buffers of its own, so that the two decode independently."""
-
-    @abstractmethod
-    def entry_bytes(self) -> int:
-        """The bytes of the entries that are held now, as `Entries.nbytes` counts them."""
-
-    @abstractmethod
-    def bytes_over_time(self) -> BytesOverTime:
-        """The bytes of the entries after the prompt and after every step since."""
-
-    def entries(self) -> Tensor:
-        """The number of entries of each head now, without padding: [kv_heads] int64 on the host."""
-        return torch.cat([store.count().cpu() for store in self.stores])
-
-    def charged(self, entries: Tensor) -> int:
-        """The number of entries per head that is charged to the budget, by the number of each head
-        [kv_heads]: the largest head's."""
-        return int(entries.max())
-
-    def allowed(self, after_prompt: int, appended: int) -> int:
-        """The largest number of entries per head that the audit allows, one entry of rounding included.
-
-        Args:
-            after_prompt: the entries per head that were charged after the prompt.
-            appended: the number of tokens fed since.
-        """
-        return self.capacity + 1 + appended
-
-    def reserved_bytes(self) -> int:
-        """The bytes of all buffers, room included: the memory that a clone takes."""
-        return sum(store.reserved_bytes() for store in self.stores)
-
-
-class GrowingCache(LayerCache):
-    """A layer whose heads hold equally many entries, and one more with every token.
-
-    A layer with a sliding window removes entries that have left the window, `GROWTH` of them at a time.
+    Buffers are reserved once, and new entries are written in place. `length` entries are held; the rest
+    of a buffer is room. Keys and values of the first entries may be `packed`; the buffers of keys and
+    values then begin with the first entry that is not.
 
     Args:
-        store: the entries of the prompt.
+        kept: what a method keeps of the prompt, batch 1.
+        room: how many tokens will be added, 0 if the caller does not know.
+        capacity: the entries per head that the method may hold after prefill.
         window: the length of the layer's sliding window in tokens; None for full attention.
+        keeps_scores: whether `CompressedKV.scores` are stored, for a method that reads them again.
 
     Attributes:
-        rule: the rule by which the kernels evict entries; None where no entry is evicted, or where the
-            method itself chooses the entry at every token.
+        length: the entries of each head.
+        keys, values: [kv_heads, reserved, head_dim] and [kv_heads, reserved, value_dim].
+        positions: [kv_heads, reserved] int64, as in `CompressedKV`.
+        log_weights, scores, denominators: [kv_heads, reserved] float32, or None, as in `CompressedKV`.
+        keys_only: how many of the first entries have a key and no value.
+        value_range: the least and the largest value of each channel so far, two tensors [kv_heads,
+            value_dim]; None where outputs are not clamped.
     """
 
-    rule: Eviction | None = None
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    log_weights: Tensor | None
+    scores: Tensor | None
+    denominators: Tensor | None
 
-    def __init__(self, store: Entries, *, capacity: int, window: int | None = None) -> None:
-        self.store = store
-        self.capacity = capacity
-        self.window = window
-        self.prompt_entries = store.count()
+    def __init__(
+        self,
+        kept: CompressedKV,
+        room: int = 0,
+        *,
+        capacity: int,
+        window: int | None = None,
+        packed: Packed | None = None,
+        hook: Hook = GROW,
+        keeps_scores: bool = False,
+    ) -> None:
+        if isinstance(hook, Evict) and kept.keys_only:
+            raise KVError(
+                f"{type(hook.method).__name__} evicts and holds {kept.keys_only} entries without a "
+                "value; allowed: one or the other"
+            )
+        self.capacity, self.window, self.hook, self.packed = capacity, window, hook, packed
+        self.length = kept.keys.shape[2]
+        self.keys_only = kept.keys_only
+        tensors = {
+            "keys": kept.keys[:, :, self.first_key :],
+            "values": kept.values[:, :, self.first_value - kept.keys_only :],
+            "positions": kept.positions,
+            "log_weights": kept.log_weights,
+            "scores": kept.scores if keeps_scores else None,
+            "denominators": kept.denominators,
+        }
+        for name, tensor in tensors.items():
+            setattr(self, name, None if tensor is None else _with_room(tensor[0], room))
+        self.value_range: tuple[Tensor, Tensor] | None = None
+        if kept.value_range is not None:
+            least, largest = kept.value_range
+            self.value_range = (least[0], largest[0])
         self._moments = 0  # how many times bytes were counted: after the prompt, and at every step
         self._bytes_sum = 0
         self._bytes_peak = 0
         self._note_bytes()
 
-    @property
-    def stores(self) -> Sequence[Entries]:
-        """See `LayerCache.stores`."""
-        return [self.store]
+    # --- what is held -----------------------------------------------------------------------------
 
     @property
-    def limit(self) -> int | None:
-        """The largest number of entries per head; None where the cache grows with every token."""
-        return None
+    def first_key(self) -> int:
+        """The number of the entry whose key is the first in the buffer of keys."""
+        return 0 if self.packed is None else self.packed.keys.count
+
+    @property
+    def first_value(self) -> int:
+        """The number of the entry whose value is the first in the buffer of values."""
+        return self.keys_only + (0 if self.packed is None else self.packed.values.count)
 
     @property
     def steps_by_kernel(self) -> bool:
-        """See `LayerCache`."""
-        return self.store.is_read_by_kernel and self.window is None
+        """Whether steps of one token can go through the kernels, which add the token and attend for all
+        rows of a batch at once: entries with key and value, none packed, in an ordinary softmax."""
+        plain = self.packed is None and not self.keys_only and self.denominators is None
+        has_scores = self.rule is None or self.rule.leaves == "oldest" or self.scores is not None
+        return plain and self.window is None and self.hook.by_kernel and has_scores
 
-    def entry_bytes(self) -> int:
-        """See `LayerCache.entry_bytes`. Entries that have left a sliding window are not counted, even if
-        they are still in memory."""
-        count = self.store.length
-        return self.store.nbytes(count if self.window is None else min(count, self.window))
+    @property
+    def rule(self) -> Eviction | None:
+        """The rule by which the kernels evict; None where no entry leaves."""
+        return self.hook.rule
+
+    @property
+    def limit(self) -> int | None:
+        """The largest number of entries per head: those granted, or those that compression left if
+        these are more; None where the cache grows with every token."""
+        granted = self.hook.granted
+        return None if granted is None else max(granted, self.length)
+
+    def allowed(self, after_prompt: int, fed: int) -> int:
+        """The largest number of entries per head that the audit allows, one of rounding included, where
+        `after_prompt` were charged after the prompt and `fed` tokens were fed since."""
+        granted = self.hook.granted
+        return self.capacity + 1 + fed if granted is None else max(granted, after_prompt)
+
+    def count(self) -> Tensor:
+        """The entries of each head without padding: [kv_heads] int64, on the host, or on the entries'
+        device where log-weights have to be read to tell padding."""
+        if self.log_weights is None:
+            return torch.full((self.keys.shape[0],), self.length, dtype=torch.int64)
+        return weighted_entries(self.log_weights[:, : self.length])
+
+    def held(self, capacity: int, sink: int) -> Held:
+        """The entries as `Method.evict` and `Method.restrict` receive them."""
+        scores = None if self.scores is None else self.scores[:, : self.length]
+        return Held(scores, self.positions[:, : self.length], capacity, sink)
+
+    def buffers(self, names: Sequence[str] = ("keys", "values", *NUMBERS)) -> dict[str, Tensor]:
+        """The buffers with these names, by name, without those that the cache does not have."""
+        return {name: buffer for name in names if (buffer := getattr(self, name)) is not None}
+
+    def nbytes(self) -> int:
+        """The bytes of the entries as stored: keys, values, weights and scores, and what the hook holds.
+        Room, positions, and entries that have left a sliding window are not counted."""
+        count = self.length if self.window is None else min(self.length, self.window)
+        numbers = self.buffers(("log_weights", "scores", "denominators")).values()
+        total = self.hook.nbytes + sum(buffer[:, :count].nbytes for buffer in numbers)
+        total += sum(extreme.nbytes for extreme in self.value_range or ())
+        total += self.keys[:, : count - self.first_key].nbytes
+        total += self.values[:, : count - self.first_value].nbytes
+        if self.packed is not None:
+            total += self.packed.keys.nbytes + self.packed.values.nbytes
+        return total
+
+    def reserved_bytes(self) -> int:
+        """The bytes of all buffers, room included: the memory that a clone takes."""
+        return sum(buffer.nbytes for buffer in self.buffers().values())
 
     def _note_bytes(self) -> None:
-        """Take the bytes that are held now into mean and peak."""
-        now = self.entry_bytes()
+        now = self.nbytes()
         self._moments += 1
         self._bytes_sum += now
         self._bytes_peak = max(self._bytes_peak, now)
 
-    def count_steps_by_kernel(self, steps: int) -> None:
-        """Account for `steps` steps of one token that the kernels took. Each added an entry, until the
-        `limit` was reached; then an entry was evicted for each that was added."""
-        before = self.entry_bytes()
-        added = steps if self.limit is None else min(steps, self.limit - self.store.length)
-        self.store.length += added
-        after = self.entry_bytes()
+    def bytes_over_time(self) -> BytesOverTime:
+        """The bytes after the prompt and after every step since."""
+        return BytesOverTime(self._bytes_peak, self._bytes_sum / self._moments)
+
+    def clone(self) -> Cache:
+        """A copy with buffers of its own. What the two share, packed entries and `value_range`, is never
+        written to: a change replaces it."""
+        twin = copy.copy(self)
+        twin.hook = self.hook.clone()
+        for name, buffer in self.buffers().items():
+            setattr(twin, name, buffer.clone())
+        return twin
+
+    # --- changes ----------------------------------------------------------------------------------
+
+    def reserve(self, entries: int, more: int = 0) -> None:
+        """Make the buffers large enough for `entries` entries. Buffers that are too small are copied to
+        larger ones, which have room for `more` entries beyond these."""
+        reserved = self.positions.shape[1]
+        if entries > reserved:
+            for name, buffer in self.buffers().items():
+                setattr(self, name, _with_room(buffer, entries + more - reserved))
+
+    def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        """Add t entries with log-weight 0: key [kv_heads, t, head_dim], value [kv_heads, t, value_dim],
+        positions [t]."""
+        stored_heads = self.keys.shape[0]
+        if stored_heads != key.shape[0]:  # the method has repeated keys to query heads
+            key = key.repeat_interleave(stored_heads // key.shape[0], dim=0)
+            value = value.repeat_interleave(stored_heads // value.shape[0], dim=0)
+        before, after = self.length, self.length + key.shape[1]
+        self.reserve(after, GROWTH)
+        self.keys[:, before - self.first_key : after - self.first_key] = key
+        self.values[:, before - self.first_value : after - self.first_value] = value
+        self.positions[:, before:after] = positions
+        # The numbers of an entry that was removed may still be here.
+        for buffer in self.buffers(("log_weights", "scores")).values():
+            buffer[:, before:after] = 0
+        if self.denominators is not None:
+            self.denominators[:, before:after] = 1
+        self.length = after
+
+    def keep_last(self, count: int) -> None:
+        """Remove all entries but the last `count`."""
+        removed = self.length - count
+        for buffer in self.buffers().values():
+            # A clone, since source and destination may overlap.
+            buffer[:, :count] = buffer[:, removed : self.length].clone()
+        self.length = count
+
+    def remove(self, entry: Tensor) -> None:
+        """Remove the entry of each head with the index `entry` [kv_heads]; the last one takes its place.
+        Where entries are packed, all must be, each on its own (a scheme `by_entry`)."""
+        head = torch.arange(self.keys.shape[0], device=self.keys.device)
+        names = NUMBERS if self.packed is not None else ("keys", "values", *NUMBERS)
+        for buffer in self.buffers(names).values():
+            buffer[head, entry] = buffer[:, self.length - 1].clone()
+        self.length -= 1
+        if self.packed is not None:
+            self.packed = Packed(*(codec.without(entry) for codec in self.packed))
+
+    def replace_with(self, kept: CompressedKV) -> None:
+        """Hold what a method keeps of the entries (`Recompress.after_token`)."""
+        indices, count = kept.positions[0], kept.positions.shape[2]
+        self.positions[:, :count] = self.positions.gather(1, indices)
+        if self.log_weights is not None:
+            self.log_weights[:, :count] = self.log_weights.gather(1, indices)
+        if kept.log_weights is not None:
+            if self.log_weights is None:
+                self.log_weights = kept.log_weights.new_zeros(self.positions.shape)
+            self.log_weights[:, :count] += kept.log_weights[0]
+        self.keys[:, :count] = kept.keys[0]
+        self.values[:, :count] = kept.values[0]
+        self.length = count
+
+    # --- attention --------------------------------------------------------------------------------
+
+    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
+        """Add the t tokens of a call of one row, at positions [t], and compute their attention, causal
+        among them: [heads, t, value_dim]."""
+        outputs = []
+        for begin, end in itertools.pairwise([0, *self._cuts(len(positions))]):
+            outputs.append(self._attend(call.of_row(0, begin, end), positions[begin:end]))
+        self._note_bytes()
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _cuts(self, tokens: int) -> Sequence[int]:
+        """Cut new tokens into pieces whose tokens are added together: the end of each piece. A token is
+        a piece of its own where its step packs keys before its query reads them, as the tokens before it
+        must read these keys as they were."""
+        if self.hook.one_by_one:
+            return range(1, tokens + 1)
+        ends = {tokens}
+        if self.packed is not None and self.packed.keys.ahead:
+            codec = self.packed.keys
+            packed = codec.count
+            for token in range(tokens):
+                newly_packed = codec.due(packed, self.length + token + 1 - packed)
+                if newly_packed:
+                    packed += newly_packed
+                    ends |= {token, token + 1}
+        return sorted(ends - {0})
+
+    def _attend(self, call: LayerCall, positions: Tensor) -> Tensor:
+        query, value = call.query[0], call.value[0]
+        if self.window is not None and self.length >= self.window + GROWTH:
+            # The entries of a sliding-window layer are in the order of their positions.
+            self.keep_last(self.window)
+        self.append(call.key[0], value, positions)
+        if self.packed is not None and self.packed.keys.ahead:
+            self._pack_keys()
+        heads, tokens, dim = query.shape
+        n, stored_heads = self.length, self.keys.shape[0]
+        group = heads // stored_heads
+        logits = self._dot_keys(query.reshape(stored_heads, group * tokens, dim))
+        logits = capped(logits.mul_(call.scaling), call.softcap)
+        if self.log_weights is not None:
+            logits += self.log_weights[:, None, :n]
+        if tokens > 1:
+            # The new tokens are the last entries; none of them sees a later one.
+            order = torch.arange(tokens, device=query.device)
+            is_later = (order[None] > order[:, None]).repeat(group, 1)
+            logits[..., n - tokens :].masked_fill_(is_later, float("-inf"))
+        if self.window is not None:
+            has_left = self.positions[:, None, :n] <= (positions - self.window)[None, :, None]
+            logits.masked_fill_(has_left.repeat(1, group, 1), float("-inf"))
+        self.hook.hide(self, logits)
+        sinks = call.sinks
+        if sinks is not None:
+            sinks = sinks.view(stored_heads, group).repeat_interleave(tokens, dim=1)
+        weights = softmax(logits, sinks)
+        output = self._mix_values(weights)
+        if self.denominators is not None:
+            ranges, self.value_range = grown_range(self.value_range, value, group)
+            output = signed_mean(
+                output, weights, self.denominators[:, :n], ranges, sinks=sinks is not None
+            )
+        if self.packed is not None:
+            self._pack_keys()
+            self._pack_values()
+        if self.hook.one_by_one:
+            self.hook.after_token(self, call, weights.view(stored_heads, group, tokens, n))
+        return output.view(stored_heads, group, tokens, -1).reshape(heads, tokens, -1)
+
+    def _dot_keys(self, query: Tensor) -> Tensor:
+        """The products of queries [kv_heads, q, head_dim] with the keys of all entries, as `products`
+        computes them: [kv_heads, q, entries]."""
+        logits = products(query, self.keys[:, : self.length - self.first_key])
+        if not self.first_key:
+            return logits
+        assert self.packed is not None
+        packed = self.packed.keys.dot(query)
+        return torch.cat([packed, logits], dim=-1) if logits.shape[-1] else packed
+
+    def _mix_values(self, weights: Tensor) -> Tensor:
+        """The sums of the values of all entries with weights [kv_heads, q, entries] float32: [kv_heads,
+        q, value_dim] in the values' dtype."""
+        in_buffer = weights[..., self.first_value :].to(self.values.dtype)
+        mixed = in_buffer @ self.values[:, : self.length - self.first_value]
+        if self.packed is None or not self.packed.values.count:
+            return mixed
+        packed = self.packed.values.mix(weights[..., self.keys_only : self.first_value])
+        return packed.add_(mixed).to(mixed.dtype)
+
+    def _pack_keys(self) -> None:
+        """Pack the keys that the scheme packs by now."""
+        assert self.packed is not None
+        first = self.first_key
+        keys = self.packed.keys.take(self.keys[:, : self.length - first])
+        self.packed = self.packed._replace(keys=keys)
+        self._move_to_front(self.keys, first, self.first_key)
+
+    def _pack_values(self) -> None:
+        """Pack the values that the scheme packs by now."""
+        assert self.packed is not None
+        first = self.first_value
+        values = self.packed.values.take(self.values[:, : self.length - first])
+        self.packed = self.packed._replace(values=values)
+        self._move_to_front(self.values, first, self.first_value)
+
+    def _move_to_front(self, buffer: Tensor, old_first: int, new_first: int) -> None:
+        """Let a buffer that begins with the entry number `old_first` begin with `new_first`."""
+        if new_first > old_first:
+            rest = buffer[:, new_first - old_first : self.length - old_first]
+            # A clone, since source and destination may overlap.
+            buffer[:, : self.length - new_first] = rest.clone()
+
+    # --- steps that the kernels take --------------------------------------------------------------
+
+    def prepare_steps(self, position: int, tokens: int) -> None:
+        """Reserve room for `tokens` tokens that the kernels will add one by one, the first at
+        `position`, and write their positions. Where entries leave, the kernel that evicts writes
+        them."""
+        if self.limit is not None:
+            # The new token is added before one leaves.
+            self.reserve(min(self.length + tokens, self.limit + 1))
+            return
+        self.reserve(self.length + tokens)
+        following = torch.arange(position, position + tokens, device=self.positions.device)
+        self.positions[:, self.length : self.length + tokens] = following
+
+    def count_steps(self, steps: int) -> None:
+        """Account for `steps` tokens that the kernels added. Each added an entry, until the `limit` was
+        reached; then one left for each that was added."""
+        before = self.nbytes()
+        added = steps if self.limit is None else min(steps, self.limit - self.length)
+        self.length += added
+        after = self.nbytes()
         bytes_of_entry = (after - before) // max(1, added)
         # After step i the cache held min(i, added) more entries than before; the sum of these numbers.
         added_after_steps = added * (added + 1) // 2 + (steps - added) * added
@@ -182,248 +409,52 @@ class GrowingCache(LayerCache):
         self._bytes_sum += steps * before + added_after_steps * bytes_of_entry
         self._bytes_peak = max(self._bytes_peak, after)
 
-    def bytes_over_time(self) -> BytesOverTime:
-        """See `LayerCache.bytes_over_time`."""
-        return BytesOverTime(self._bytes_peak, self._bytes_sum / self._moments)
 
-    def clone(self) -> GrowingCache:
-        """See `LayerCache.clone`."""
-        twin = copy.copy(self)
-        twin.store = self.store.clone()
-        return twin
-
-    def prepare_steps(self, position: int, tokens: int) -> None:
-        """Reserve room for `tokens` tokens that the kernels will add one by one, the first at
-        `position`, and write their positions, which the kernels do not."""
-        store = self.store
-        store.reserve(store.length + tokens)
-        following = torch.arange(position, position + tokens, device=store.positions.device)
-        store.positions[:, store.length : store.length + tokens] = following
-
-    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
-        """See `LayerCache.step`."""
-        outputs = []
-        for begin, end in itertools.pairwise([0, *self._cuts(len(positions))]):
-            outputs.append(
-                self._append_and_attend(call.of_row(0, begin, end), positions[begin:end])
-            )
-        self._note_bytes()
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-    def _cuts(self, tokens: int) -> Sequence[int]:
-        """Cut a run of new tokens into pieces whose tokens are added together; see `Entries.cuts`."""
-        return self.store.cuts(tokens)
-
-    def _append_and_attend(self, call: LayerCall, positions: Tensor) -> Tensor:
-        """Add all t tokens of a call and compute their attention: [heads, t, value_dim]."""
-        store = self.store
-        query, value = call.query[0], call.value[0]
-        if self.window is not None and store.length >= self.window + GROWTH:
-            # The entries of a sliding-window layer are in the order of their positions.
-            store.keep_last(self.window)
-        store.append(call.key[0], value, positions)
-        store.pack_keys()
-        heads, tokens, dim = query.shape
-        n, stored_heads = store.length, store.keys.shape[0]
-        group = heads // stored_heads
-        logits = store.dot_keys(query.reshape(stored_heads, group * tokens, dim))
-        logits = capped(logits.mul_(call.scaling), call.softcap)
-        if store.log_weights is not None:
-            logits += store.log_weights[:, None, :n]
-        if tokens > 1:
-            # The new tokens are the last entries; none of them sees a later one.
-            order = torch.arange(tokens, device=query.device)
-            is_later = (order[None] > order[:, None]).repeat(group, 1)
-            logits[..., n - tokens :].masked_fill_(is_later, float("-inf"))
-        if self.window is not None:
-            has_left = store.positions[:, None, :n] <= (positions - self.window)[None, :, None]
-            logits.masked_fill_(has_left.repeat(1, group, 1), float("-inf"))
-        self._hide(logits)
-        sinks = call.sinks
-        if sinks is not None:
-            sinks = sinks.view(stored_heads, group).repeat_interleave(tokens, dim=1)
-        weights = softmax(logits, sinks)
-        output = store.mix_values(weights)
-        if store.denominators is not None:
-            ranges, store.value_range = grown_range(store.value_range, value, group)
-            output = signed_mean(
-                output, weights, store.denominators[:, :n], ranges, sinks=sinks is not None
-            )
-        store.pack()
-        self._after_attention(call, weights.view(stored_heads, group, tokens, n))
-        return output.view(stored_heads, group, tokens, -1).reshape(heads, tokens, -1)
-
-    def _hide(self, logits: Tensor) -> None:
-        """Set logits [kv_heads, queries, n] to -inf where a query does not see an entry, in place.
-        Nothing here: a subclass overrides this for a method that restricts attention."""
-
-    def _after_attention(self, call: LayerCall, weights: Tensor) -> None:
-        """Let the method act on the entries after the tokens of a call have attended to them. Nothing
-        here: a subclass overrides this for a method that evicts or compresses again.
-
-        Args:
-            weights: [kv_heads, group, t, n], the softmax weights of the call.
-        """
-
-
-class EvictingCache(GrowingCache):
-    """A layer whose method evicts an entry of every head for every token, once the cache is full.
-
-    Args:
-        method: a method that evicts (`Method.evicts`).
-        granted: the entries per head that the budget grants it; beyond these it evicts.
-        sink: how many of the prompt's first tokens are always kept.
-    """
-
-    def __init__(
-        self, store: Entries, *, capacity: int, method: Method, granted: int, sink: int
-    ) -> None:
-        if store.keys_only:
-            raise KVError(
-                f"{type(method).__name__} evicts and holds {store.keys_only} entries without a value; "
-                "allowed: one or the other"
-            )
-        self.method = method
-        self.granted = granted
-        self.sink = sink
-        self.rule = rule_of(method, granted, sink)
-        super().__init__(store, capacity=capacity)
-
-    @property
-    def limit(self) -> int | None:
-        """See `GrowingCache.limit`: the entries that were granted, or those that compression left if
-        these are more."""
-        return max(self.granted, self.store.length)
-
-    @property
-    def steps_by_kernel(self) -> bool:
-        """See `LayerCache`: the kernels evict by a rule, and need the scores that it reads."""
-        if self.rule is None or not super().steps_by_kernel:
-            return False
-        return self.rule.leaves == "oldest" or self.store.scores is not None
-
-    def allowed(self, after_prompt: int, appended: int) -> int:
-        """See `LayerCache.allowed`: the cache may not grow beyond its limit."""
-        return max(self.granted, after_prompt)
-
-    def prepare_steps(self, position: int, tokens: int) -> None:
-        """See `GrowingCache.prepare_steps`. Here the kernel that evicts writes the positions."""
-        most = max(self.granted, self.store.length) + 1  # the new token is added before one leaves
-        self.store.reserve(min(self.store.length + tokens, most))
-
-    def _cuts(self, tokens: int) -> Sequence[int]:
-        """See `GrowingCache._cuts`: one by one, since an entry may be evicted after each token."""
-        return range(1, tokens + 1)
-
-    def _after_attention(self, call: LayerCall, weights: Tensor) -> None:
-        """Let the method evict one entry per head. The call has one token (`_cuts`)."""
-        held = _held_entries(self.store, self.granted, self.sink)
-        attention = weights[:, :, 0].mean(1)
-        scores, evicted = self.method.evict(held, attention)
-        # A method may update `held.scores`, which are the store's own, in place and return them.
-        if scores is not None and scores is not held.scores:
-            assert held.scores is not None
-            held.scores.copy_(scores)
-        if evicted is not None:
-            self.store.remove(evicted)
-
-
-class RestrictedCache(GrowingCache):
-    """A layer that holds every entry, and whose method chooses those that a query sees.
-
-    Args:
-        method: a method that restricts attention (`Method.restricts`).
-        granted: the entries per head that the budget lets a query see.
-        sink: how many of the prompt's first tokens are always kept.
-    """
-
-    steps_by_kernel = False
-
-    def __init__(
-        self, store: Entries, *, capacity: int, method: Method, granted: int, sink: int
-    ) -> None:
-        self.method = method
-        self.granted = granted
-        self.sink = sink
-        super().__init__(store, capacity=capacity)
-
-    def _hide(self, logits: Tensor) -> None:
-        """See `GrowingCache._hide`: hide the entries that the method chooses."""
-        held = _held_entries(self.store, self.granted, self.sink)
-        hidden = self.method.restrict(held, logits)
-        logits.masked_fill_(hidden, float("-inf"))
-
-
-def _held_entries(store: Entries, granted: int, sink: int) -> Held:
-    """The entries of a store, as `Method.evict` and `Method.restrict` receive them."""
-    n = store.length
-    scores = None if store.scores is None else store.scores[:, :n]
-    return Held(scores, store.positions[:, :n], granted, sink)
-
-
-def store_of(
-    compressed: CompressedKV,
+def cache_of(
+    kept: CompressedKV,
     room: int,
-    scheme: Scheme | None = None,
+    hook: Hook = GROW,
     *,
+    capacity: int,
+    scheme: Scheme | None = None,
     layer: int = 0,
     seed: int = 0,
-    keeps_scores: bool = False,
-) -> Entries:
-    """Store the entries of a prompt, packed if there is a scheme. The arguments are those of `Entries`
-    and `PackedEntries`."""
-    if scheme is None:
-        return Entries(compressed, room, keeps_scores=keeps_scores)
-    return PackedEntries(
-        compressed, room, scheme, layer=layer, seed=seed, keeps_scores=keeps_scores
+) -> Cache:
+    """The cache of what a method keeps, packed by a scheme if there is one, whose random draws depend on
+    layer and seed."""
+    if hook.granted is not None:
+        # The cache grows up to what is granted; a token is added before one leaves.
+        room = min(room, max(0, hook.granted - kept.keys.shape[2]) + 1)
+    packed = None
+    if scheme is not None:
+        packed = Packed(*scheme.codecs(kept.keys[0], kept.values[0], layer=layer, seed=seed))
+    keeps_scores = isinstance(hook, Evict | Restrict)
+    return Cache(kept, room, capacity=capacity, packed=packed, hook=hook, keeps_scores=keeps_scores)
+
+
+def addresses_in(caches: Sequence[Cache], places: Sequence[int]) -> Addresses:
+    """Where the kernels find the entries of these caches, each of which `steps_by_kernel`; `places`: see
+    `Addresses`.
+
+    The kernels' grids are as large as the longest cache, rounded up to a power of two, so that a
+    captured step can be replayed for caches of about the same length.
+    """
+    longest = max(cache.keys.shape[1] for cache in caches)
+    evicting = caches[0].rule is not None
+    return addresses_of(
+        [cache.keys for cache in caches],
+        [cache.values for cache in caches],
+        [cache.log_weights for cache in caches],
+        longest=1 << (longest - 1).bit_length() if longest else 0,
+        rules=[cache.rule for cache in caches if cache.rule] if evicting else (),
+        limits=[cache.limit or 0 for cache in caches] if evicting else (),
+        scores=[cache.scores for cache in caches] if evicting else (),
+        positions=[cache.positions for cache in caches] if evicting else (),
+        places=places if evicting else (),
     )
 
 
-def cache_of(
-    compressed: CompressedKV,
-    room: int,
-    method: Method,
-    *,
-    capacity: int,
-    granted: int | None = None,
-    sink: int = 0,
-    active: bool = True,
-    scheme: Scheme | None = None,
-    layer: int = 0,
-    seed: int = 0,
-) -> GrowingCache:
-    """Make the cache of a layer whose heads hold equally many entries. What its method does while
-    decoding decides the class.
-
-    Args:
-        compressed: what the method keeps of the prompt, batch 1.
-        room: how many tokens will be added, 0 if the caller does not know.
-        capacity: the entries per head that the method may hold after prefill.
-        granted: the entries per head that the budget grants while decoding; None for the capacity.
-        sink: how many of the prompt's first tokens are always kept.
-        active: False where the method does nothing while decoding, because the prompt was within its
-            capacity and was not compressed.
-        scheme: how entries are packed; None for the model's dtype.
-        layer, seed: the numbers on which the scheme's random draws depend.
-
-    Raises:
-        KVError: the method evicts and restricts, or evicts and holds entries without a value.
-    """
-    granted = capacity if granted is None else granted
-    evicts = active and method.evicts
-    restricts = active and method.restricts
-    if evicts and restricts:
-        raise KVError(
-            f"{type(method).__name__} evicts entries and restricts attention while decoding; allowed: "
-            "one or the other"
-        )
-    if evicts:
-        # The cache grows up to `granted`; one more entry, since a token is added before one leaves.
-        room = min(room, max(0, granted - compressed.keys.shape[2]) + 1)
-    keeps_scores = evicts or restricts
-    store = store_of(compressed, room, scheme, layer=layer, seed=seed, keeps_scores=keeps_scores)
-    if evicts:
-        return EvictingCache(store, capacity=capacity, method=method, granted=granted, sink=sink)
-    if restricts:
-        return RestrictedCache(store, capacity=capacity, method=method, granted=granted, sink=sink)
-    return GrowingCache(store, capacity=capacity)
+def _with_room(tensor: Tensor, room: int) -> Tensor:
+    """A copy of tensor [kv_heads, n, ...] with `room` more entries, which are 0."""
+    other_dimensions = [0, 0] * (tensor.dim() - 2)
+    return F.pad(tensor, [*other_dimensions, 0, room]).contiguous()

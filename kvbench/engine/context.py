@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.costs import Cost
-from kvbench.engine.fork import Fork, copies_at_once, prompt_name
-from kvbench.engine.graphs import StepGraphs
+from kvbench.engine.cost import Cost
+from kvbench.engine.decode import decode, feed_questions
+from kvbench.engine.device import input_device
+from kvbench.engine.generate import copies_at_once
+from kvbench.engine.kept import frame_of
 from kvbench.engine.live_cache import LiveCache
-from kvbench.engine.prefill import input_device, prefill
-from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.prefill import prefill
+from kvbench.engine.row import Row, prompt_name
+from kvbench.engine.steps import Steps
 from kvbench.engine.tokenizer import end_token_ids, model_end_ids
 from kvbench.errors.options import Count, fits
 from kvbench.kv import Budget, KVError
@@ -24,6 +27,7 @@ from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder, check_length, tokenizing
 
 if TYPE_CHECKING:
+    import pandas as pd
     from transformers import PreTrainedModel
 
 Text = str | Sequence[int] | Mapping[str, Any]
@@ -60,26 +64,24 @@ class Context:
         self.tokenizer = tokenizer
         # The tokens of the prompt, and of the questions and answers that were added.
         self._ids = token_ids(prompt, tokenizer, "the context")
-        fork = Fork(label, method, budget, seed, prompt_name(self._ids), room=0)
+        row = Row(label, method, budget, seed, prompt_name(self._ids))
         with kvbench_attention_on(model), torch.inference_mode():
             encoder = None if tokenizer is None else PromptEncoder(tokenizer)
-            start = prefill(model, self._ids, [fork], encoder=encoder)
-        if fork.failure is not None:
-            raise fork.failure
-        self._fork = fork
+            start = prefill(model, self._ids, [row], encoder=encoder)
+        if row.failure is not None:
+            raise row.failure
+        self._row = row
         # One object for all questions, so that a capture that fails is tried once. It keeps no captured
         # step, since the model may change between two questions.
-        self._graphs = StepGraphs(most_kept=0)
-        cost = fork.cost()
+        self._steps = Steps(most_kept=0)
+        cost = row.cost()
         self.entries, self.cache_bytes = held_after_prompt(cost)
         self.exact_bytes = cost.exact_bytes
         self.compress_s = cost.compress_s
         self.prefill_s = start.prefill_s
 
     def __repr__(self) -> str:
-        return (
-            f"<kvbench context: {self._fork.label}, {self.tokens} tokens, ratio {self.ratio:.3g}>"
-        )
+        return f"<kvbench context: {self._row.label}, {self.tokens} tokens, ratio {self.ratio:.3g}>"
 
     @property
     def ratio(self) -> float:
@@ -90,7 +92,7 @@ class Context:
     def tokens(self) -> int:
         """The number of tokens read: those of the prompt, and of questions and answers that were
         added."""
-        return self._fork.tokens
+        return self._row.tokens
 
     @property
     def token_ids(self) -> list[int]:
@@ -121,8 +123,8 @@ class Context:
         ids = token_ids(question, self.tokenizer, "the question", special=False)
         ((answer, row),) = self._answers([ids], max_new_tokens, stop)
         if keep:
-            self._ids += [*ids, *row.chosen]
-            self._fork = row.fork
+            self._ids += [*ids, *row.answer.chosen]
+            self._row = row
         return answer
 
     def ask_all(
@@ -134,31 +136,40 @@ class Context:
             token_ids(question, self.tokenizer, "the question", special=False)
             for question in questions
         ]
-        at_once = copies_at_once([self._fork], len(ids), input_device(self.model))
+        at_once = copies_at_once([self._row], len(ids), input_device(self.model))
         return [
             answer
             for first in range(0, len(ids), at_once)
             for answer, _ in self._answers(ids[first : first + at_once], max_new_tokens, stop)
         ]
 
+    def kept(self) -> pd.DataFrame:
+        """The entries that the cache holds now, as `kvbench.kept` lists them; those of questions and
+        answers that were added have positions behind the prompt's."""
+        tokenizer = self.tokenizer
+        words: list[str | None] = [None] * len(self._ids)
+        if tokenizer is not None:
+            words = [str(tokenizer.decode([token])) for token in self._ids]
+        return frame_of(self._row, words)
+
     def cache(self) -> LiveCache:
         """Make a cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, which
         continues from here. ``input_ids`` must begin with all of `token_ids`, as transformers
         requires."""
-        fork = self._fork.clone()
-        return LiveCache(self.model, [fork], [fork.cost()], self.tokens)
+        row = self._row.clone()
+        return LiveCache(self.model, [row], [row.cost()], self.tokens)
 
     def _answers(
         self, questions: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
-    ) -> list[tuple[Any, DecodingRow]]:
+    ) -> list[tuple[Any, Row]]:
         """Decode the answers to several questions (token ids) together.
 
         Returns:
-            for each question the answer, and the row that decoded it. The row's fork is a copy of the
-            context's, with question and answer added.
+            for each question the answer, and the row that decoded it: a copy of the context's, with
+            question and answer added.
 
         Raises:
-            KVError: a wrong `max_new_tokens`, or `stop` without a tokenizer. What stopped a fork is
+            KVError: a wrong `max_new_tokens`, or `stop` without a tokenizer. What stopped a row is
                 raised, too.
         """
         model, tokenizer = self.model, self.tokenizer
@@ -167,29 +178,30 @@ class Context:
         if stop and tokenizer is None:
             raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
         ends = model_end_ids(model)
-        decode = None
+        decoding = None
         if tokenizer is not None:
             ends = end_token_ids(model, tokenizer)
-            decode = decoder(tokenizer)
-        stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
+            decoding = decoder(tokenizer)
+        stopping = Stopping(max_new_tokens, ends, tuple(stop), decoding)
         unread = self._ids[self.tokens :]
         with kvbench_attention_on(model), torch.inference_mode():
-            rows = [DecodingRow(self._fork.clone(), stopping) for _ in questions]
+            rows = [self._row.clone() for _ in questions]
+            for row in rows:
+                row.begin_answer(stopping)
             feed_questions(model, rows, [[*unread, *ids] for ids in questions])
-            decode_rows(model, [row for row in rows if row.chosen], self._graphs)
-        answers: list[tuple[Any, DecodingRow]] = []
+            decode(model, [row for row in rows if row.answer.chosen], self._steps)
+        answers: list[tuple[Any, Row]] = []
         for row in rows:
-            generation = row.finish()
-            if generation.failure is not None:
-                raise generation.failure
-            tokens = generation.tokens
-            answer = tokens if decode is None else stopping.cut(decode(tokens))
-            answers.append((answer, row))
+            tokens = row.finish().tokens
+            if row.failure is not None:
+                raise row.failure
+            text = tokens if decoding is None else stopping.cut(decoding(tokens))
+            answers.append((text, row))
         return answers
 
 
 def held_after_prompt(cost: Cost) -> tuple[dict[str, float], int]:
-    """The entries and the bytes of a cost whose fork has not failed, for which neither is None."""
+    """The entries and the bytes of a cost whose row has not failed, for which neither is None."""
     assert cost.entries is not None
     assert cost.cache_bytes is not None
     return cost.entries, cost.cache_bytes

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine.fork import Fork
+from kvbench.engine.row import Row
 from kvbench.kv import KVError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MOST_PIECES = 128
 """The largest number of pieces into which `strips_of` cuts a prompt."""
@@ -20,7 +23,7 @@ MOST_LAYERS = 16
 
 
 class LayerEntries(NamedTuple):
-    """The entries that a fork holds at one layer, on the CPU.
+    """The entries that a row holds at one layer, on the CPU.
 
     Attributes:
         layer: the layer's index in the model.
@@ -35,17 +38,17 @@ class LayerEntries(NamedTuple):
     weights: Tensor
 
 
-def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[LayerEntries]:
-    """Yield the entries that a fork holds, layer by layer."""
+def entries_of(row: Row, layers: Sequence[int]) -> Iterator[LayerEntries]:
+    """Yield the entries that a row holds, layer by layer."""
     for layer in layers:
         heads: list[tuple[Tensor, Tensor]] = []
-        for store in fork.layers[layer].stores:
-            positions = store.positions[:, : store.length].cpu()
+        for cache in row.caches[layer]:
+            positions = cache.positions[:, : cache.length].cpu()
             weights = torch.ones(positions.shape)
-            if store.log_weights is not None:
-                weights = store.log_weights[:, : store.length].exp().cpu()
-            if store.denominators is not None:
-                weights = weights * store.denominators[:, : store.length].cpu()
+            if cache.log_weights is not None:
+                weights = cache.log_weights[:, : cache.length].exp().cpu()
+            if cache.denominators is not None:
+                weights = weights * cache.denominators[:, : cache.length].cpu()
             heads += zip(positions, weights, strict=True)
         yield LayerEntries(
             layer,
@@ -54,8 +57,29 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[LayerEntries]:
         )
 
 
-def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
-    """Summarise how much of each part of the prompt a fork holds, as JSON values small enough for a
+def frame_of(row: Row, words: Sequence[str | None]) -> pd.DataFrame:
+    """The entries that a row holds, one per line of a frame (`kvbench.kept`).
+
+    Args:
+        words: the text of every token that was read.
+    """
+    import pandas as pd
+
+    parts = []
+    for layer, positions, weights in entries_of(row, list(row.entries)):
+        # Padding has weight 0.
+        head, entry = weights.nonzero(as_tuple=True)
+        columns = {"position": positions[head, entry], "head": head, "weight": weights[head, entry]}
+        parts.append(pd.DataFrame(columns).assign(layer=layer))
+    frame = pd.concat(parts, ignore_index=True)
+    frame["token"] = [words[position] if position >= 0 else None for position in frame["position"]]
+    frame = frame[["position", "token", "layer", "head", "weight"]]
+    frame.attrs |= {"method": row.label, "words": list(words)}
+    return frame
+
+
+def strips_of(row: Row, tokens: int) -> dict[str, Any]:
+    """Summarise how much of each part of the prompt a row holds, as JSON values small enough for a
     record. A page shows them as strips, one per layer.
 
     The prompt is cut into at most `MOST_PIECES` pieces of equal length. The value of a piece is the sum
@@ -64,7 +88,6 @@ def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
 
     Args:
         tokens: the length of the prompt.
-        layers: the indices of the layers.
 
     Returns:
         ``tokens``: the length of the prompt; ``width``: the tokens of a piece; ``layers``: for each
@@ -78,17 +101,18 @@ def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
     pieces = -(-tokens // width)
     sizes = torch.full((pieces,), float(width))
     sizes[-1] = tokens - width * (pieces - 1)
+    layers = list(row.entries)
     step = max(1.0, len(layers) / MOST_LAYERS)
     chosen = [layers[int(i * step)] for i in range(min(len(layers), MOST_LAYERS))]
     hundredths: dict[str, list[int]] = {}
     entries = 0
     unplaced = 0
-    for layer, positions, weights in entries_of(fork, chosen):
+    for layer, positions, weights in entries_of(row, chosen):
         is_entry = weights != 0
         is_token = positions >= 0
         if int(positions.max()) >= tokens:
             raise KVError(
-                f"method {fork.label!r} holds position {int(positions.max())} of a prompt of {tokens} "
+                f"method {row.label!r} holds position {int(positions.max())} of a prompt of {tokens} "
                 f"tokens; allowed: -1 to {tokens - 1}"
             )
         entries += int(is_entry.sum())

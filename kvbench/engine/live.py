@@ -1,7 +1,7 @@
 """Compressed caches inside transformers' own `generate`: the implementation of `kvbench.compress`.
 
 A forward pre-hook on the model replaces the cache that `generate` made by a `LiveCache`, and passes the
-attention state of the prefill or of the decode steps to the model. A forward hook counts the tokens.
+pass of the prefill or of the decode steps to the model. A forward hook counts the tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from kvbench.engine.answer import NonFiniteLogits
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
-from kvbench.engine.attention import AttentionState, LayerCall
+from kvbench.engine.attention import LayerCall, Pass
 from kvbench.engine.context import Context, Text, held_after_prompt
-from kvbench.engine.costs import Cost
-from kvbench.engine.faults import NonFiniteLogits
-from kvbench.engine.fork import Fork, prompt_name
+from kvbench.engine.cost import Cost
+from kvbench.engine.device import input_device
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
 from kvbench.engine.live_options import check_options, foreign_cache, left_padding, refused
-from kvbench.engine.prefill import PrefillState, input_device
+from kvbench.engine.prefill import Prefill
 from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
-from kvbench.engine.states import is_hybrid, row_of, state_bytes, states_in
+from kvbench.engine.row import Row, prompt_name
+from kvbench.engine.states import is_hybrid, row_of, states_in
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 
@@ -59,32 +60,31 @@ class _Turn:
         self._lock.release()
 
 
-class _BatchPrefill(AttentionState):
-    """The attention state of a batch's prefill, in which every row is a prompt of its own.
+class _BatchPrefill(Pass):
+    """The prefill of a batch, in which every row is a prompt of its own.
 
     Args:
-        forks: one per row.
         padding: how many leading tokens of each row are padding.
         count: the number of tokens of each row, padding included.
 
     Attributes:
-        states: the attention state of each row's prefill.
+        prefills: that of each row.
     """
 
     def __init__(
-        self, model: PreTrainedModel, forks: Sequence[Fork], padding: Sequence[int], count: int
+        self, model: PreTrainedModel, rows: Sequence[Row], padding: Sequence[int], count: int
     ) -> None:
         layers = compressible_layers(model)
         rotary = rotary_of(model, layers, count - min(padding), input_device(model))
         self.padding = padding
-        self.states = [PrefillState([fork], layers, rotary) for fork in forks]
+        self.prefills = [Prefill([row], layers, rotary) for row in rows]
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of each row without its padding; the output of padding is 0."""
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
-        for row, (state, start) in enumerate(zip(self.states, self.padding, strict=True)):
-            out[row : row + 1, :, start:] = state.attend(call.of_row(row, start))
-            failure = state.forks[0].failure
+        for place, (prefill, start) in enumerate(zip(self.prefills, self.padding, strict=True)):
+            out[place : place + 1, :, start:] = prefill.attend(call.of_row(place, start))
+            failure = prefill.rows[0].failure
             if failure is not None:
                 raise failure
         return out
@@ -108,7 +108,7 @@ class Compression:
     compress_after: str | None = None
     # The cost of every prompt so far: a list for each batch, with a cost for each row.
     _batches: list[list[Cost]] = field(default_factory=list)
-    # The cache of the generation that runs, and the attention state of its prefill until that is over.
+    # The cache of the generation that runs, and the pass of its prefill until that is over.
     _cache: LiveCache | None = None
     _prefill: _BatchPrefill | None = None
     # The model's own `generate`.
@@ -153,7 +153,7 @@ class Compression:
     def rows(self) -> list[Cost]:
         """The cost of the cache of every batch row of every call so far, in order. (`generate` makes a
         row for each beam and each returned sequence of a prompt.)"""
-        return [row for rows in self._batches for row in rows]
+        return [cost for costs in self._batches for cost in costs]
 
     @property
     def entries(self) -> list[float]:
@@ -204,7 +204,7 @@ class Compression:
     def before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward pre-hook: pass the attention state to the model, and the cache to `generate`."""
+        """Forward pre-hook: give the pass to the model, and the cache to `generate`."""
         if "kvbench" in kwargs:  # a pass of kvbench's own engine, e.g. of `read`
             return args, kwargs
         tokens = kwargs.get("input_ids", args[0] if args else None)
@@ -225,7 +225,7 @@ class Compression:
             config = self.model.config.get_text_config()
             if is_hybrid(config):
                 given.layers = state.past(config).layers
-            state.begin_pass()
+            state.begin()
             kwargs["kvbench"] = state
             return args, kwargs
         if given is not None:
@@ -276,7 +276,7 @@ class Compression:
             raise refused("use_cache", False)
 
     def _start(self, tokens: Tensor, mask: Tensor | None) -> None:
-        """Make the forks, the cache and the attention state of a new batch of prompts.
+        """Make the rows, the cache and the pass of a new batch of prompts.
 
         Raises:
             UnsupportedGeneration: `compress_after` is "context", or the method reads a prompt twice.
@@ -292,14 +292,13 @@ class Compression:
                 "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"
             )
         padding = left_padding(mask, *tokens.shape)
-        forks = []
-        for row, start in zip(tokens.tolist(), padding, strict=True):
-            name = prompt_name(row[start:])
-            fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
-            fork.begin_prompt(len(row) - start)
-            forks.append(fork)
-        self._cache = LiveCache(self.model, forks, [], 0)
-        self._prefill = _BatchPrefill(self.model, forks, padding, tokens.shape[1])
+        rows = []
+        for ids, start in zip(tokens.tolist(), padding, strict=True):
+            row = Row(self.label, self.method, self.budget, self.seed, prompt_name(ids[start:]))
+            row.begin_prompt(len(ids) - start)
+            rows.append(row)
+        self._cache = LiveCache(self.model, rows, [], 0)
+        self._prefill = _BatchPrefill(self.model, rows, padding, tokens.shape[1])
 
     def _continue_with(self, cache: LiveCache) -> None:
         """Use a cache that `generate` was given: this generation's, or one of an earlier generation.
@@ -314,8 +313,8 @@ class Compression:
                 "past_key_values is a compressed cache of another model; allowed: one of this model"
             )
         self.finish()
-        earlier = [rows for rows in self._batches if rows is not cache.rows]
-        self._batches = [*earlier, cache.rows]
+        earlier = [costs for costs in self._batches if costs is not cache.costs]
+        self._batches = [*earlier, cache.costs]
         self._cache = cache
         cache.open = True
 
@@ -326,7 +325,7 @@ class Compression:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        """Forward hook: count the tokens; after a prefill also note the cost of each row. A fork's
+        """Forward hook: count the tokens; after a prefill also note the cost of each row. A row's
         failure is raised."""
         cache: LiveCache | None = kwargs.get("past_key_values")
         if cache is None or cache is not self._cache:
@@ -340,23 +339,21 @@ class Compression:
             return
         prefill = self._prefill
         self._prefill = None
-        for row, (fork, state) in enumerate(zip(cache.forks, prefill.states, strict=True)):
-            fork.states = row_of(states_in(cache), row)
-            state.settle()
-            if fork.failure is not None:
-                raise fork.failure
-            state.exact.states = state_bytes(fork.states)
-            fork.end_prompt(count - prefill.padding[row], state.exact)
-            cache.rows.append(fork.cost())
-        self._batches.append(cache.rows)
+        for place, (row, own) in enumerate(zip(cache.rows, prefill.prefills, strict=True)):
+            own.settle()
+            if row.failure is not None:
+                raise row.failure
+            own.end(count - prefill.padding[place], row_of(states_in(cache), place))
+            cache.costs.append(row.cost())
+        self._batches.append(cache.costs)
         _check_logits(output, cache)
 
     def _count_step(self, cache: LiveCache, count: int) -> None:
-        """Count the tokens that a pass fed to every row. A fork's failure is raised."""
-        for fork in cache.forks:
-            if fork.failure is not None:
-                raise fork.failure
-            fork.ledger.count_step(count)
+        """Count the tokens that a pass fed to every row. A row's failure is raised."""
+        for row in cache.rows:
+            if row.failure is not None:
+                raise row.failure
+            row.count_step(count)
         if cache.steps is not None:
             cache.steps.move_on()
             cache.steps.taken += 1
@@ -366,6 +363,7 @@ class Compression:
 
         Raises:
             BudgetExceeded: a row holds more than its budget and the tokens since.
+            NonFiniteLogits: see `_check_logits`.
         """
         cache = self._cache
         prefill_failed = self._prefill is not None
@@ -377,20 +375,31 @@ class Compression:
         cache.open = False
         if prefill_failed or not audit:
             return
-        for fork in cache.forks:
-            fork.audit()
-        cache.rows[:] = [fork.cost() for fork in cache.forks[: len(cache.rows)]]
+        if cache.sound:
+            flags = torch.stack([*cache.sound.values()]).tolist()
+            for token, is_sound in zip(cache.sound, flags, strict=True):
+                if not is_sound:
+                    raise NonFiniteLogits(token)
+        for row in cache.rows:
+            row.audit()
+        cache.costs[:] = [row.cost() for row in cache.rows[: len(cache.costs)]]
 
 
 def _check_logits(output: Any, cache: LiveCache) -> None:
-    """Refuse NaN and +inf in the logits of the next token, from which `generate` would go on.
+    """Refuse NaN and +inf in the logits of the next token, from which `generate` would go on. On a GPU,
+    which would be waited for, they are noted for `Compression.finish`.
 
     Raises:
         NonFiniteLogits: naming the token.
     """
     logits = getattr(output, "logits", None)
-    if logits is not None and not bool(logits[:, -1].amax(-1).isfinite().all()):
-        raise NonFiniteLogits(cache.forks[0].ledger.appended + 1)
+    if logits is None:
+        return
+    is_sound, token = logits[:, -1].amax(-1).isfinite().all(), cache.rows[0].fed + 1
+    if is_sound.is_cuda:
+        cache.sound[token] = is_sound
+    elif not is_sound:
+        raise NonFiniteLogits(token)
 
 
 def _no_batches(*_: Any, **__: Any) -> NoReturn:

@@ -1,8 +1,7 @@
 """The cache that transformers' `generate` uses inside `kvbench.compress`.
 
 `generate` asks its cache for lengths and, in beam search, reorders its rows. A `LiveCache` does that. It
-holds no keys or values itself: the attention function passes them to the forks, one per batch row, as in
-the benchmark.
+holds no keys or values itself: the attention function passes them to the rows, as in the benchmark.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvbench.engine.cache import GROWTH
-from kvbench.engine.costs import Cost
-from kvbench.engine.decoding import DecodeState
-from kvbench.engine.fork import Fork, ForkBatch
-from kvbench.engine.prefill import input_device
+from kvbench.engine.cost import Cost
+from kvbench.engine.decode import Feed, Table
+from kvbench.engine.device import input_device
+from kvbench.engine.row import Row
 from kvbench.engine.states import PassingCache, is_hybrid
 
 if TYPE_CHECKING:
@@ -30,41 +29,42 @@ class UnsupportedGeneration(ValueError):
 
 
 class LiveCache(Cache):
-    """The forks of a batch as a cache of transformers. Operations that it cannot serve are refused.
+    """The rows of a batch as a cache of transformers. Operations that it cannot serve are refused.
 
     Args:
-        model: the model whose keys and values the forks hold.
-        forks: one per batch row.
-        rows: the cost of each fork for its tokens without padding; filled after the prefill.
+        model: the model whose keys and values the rows hold.
+        costs: the cost of each row for its tokens without padding; filled after the prefill.
         seen: the number of tokens fed so far to each row, padding included.
 
     Attributes:
         open: whether the generation that uses the cache still runs.
-        steps: the attention state of a run of steps of one token; None outside such a run.
+        steps: the pass of a run of steps of one token; None outside such a run.
+        sound: by the number of the new token whether a GPU's logits for it are finite.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        forks: Sequence[Fork],
-        rows: Sequence[Cost],
+        rows: Sequence[Row],
+        costs: Sequence[Cost],
         seen: int,
     ) -> None:
         config = model.config.get_text_config()
         super().__init__(layers=PassingCache(config).layers if is_hybrid(config) else [])
         self.model = model
-        self.forks = list(forks)
         self.rows = list(rows)
+        self.costs = list(costs)
         self.seen = seen
         self.open = True
-        self.steps: DecodeState | None = None
+        self.steps: Table | None = None
+        self.sound: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
         """An independent copy. If the model is copied together with it, it is the cache of that copy."""
         self.settle()
-        forks = [fork.clone() for fork in self.forks]
+        rows = [row.clone() for row in self.rows]
         model = memo.get(id(self.model), self.model)
-        return LiveCache(model, forks, self.rows, self.seen)
+        return LiveCache(model, rows, self.costs, self.seen)
 
     def __len__(self) -> int:
         return int(self.model.config.get_text_config().num_hidden_layers)
@@ -106,19 +106,19 @@ class LiveCache(Cache):
         one, all but the first get a copy."""
         self.settle()
         sources = beam_idx.tolist()
-        self.forks = [
-            self.forks[source].clone() if source in sources[:row] else self.forks[source]
-            for row, source in enumerate(sources)
+        self.rows = [
+            self.rows[source].clone() if source in sources[:place] else self.rows[source]
+            for place, source in enumerate(sources)
         ]
 
     def crop(self, tokens: int) -> None:
         """Refuse to remove tokens: entries that a method dropped for them cannot be restored."""
         raise UnsupportedGeneration("a compressed cache cannot be cropped; call generate again")
 
-    def begin_pass(self, batch: int, count: int, mask: Tensor | None) -> ForkBatch:
-        """Return the attention state of a pass that feeds `count` tokens to every row.
+    def begin_pass(self, batch: int, count: int, mask: Tensor | None) -> Feed:
+        """Return the pass that feeds `count` tokens to every row.
 
-        Passes of one token share a state, which has room for `GROWTH` tokens. A new one is made after
+        Passes of one token share a table, which has room for `GROWTH` tokens. A new one is made after
         these, and after a pass of several tokens.
 
         Args:
@@ -127,28 +127,28 @@ class LiveCache(Cache):
                 of the new ones.
 
         Raises:
-            UnsupportedGeneration: another number of rows than forks, or a mask that hides new tokens.
+            UnsupportedGeneration: another number of rows, or a mask that hides new tokens.
         """
-        if batch != len(self.forks):
+        if batch != len(self.rows):
             raise UnsupportedGeneration(
-                f"the batch has {batch} rows and the cache {len(self.forks)}; allowed: as many"
+                f"the batch has {batch} rows and the cache {len(self.rows)}; allowed: as many"
             )
         if mask is not None and not bool(mask[:, -count:].all()):
             raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
-        taken = self.forks[0].ledger.appended % GROWTH
+        taken = self.rows[0].fed % GROWTH
         if count == 1 and taken and self.steps is not None:
             return self.steps
         self.settle()
         if count > 1:
-            first = torch.tensor([fork.tokens for fork in self.forks])
-            return ForkBatch(self.forks, first[:, None] + torch.arange(count))
+            first = torch.tensor([row.tokens for row in self.rows])
+            return Feed(self.rows, first[:, None] + torch.arange(count))
         room = [GROWTH - taken] * batch
-        self.steps = DecodeState(self.forks, room, input_device(self.model))
+        self.steps = Table(self.rows, room, input_device(self.model))
         return self.steps
 
     def settle(self) -> None:
         """End a run of steps of one token, if there is one: update the number of entries in the caches
-        (`DecodeState.settle`)."""
+        (`Table.settle`)."""
         if self.steps is not None:
             self.steps.settle()
         self.steps = None

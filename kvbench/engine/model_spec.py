@@ -15,7 +15,7 @@ import torch
 from annotated_types import Ge
 from transformers.utils import logging as library_logging
 
-from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.device import is_out_of_memory
 from kvbench.engine.packaged import PACKAGE_PREFIX, missing_line, packaged_file, unpacked
 from kvbench.errors import UserError, first_line, one_line, traceback_of
 from kvbench.errors.options import Text, check_options

@@ -1,65 +1,40 @@
 """The exact prefill of a prompt, which serves every method: the methods compress each layer as soon as
-it is computed."""
+it is computed. Some methods first see the model repeat the prompt (`Rescoring`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvbench.engine import guard
+from kvbench.engine import check
 from kvbench.engine.architecture import compressible_layers, head_shapes
-from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
-from kvbench.engine.cache import GrowingCache, store_of
-from kvbench.engine.costs import ExactBytes, LayerBytes
-from kvbench.engine.fork import Fork, layer_generator
-from kvbench.engine.rescore import Feed, RepeatedPrompt
+from kvbench.engine.attention import LayerCall, Pass, UnsupportedModel
+from kvbench.engine.cost import ExactBytes
+from kvbench.engine.device import input_device, synchronize, threads_of
 from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
+from kvbench.engine.row import Row
 from kvbench.engine.states import (
     PassingCache,
-    States,
+    State,
     clone_of,
     is_hybrid,
+    joined_cache,
     state_bytes,
     states_in,
 )
-from kvbench.engine.threads import threads_of
 from kvbench.kernels.elapsed import Elapsed
-from kvbench.kv import (
-    NORMALISERS,
-    WHOLE,
-    BudgetExceeded,
-    CompressedKV,
-    LayerKV,
-    Rotary,
-    keep_all,
-)
+from kvbench.kv import NORMALISERS, CompressedKV, KVError, LayerKV, Rotary
+from kvbench.methods.base import Repetition, Rescoring
 from kvbench.prompts import PromptEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work, so that a clock that is read afterwards includes
-    it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
-def input_device(model: PreTrainedModel) -> torch.device:
-    """The device on which token ids must be: that of the embedding. Where accelerate offloads the
-    embedding's weights between two passes, it is the device on which they are used."""
-    embedding = model.get_input_embeddings()
-    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
-    return next(embedding.parameters()).device if device is None else torch.device(device)
 
 
 def layer_kv(
@@ -94,37 +69,36 @@ def layer_kv(
     return layer
 
 
-class PrefillState(AttentionState):
-    """The attention state of the prefill: attention is exact, and every method then compresses the
-    layer.
+class Prefill(Pass):
+    """The prefill of one prompt: attention is exact, and every method then compresses the layer.
 
-    If a method fails or keeps too much, its fork fails, and the other methods go on.
+    If a method fails or keeps too much, its row fails, and the other methods go on.
 
     Args:
-        forks: one per method; their `layers` are filled here.
+        rows: one per method; their caches are made here.
         compressible: the indices of the layers that are compressed (`compressible_layers`).
         rotary: see `rotary_of`.
 
     Attributes:
         order: for the index of each compressible layer its number among these layers.
-        repeated: the pass in which the prompt is repeated; None if no method asks for one.
+        repeat: the pass in which the prompt is repeated; None if no method asks for one.
         exact: the bytes of the exact cache of this prompt.
         clocks: the clocks of all work here that is not part of the exact prefill.
         non_finite: by the layer's index, the counts of keys and values that are not finite, which are
-            still to be read from a GPU (`guard.check_finite`).
+            still to be read from a GPU (`check.check_finite`).
         on_compress: is called with the label of a method before the method compresses a layer.
     """
 
     def __init__(
         self,
-        forks: Sequence[Fork],
+        rows: Sequence[Row],
         compressible: Sequence[int],
         rotary: Mapping[int, Rotary] | None = None,
     ) -> None:
         self.rotary = rotary or {}
-        self.forks = forks
+        self.rows = rows
         self.order = {layer: index for index, layer in enumerate(compressible)}
-        self.repeated = RepeatedPrompt() if any(fork.rescores for fork in forks) else None
+        self.repeat = Repeat() if any(row.rescores for row in rows) else None
         self.exact = ExactBytes()
         self.clocks: list[Elapsed] = []
         self.non_finite: dict[int, Tensor] = {}
@@ -132,13 +106,13 @@ class PrefillState(AttentionState):
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `AttentionState.past`: states as before the first token."""
+        """States as before the first token."""
         if self._past is None:
             self._past = PassingCache(config)
         return self._past
 
     @property
-    def states(self) -> States:
+    def states(self) -> dict[int, State]:
         """For hybrid models, the recurrent states after the prompt, by the layer's index."""
         return {} if self._past is None else states_in(self._past)
 
@@ -153,128 +127,218 @@ class PrefillState(AttentionState):
                 "config does not announce"
             )
         token_bytes = (call.key.nbytes + call.value.nbytes) // call.key.shape[2]
-        self.exact.layers.append(LayerBytes(token_bytes, call.sliding_window))
+        self.exact.layers.append((token_bytes, call.sliding_window))
         if call.layer in self.order:
-            self._compress_layer(call, normalisers)
+            self._compress(call, normalisers)
         else:
-            self._keep_window(call)
+            self._keep(call)
         self.clocks.append(clock.stop())
         return out
 
-    def _compress_layer(self, call: LayerCall, normalisers: Tensor | None) -> None:
+    def _compress(self, call: LayerCall, normalisers: Tensor | None) -> None:
         """Let every method compress the layer, except those that first see the prompt repeated."""
         rotary = self.rotary.get(call.layer)
         kv = layer_kv(call, self.order[call.layer], len(self.order), rotary, normalisers)
-        guard.check_finite(kv, self.non_finite)
-        if self.repeated is not None:
-            self.repeated.exact_cache[call.layer] = (call.key, call.value)
-            self.repeated.layers[call.layer] = replace(kv, queries=None, shared={})
-        for fork in self.forks:
-            if fork.failure is None and not fork.rescores:
-                self._compress(fork, call.layer, kv)
+        check.check_finite(kv, self.non_finite)
+        if self.repeat is not None:
+            self.repeat.exact_cache[call.layer] = (call.key, call.value)
+            self.repeat.layers[call.layer] = replace(kv, queries=None, shared={})
+        for row in self.rows:
+            if not row.rescores:
+                row.compress(call.layer, kv, self.on_compress)
+
+    def _keep(self, call: LayerCall) -> None:
+        """Let every row hold the sliding window of a layer that is not compressed, or all of it."""
+        n = call.key.shape[2]
+        first = 0 if call.sliding_window is None else max(0, n - call.sliding_window)
+        key, value = call.key[:, :, first:], call.value[:, :, first:]
+        if self.repeat is not None:
+            self.repeat.exact_cache[call.layer] = (key, value)
+        positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
+        for row in self.rows:
+            row.keep(call.layer, CompressedKV(key, value, None, positions), call.sliding_window)
+
+    def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: FeedIds) -> None:
+        """Let the model repeat the prompt for the methods that ask for it (`Method.rescoring`); these
+        then compress every layer."""
+        rows = [row for row in self.rows if row.rescores and row.failure is None]
+        if self.repeat is None or not rows:
+            return
+        clock = Elapsed(next(iter(self.repeat.exact_cache.values()))[0].device)
+        self.repeat.states = self.states
+        self.repeat.read(rows, ids, encoder, feed)
+        for layer, kv in self.repeat.layers.items():
+            for row in rows:
+                row.compress(layer, kv, self.on_compress)
+        self.clocks.append(clock.stop())
 
     def settle(self) -> float:
         """Wait for the GPU, and read what it has counted: check that keys and values are finite, audit
-        the entries of each fork, and read the clocks.
+        the entries of each row, and read the clocks.
 
         Returns:
             the seconds of all work that is not part of the exact prefill.
 
         Raises:
-            KVError: see `guard.refuse_non_finite`.
+            KVError: see `check.refuse_non_finite`.
         """
-        guard.refuse_non_finite(self.non_finite)
-        for fork in self.forks:
-            try:
-                fork.audit_prompt()
-            except BudgetExceeded as failure:
-                fork.fail(failure)
-            fork.ledger.read_clocks()
+        check.refuse_non_finite(self.non_finite)
+        for row in self.rows:
+            row.settle()
         return sum(clock.seconds for clock in self.clocks)
 
-    def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
-        """Let the model repeat the prompt for the methods that ask for it (`Method.rescoring`); these
-        then compress every layer."""
-        forks = [fork for fork in self.forks if fork.rescores and fork.failure is None]
-        if self.repeated is None or not forks:
-            return
-        clock = Elapsed(next(iter(self.repeated.exact_cache.values()))[0].device)
-        self.repeated.states = self.states
-        self.repeated.feed(forks, ids, encoder, feed)
-        for layer, kv in self.repeated.layers.items():
-            for fork in forks:
-                if fork.failure is None:
-                    self._compress(fork, layer, kv)
-        self.clocks.append(clock.stop())
-
-    def _compress(self, fork: Fork, layer: int, kv: LayerKV) -> None:
-        """Let one method compress one layer, and give the result to its fork."""
-        kv.charged.clear()
-        # A prompt that is within its capacity is not compressed. A method that evicts is called all the
-        # same, for the scores by which it evicts once the cache is full.
-        limit = None if fork.compressed else fork.limit(kv.n)
-        clocks: list[Elapsed] = []
-        try:
-            if fork.compressed or limit is not None:
-                self.on_compress(fork.label)
-                fork.carry_to(kv.keys.device)
-                generator = layer_generator(fork.seed, fork.example_id, layer)
-                budget = fork.budget if limit is None else WHOLE
-                kept, capacity, clock = guard.compress(
-                    fork.label, fork.method, kv, budget, generator, fork.carried
-                )
-                clocks.append(clock)
-            else:
-                kept = keep_all(kv)
-                capacity = kv.n
-            clock = Elapsed(kv.keys.device)
-            fork.hold(layer, kept, capacity, limit=limit, prompt=kv)
-            clocks.append(clock.stop())
-        except guard.LayerDamaged as failure:
-            fork.fail(failure)
-            raise  # what the other methods read is wrong: `prefill` reads the prompt again for them
-        except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            fork.fail(failure)
-        fork.ledger.clocks += clocks
-        fork.ledger.clocks += [clock for clock in kv.charged.values() if clock is not None]
-
-    def _keep_window(self, call: LayerCall) -> None:
-        """Let every fork hold the sliding window of a layer that is not compressed, or all of the
-        layer."""
-        n = call.key.shape[2]
-        first = 0 if call.sliding_window is None else max(0, n - call.sliding_window)
-        key, value = call.key[:, :, first:], call.value[:, :, first:]
-        if self.repeated is not None:
-            self.repeated.exact_cache[call.layer] = (key, value)
-        positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
-        for fork in self.forks:
-            if fork.failure is None:
-                store = store_of(CompressedKV(key, value, None, positions), fork.room)
-                fork.layers[call.layer] = GrowingCache(
-                    store, capacity=n - first, window=call.sliding_window
-                )
+    def end(self, n: int, states: dict[int, State]) -> None:
+        """Let every row note its cost at the end of a prompt of n tokens, with copies of the states."""
+        self.exact.states = state_bytes(states)
+        for row in self.rows:
+            row.end_prompt(n, self.exact, clone_of(states))
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """The result of a prefill.
+FeedIds = Callable[[Sequence[int], Pass], object]
+"""A function that runs the model on token ids that follow the prompt, in a pass."""
+
+
+class Chunk(NamedTuple):
+    """The tokens that are fed to have one chunk of a prompt repeated.
 
     Attributes:
+        start, stop: the chunk is the prompt tokens start .. stop - 1.
+        ids: the token ids of the instruction, of what opens an answer, and of the chunk.
+    """
+
+    start: int
+    stop: int
+    ids: list[int]
+
+
+@dataclass
+class Repeat(Pass):
+    """The passes over chunks that follow a prompt. Each chunk attends to the exact cache of the prompt,
+    which is held here, and to itself; its keys and values are added to no cache.
+
+    Attributes:
+        exact_cache: the prompt's keys and values by the layer's index; for a sliding-window layer those
+            in its window.
+        layers: the layers that will be compressed, by the layer's index, without the prompt's queries.
+        states: for hybrid models the recurrent states after the prompt, by the layer's index.
+        rows: those whose methods are shown the current chunk.
+        chunk: the current chunk; None before the first.
+    """
+
+    exact_cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    layers: dict[int, LayerKV] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
+    rows: Sequence[Row] = ()
+    chunk: Chunk | None = None
+
+    def read(
+        self, rows: Sequence[Row], ids: Sequence[int], encoder: PromptEncoder | None, feed: FeedIds
+    ) -> None:
+        """Let the model repeat the prompt, once for all rows with the same `Rescoring` and sink.
+
+        Args:
+            ids: the token ids of the prompt.
+            encoder: encodes the instruction to repeat, and what the chat template puts before an
+                answer; None if there is no tokenizer.
+            feed: runs the model.
+        """
+        sharing: dict[tuple[Rescoring, int], list[Row]] = {}
+        for row in rows:
+            assert row.method.rescoring is not None
+            sharing.setdefault((row.method.rescoring, row.budget.sink), []).append(row)
+        for (rescoring, sink), group in sharing.items():
+            clock = Elapsed(next(iter(self.exact_cache.values()))[0].device)
+            self.rows = group
+            try:
+                for chunk in chunks_of(rescoring, ids, sink, encoder):
+                    self.chunk = chunk
+                    feed(chunk.ids, self)
+            except check.LayerDamaged:
+                raise
+            except Exception as failure:  # noqa: BLE001 - the other groups go on
+                for row in group:
+                    row.fail(failure)
+            clock.stop()
+            for row in group:
+                row.clocks.append(clock)
+
+    def past(self, config: PreTrainedConfig) -> PassingCache:
+        """Copies of the states after the prompt."""
+        return joined_cache(config, [clone_of(self.states)])
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Show the chunk's queries, keys and values to the methods, and compute its exact attention to
+        the prompt and to itself."""
+        assert self.chunk is not None
+        keys, values = self.exact_cache[call.layer]
+        with_prompt = replace(
+            call, key=torch.cat([keys, call.key], 2), value=torch.cat([values, call.value], 2)
+        )
+        layer = self.layers.get(call.layer)
+        repeated = Repetition(self.chunk.start, self.chunk.stop, call.query, call.key, call.value)
+        for row in self.rows:
+            if layer is None or row.failure is not None:
+                continue
+            row.carry_to(call.key.device)
+            try:
+                check.rescore(row.label, row.method, layer, repeated, row.budget, row.carried)
+            except check.LayerDamaged as failure:
+                row.fail(failure)
+                raise  # what the others read is wrong: `prefill` reads the prompt again for them
+            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+                row.fail(failure)
+        return with_prompt.exact()
+
+
+def chunks_of(
+    rescoring: Rescoring, ids: Sequence[int], sink: int, encoder: PromptEncoder | None
+) -> Iterator[Chunk]:
+    """Cut the tokens behind the sink into chunks that the model is to repeat. The instruction and what
+    opens an answer are tokenised separately, so that the chunk's tokens are those of the prompt.
+
+    Raises:
+        KVError: there is an instruction and no tokenizer.
+    """
+    words = rescoring.first or rescoring.following
+    if words and encoder is None:
+        raise KVError(
+            f"{words.strip()[:30]!r} asks the model to repeat the prompt and there is no tokenizer; "
+            "allowed: one beside the prompt, or a method that asks without words"
+        )
+    for start in range(sink, len(ids), rescoring.chunk):
+        stop = min(len(ids), start + rescoring.chunk)
+        before: list[int] = []
+        text = rescoring.first if start == sink else rescoring.following
+        if text and encoder is not None:
+            before = encoder.encode_text(text)
+        before += ids[max(sink, start - rescoring.overlap) : start]
+        if words and encoder is not None:
+            before += encoder.suffix_ids
+        yield Chunk(start, stop, [*before, *ids[start:stop]])
+
+
+@dataclass
+class Reading:
+    """A prompt that has been prefilled, and compressed by every method.
+
+    Attributes:
+        rows: one per method.
         logits: [vocab], those that predict the token after the prompt.
         prefill_s: the seconds of the exact prefill, without compression.
         exact_bytes: the bytes of the exact cache after the prompt.
         n: the number of tokens of the prompt.
+        lead: tokens of the prompt that were not compressed, and are fed before a continuation.
     """
 
+    rows: Sequence[Row]
     logits: Tensor
     prefill_s: float
     exact_bytes: int
     n: int
+    lead: Sequence[int] = ()
 
 
-def forward(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, state: AttentionState
-) -> Tensor:
+def forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: Pass) -> Tensor:
     """Run the model on ids [batch, t] at positions [t] (the same for every row) or [batch, t], and
     return the logits [batch, vocab] that predict the next token."""
     return forward_rows(model, ids, positions, state, keep=1)[:, -1]
@@ -284,7 +348,7 @@ def forward_rows(
     model: PreTrainedModel,
     ids: Tensor,
     positions: Tensor,
-    state: AttentionState,
+    state: Pass,
     keep: int | Tensor | None = None,
 ) -> Tensor:
     """Run the model on ids [batch, t] at positions [t] or [batch, t], and return the logits after each
@@ -294,7 +358,7 @@ def forward_rows(
         keep: for which tokens logits are computed: the last `keep` tokens, or the tokens with these
             indices; None for all.
     """
-    state.begin_pass()
+    state.begin()
     config = model.config.get_text_config()
     past = state.past(config) if is_hybrid(config) else None
     forget_lengths(model)
@@ -334,57 +398,56 @@ def plan_attention(model: PreTrainedModel, tokens: int) -> None:
 def prefill(
     model: PreTrainedModel,
     ids: Sequence[int],
-    forks: Sequence[Fork],
+    rows: Sequence[Row],
     *,
     encoder: PromptEncoder | None = None,
-) -> Prefill:
-    """Run the model once over the prompt, with exact attention. Afterwards every fork holds its
+) -> Reading:
+    """Run the model once over the prompt, with exact attention. Afterwards every row holds its
     compressed cache.
 
     Args:
         ids: the token ids of the prompt.
-        forks: one per method.
+        rows: one per method.
         encoder: encodes the words in which a method asks the model to repeat the prompt (`Rescoring`);
             None if there is no tokenizer.
     """
     device = input_device(model)
     tokens = torch.tensor([list(ids)], device=device)
+    n = len(ids)
 
-    def feed(following: Sequence[int], state: AttentionState) -> None:
-        failure = crossing(model.config, len(ids), len(following))
+    def feed(following: Sequence[int], state: Pass) -> None:
+        failure = crossing(model.config, n, len(following))
         if failure is not None:
             raise failure
-        positions = torch.arange(len(ids), len(ids) + len(following), device=device)
+        positions = torch.arange(n, n + len(following), device=device)
         forward(model, torch.tensor([list(following)], device=device), positions, state)
 
     layers = compressible_layers(model)
-    plan_attention(model, len(ids))
-    positions = torch.arange(len(ids), device=device)
+    plan_attention(model, n)
+    positions = torch.arange(n, device=device)
     while True:
-        for fork in forks:
-            fork.begin_prompt(len(ids))
-        state = PrefillState(forks, layers, rotary_of(model, layers, len(ids), device))
+        for row in rows:
+            row.begin_prompt(n)
+        state = Prefill(rows, layers, rotary_of(model, layers, n, device))
         synchronize(device)
         start = time.perf_counter()
         try:
             logits = forward(model, tokens, positions, state)
             state.rescore(ids, encoder, feed)
-        except guard.LayerDamaged:
-            continue  # the fork that wrote has failed; the others start anew
+        except check.LayerDamaged:
+            continue  # the row that wrote has failed; the others start anew
         break
     synchronize(device)
     seconds = time.perf_counter() - start - state.settle()
-    state.exact.states = state_bytes(state.states)
-    for fork in forks:
-        fork.states = clone_of(state.states)
-        fork.end_prompt(len(ids), state.exact)
-    return Prefill(logits[0], seconds, state.exact.at(len(ids)), len(ids))
+    state.end(n, state.states)
+    for row in rows:
+        row.prefill_s = seconds
+    return Reading(rows, logits[0], seconds, state.exact.at(n), n)
 
 
 @dataclass
-class CaptureState(AttentionState):
-    """An attention state that computes exact attention and keeps queries, keys and values of some
-    layers.
+class Capture(Pass):
+    """A pass that computes exact attention and keeps queries, keys and values of some layers.
 
     Attributes:
         layers: the layers that are kept, by the layer's index; None until they are computed.
@@ -398,18 +461,18 @@ class CaptureState(AttentionState):
 
     def attend(self, call: LayerCall) -> Tensor:
         """Compute exact attention, and keep queries, keys and values of the chosen layers."""
-        if call.layer in self.layers:
-            if call.sliding_window is not None:
-                raise UnsupportedModel(
-                    f"layer {call.layer} has a sliding window of {call.sliding_window}; "
-                    "allowed: full-attention layers"
-                )
-            out, normalisers = call.exact_with_normalisers()
-            self.layers[call.layer] = layer_kv(
-                call, call.layer, self.num_layers, self.rotary.get(call.layer), normalisers
+        if call.layer not in self.layers:
+            return call.exact()
+        if call.sliding_window is not None:
+            raise UnsupportedModel(
+                f"layer {call.layer} has a sliding window of {call.sliding_window}; allowed: "
+                "full-attention layers"
             )
-            return out
-        return call.exact()
+        out, normalisers = call.exact_with_normalisers()
+        self.layers[call.layer] = layer_kv(
+            call, call.layer, self.num_layers, self.rotary.get(call.layer), normalisers
+        )
+        return out
 
 
 @torch.inference_mode(False)  # as for `prefill`: the tensors may be written to later
@@ -437,7 +500,7 @@ def capture_layers(
                 f"layers {list(layers)} hold no keys; allowed here, from 0: {full}"
             )
     device = input_device(model)
-    state = CaptureState(dict.fromkeys(layers), count, rotary_of(model, layers, len(ids), device))
+    state = Capture(dict.fromkeys(layers), count, rotary_of(model, layers, len(ids), device))
     tokens = torch.tensor([list(ids)], device=device)
     forward(model, tokens, torch.arange(len(ids), device=device), state)
     return {layer: kv for layer, kv in state.layers.items() if kv is not None}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvbench.engine.attention import AttentionState, LayerCall
+from kvbench.engine.attention import LayerCall, Pass
 from kvbench.kernels.rotation import unrotate
 from kvbench.kv import KVError, Rotary
 
@@ -111,8 +111,8 @@ False where they are not rotated. Other layers (other pairs of channels, other c
 factors that depend on the position) are not in it."""
 
 
-class _Queries(AttentionState):
-    """An attention state that keeps the queries of every layer, [batch, heads, t, head_dim]."""
+class _Queries(Pass):
+    """Keeps the queries of every layer, [batch, heads, t, head_dim]."""
 
     def __init__(self) -> None:
         self.of_layer: dict[int, Tensor] = {}

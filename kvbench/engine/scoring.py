@@ -1,4 +1,4 @@
-"""Teacher forcing: the forks of a prompt are fed given tokens, and the logits of these are read.
+"""Teacher forcing: the rows of a prompt are fed given tokens, and the logits of these are read.
 
 The last prompt token is not compressed but is the first token that is fed. Otherwise the first token of
 a continuation, and so every answer of one token, would be scored by the exact prefill's logits.
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.engine.faults import NonFiniteLogits
-from kvbench.engine.fork import Fork, ForkBatch
-from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.prefill import Prefill, forward_rows, input_device, prefill
-from kvbench.engine.rotary import crossing, shares_table
-from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.answer import NonFiniteLogits, Stopping
+from kvbench.engine.decode import Feed, decode, feed_questions, refuse_crossing
+from kvbench.engine.device import input_device
+from kvbench.engine.prefill import Reading, forward_rows, prefill
+from kvbench.engine.rotary import shares_table
+from kvbench.engine.row import Row
+from kvbench.engine.steps import Steps
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
@@ -35,24 +35,7 @@ CHUNK_LOGITS = 2**24
 Logits = Iterator[tuple[int, Tensor]]
 """An iterator of pairs: a place in the continuation, and logits [rows, tokens, vocab] in the model's
 dtype that predict the continuation's tokens from that place on. The caller reads it to the end, since
-the forks are audited after the last pair."""
-
-
-@dataclass(frozen=True)
-class CompressedPrompt:
-    """A prompt that has been prefilled, and compressed by every method, up to its last tokens.
-
-    Attributes:
-        forks: one per method that compresses, in the order of the methods.
-        lead: the last tokens of the prompt, which are fed before a continuation; the logits after the
-            last of them predict the continuation's first token. Empty for a prompt of one token, which
-            leaves nothing to compress; the prefill's logits then predict that token.
-        start: the result of the prefill.
-    """
-
-    forks: Sequence[Fork]
-    lead: Sequence[int]
-    start: Prefill
+the rows are audited after the last pair."""
 
 
 @torch.inference_mode()
@@ -66,7 +49,7 @@ def read(
     room: int,
     context_tokens: int | None = None,
     encoder: PromptEncoder | None = None,
-) -> CompressedPrompt:
+) -> Reading:
     """Prefill all but the last token of a prompt exactly, and compress it by every method.
 
     Args:
@@ -86,12 +69,13 @@ def read(
             "and fewer than there are"
         )
     head = max(1, head)
-    forks = [
-        Fork(label, method if n > 1 else Exact(), budget, seed, example_id, room=room + n - head)
+    rows = [
+        Row(label, method if n > 1 else Exact(), budget, seed, example_id, room + n - head)
         for label, (method, budget) in methods.items()
     ]
-    start = prefill(model, prompt_ids[:head], forks, encoder=encoder)
-    return CompressedPrompt(forks, list(prompt_ids[head:]), start)
+    reading = prefill(model, prompt_ids[:head], rows, encoder=encoder)
+    reading.lead = list(prompt_ids[head:])
+    return reading
 
 
 def chunks(rows: int, tokens: int, vocab: int) -> Iterator[range]:
@@ -108,53 +92,44 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 @torch.inference_mode()
 def feed_continuations(
-    model: PreTrainedModel,
-    reading: CompressedPrompt,
-    rows: Sequence[tuple[Fork, Sequence[int]]],
+    model: PreTrainedModel, reading: Reading, fed: Sequence[tuple[Row, Sequence[int]]]
 ) -> Logits:
-    """Feed every fork its continuation, all in one batch, and yield the logits of every token.
+    """Feed every row its continuation, all in one batch, and yield the logits of every token.
 
     The tokens are added to the caches, which may evict entries, one token after the other. Shorter
     continuations are padded to the longest by repeating their last token, which changes no logits before
-    it. (With Dynamic NTK it would, and tokens are fed one by one.) If a fork fails, its logits are to be
+    it. (With Dynamic NTK it would, and tokens are fed one by one.) If a row fails, its logits are to be
     ignored; the others go on.
 
     Args:
-        rows: pairs of a fork and its continuation's token ids.
+        fed: pairs of a row and its continuation's token ids.
     """
     device = input_device(model)
-    forks = [fork for fork, _ in rows]
-    longest = max(len(tokens) for _, tokens in rows)
+    rows = [row for row, _ in fed]
+    longest = max(len(tokens) for _, tokens in fed)
     lead = list(reading.lead)
-    fed = [[*lead, *repeat_last(tokens, longest)[:-1]] for _, tokens in rows]
-    ids = torch.tensor(fed, device=device).view(len(rows), -1)
-    positions = reading.start.n + torch.arange(ids.shape[1], device=device)
+    of_rows = [[*lead, *repeat_last(tokens, longest)[:-1]] for _, tokens in fed]
+    ids = torch.tensor(of_rows, device=device).view(len(rows), -1)
+    positions = reading.n + torch.arange(ids.shape[1], device=device)
     begin = 0
     first = 0  # the place in the continuation that the first pass predicts first
     if not lead:
         first = 1
-        yield 0, reading.start.logits.expand(len(rows), 1, -1)
-    fed_tokens = ids.shape[1]
-    for fork in forks:
-        failure = crossing(model.config, fork.tokens, fed_tokens)
-        if failure is not None and fork.failure is None:
-            fork.fail(failure)
+        yield 0, reading.logits.expand(len(rows), 1, -1)
+    for row in rows:
+        refuse_crossing(model, row, ids.shape[1])
     parts = chunks(len(rows), longest - first, vocabulary(model))
-    if not shares_table(model.config, reading.start.n + fed_tokens):
+    if not shares_table(model.config, reading.n + ids.shape[1]):
         parts = (range(i, i + 1) for i in range(longest - first))
     for part in parts:
         end = max(0, len(lead) - 1) + part.stop
-        state = ForkBatch(forks, positions[begin:end])
+        state = Feed(rows, positions[begin:end])
         logits = forward_rows(model, ids[:, begin:end], state.positions, state, keep=len(part))
         yield first + part.start, logits[:, -len(part) :]
         begin = end
-    for fork in forks:
-        fork.ledger.count_step(len(fed[0]))
-        if fork.failure is None:
-            try:
-                fork.audit()
-            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                fork.fail(failure)
+    for row in rows:
+        row.count_step(ids.shape[1])
+        row.try_audit()
 
 
 def repeat_last(tokens: Sequence[int], length: int) -> list[int]:
@@ -180,14 +155,14 @@ class Scored:
 
 def score(
     model: PreTrainedModel,
-    reading: CompressedPrompt,
+    reading: Reading,
     continuations: Sequence[Sequence[int]],
     *,
     batch_rows: int = 32,
 ) -> dict[str, list[Scored]]:
     """Compute the log-probabilities of every token of every continuation under every method.
 
-    Each continuation is fed to a copy of the fork; a single one is fed to the fork itself.
+    Each continuation is fed to a copy of the row; a single one is fed to the row itself.
 
     Args:
         continuations: the token ids of each continuation.
@@ -197,22 +172,22 @@ def score(
     Returns:
         by label the scores, in the order of `continuations`.
     """
-    results: dict[str, list[Scored]] = {fork.label: [] for fork in reading.forks}
+    results: dict[str, list[Scored]] = {row.label: [] for row in reading.rows}
     pairs = [
-        (fork, tokens) for fork in reading.forks if fork.failure is None for tokens in continuations
+        (row, tokens) for row in reading.rows if row.failure is None for tokens in continuations
     ]
     for begin in range(0, len(pairs), batch_rows):
         batch = [
-            (fork if len(continuations) == 1 else fork.clone(), tokens)
-            for fork, tokens in pairs[begin : begin + batch_rows]
+            (row if len(continuations) == 1 else row.clone(), tokens)
+            for row, tokens in pairs[begin : begin + batch_rows]
         ]
         fed = feed_continuations(model, reading, batch)
         logprobs = log_probabilities([tokens for _, tokens in batch], fed)
-        for (fork, tokens), row in zip(batch, logprobs, strict=True):
-            results[fork.label].append(scored_of(row[: len(tokens)], fork.failure))
-    for fork in reading.forks:
-        if not results[fork.label]:  # the method failed while it compressed
-            results[fork.label] = [Scored([], [], fork.failure)] * len(continuations)
+        for (row, tokens), of_row in zip(batch, logprobs, strict=True):
+            results[row.label].append(scored_of(of_row[: len(tokens)], row.failure))
+    for row in reading.rows:
+        if not results[row.label]:  # the method failed while it compressed
+            results[row.label] = [Scored([], [], row.failure)] * len(continuations)
     return results
 
 
@@ -231,7 +206,7 @@ def log_probabilities(continuations: Sequence[Sequence[int]], fed: Logits) -> Te
 
 
 def scored_of(row: Tensor, failure: Exception | None) -> Scored:
-    """The score of a row [tokens, 2] of `log_probabilities`; if the fork failed, or a log-probability
+    """The score of a row [tokens, 2] of `log_probabilities`; if the row failed, or a log-probability
     is NaN, that failure."""
     not_numbers = row[:, 0].isnan().nonzero()
     if failure is None and len(not_numbers):
@@ -243,17 +218,17 @@ def scored_of(row: Tensor, failure: Exception | None) -> Scored:
 
 @torch.inference_mode()
 def greedy_continuation(
-    model: PreTrainedModel, reading: CompressedPrompt, fork: Fork, stopping: Stopping
+    model: PreTrainedModel, reading: Reading, row: Row, stopping: Stopping
 ) -> list[int]:
-    """Decode a copy of the fork greedily, and return the answer's token ids, the ending token included.
+    """Decode a copy of the row greedily, and return the answer's token ids, the ending token included.
 
     Raises:
         Exception: what stopped the copy.
     """
-    twin = fork.clone()
-    row = DecodingRow(twin, stopping)
-    feed_questions(model, [row], [list(reading.lead)])
-    decode_rows(model, [row], StepGraphs())
+    twin = row.clone()
+    twin.begin_answer(stopping)
+    feed_questions(model, [twin], [list(reading.lead)])
+    decode(model, [twin], Steps())
     if twin.failure is not None:
         raise twin.failure
-    return row.chosen
+    return twin.answer.chosen

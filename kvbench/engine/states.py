@@ -1,10 +1,10 @@
 """Hybrid models: the recurrent states of layers that hold no keys (linear attention, state spaces,
 convolutions).
 
-A state has the same size however many tokens were read, so there is nothing to compress. Every fork has
-a copy of its own, whose bytes are counted for the fork and for the exact cache alike. transformers'
-layers update the states of all batch rows in place, as one tensor; a fork's state is therefore a view of
-its row of that tensor (`joined_cache`).
+A state has the same size however many tokens were read, so there is nothing to compress. Every row has
+a copy of its own, whose bytes are counted for the row and for the exact cache alike. transformers'
+layers update the states of all batch rows in place, as one tensor; a row's state is therefore a view of
+its part of that tensor (`joined_cache`).
 """
 
 from __future__ import annotations

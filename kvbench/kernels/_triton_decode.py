@@ -1,6 +1,6 @@
 """Triton kernels of `decode_attention`: split over the entries, then reduced (flash decoding).
 
-In: the query [rows, heads, DIM] of one token per row; for each row a line of `EntryTable.pointers`,
+In: the query [rows, heads, DIM] of one token per row; for each row a line of `Addresses.pointers`,
 which has the addresses and strides of the row's entries; and how many entries each row has (`lengths`).
 Out: the attention's output [rows, heads, VALUE_DIM] and, if that is asked for, the attention that each
 entry received [rows, kv_heads, longest].
@@ -279,7 +279,7 @@ def split_options(
         dim, value_dim: numbers of a key and of a value.
         group: query heads that share a KV head.
         itemsize: bytes of a number of the entries.
-        aligned: whether every entry begins at a multiple of 16 bytes (`EntryTable.aligned`).
+        aligned: whether every entry begins at a multiple of 16 bytes (`Addresses.aligned`).
     """
     d, e = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     members = max(16, triton.next_power_of_2(group))  # the matrix units multiply 16 rows at least
@@ -327,7 +327,7 @@ def attention(
 
     Args:
         query: [rows, heads, dim] in the dtype of the entries.
-        pointers: `EntryTable.pointers`; `longest`, `chunk` and `aligned` are that table's, too.
+        pointers: `Addresses.pointers`; `longest`, `chunk` and `aligned` are that table's, too.
         lengths: [rows] int32 or int64 on the query's device.
 
     Returns:

@@ -1,9 +1,9 @@
 """Triton kernel of `eviction`: launched once over pieces of the entries, then once to combine the
 pieces.
 
-In: for each row its line of `EntryTable.pointers`, its line of `EvictionTable.numbers`, how many
-entries it has, and the attention that they received from the token that has just joined. Changed in
-place: the row's scores, positions, log-weights, keys and values.
+In: for each row its line of `Addresses.pointers`, how many entries it has, and the attention that they
+received from the token that has just joined. Changed in place: the row's scores, positions,
+log-weights, keys and values.
 
 In the first launch a program has one piece (`BLOCK` entries, program id 1) of one KV head of a row
 (id 0). It adds the new attention to the scores of its entries and finds the entry that should leave
@@ -19,10 +19,18 @@ from torch import Tensor
 
 from kvbench.kernels._choice import on_its_device
 from kvbench.kernels._triton_table import (
+    HEAVIEST_LEAVES,
     KEY_ENTRY_STRIDE,
     KEY_HEAD_STRIDE,
     KEYS,
+    LIMIT,
+    NUMBER_HEAD_STRIDE,
+    PLACE,
+    POSITIONS,
+    RECENT,
     RESERVED,
+    SCORES,
+    SINK,
     TABLE_COLUMNS,
     VALUE_ENTRY_STRIDE,
     VALUE_HEAD_STRIDE,
@@ -30,18 +38,7 @@ from kvbench.kernels._triton_table import (
     row_pointer,
     weights_of_head,
 )
-from kvbench.kernels.eviction_table import RULE
 
-RULE_COLUMNS = tl.constexpr(len(RULE))
-"""The int64 columns of `EvictionTable.numbers`. The eight constants below are their places."""
-SCORES = tl.constexpr(RULE.index("scores"))
-POSITIONS = tl.constexpr(RULE.index("positions"))
-HEAD_STRIDE = tl.constexpr(RULE.index("head_stride"))
-LIMIT = tl.constexpr(RULE.index("limit"))
-SINK = tl.constexpr(RULE.index("sink"))
-RECENT = tl.constexpr(RULE.index("recent"))
-HEAVIEST_LEAVES = tl.constexpr(RULE.index("heaviest_leaves"))
-PLACE = tl.constexpr(RULE.index("place"))
 STAYS = tl.constexpr(0x7FFFFFFF << 32)
 """The sorting key (worth x 2^32 + place) of an entry that may not leave. It is larger than every other
 key, and its place is 0, so that entry 0 leaves where no entry may."""
@@ -71,7 +68,6 @@ def _ordered(score):
 @triton.jit(do_not_specialize=["lengths", "longest", "pieces"])
 def evict_kernel(
     table,  # [rows, TABLE_COLUMNS] int64
-    rules,  # [rows, RULE_COLUMNS] int64
     lengths,  # [rows], before the new entry
     mass,  # [rows, kv_heads, longest] float32, the attention that entries received, if BY_SCORE
     positions,  # int64, of the tokens fed to all rows of the batch
@@ -95,14 +91,14 @@ def evict_kernel(
     new = tl.load(lengths + row).to(tl.int64)  # the place of the new entry
     if piece * BLOCK > new:
         return
-    rule = rules + row * RULE_COLUMNS
-    batch_row = tl.load(rule + PLACE)
-    reserved = tl.load(table + row * TABLE_COLUMNS + RESERVED)
+    entries = table + row * TABLE_COLUMNS  # the row's line
+    batch_row = tl.load(entries + PLACE)
+    reserved = tl.load(entries + RESERVED)
     if (tl.load(going + batch_row) == 0) | (new >= reserved):
         return
-    head_offset = head * tl.load(rule + HEAD_STRIDE)
-    to_position = tl.load(rule + POSITIONS).to(tl.pointer_type(tl.int64)) + head_offset
-    to_score = tl.load(rule + SCORES).to(tl.pointer_type(tl.float32)) + head_offset
+    head_offset = head * tl.load(entries + NUMBER_HEAD_STRIDE)
+    to_position = tl.load(entries + POSITIONS).to(tl.pointer_type(tl.int64)) + head_offset
+    to_score = tl.load(entries + SCORES).to(tl.pointer_type(tl.float32)) + head_offset
     least += row_head * pieces
     lane = tl.arange(0, BLOCK)
     if not SECOND:
@@ -111,18 +107,18 @@ def evict_kernel(
         newest = tl.load(positions + batch_row)
         position = tl.load(to_position + place, mask=place < new, other=newest)
         tl.store(to_position + place, position, mask=place == new)
-        may_leave = is_entry & (position >= tl.load(rule + SINK))
-        may_leave &= position <= newest - tl.load(rule + RECENT)
+        may_leave = is_entry & (position >= tl.load(entries + SINK))
+        may_leave &= position <= newest - tl.load(entries + RECENT)
         worth = position
         if BY_SCORE:
             score = tl.load(to_score + place, mask=place < new, other=0.0)
             score += tl.load(mass + row_head * longest + place, mask=is_entry, other=0.0)
             tl.store(to_score + place, score, mask=is_entry)
-            score = tl.where(tl.load(rule + HEAVIEST_LEAVES) != 0, -score, score)
+            score = tl.where(tl.load(entries + HEAVIEST_LEAVES) != 0, -score, score)
             may_leave &= score < float("inf")  # which is false for NaN, too
             worth = _ordered(score)
         tl.store(least + piece, tl.min(tl.where(may_leave, (worth << 32) | place, STAYS), 0))
-    elif new >= tl.load(rule + LIMIT):
+    elif new >= tl.load(entries + LIMIT):
         leaving = tl.full([], STAYS, tl.int64)
         last_piece = new // BLOCK  # pieces behind it wrote nothing
         for start in range(0, last_piece + 1, BLOCK):
@@ -136,7 +132,6 @@ def evict_kernel(
         weights, weight_stride, weights_stored = weights_of_head(table, row, head)
         tl.store(weights + leaving * weight_stride, 0.0, mask=weights_stored)  # a new entry's is 0
         dtype: tl.constexpr = keys.dtype.element_ty
-        entries = table + row * TABLE_COLUMNS
         head_keys = row_pointer(table, row, KEYS, dtype, False)
         head_keys += head * tl.load(entries + KEY_HEAD_STRIDE)
         head_values = row_pointer(table, row, VALUES, dtype, False)
@@ -148,7 +143,6 @@ def evict_kernel(
 @on_its_device
 def evict(
     pointers: Tensor,
-    numbers: Tensor,
     lengths: Tensor,
     mass: Tensor | None,
     positions: Tensor,
@@ -161,20 +155,18 @@ def evict(
     """`eviction.evict_entries` on CUDA: two launches.
 
     Args:
-        pointers: `EntryTable.pointers`; `keys` and `values` are those of any row of that table,
+        pointers: `Addresses.pointers`; `keys` and `values` are those of any row of that table,
             `longest` is the table's.
-        numbers: `EvictionTable.numbers`.
         lengths: [rows] int32 or int64 on the device. mass, positions, going: as there.
     """
     kv_heads, _, dim = keys.shape
     value_dim = values.shape[2]
-    programs = numbers.shape[0] * kv_heads
+    programs = pointers.shape[0] * kv_heads
     pieces = triton.cdiv(longest, BLOCK)
     least = positions.new_empty(programs, pieces)
     for second in (False, True):
         evict_kernel[(programs, 1 if second else pieces)](
             pointers,
-            numbers,
             lengths,
             positions if mass is None else mass,
             positions,

@@ -1,4 +1,4 @@
-"""How Triton kernels read a row's line of `EntryTable.pointers`, as functions that are compiled into
+"""How Triton kernels read a row's line of `Addresses.pointers`, as functions that are compiled into
 each of them."""
 
 from __future__ import annotations
@@ -6,10 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvbench.kernels.entry_table import COLUMNS
+from kvbench.kernels.addresses import COLUMNS
 
 TABLE_COLUMNS = tl.constexpr(len(COLUMNS))
-"""The int64 columns of `EntryTable.pointers`. The constants below are their places."""
+"""The int64 columns of `Addresses.pointers`. The constants below are their places."""
 KEYS = tl.constexpr(COLUMNS.index("keys"))
 VALUES = tl.constexpr(COLUMNS.index("values"))
 LOG_WEIGHTS = tl.constexpr(COLUMNS.index("log_weights"))
@@ -20,6 +20,14 @@ VALUE_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("value_entry_stride"))
 WEIGHT_HEAD_STRIDE = tl.constexpr(COLUMNS.index("weight_head_stride"))
 WEIGHT_ENTRY_STRIDE = tl.constexpr(COLUMNS.index("weight_entry_stride"))
 RESERVED = tl.constexpr(COLUMNS.index("reserved"))
+SCORES = tl.constexpr(COLUMNS.index("scores"))
+POSITIONS = tl.constexpr(COLUMNS.index("positions"))
+NUMBER_HEAD_STRIDE = tl.constexpr(COLUMNS.index("number_head_stride"))
+LIMIT = tl.constexpr(COLUMNS.index("limit"))
+SINK = tl.constexpr(COLUMNS.index("sink"))
+RECENT = tl.constexpr(COLUMNS.index("recent"))
+HEAVIEST_LEAVES = tl.constexpr(COLUMNS.index("heaviest_leaves"))
+PLACE = tl.constexpr(COLUMNS.index("place"))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
-from kvbench.kernels.entry_table import EntryTable
+from kvbench.kernels.addresses import Addresses
 from kvbench.kernels.quantize import CACHED
 from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
@@ -20,7 +20,7 @@ from kvbench.kernels.softcap import capped
 
 def weighted_decode_attention(
     query: Tensor,
-    table: EntryTable,
+    table: Addresses,
     lengths: Tensor | Sequence[int],
     *,
     scaling: float,
@@ -37,7 +37,7 @@ def weighted_decode_attention(
 
     Args:
         query: [rows, heads, dim]; query head i uses KV head i // (heads / kv_heads).
-        table: where the rows' entries are (`entry_table`).
+        table: where the rows' entries are (`addresses_of`).
         lengths: the number of entries of each row: [rows] int32 or int64 on the query's device (a
             captured CUDA graph can then read new ones), or plain integers (which save a copy where torch
             runs, since it needs them on the host). The Triton kernel does not compare them with the
@@ -113,7 +113,7 @@ def on_device(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 def _torch_attention(
     query: Tensor,
-    table: EntryTable,
+    table: Addresses,
     lengths: Tensor | Sequence[int],
     scaling: float,
     softcap: float | None,
@@ -183,7 +183,7 @@ next."""
 
 
 def append_entries(
-    table: EntryTable,
+    table: Addresses,
     lengths: Tensor | Sequence[int],
     key: Tensor,
     value: Tensor,

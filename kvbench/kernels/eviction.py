@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
+from kvbench.kernels.addresses import Addresses
 from kvbench.kernels.decode_attention import on_device
-from kvbench.kernels.entry_table import EntryTable
-from kvbench.kernels.eviction_table import EvictionTable
 
 
 def evict_entries(
-    table: EntryTable,
-    evictions: EvictionTable,
+    table: Addresses,
     lengths: Tensor | Sequence[int],
     mass: Tensor | None,
     positions: Tensor,
@@ -30,13 +28,13 @@ def evict_entries(
     all rows.
 
     Args:
-        table: the rows' entries.
+        table: the rows' entries and rules.
         lengths: the number of entries of each row before the token, see `weighted_decode_attention`;
             not changed. Afterwards a row has min(length + 1, limit) entries.
         mass: [rows, kv_heads, table.longest] float32, the attention that each entry received; None
             where rules go by age.
         positions: [batch] int64, the position of the token fed to each row of the whole batch
-            (`EvictionTable.places`).
+            (`Addresses.places`).
         going: [batch] int64, 0 for rows of the whole batch that have ended, which are not changed.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
@@ -48,7 +46,6 @@ def evict_entries(
 
         _triton_evict.evict(
             table.pointers,
-            evictions.numbers,
             on_device(lengths, positions.device),
             mass,
             positions,
@@ -60,15 +57,14 @@ def evict_entries(
         return
     counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     is_going = going.tolist()
-    for row, place in enumerate(evictions.places):
+    for row, place in enumerate(table.places):
         if is_going[place]:
             received = None if mass is None else mass[row]
-            _evict(table, evictions, row, counts[row], received, positions[place])
+            _evict(table, row, counts[row], received, positions[place])
 
 
 def _evict(
-    table: EntryTable,
-    evictions: EvictionTable,
+    table: Addresses,
     row: int,
     new: int,
     mass: Tensor | None,
@@ -81,16 +77,16 @@ def _evict(
         mass: [kv_heads, longest], or None.
         position: the new token's position.
     """
-    positions, scores = evictions.positions[row], evictions.scores[row]
+    positions, scores = table.positions[row], table.scores[row]
     positions[:, new] = position
     if scores is not None and mass is not None:
         scores[:, new] = 0
         scores[:, : new + 1] += mass[:, : new + 1]
         scores = scores[:, : new + 1]
-    if new < evictions.limits[row]:
+    if new < table.limits[row]:
         return
-    leaving = evictions.rules[row].choose(scores, positions[:, : new + 1])[:, None]
-    for part in (positions, evictions.scores[row], table.log_weights[row]):
+    leaving = table.rules[row].choose(scores, positions[:, : new + 1])[:, None]
+    for part in (positions, table.scores[row], table.log_weights[row]):
         if part is not None:
             part.scatter_(1, leaving, part[:, new, None].clone())
     for part in (table.keys[row], table.values[row]):

@@ -14,12 +14,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
+from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import prompt_name
-from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.generate import Prompt, generate_each
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.row import prompt_name
 from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
 from kvbench.errors import UserError, nearest
 from kvbench.errors.options import fits, refusal
@@ -198,19 +198,18 @@ class KVBenchLM(Requests):
             BudgetExceeded: the method holds more than its budget.
             Exception: whatever else the method raises.
         """
-        after = "prompt" if self.protocol == "prompt" else "context"
         texts: list[str] = []
         for begin in range(0, len(requests), self.batch_size):
             batch = requests[begin : begin + self.batch_size]
             prompts = [self._prompt(*request.args) for request in batch]
             with kvbench_attention_on(self.model):
-                generated = run_batch(self.model, prompts, seed=self.seed, compress_after=after)
-            for answers, prompt in zip(generated, prompts, strict=True):
+                generated = generate_each(self.model, prompts, seed=self.seed)
+            for answers in generated:
                 answer = answers[LABEL]
                 if answer.failure is not None:
                     raise answer.failure
                 text = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
-                stop = list(prompt.stopping.strings)
+                stop = list(answer.stopping.strings)
                 texts.append(postprocess_generated_text(text, stop, self.think_end_token))
         return texts
 
@@ -239,7 +238,15 @@ class KVBenchLM(Requests):
             decode=lambda tokens: str(self.tokenizer.decode(tokens)),
         )
         encoder = PromptEncoder(self.tokenizer)
-        return Prompt(ids[:-1], ids[-1:], self.methods, stopping, prompt_name(ids), encoder=encoder)
+        return Prompt.of(
+            ids[:-1],
+            ids[-1:],
+            self.methods,
+            stopping,
+            prompt_name(ids),
+            compress_after="prompt" if self.protocol == "prompt" else "context",
+            encoder=encoder,
+        )
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-evaluation-harness stores with its results: method, budget, protocol, and the kept

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.architecture import head_shapes
-from kvbench.engine.attention import AttentionState, LayerCall, exact_attention
+from kvbench.engine.attention import LayerCall, Pass, exact_attention
+from kvbench.engine.cost import Cost
+from kvbench.engine.device import input_device
 from kvbench.engine.loading import Model
-from kvbench.engine.prefill import forward_rows, input_device, layer_kv
+from kvbench.engine.prefill import Reading, forward_rows, layer_kv
 from kvbench.engine.scoring import (
-    CompressedPrompt,
     Scored,
     chunks,
     log_probabilities,
@@ -23,12 +24,11 @@ from kvbench.engine.scoring import (
 )
 from kvbench.kv import Budget
 from kvbench.methods.h2o import H2O
-from kvbench.probes.base import ReadCost
 
 
 @dataclass
-class MaskedPass(AttentionState):
-    """The attention state of the pass. Sliding-window layers are not masked."""
+class MaskedPass(Pass):
+    """Sliding-window layers are not masked."""
 
     method: H2O
     budget: Budget
@@ -78,23 +78,20 @@ def masked_scores(
     ]
 
 
-def imagined_cost(
-    model: Model, reading: CompressedPrompt, tokens: int, method: H2O, budget: Budget
-) -> ReadCost:
+def imagined_cost(model: Model, reading: Reading, tokens: int, method: H2O, budget: Budget) -> Cost:
     """The cost of the cache that a masked pass of `tokens` tokens would need. Each query head chooses
     its own entries, so that keys would be repeated to query heads."""
     shapes = head_shapes(model.config.get_text_config())
     entries = method.masked_entries(budget, tokens)
     repeated = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes)
     exact = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
-    start = reading.start
-    return ReadCost(
-        prompt_tokens=start.n,
-        capacity=budget.capacity(start.n),
+    return Cost(
+        prompt_tokens=reading.n,
+        capacity=budget.capacity(reading.n),
         entries={"mean": entries, "max": entries},
-        cache_bytes=round(entries * repeated / (tokens * exact) * start.exact_bytes),
-        exact_bytes=start.exact_bytes,
+        cache_bytes=round(entries * repeated / (tokens * exact) * reading.exact_bytes),
+        exact_bytes=reading.exact_bytes,
         compressed=True,
-        prefill_s=start.prefill_s,
-        imagined=True,
+        prefill_s=reading.prefill_s,
+        extras={"imagined": True},
     )

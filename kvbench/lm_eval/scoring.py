@@ -14,14 +14,14 @@ from typing import Any, Literal
 import lm_eval.models  # noqa: F401 - registers its models, which it does only before any other
 from lm_eval.models.huggingface import HFLM
 
-from kvbench.engine.fork import prompt_name
+from kvbench.engine.cost import Cost
 from kvbench.engine.loading import Model
+from kvbench.engine.row import prompt_name
 from kvbench.engine.scoring import read, score
 from kvbench.engine.tokenizer import Tokenizer
 from kvbench.errors import UserError
 from kvbench.lm_eval.released_masks import imagined_cost, masked_scores
 from kvbench.methods.h2o import H2O
-from kvbench.probes.base import ReadCost, costs_of
 from kvbench.prompts import PromptEncoder
 from kvbench.run.plan import Methods
 
@@ -64,7 +64,7 @@ class Answer:
     greedy: bool
     tokens: int
     context_tokens: int
-    cost: ReadCost
+    cost: Cost
     failure: Exception | None
 
 
@@ -87,10 +87,10 @@ def cost_fields(answers: Sequence[Answer]) -> dict[str, Any]:
         "exact_bytes": exact_bytes or None,
         "ratio": cache_bytes / exact_bytes if cache_bytes and exact_bytes else None,
         "compressed": any(cost.compressed for cost in costs),
-        "prefill_s": sum(cost.prefill_s for cost in costs),
+        "prefill_s": sum(cost.prefill_s or 0 for cost in costs),
         "compress_s": sum(cost.compress_s for cost in costs),
     }
-    if costs[0].imagined:
+    if costs[0].extras.get("imagined"):
         fields["imagined"] = True
     return fields
 
@@ -172,7 +172,7 @@ def answer_requests(
             encoder=encoder,
         )
         # Costs are those of the context, so they are taken before continuations are fed.
-        costs = costs_of(reading)
+        costs = {row.label: row.cost() for row in reading.rows}
         scores = score(model, reading, continuations, batch_rows=batch_rows)
         for label, mask in masks.items():
             costs[label] = imagined_cost(model, reading, len(context) + room, *mask)

@@ -18,7 +18,7 @@ from kvbench.errors import UserError, first_line, nearest
 from kvbench.errors.options import Count, Distinct
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields, quietly
 from kvbench.probes.base import Probe, failed
-from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.plan import Fields, Methods, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 from kvbench.tasks.data import folder_digests
@@ -124,7 +124,7 @@ class HarnessTask(Probe):
             by_task.append(units)
         return [unit for turn in zip_longest(*by_task) for unit in turn if unit is not None]
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
         """Answer all requests of a document under every method."""
         task, requests, encoding = unit.payload
         encoder = encoding()
@@ -156,7 +156,7 @@ class HarnessTask(Probe):
                 if len(logprobs) > 1:
                     best = logprobs.index(max(logprobs))
                     fields["prediction"] = str(requests[best].args[1])
-            yield Outcome(label, unit.id, fields)
+            yield {"method": label, "example_id": unit.id, **fields}
 
     def _scored(
         self, task: Any, requests: Sequence[Instance], responses: Sequence[Any]

@@ -15,7 +15,7 @@ from kvbench.kv import Budget, CompressedKV
 
 @dataclass(frozen=True)
 class Held:
-    """The entries that a fork's cache holds at one layer while decoding, the newest entry last.
+    """The entries that a row's cache holds at one layer while decoding, the newest entry last.
 
     Attributes:
         scores: [kv_heads, c] float32, `CompressedKV.scores` as the last `Method.evict` returned them; a

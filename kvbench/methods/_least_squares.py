@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -56,6 +59,47 @@ def least_squares(
     return solution + solve(residual)
 
 
+def bounded_least_squares(
+    columns: Tensor,
+    target: Tensor,
+    *,
+    start: Tensor,
+    least: Tensor,
+    most: Tensor,
+    ridge: float,
+    steps: int,
+) -> Tensor:
+    """The x between `least` and `most` of least ||columns x - target||^2 + ridge * ||columns||_2^2 *
+    ||x - start||^2, by `steps` steps of Nesterov's projected gradient from `start`.
+
+    Args:
+        columns: [m, t] float32 without a negative element.
+        target: [m]; start, least, most: [t].
+    """
+    if columns.shape[0] < columns.shape[1]:
+
+        def normal(x: Tensor) -> Tensor:
+            return columns.mT @ (columns @ x)
+    else:
+        gram = gram_of(columns)
+
+        def normal(x: Tensor) -> Tensor:
+            return gram @ x
+
+    norm = power_iteration(normal, torch.ones_like(start))
+    product = columns.mT @ target
+    step = 1 / ((1.1 + ridge) * norm)
+    x = ahead = start
+    momentum = 1.0
+    for _ in range(steps):
+        gradient = normal(ahead) - product + ridge * norm * (ahead - start)
+        moved = torch.minimum(torch.maximum(ahead - step * gradient, least), most)
+        following = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
+        ahead = moved + (momentum - 1) / following * (moved - x)
+        x, momentum = moved, following
+    return x
+
+
 def gram_of(columns: Tensor) -> Tensor:
     """The Gram matrix columns^T columns, [t, t], of columns [m, t].
 
@@ -93,10 +137,14 @@ def cholesky(matrix: Tensor) -> Tensor:
 
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:
-    """The largest eigenvalue of a symmetric matrix [t, t] without a negative element, by eight steps of
-    power iteration from a vector of ones."""
-    vector = torch.ones_like(gram[0])
+    """The largest eigenvalue of a symmetric matrix [t, t] without a negative element."""
+    return power_iteration(lambda vector: gram @ vector, torch.ones_like(gram[0]))
+
+
+def power_iteration(multiply: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:
+    """The largest eigenvalue of the matrix that `multiply` multiplies by, by eight steps from
+    `vector`."""
     for _ in range(8):
-        vector = gram @ vector
+        vector = multiply(vector)
         vector = vector / vector.norm().clamp(min=1e-30)
-    return (vector @ (gram @ vector)).clamp(min=1e-12)
+    return (vector @ multiply(vector)).clamp(min=1e-12)

@@ -46,13 +46,16 @@ class Block(NamedTuple):
 
     Attributes:
         mass: [n, m] float32, exp(logit - the query's largest logit).
-        total: [m] float32, the sum of `mass` over the entries: the softmax's partition function.
+        total: [m] float32, the softmax's partition function: the sum of `mass` over the entries, and
+            `sinks`.
         values: [n, dim] float32.
+        sinks: [m] float32 or 0, the mass of the query heads' attention sinks (`LayerKV.sinks`).
     """
 
     mass: Tensor
     total: Tensor
     values: Tensor
+    sinks: Tensor | float = 0.0
 
     @classmethod
     def of(
@@ -63,6 +66,7 @@ class Block(NamedTuple):
         scaling: float,
         softcap: float | None = None,
         log_weights: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Block:
         """Compute the block of some entries.
 
@@ -71,16 +75,22 @@ class Block(NamedTuple):
             queries: [m, dim], the reference queries.
             scaling, softcap: as in `LayerKV`.
             log_weights: [n], the log-weights that the entries have already; None where all are 0.
+            sinks: [m], the logit of each query's attention sink; None without.
         """
         logits = capped(keys.float() @ (queries.float() * scaling).mT, softcap)
         if log_weights is not None:
             logits = logits + log_weights[:, None]
         top = logits.amax(0)
+        if sinks is not None:
+            top = torch.maximum(top, sinks)
         total = torch.zeros_like(top)
         for rows in logits.split(ROWS):
             # In place: `logits` becomes the mass.
             total += rows.sub_(top).exp_().sum(0)
-        return cls(logits, total, values.float())
+        if sinks is None:
+            return cls(logits, total, values.float())
+        sink_mass = (sinks - top).exp()
+        return cls(logits, total + sink_mass, values.float(), sink_mass)
 
 
 class Selection(NamedTuple):

@@ -13,30 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.errors.options import Count, NonNegative, Whole
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, keep_all, rows_at
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, keep_all
 from kvbench.methods._matching import Block, Matching, Selection, Solution
+from kvbench.methods._reference_queries import (
+    carried_queries,
+    carry_queries,
+    evenly_spread,
+    for_kv_heads,
+)
 from kvbench.methods._select import positions_between, with_sink_and_window
 from kvbench.methods.base import Repetition, Rescoring, TokenScoringMethod
 from kvbench.methods.kvzip import FIRST, FOLLOWING, OVERLAP
 from kvbench.methods.pyramidkv import PyramidKV
-
-
-def evenly_spread(queries: Tensor, kv_heads: int, most: int) -> Tensor:
-    """Choose at most `most` of the queries [batch, heads, m, dim] for each KV head: [batch, heads, at
-    most m, dim].
-
-    The chosen queries of a head are evenly spread along m. The heads of a group take different places,
-    each head's between those of the others, so that together they cover m more densely.
-    """
-    batch, heads, m, _ = queries.shape
-    group = heads // kv_heads
-    count = max(1, most // group)
-    if m <= count:
-        return queries
-    device = queries.device
-    head_in_group = torch.arange(heads, device=device)[:, None] % group
-    places = (torch.arange(count, device=device) * group + head_in_group) * m // (count * group)
-    return rows_at(queries, places.expand(batch, -1, -1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +86,7 @@ class AttentionMatching(TokenScoringMethod, Matching):
         return Rescoring(self.chunk, FIRST, FOLLOWING, OVERLAP)
 
     def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
-        """See `Method.rescore`: append the chunk's queries to those of earlier chunks."""
-        name = f"queries {layer.layer_index}"
-        queries = evenly_spread(repeated.queries, layer.keys.shape[1], self.max_queries)
-        if repeated.start > budget.sink:
-            queries = torch.cat([layer.carried[name], queries], dim=2)
-        layer.carried[name] = queries
+        carry_queries("attention_matching", layer, repeated, budget, self.max_queries)
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
         """The budget's capacity; with `pyramid` the capacities of `pyramidkv`."""
@@ -167,17 +150,16 @@ class AttentionMatching(TokenScoringMethod, Matching):
         Raises:
             KVError: the layer has no queries, or with ``queries=repeat`` `rescore` was not called.
         """
-        name = f"queries {layer.layer_index}"
-        queries = layer.queries if self.queries == "prompt" else layer.carried.get(name)
+        queries = layer.queries
+        if self.queries == "repeat":
+            queries = carried_queries("attention_matching", layer)
         if queries is None:
             raise KVError(
                 f"attention_matching.queries is {self.queries} and layer {layer.layer_index} has none; "
                 "allowed: prompt where queries are held, repeat where whole prompts are read"
             )
         batch, kv_heads, n, _ = layer.keys.shape
-        queries = evenly_spread(queries, kv_heads, self.max_queries)
-        # The queries of all heads of a group are the reference queries of their KV head.
-        queries = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        queries = for_kv_heads(evenly_spread(queries, kv_heads, self.max_queries), kv_heads)
         middle = slice(budget.sink, n - budget.window)
         for row, head in itertools.product(range(batch), range(kv_heads)):
             weights = layer.log_weights

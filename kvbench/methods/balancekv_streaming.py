@@ -215,6 +215,7 @@ class BalanceKVStreaming(Method):
 
     paper: ClassVar[str] = "arXiv 2502.07861, Algorithms 1, 2 and 4"
     version: ClassVar[int] = 2
+    keeps_entries: ClassVar[bool] = False
 
     t: Annotated[int, Ge(2)] | None = None
     eps: Positive = 0.1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvbench.errors import nearest
 from kvbench.errors.options import check_options
-from kvbench.kernels.eviction_table import Eviction
+from kvbench.kernels.addresses import Eviction
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, Scheme, SchemeError
 from kvbench.kernels.turboquant import TurboQuant
@@ -123,6 +123,9 @@ class Method(ABC):
     says so."""
     uses_budget: ClassVar[bool] = True
     """False when `compress` does not read the budget (exact). One record then serves every rate."""
+    keeps_entries: ClassVar[bool] = True
+    """False where what `compress` returns are no entries of the prompt with weights of their own: keys
+    without values, or factors in the denominator (streaming estimators, wildcat)."""
     recompresses: ClassVar[bool] = False
     """True where `compress` may be called again on a compressed cache. `LayerKV` then holds the cache's
     entries in the order of their positions and the queries of the last tokens only; the log-weights that

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Fraction
-from kvbench.kernels.eviction_table import Eviction
+from kvbench.kernels.addresses import Eviction
 from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries

@@ -44,7 +44,7 @@ _REASONS = {
         "PerLayerCompressionPress",
         "ComposedPress",
     ),
-    "it moves keys to new positions; a fork decodes at the prompt's own": (
+    "it moves keys to new positions; a row decodes at the prompt's own": (
         "KeyRerotationPress",
         "FinchPress",
     ),
@@ -278,7 +278,7 @@ class KVPress(Method):
         weights = None
         if isinstance(_innermost(press), _package().ObservedAttentionPress):
             weights = ColumnSums(layer.attention_mass()[row : row + 1])
-        # The other forks of the prefill share the layer's tensors, so the press gets copies.
+        # The other methods share the layer's tensors, so the press gets copies.
         keys = layer.keys[row : row + 1].clone()
         values = layer.values[row : row + 1].clone()
         devices = [keys.device] if keys.is_cuda else []

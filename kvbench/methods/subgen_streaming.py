@@ -161,6 +161,7 @@ class SubGenStreaming(Method):
 
     paper: ClassVar[str] = "arXiv 2402.06082, Algorithm 1"
     version: ClassVar[int] = 3
+    keeps_entries: ClassVar[bool] = False
 
     delta: NonNegative | None = None
     t: Count = 4

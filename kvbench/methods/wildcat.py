@@ -103,6 +103,7 @@ class WildCat(Method):
 
     paper: ClassVar[str] = "arXiv 2602.10056; github.com/microsoft/wildcat"
     version: ClassVar[int] = 2
+    keeps_entries: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "released": {"bins": "released", "temperature": "lambert"},
         "released_constant": {"bins": "released", "temperature": "constant"},

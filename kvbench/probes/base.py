@@ -1,5 +1,5 @@
 """What probes share: the base classes, which hold what reports read of a probe; a task's prompts as
-tokens; the costs of a prompt that was read; types of options.
+tokens; types of options.
 
 The upper limits of options lie far above what a run could finish: they refuse typing errors.
 """
@@ -12,9 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
-from kvbench.engine.fork import Cost
 from kvbench.engine.prefill import capture_layers
-from kvbench.engine.scoring import CompressedPrompt
 from kvbench.errors import one_line
 from kvbench.errors.options import Distinct, check_options
 from kvbench.kv import LayerKV
@@ -57,33 +55,6 @@ def places(tokens: int, most: int) -> dict[str, slice]:
         begin = end
         end = 2 * end
     return groups
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadCost(Cost):
-    """What a method costs on a prompt that was read to be judged.
-
-    Attributes:
-        prefill_s: seconds of the prefill, which all methods share.
-        imagined: the method masks one whole pass; entries and bytes are those that a cache would have,
-            and no such cache was made.
-    """
-
-    prefill_s: float = 0.0
-    imagined: bool = False
-
-    def record(self, *, long_answer: bool = False) -> dict[str, Any]:
-        """See `Cost.record`; the field `imagined` is there only where it is true."""
-        record = {**super().record(long_answer=long_answer), "prefill_s": self.prefill_s}
-        if self.imagined:
-            record["imagined"] = True
-        return record
-
-
-def costs_of(reading: CompressedPrompt) -> dict[str, ReadCost]:
-    """What every method of a reading costs by now, by label."""
-    seconds = reading.start.prefill_s
-    return {fork.label: ReadCost(**vars(fork.cost()), prefill_s=seconds) for fork in reading.forks}
 
 
 @dataclass(frozen=True, kw_only=True)

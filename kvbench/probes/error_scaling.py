@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.engine.fork import layer_generator
-from kvbench.engine.guard import check_finite
+from kvbench.engine.check import check_finite
+from kvbench.engine.row import layer_generator
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, Distinct, Fraction, Positive, Whole, check_options
 from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV, keep_all
@@ -34,7 +34,7 @@ from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import LayerProbe, Layers, Repeats, encoded_prompts, failed
 from kvbench.probes.layer_error import clustered, compress_measured, estimate, logits_of
 from kvbench.records.figures import Curve, as_json
-from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.plan import Fields, Methods, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 
@@ -272,7 +272,7 @@ class ErrorScaling(LayerProbe):
                 fields_of_draw = {"replicate": replicate, "prompt": unit.id}
                 yield f"layer {number}", replicate, draw, fields_of_draw, layer, after
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
         """Measure every method at every number of entries; a failure is the record of one of them."""
         for dataset, replicate, draw, fields_of_draw, layer, queries in self._layers(unit, session):
             seed = SEED_STRIDE * session.seed + draw
@@ -301,7 +301,7 @@ class ErrorScaling(LayerProbe):
                     }
                 except Exception as failure:  # noqa: BLE001 - a record with its status
                     record |= failed(failure)
-                yield Outcome(label, f"{dataset}/kept{kept}/{replicate}", record)
+                yield {"method": label, "example_id": f"{dataset}/kept{kept}/{replicate}", **record}
 
     def _sized(self, label: str, method: Method, kept: int) -> Method:
         """The method with the options of `per_kept` at this number of entries."""

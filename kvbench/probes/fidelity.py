@@ -15,34 +15,35 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.cost import Cost
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
-    CompressedPrompt,
     Logits,
+    Reading,
     feed_continuations,
     greedy_continuation,
     read,
 )
-from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
-from kvbench.probes.base import Probe, ReadCost, Repeats, costs_of, encoded_prompts, failed, places
+from kvbench.probes.base import Probe, Repeats, encoded_prompts, failed, places
 from kvbench.prompts import PromptEncoder
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.plan import Fields, Methods, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError, Tokens
 
 REFERENCE = "(reference)"
 EXACT: Mapping[str, tuple[Method, Budget]] = {REFERENCE: (Exact(), Budget())}
-"""The fork that all are compared with; a prompt is read with it before all methods."""
+"""The row that all are compared with; a prompt is read with it before all methods."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fidelity(ReadCost):
+class Fidelity:
     """One method against the exact cache, token by token of one continuation, and what it costs.
 
     Attributes:
@@ -55,6 +56,7 @@ class Fidelity(ReadCost):
         failure: the error that stopped the method; the lists mean nothing then.
     """
 
+    cost: Cost
     kl: list[float] = field(default_factory=list)
     agree: list[int] = field(default_factory=list)
     nll: list[float] = field(default_factory=list)
@@ -115,7 +117,7 @@ def teacher_forced(
 ) -> dict[str, Fidelity]:
     """Compare every method with the exact cache on one continuation, from one prefill.
 
-    All but the last prompt token are compressed; that one and the continuation are fed to every fork,
+    All but the last prompt token are compressed; that one and the continuation are fed to every row,
     the exact one among them, in one batch. Only methods draw random numbers; nothing is written.
 
     Args:
@@ -138,20 +140,16 @@ def teacher_forced(
 
 
 @torch.inference_mode()
-def compare(
-    model: Model, reading: CompressedPrompt, continuation: Sequence[int]
-) -> dict[str, Fidelity]:
-    """Compare every method of a reading with its first fork, which is exact, on a continuation; returns
-    the results by label, without the first fork's."""
-    costs = costs_of(reading)
-    results = {label: Fidelity(**vars(cost)) for label, cost in costs.items()}
-    sound = [fork for fork in reading.forks if fork.failure is None]
-    fed = feed_continuations(model, reading, [(fork, continuation) for fork in sound])
-    _compare_with_first([results[fork.label] for fork in sound[1:]], continuation, fed)
-    for fork in reading.forks:  # a cache that evicts while decoding may be compressed only now
-        results[fork.label] = replace(
-            results[fork.label], failure=fork.failure, compressed=fork.cost().compressed
-        )
+def compare(model: Model, reading: Reading, continuation: Sequence[int]) -> dict[str, Fidelity]:
+    """Compare every method of a reading with its first row, which is exact, on a continuation; returns
+    the results by label, without the first row's."""
+    results = {row.label: Fidelity(cost=row.cost()) for row in reading.rows}
+    sound = [row for row in reading.rows if row.failure is None]
+    fed = feed_continuations(model, reading, [(row, continuation) for row in sound])
+    _compare_with_first([results[row.label] for row in sound[1:]], continuation, fed)
+    for row in reading.rows:  # a cache that evicts while decoding may be compressed only now
+        cost = replace(results[row.label].cost, compressed=row.cost().compressed)
+        results[row.label] = replace(results[row.label], failure=row.failure, cost=cost)
     del results[REFERENCE]
     for label, result in results.items():  # a method may give probability 0 to a possible token
         infinite = [i for i, kl in enumerate(result.kl, start=1) if not math.isfinite(kl)]
@@ -235,7 +233,7 @@ class FidelityProbe(Probe):
             units.append(Unit(name, ids, (encoded, text)))
         return units
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
         """Compare every method at every rate with the exact cache, on one continuation from one
         prefill."""
         encoded, text = unit.payload
@@ -244,14 +242,14 @@ class FidelityProbe(Probe):
         longest = self.tokens
         if encoder.max_positions is not None:
             longest = min(longest, encoder.max_positions - encoded.n)
-        forks = dict(EXACT)
+        by_label = dict(EXACT)
         for label, (method, budget) in methods.items():
             for rate in rates if method.uses_budget else rates[:1]:
-                forks[_at_rate(label, rate, " at rate ")] = method, budget.with_share(rate)
+                by_label[_at_rate(label, rate, " at rate ")] = method, budget.with_share(rate)
         reading = read(
             session.model,
             (*encoded.context_ids, *encoded.question_ids),
-            forks,
+            by_label,
             seed=session.seed,
             example_id=unit.id,
             room=longest,
@@ -260,7 +258,7 @@ class FidelityProbe(Probe):
             ),
             encoder=encoder,
         )
-        reference = reading.forks[0]
+        reference = reading.rows[0]
         if reference.failure is not None:
             raise reference.failure
         if text is None:
@@ -273,7 +271,7 @@ class FidelityProbe(Probe):
         shared = {
             "prompt": unit.id,
             "prompt_tokens": encoded.n,
-            "compressed_tokens": reading.start.n,
+            "compressed_tokens": reading.n,
             "compress_after": session.compress_after,
             "continuation": self.continuation,
             "continuation_ids": tokens,
@@ -284,13 +282,13 @@ class FidelityProbe(Probe):
         }
         for label, (method, _) in methods.items():
             for rate in rates:
-                fork_rate = rate if method.uses_budget else rates[0]
-                fidelity = fidelities[_at_rate(label, fork_rate, " at rate ")]
+                rate_of_row = rate if method.uses_budget else rates[0]
+                fidelity = fidelities[_at_rate(label, rate_of_row, " at rate ")]
                 fields = dict(shared)
                 if rate is not None:
                     fields["rate"] = rate
                 fields |= self._measured(fidelity, tokens, encoder)
-                yield Outcome(label, _at_rate(unit.id, rate, "/rate"), fields)
+                yield {"method": label, "example_id": _at_rate(unit.id, rate, "/rate"), **fields}
 
     def _measured(
         self, fidelity: Fidelity, tokens: Sequence[int], encoder: PromptEncoder
@@ -301,7 +299,7 @@ class FidelityProbe(Probe):
         model's. The field `prediction` ends there, with the method's token.
         """
         if fidelity.failure is not None:
-            return fidelity.record() | failed(fidelity.failure)
+            return fidelity.cost.record() | failed(fidelity.failure)
         names = ("kl", "nll", "nll_exact", "difference")
         means = {name: math.fsum(getattr(fidelity, name)) / len(tokens) for name in names}
         diverges_at = None  # counted from 1
@@ -314,7 +312,7 @@ class FidelityProbe(Probe):
         for name, place in places(len(tokens), self.tokens).items():
             by_place[name] = math.fsum(fidelity.kl[place]) / len(fidelity.kl[place])
         return {
-            **fidelity.record(),
+            **fidelity.cost.record(),
             **means,
             "score": means["kl"],
             "max_kl": max(fidelity.kl),
@@ -332,5 +330,5 @@ class FidelityProbe(Probe):
 
 
 def _at_rate(name: str, rate: float | None, between: str) -> str:
-    """A record's id, or a fork's label, with the rate behind it; unchanged where there is none."""
+    """A record's id, or a row's label, with the rate behind it; unchanged where there is none."""
     return name if rate is None else f"{name}{between}{rate:g}"

@@ -13,10 +13,10 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from kvbench.engine import guard
+from kvbench.engine import check
 from kvbench.engine.attention import signed_mean
-from kvbench.engine.costs import Cost
-from kvbench.engine.fork import layer_generator
+from kvbench.engine.cost import Cost
+from kvbench.engine.row import layer_generator
 from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kernels.sinks import softmax
@@ -25,7 +25,7 @@ from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, k
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import LayerProbe, Repeats, encoded_prompts, failed
 from kvbench.records.figures import Bars, as_json
-from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.plan import Fields, Methods, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 
@@ -179,7 +179,7 @@ def compress_measured(
         raise KVError(
             f"method {label!r} has the model repeat its prompt; allowed: methods that see one layer"
         )
-    compressed, capacity, clock = guard.compress(label, method, kv, budget, generator, kv.carried)
+    compressed, capacity, clock = check.compress(label, method, kv, budget, generator, kv.carried)
     if compressed.charged > capacity + 1:
         raise BudgetExceeded(label, kv.layer_index, capacity, compressed.charged)
     entries = {
@@ -325,24 +325,24 @@ class LayerError(LayerProbe):
             for name, _, prompt in sources
         ]
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
         """Measure every method at every layer, rate and seed, on one prompt's tensors. A failure stops
         no other method; after one that wrote to the tensors the others are measured on new ones."""
-        damage: dict[str, guard.LayerDamaged] = {}
+        damage: dict[str, check.LayerDamaged] = {}
         while True:
             sound = {label: pair for label, pair in methods.items() if label not in damage}
             try:
-                outcomes = list(self._measured(unit, sound, session))
-            except guard.LayerDamaged as failure:
+                records = list(self._measured(unit, sound, session))
+            except check.LayerDamaged as failure:
                 damage[failure.label] = failure
                 continue
             break
-        yield from outcomes
+        yield from records
         for label, record_id in product(damage, unit.record_ids):
-            yield Outcome(label, record_id, failed(damage[label]))
+            yield {"method": label, "example_id": record_id, **failed(damage[label])}
 
-    def _measured(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """The outcomes of `run`.
+    def _measured(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
+        """The records of `run`.
 
         A method that draws nothing is run once for all seeds. What a method notes for its next layers
         (`LayerKV.carried`) stays with its rate and its draw.
@@ -353,7 +353,7 @@ class LayerError(LayerProbe):
         carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
         score = "relative_error" if self.metric == "per_query" else f"{self.metric}_error"
         for layer, kv in self._layers(unit, session):
-            guard.check_finite(kv)
+            check.check_finite(kv)
             first = kv.n - self.exact
             assert kv.queries is not None
             queries = kv.queries[:, :, first:]
@@ -374,7 +374,7 @@ class LayerError(LayerProbe):
                         compressed, cost = compress_measured(label, method, budget, generator, own)
                         errors = relative_errors(estimate(compressed, queries, first, kv), exact)
                         measurement = {"score": errors[score], **errors, **cost}
-                    except guard.LayerDamaged:
+                    except check.LayerDamaged:
                         raise
                     except Exception as failure:  # noqa: BLE001 - a record with its status
                         measurement = failed(failure)
@@ -383,7 +383,11 @@ class LayerError(LayerProbe):
                     carried[label, rate, seed] = carried[label, rate, 0]
                 where = {"prompt": unit.id, "layer": layer, "rate": rate, "draw": seed}
                 fields = {**where, "prompt_tokens": kv.n, **measurement}
-                yield Outcome(label, RECORD_ID.format(unit.id, layer, rate, seed), fields)
+                yield {
+                    "method": label,
+                    "example_id": RECORD_ID.format(unit.id, layer, rate, seed),
+                    **fields,
+                }
 
     def _layers(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
         """The layers of a unit's prompt, or the synthetic ones, each with its number from 1."""

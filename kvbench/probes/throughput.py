@@ -16,16 +16,16 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvbench.engine import memory
-from kvbench.engine.faults import free_memory, is_out_of_memory
-from kvbench.engine.generate import Generation, Prompt, run_batch
-from kvbench.engine.stopping import Stopping
+from kvbench.engine import device as memory
+from kvbench.engine.answer import Answer, Stopping
+from kvbench.engine.device import free_memory, is_out_of_memory
+from kvbench.engine.generate import Prompt, generate_each
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.probes.base import Probe, Repeats, failed
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Methods, Outcome, Unit, measured
+from kvbench.run.plan import Fields, Methods, Unit, measured
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
@@ -173,7 +173,7 @@ class Throughput(Probe):
             for s, run in product(self._settings(), range(self.runs))
         ]
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
         """Measure all methods in turn. Of n methods, run i begins with method i modulo n; exact is the
         first."""
         setting, run = unit.payload
@@ -203,7 +203,7 @@ class Throughput(Probe):
                 ratio: _over(fields.get(name), of_reference.get(name))
                 for ratio, name in RATIOS.items()
             }
-            yield Outcome(label, unit.id, settings_of_run | fields | ratios)
+            yield {"method": label, "example_id": unit.id, **settings_of_run, **fields, **ratios}
 
     def _measure(
         self, session: Session, setting: Setting, label: str, pair: tuple[Method, Budget]
@@ -218,7 +218,7 @@ class Throughput(Probe):
             if known is None:
                 batch = setting.batch
                 if batch == "largest":
-                    session.graphs.kept.clear()
+                    session.steps.kept.clear()
                     batch = largest_batch(lambda size: generate(size, 2), device, self.most_batch)
                 generate(batch, 32)  # warms up: compiles kernels, allocates memory
                 known = self._known[key] = batch
@@ -230,7 +230,7 @@ class Throughput(Probe):
         except Exception as failure:  # noqa: BLE001 - the record has the failure's status
             known = self._known[key] = failed(failure)
         if not isinstance(known, int):
-            session.graphs.kept.clear()
+            session.steps.kept.clear()
             free_memory(device)  # not in the except block, whose traceback would keep tensors alive
             return dict(known)
         prefill = fields["prefill_s"] + (fields["compress_s"] or 0.0)
@@ -267,7 +267,7 @@ def _generate_batch(
     ids = _random_ids(session, setting.prompt_tokens, batch)
     new_tokens = min(most, setting.new_tokens)
     results = _generate(session, label, pair, ids, new_tokens, room=setting.new_tokens)
-    sums = {name: sum(getattr(result, name) for result in results) for name in SUMMED}
+    sums = {name: sum(getattr(result.cost, name) for result in results) for name in SUMMED}
     return measured(results[0]) | sums
 
 
@@ -278,7 +278,7 @@ def _generate(
     ids: Sequence[Sequence[int]],
     new_tokens: int,
     room: int,
-) -> list[Generation]:
+) -> list[Answer]:
     """Generate answers of `new_tokens` tokens by kvbench's own decoding, one to each prompt of `ids`.
 
     Args:
@@ -290,10 +290,10 @@ def _generate(
     encoder = None if pair[0].rescoring is None else session.encoder
     stopping = Stopping(new_tokens)
     prompts = [
-        Prompt(row, [], {label: pair}, stopping, f"throughput{i}", room, encoder=encoder)
-        for i, row in enumerate(ids)
+        Prompt.of(each, (), {label: pair}, stopping, f"throughput{i}", room=room, encoder=encoder)
+        for i, each in enumerate(ids)
     ]
-    answers = run_batch(session.model, prompts, seed=session.seed, graphs=session.graphs)
+    answers = generate_each(session.model, prompts, seed=session.seed, steps=session.steps)
     results = [answer[label] for answer in answers]
     for result in results:
         if result.failure is not None:

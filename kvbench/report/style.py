@@ -25,6 +25,7 @@ _KNOWN = {
     "snapkv": Style("#009E73", "^"),
     "pyramidkv": Style("#0072B2", "P"),
     "h2o": Style("#882255", "X"),
+    "solved": Style("#C1121F", "P"),
     "spatten": Style("#661100", "h"),
     "subgen": Style("#E69F00", "D"),
     "subgen_streaming": Style("#DDCC77", ">"),

@@ -1,5 +1,4 @@
-"""Runs units of work, one at a time or in groups, and makes one outcome for every record, also where
-something fails.
+"""Runs units of work, one at a time or in groups, and makes every record, also where something fails.
 
 The size of the groups changes the time and the memory that the answers need, not the answers. Units that
 ran out of memory or time in a group, and all units of a group that failed as a whole, run again in
@@ -13,17 +12,16 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from kvbench.engine import memory
-from kvbench.engine.faults import device_is_usable, free_memory, is_out_of_memory
+from kvbench.engine import device as memory
+from kvbench.engine.device import device_is_usable, free_memory, is_out_of_memory
 from kvbench.errors import FAILED, UserError, one_line, traceback_of
-from kvbench.run.plan import Methods, Outcome, Plan, Unit, status_of
+from kvbench.run.plan import Fields, Methods, Plan, Unit, status_of
 from kvbench.run.progress import decoder_layers
 from kvbench.run.session import Session
 
@@ -136,8 +134,8 @@ class Runner:
         if self.seconds is not None and plan.meta().get("subject") is not None:
             self.seconds = None  # the numbers are not about a model, whose passes could be timed
 
-    def run(self, work: Sequence[Work]) -> Iterator[Sequence[Outcome]]:
-        """Run all units. Yields the outcomes of each unit, failures included, as soon as they are final;
+    def run(self, work: Sequence[Work]) -> Iterator[Sequence[Fields]]:
+        """Run all units. Yields the records of each unit, failures included, as soon as they are final;
         units that run again come after the others of their group.
 
         Raises:
@@ -150,137 +148,115 @@ class Runner:
             group = work[done : done + size]
             done += len(group)
             failed = False
-            for outcomes in self._run_group(group):
-                failed |= any(outcome.fields.get("error") is not None for outcome in outcomes)
-                yield outcomes
+            for records in self._run_group(group):
+                failed |= any(record.get("error") is not None for record in records)
+                yield records
             if failed and not device_is_usable(device):
                 raise DeviceLost(
                     f"{device} answers nothing any more after example {group[-1][0].id!r}, whose "
                     f"records say why; {GOES_ON}"
                 )
 
-    def _run_group(self, group: Sequence[Work]) -> Iterator[Sequence[Outcome]]:
-        """Run a group. Yields the outcomes of each unit: first those that are final, then those of the
-        units that ran again in smaller groups."""
+    def _run_group(self, group: Sequence[Work]) -> Iterator[Sequence[Fields]]:
+        """Run a group. Yields the records of each unit: first those that are final, then those of the
+        units that run again in groups of half the size."""
         self.size.group_begins()
         if len(group) == 1:
-            outcomes = self._run_unit(*group[0])
-            if not _failed_as(outcomes, ("oom",)):
+            records = self._run_unit(*group[0])
+            if not _failed_as(records, ("oom",)):
                 self.size.group_fitted(1)
-            yield outcomes
+            yield records
             return
-        outcomes_by_unit, failure = self._attempt(group)
+        by_unit, failure = self._attempt(group)
         again: list[Work] = []
         out_of_memory = failure is not None and is_out_of_memory(failure)
         device_lost = failure is not None and not device_is_usable(self.session.device)
-        for (unit, methods), outcomes in zip(group, outcomes_by_unit, strict=True):
+        for (unit, methods), records in zip(group, by_unit, strict=True):
             if failure is not None and device_lost:
                 error = f"{one_line(failure)} (in a batch of {len(group)})"
                 yield _missing(unit, methods, "error", error)
-            elif failure is not None or _failed_as(outcomes, RETRIED_ALONE):
+            elif failure is not None or _failed_as(records, RETRIED_ALONE):
                 again.append((unit, methods))
-                out_of_memory |= _failed_as(outcomes, ("oom",))
+                out_of_memory |= _failed_as(records, ("oom",))
             else:
-                yield outcomes
+                yield records
         # They refer to tensors, which would otherwise stay in memory while the units run again.
-        del outcomes_by_unit, failure
-        if not out_of_memory:
-            if not again:
-                self.size.group_fitted(len(group))
-            yield from self._run_again(again, len(group) // 2)
-            return
-        before = self.size.group_ran_out(len(group))
-        log.info("batch of %d ran out of memory; going on with %d", len(group), self.size.now)
-        one_fits_nowhere = False
-        for retried in self._run_again(again, len(group) // 2):
-            one_fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in retried)
-            yield retried
-        if one_fits_nowhere:
+        del by_unit, failure
+        before = None
+        if out_of_memory:
+            before = self.size.group_ran_out(len(group))
+            log.info("batch of %d ran out of memory; going on with %d", len(group), self.size.now)
+        elif not again:
+            self.size.group_fitted(len(group))
+        if again:
+            log.info("%d of them run again in smaller batches", len(again))
+            self._give_back_memory()
+        fits_nowhere = False
+        half = len(group) // 2
+        for start in range(0, len(again), half):
+            for retried in self._run_group(again[start : start + half]):
+                fits_nowhere |= all(_failed_as([record], ("oom",)) for record in retried)
+                yield retried
+        if before is not None and fits_nowhere:
             self.size.restore(before)
             log.info("one of them fits nowhere; going on with %d again", self.size.now)
-
-    def _run_again(self, work: Sequence[Work], size: int) -> Iterator[Sequence[Outcome]]:
-        """Run units of a failed group again, in groups of `size` units. Yields the outcomes of each."""
-        if not work:
-            return
-        log.info("%d of them run again in smaller batches", len(work))
-        self._give_back_memory()
-        for start in range(0, len(work), size):
-            yield from self._run_group(work[start : start + size])
 
     def _give_back_memory(self) -> None:
         """Free the decoding steps that were captured for later prompts, and the device's unused
         memory."""
-        self.session.graphs.kept.clear()
+        self.session.steps.kept.clear()
         free_memory(self.session.device)
 
-    def _run_unit(self, unit: Unit, methods: Methods) -> list[Outcome]:
-        """Run one unit. Returns its outcomes, in the order of the methods.
+    def _run_unit(self, unit: Unit, methods: Methods) -> list[Fields]:
+        """Run one unit. Returns its records, in the order of the methods.
 
-        All methods run together. Those that ran out of memory or time, and those without an outcome
+        All methods run together. Those that ran out of memory or time, and those without a record
         because the unit failed as a whole, then run once more, one at a time; their records say
         ``retried``.
         """
-        outcomes, again = self._run_methods(unit, methods)
+        (records,), failure = self._attempt([(unit, methods)])
+        again = {record["method"] for record in records if _failed_as([record], RETRIED_ALONE)}
+        if failure is not None:
+            missing = _missing(unit, methods, status_of(failure), one_line(failure), records)
+            again |= {record["method"] for record in missing}
+            records += missing
+        del failure  # it refers to tensors, as above
         if len(methods) > 1 and again and device_is_usable(self.session.device):
             log.info("%s: once more, one at a time: %s", unit.id, ", ".join(sorted(again)))
             for label in methods:
-                if label not in again:
-                    continue
-                self._give_back_memory()
-                others = [outcome for outcome in outcomes if outcome.method != label]
-                alone, _ = self._run_methods(unit, {label: methods[label]})
-                retried = [
-                    replace(outcome, fields={**outcome.fields, "retried": True})
-                    for outcome in alone
-                ]
-                outcomes = [*others, *retried]
+                if label in again:
+                    self._give_back_memory()
+                    alone = self._run_unit(unit, {label: methods[label]})
+                    records = [record for record in records if record["method"] != label]
+                    records += [{**record, "retried": True} for record in alone]
         order = list(methods)
-        return sorted(outcomes, key=lambda outcome: order.index(outcome.method))
+        return sorted(records, key=lambda record: order.index(record["method"]))
 
-    def _run_methods(self, unit: Unit, methods: Methods) -> tuple[list[Outcome], set[str]]:
-        """Run a unit with some methods, all together.
-
-        Returns:
-            an outcome for every record of these methods, and the labels of the failed methods that may
-            succeed when they run alone.
-        """
-        (outcomes,), failure = self._attempt([(unit, methods)])
-        may_run_alone = {
-            outcome.method for outcome in outcomes if _failed_as([outcome], RETRIED_ALONE)
-        }
-        if failure is None:
-            return outcomes, may_run_alone
-        missing = _missing(unit, methods, status_of(failure), one_line(failure), outcomes)
-        may_run_alone |= {outcome.method for outcome in missing}
-        return [*outcomes, *missing], may_run_alone
-
-    def _attempt(self, work: Sequence[Work]) -> tuple[list[list[Outcome]], Exception | None]:
+    def _attempt(self, work: Sequence[Work]) -> tuple[list[list[Fields]], Exception | None]:
         """Run a group of units once.
 
         Returns:
-            the outcomes of each unit, and the exception that ended the group, or None. A group of
-            several units that an exception ended has no outcomes; a single unit has those that were
-            final before.
+            the records of each unit, and the exception that ended the group, or None. A group of several
+            units that an exception ended has no records; a single unit has those that were final before.
         """
-        outcomes: list[list[Outcome]] = [[] for _ in work]
+        records: list[list[Fields]] = [[] for _ in work]
         with ExitStack() as stack:
             if self.seconds is not None:
                 answers = sum(unit.answers for unit, _ in work)
                 stack.enter_context(time_limit(self.session.model, self.seconds * answers))
             try:
                 if len(work) > 1:
-                    outcomes[:] = map(list, self.plan.run_batch(work, self.session))
+                    records[:] = map(list, self.plan.run_batch(work, self.session))
                 else:
-                    for outcome in self.plan.run(*work[0], self.session):
-                        outcomes[0].append(outcome)  # outcomes before a failure are kept
+                    for record in self.plan.run(*work[0], self.session):
+                        records[0].append(record)  # records before a failure are kept
             except Exception as failure:  # noqa: BLE001 - it becomes the units' records
                 name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
                 level = logging.INFO if len(work) > 1 else logging.WARNING
                 log.log(level, "%s: %s", name, one_line(failure))
                 log.debug("%s", traceback_of(failure))
-                return outcomes, failure
-        return outcomes, None
+                return records, failure
+        return records, None
 
 
 @contextmanager
@@ -303,19 +279,24 @@ def time_limit(model: Module, seconds: float) -> Iterator[None]:
 
 
 def _missing(
-    unit: Unit, methods: Methods, status: str, error: str, outcomes: Sequence[Outcome] = ()
-) -> list[Outcome]:
-    """A failed outcome for each record of a unit that has none among `outcomes`."""
-    known = {(outcome.method, outcome.example_id) for outcome in outcomes}
-    missing: list[Outcome] = []
-    for label in methods:
-        for record_id in unit.record_ids:
-            if (label, record_id) not in known:
-                fields = {**unit.fields.get(record_id, {}), "status": status, "error": error}
-                missing.append(Outcome(label, record_id, fields))
-    return missing
+    unit: Unit, methods: Methods, status: str, error: str, records: Sequence[Fields] = ()
+) -> list[Fields]:
+    """A failed record for each of a unit that is not among `records`."""
+    known = {(record["method"], record["example_id"]) for record in records}
+    return [
+        {
+            "method": label,
+            "example_id": record_id,
+            **unit.fields.get(record_id, {}),
+            "status": status,
+            "error": error,
+        }
+        for label in methods
+        for record_id in unit.record_ids
+        if (label, record_id) not in known
+    ]
 
 
-def _failed_as(outcomes: Sequence[Outcome], statuses: Collection[str]) -> bool:
-    """Whether one of the outcomes has one of these statuses."""
-    return any(outcome.fields.get("status") in statuses for outcome in outcomes)
+def _failed_as(records: Sequence[Fields], statuses: Collection[str]) -> bool:
+    """Whether one of the records has one of these statuses."""
+    return any(record.get("status") in statuses for record in records)

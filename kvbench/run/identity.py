@@ -1,4 +1,4 @@
-"""The identity of a run: the settings that change its scores, and the names that follow from them.
+"""The identity of a run: the settings that change its scores.
 
 Settings at their defaults do not enter the name of a run. A later version may therefore add an option
 with a default, to a method, a task or a model, and still continues the runs that are on disk.
@@ -10,9 +10,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
-from pathlib import Path
 from pydoc import locate
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvbench.engine.model_spec import ModelSpec
 
@@ -23,21 +22,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "timeout_s": None,
 }
 """Defaults of the settings that are no option of the model, the task or the method."""
-
-
-class RunIdentity(NamedTuple):
-    """The identity of one method's run.
-
-    Attributes:
-        settings: all settings that change a score, those at their defaults included.
-        names: the fields of its records and its manifest that name it: experiment, model, task, method,
-            seed, and config_hash, the hash of the settings that are not at their defaults.
-        folder: where its records are.
-    """
-
-    settings: Mapping[str, Any]
-    names: Mapping[str, Any]
-    folder: Path
 
 
 def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:

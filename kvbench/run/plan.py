@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, ClassVar
 
-from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
-from kvbench.engine.fork import Fork
-from kvbench.engine.generate import Generation, Prompt, Question, run_conversations
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.answer import Answer, Stopping
+from kvbench.engine.cost import Cost
+from kvbench.engine.device import free_memory, is_out_of_memory, release_frames
+from kvbench.engine.generate import Prompt, Question, generate
+from kvbench.engine.row import Row
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
@@ -31,7 +32,10 @@ log = logging.getLogger(__name__)
 EVERY_RECORD_HAS = frozenset(
     {
         *COMMON_FIELDS,
-        *(field.name for field in fields(Generation)),
+        *(field.name for field in fields(Cost)),
+        "tokens",
+        "failure",
+        "kept",
         "context_id",
         "sample",
         "history",
@@ -50,6 +54,9 @@ one may be a special case."""
 
 Methods = Mapping[str, tuple[Method, Budget]]
 """The methods of a job by label, each with its budget."""
+Fields = dict[str, Any]
+"""The fields of one record that a plan knows, method and example id among them; `Job.record` adds the
+others."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +87,6 @@ class Unit:
     examples: tuple[EncodedExample, ...] = ()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The fields of one record that the plan knows; `Job.record` adds the others."""
-
-    method: str
-    example_id: str
-    fields: Mapping[str, Any]
-
-
 class Plan(ABC):
     """A task or a probe, as the runner sees it.
 
@@ -110,16 +108,16 @@ class Plan(ABC):
         must not load the model."""
 
     @abstractmethod
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """Run a unit. Yields one outcome for each method and record id."""
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
+        """Run a unit. Yields the fields of one record for each method and record id."""
 
     def run_batch(
         self, work: Sequence[tuple[Unit, Methods]], session: Session
-    ) -> Sequence[Sequence[Outcome]]:
+    ) -> Sequence[Sequence[Fields]]:
         """Run several units together, each with the methods that it is still to be run with.
 
         Returns:
-            The outcomes of each unit.
+            the records of each unit.
         """
         return [list(self.run(unit, methods, session)) for unit, methods in work]
 
@@ -177,8 +175,7 @@ class TaskPlan(Plan):
             names = set(encoded.example.fields) - {"task"}
             refuse_taken(f"task {self.task.name}, example {encoded.example.id!r}: fields", names)
         for label, (method, budget) in methods.items():
-            # A fork of a method that cannot generate is refused.
-            Fork(label, method, budget, session.seed, "", room=0)
+            Row(label, method, budget, session.seed, "")  # refuses a method that cannot generate
         if examples:
             self._check_budgets(examples, session, methods)
         self._check_order_of_compression(examples, session)
@@ -262,40 +259,48 @@ class TaskPlan(Plan):
 
         return session.once("examples", (self.task, self.limit), make)
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
         """Generate with every method from one prefill, and score."""
         yield from self.run_batch([(unit, methods)], session)[0]
 
     def run_batch(
         self, work: Sequence[tuple[Unit, Methods]], session: Session
-    ) -> list[list[Outcome]]:
+    ) -> list[list[Fields]]:
         """Prefill the prompts of several units, decode their answers together, and score them."""
         prompts = [_prompt(unit, methods, session) for unit, methods in work]
-        _warm_up(prompts[0], session)
-        outcomes_by_unit: list[list[Outcome]] = []
-        for (unit, _), answers in zip(work, _answers(prompts, session), strict=True):
-            outcomes: list[Outcome] = []
-            for label, results in answers.items():
-                for record_id, result in zip(unit.record_ids, results, strict=True):
-                    outcomes.append(self._outcome(unit, record_id, label, result, session))
-            outcomes_by_unit.append(outcomes)
-        return outcomes_by_unit
+        how: dict[str, Any] = {
+            "seed": session.seed,
+            "sampling": session.sampling,
+            "steps": session.steps,
+        }
+        _warm_up(prompts[0], session, how)
+        answers = generate(session.model, prompts, **how)
+        return [
+            [
+                self._record(unit, record_id, label, answer, session)
+                for label, own in by_label.items()
+                for record_id, answer in zip(unit.record_ids, own, strict=True)
+            ]
+            for (unit, _), by_label in zip(work, answers, strict=True)
+        ]
 
-    def _outcome(
+    def _record(
         self,
         unit: Unit,
         record_id: str,
         label: str,
-        result: Generation,
+        result: Answer,
         session: Session,
-    ) -> Outcome:
-        """The outcome of one method on one example."""
+    ) -> Fields:
+        """The record of one method's answer to one example."""
         encoded: EncodedExample = unit.payload[record_id]
         example = encoded.example
         if result.failure is None:
             others = {*unit.fields[record_id], *self.task.measures}
             result = with_extras_checked(label, result, others)
-        fields: dict[str, Any] = {
+        fields: Fields = {
+            "method": label,
+            "example_id": record_id,
             "prompt_tokens": encoded.n,
             "answers": list(example.answers),
             "prompt_tail": (example.context + example.question)[-200:],
@@ -317,7 +322,7 @@ class TaskPlan(Plan):
             scores = self.task.score(fields["prediction"], example)
             refuse_taken(f"task {self.task.name}: scores", {k for k in scores if k != "score"})
             fields.update(scores)
-        return Outcome(label, record_id, fields)
+        return fields
 
 
 def _unit(name: str, examples: Sequence[EncodedExample], samples: int, *, notes_kept: bool) -> Unit:
@@ -362,19 +367,19 @@ def refuse_taken(whose: str, names: Iterable[str]) -> None:
             raise KVError(f"{whose} have {name!r}, which every record has; allowed: other names")
 
 
-def with_extras_checked(label: str, result: Generation, others: Collection[str]) -> Generation:
-    """The generation as it is, or as a failed one if `Method.extras` has a name that is in
+def with_extras_checked(label: str, result: Answer, others: Collection[str]) -> Answer:
+    """The answer as it is, or as a failed one if `Method.extras` has a name that is in
     `EVERY_RECORD_HAS` or among `others`, the fields of the task, or a value that is no number."""
     try:
         whose = f"the extras of method {label!r}"
-        refuse_taken(whose, result.extras)
-        for name, value in result.extras.items():
+        refuse_taken(whose, result.cost.extras)
+        for name, value in result.cost.extras.items():
             if name in others:
                 raise KVError(f"{whose} have {name!r}; allowed: names that the task does not use")
             if not isinstance(value, int | float):
                 raise KVError(f"{whose} have {name} = {value!r:.40}; allowed: numbers")
     except KVError as failure:
-        return replace(result, failure=failure, extras={})
+        return replace(result, failure=failure, cost=replace(result.cost, extras={}))
     return result
 
 
@@ -382,6 +387,9 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
     """The prompt of a unit, with its conversations in the order of its records."""
     first = unit.examples[0]
     question_after_compression = session.compress_after == "context"
+    ids = (
+        first.context_ids if question_after_compression else first.context_ids + first.question_ids
+    )
 
     def question(encoded: EncodedExample, sample: int) -> Question:
         ids = encoded.question_ids if question_after_compression else ()
@@ -389,10 +397,8 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
         return Question(ids, stopping, encoded.example.id, sample)
 
     return Prompt(
-        first.context_ids,
-        () if question_after_compression else first.question_ids,
+        ids,
         methods,
-        session.stopping(first.example, unit.answers),
         first.context,
         note_kept=unit.notes_kept,
         encoder=session.encoder,
@@ -404,18 +410,7 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
     )
 
 
-def _answers(prompts: Sequence[Prompt], session: Session) -> list[dict[str, list[Generation]]]:
-    """For each prompt the answers of every method to its questions, by label."""
-    return run_conversations(
-        session.model,
-        prompts,
-        seed=session.seed,
-        sampling=session.sampling,
-        graphs=session.graphs,
-    )
-
-
-def _warm_up(prompt: Prompt, session: Session) -> None:
+def _warm_up(prompt: Prompt, session: Session, how: Mapping[str, Any]) -> None:
     """Generate two tokens, without a record, with the methods that have not run yet. On a GPU a kernel
     is compiled at its first launch, whose time must not count in the seconds of an example."""
     methods = {
@@ -426,13 +421,14 @@ def _warm_up(prompt: Prompt, session: Session) -> None:
     session.warmed.update(methods)
     question = replace(prompt.conversations[0][0], stopping=Stopping(2))
     try:
-        _answers([replace(prompt, methods=methods, conversations=[[question]])], session)
+        short = replace(prompt, methods=methods, conversations=[[question]])
+        generate(session.model, [short], **how)
     except Exception as failure:  # noqa: BLE001 - the example's own run will fail so, and record it
         release_frames(failure)
     free_memory(session.device)
 
 
-def measured(result: Generation, *, long_answer: bool = False) -> dict[str, Any]:
+def measured(result: Answer, *, long_answer: bool = False) -> dict[str, Any]:
     """The record fields that were measured while an answer was generated; None where it failed before.
 
     Args:
@@ -442,9 +438,5 @@ def measured(result: Generation, *, long_answer: bool = False) -> dict[str, Any]
     return {
         "status": "ok" if failure is None else status_of(failure),
         "error": None if failure is None else one_line(failure),
-        "new_tokens": result.new_tokens,
-        "prefill_s": result.prefill_s,
-        "decode_s": result.decode_s,
-        "batch": result.batch,
-        **result.record(long_answer=long_answer),
+        **result.cost.record(long_answer=long_answer),
     }

@@ -13,7 +13,7 @@ from rich.table import Table
 from kvbench.engine.estimate import cache_shape
 from kvbench.errors import printable
 from kvbench.records.read import recorded
-from kvbench.run.runner import Job
+from kvbench.run.runner import Job, record_ids
 
 MIB = 2**20
 
@@ -29,10 +29,10 @@ def print_dry_run(job: Job, name: str = "") -> None:
     """
     examples = _examples_line(job)
     tokens = _tokens_line(job)
-    folder = next(iter(job.runs.values())).folder.parent
+    folder = next(iter(job.folders.values())).parent
     session = job.session
     if name:
-        lines = [f"{name}: {len(job.runs)} methods, {examples}; {tokens}; {folder}"]
+        lines = [f"{name}: {len(job.methods)} methods, {examples}; {tokens}; {folder}"]
     else:
         lines = [
             f"{session.spec.label} x {job.task}: dry run, nothing written",
@@ -56,17 +56,19 @@ def print_dry_run(job: Job, name: str = "") -> None:
 
 def _prompt_lengths(job: Job) -> list[int]:
     """The number of tokens of each example's prompt; none for a probe, which has no examples."""
-    return [encoded.n for unit in job.units.own for encoded in unit.examples]
+    return [encoded.n for unit in job.units for encoded in unit.examples]
 
 
 def _ids_on_disk(job: Job) -> dict[str, set[str]]:
     """By label, the example ids of this job that have a record of the method on disk."""
-    return {label: recorded(run.folder) & job.units.own_ids for label, run in job.runs.items()}
+    return {
+        label: recorded(folder) & record_ids(job.units) for label, folder in job.folders.items()
+    }
 
 
 def _examples_line(job: Job) -> str:
     """How many examples the job has, and how many of them lack records."""
-    units = job.units.own
+    units = job.units
     on_disk = _ids_on_disk(job)
     incomplete = [
         unit
@@ -75,8 +77,8 @@ def _examples_line(job: Job) -> str:
     ]
     line = f"{len(units)} examples, {len(incomplete)} of them to run"
     if job.shard is not None:
-        line += f" (shard {job.shard} of {len(job.units.within_limit)})"
-    answers = len(job.units.own_ids)
+        line += f" (shard {job.shard} of {len(job.within_limit)})"
+    answers = len(record_ids(job.units))
     if answers != len(units):
         line += f", {answers} answers per method"
     return line
@@ -88,7 +90,7 @@ def _tokens_line(job: Job) -> str:
     if not lengths:
         return "tokens as the task says"
     new_tokens = sum(
-        encoded.example.max_new_tokens for unit in job.units.own for encoded in unit.examples
+        encoded.example.max_new_tokens for unit in job.units for encoded in unit.examples
     )
     return (
         f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median "
@@ -117,6 +119,6 @@ def _table_of_methods(job: Job) -> Table:
                 cache_bytes = shape.bytes(median, capacity, method.quantization())
                 memory[1] = f"{cache_bytes / MIB:.3f} MiB ({cache_bytes / exact_bytes:.0%})"
                 memory[2] = f"{exact_bytes / MIB:.3f} MiB"
-        records = f"{len(on_disk[label])}/{len(job.units.own_ids)}"
-        table.add_row(escape(label), *memory, records, job.runs[label].folder.name)
+        records = f"{len(on_disk[label])}/{len(record_ids(job.units))}"
+        table.add_row(escape(label), *memory, records, job.folders[label].name)
     return table

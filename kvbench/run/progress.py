@@ -14,7 +14,7 @@ from rich.markup import escape
 from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList
 
-from kvbench.engine.prefill import PrefillState
+from kvbench.engine.prefill import Prefill
 from kvbench.errors import complain, presentable
 
 SECONDS_BETWEEN_LINES = 15.0
@@ -135,9 +135,9 @@ class Progress:
             shape = tuple(ids.shape)
             self._step = self._step + 1 if shape[1] == 1 else 0
             state = keywords.get("kvbench")
-            labels = dict.fromkeys(fork.label for fork in getattr(state, "forks", ()))
+            labels = dict.fromkeys(row.label for row in getattr(state, "rows", ()))
             methods = f"{len(labels)} methods" if len(labels) > 1 else " ".join(labels)
-            if isinstance(state, PrefillState):
+            if isinstance(state, Prefill):
                 state.on_compress = compressing
 
         def compressing(label: str) -> None:

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvbench.engine.faults import device_is_usable
+from kvbench.engine.device import device_is_usable
 from kvbench.errors import redact
 from kvbench.kv import KVError
 from kvbench.records.read import COMMON_FIELDS, recorded
@@ -28,8 +28,8 @@ from kvbench.records.store import (
     write_manifest,
 )
 from kvbench.run.batching import GOES_ON, DeviceLost, Runner, Work
-from kvbench.run.identity import RunIdentity, without_defaults
-from kvbench.run.plan import Methods, Outcome, Plan, TaskPlan, Unit
+from kvbench.run.identity import without_defaults
+from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, Unit
 from kvbench.run.progress import Progress
 from kvbench.run.session import Session
 
@@ -37,31 +37,6 @@ log = logging.getLogger(__name__)
 
 PLACEMENT = ("device_map", "max_memory")
 """The options of a model that say on which devices its weights lie. They change no result."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The units of a plan that a job runs.
-
-    Attributes:
-        within_limit: the units up to the job's limit, those of other shards included.
-        own: the units of the job's own shard among them.
-        left_out: the datasets of the task that have no example within the limit.
-    """
-
-    within_limit: Sequence[Unit]
-    own: Sequence[Unit]
-    left_out: tuple[str, ...]
-
-    @property
-    def ids_within_limit(self) -> set[str]:
-        """The example ids of the records of the units up to the limit."""
-        return {record_id for unit in self.within_limit for record_id in unit.record_ids}
-
-    @property
-    def own_ids(self) -> set[str]:
-        """The example ids of the records of the job's own shard."""
-        return {record_id for unit in self.own for record_id in unit.record_ids}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +83,9 @@ class Job:
         return self.plan.meta()
 
     @cached_property
-    def units(self) -> Selection:
-        """The units of the first `limit` contexts, and those of the job's shard. Computed once, since
-        the examples of a benchmark have tens of millions of tokens.
+    def _all_units(self) -> Sequence[Unit]:
+        """All units of the plan. Computed once, since the examples of a benchmark have tens of millions
+        of tokens.
 
         Raises:
             KVError: two records of the task would have one example id.
@@ -123,26 +98,39 @@ class Job:
                     f"task {self.task} has {count} examples with the id {name!r}; allowed: one, or the "
                     "others would be skipped"
                 )
-        contexts = list(dict.fromkeys(unit.context or unit.id for unit in units))[: self.limit]
-        contexts_of_shard = contexts if self.shard is None else self.shard.select(contexts)
-        within_limit = _of_contexts(units, contexts)
-        datasets: Sequence[str] = ()
-        if isinstance(self.plan, TaskPlan):
-            datasets = self.plan.datasets(self.session)
-        present = {encoded.example.dataset for unit in within_limit for encoded in unit.examples}
-        left_out = tuple(name for name in datasets if name not in present)
-        return Selection(within_limit, _of_contexts(within_limit, contexts_of_shard), left_out)
+        return units
+
+    @cached_property
+    def within_limit(self) -> Sequence[Unit]:
+        """The units of the first `limit` contexts, those of other shards included."""
+        return _of_contexts(self._all_units, _contexts_of(self._all_units)[: self.limit])
+
+    @cached_property
+    def units(self) -> Sequence[Unit]:
+        """The units that this job runs: those of its own shard within the limit."""
+        if self.shard is None:
+            return self.within_limit
+        chosen = self.shard.select(_contexts_of(self.within_limit))
+        return _of_contexts(self.within_limit, chosen)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The datasets of the task that have no example within the limit."""
+        if not isinstance(self.plan, TaskPlan):
+            return []
+        present = {
+            encoded.example.dataset for unit in self.within_limit for encoded in unit.examples
+        }
+        return [name for name in self.plan.datasets(self.session) if name not in present]
 
     @property
     def warnings(self) -> list[str]:
         """A line for every dataset that the limit excludes, one for a model that thinks before it
         answers, and one for prompts that are longer than the model's positions."""
         lines = []
-        if self.units.left_out:
-            lines.append(
-                f"limit is {self.limit}: no example is run of {', '.join(self.units.left_out)}"
-            )
-        answers = [e.example.max_new_tokens for unit in self.units.own for e in unit.examples]
+        if self.left_out:
+            lines.append(f"limit is {self.limit}: no example is run of {', '.join(self.left_out)}")
+        answers = [e.example.max_new_tokens for unit in self.units for e in unit.examples]
         thought = self.session.encoder.thought if answers else None
         if thought is not None:
             lines.append(
@@ -150,7 +138,7 @@ class Job:
                 f"{thought.end!r} is scored, and a thought that is not over after {min(answers)} new "
                 "tokens scores as an empty answer (task.max_new_tokens, model.enable_thinking)"
             )
-        lengths = [encoded.n for unit in self.units.own for encoded in unit.examples]
+        lengths = [encoded.n for unit in self.units for encoded in unit.examples]
         positions = self.session.encoder.max_positions if lengths else None
         if positions is None:
             return lines
@@ -164,22 +152,43 @@ class Job:
         return lines
 
     @cached_property
-    def runs(self) -> dict[str, RunIdentity]:
-        """The identity of each method's run, by label."""
-        names = {"experiment": self.experiment, "model": self.session.spec.label, "task": self.task}
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """By label all settings that change a score, those at their defaults included."""
         settings_of_job = self._settings_of_job()
-        runs = {}
+        settings = {}
         for label, (method, _) in self.methods.items():
-            settings = dict(settings_of_job)
+            own = dict(settings_of_job)
             if method.version > 1:
-                settings["method_version"] = method.version
-            settings["method"] = self.method_configs[label]
-            settings["budget"] = self.budget_config if method.uses_budget else None
-            digest = config_hash(without_defaults(settings))
-            own_names = names | {"method": label, "config_hash": digest}
-            folder = run_folder(self.results_dir, **own_names)
-            runs[label] = RunIdentity(settings, own_names | {"seed": self.session.seed}, folder)
-        return runs
+                own["method_version"] = method.version
+            own["method"] = self.method_configs[label]
+            own["budget"] = self.budget_config if method.uses_budget else None
+            settings[label] = own
+        return settings
+
+    @cached_property
+    def names(self) -> dict[str, dict[str, Any]]:
+        """By label the fields of records and manifest that name the run, with the hash of the settings
+        that are not at their defaults."""
+        names = {"experiment": self.experiment, "model": self.session.spec.label, "task": self.task}
+        return {
+            label: {
+                **names,
+                "method": label,
+                "config_hash": config_hash(without_defaults(settings)),
+                "seed": self.session.seed,
+            }
+            for label, settings in self.settings.items()
+        }
+
+    @cached_property
+    def folders(self) -> dict[str, Path]:
+        """The run folder of each method, by label."""
+        return {
+            label: run_folder(
+                self.results_dir, **{key: name for key, name in names.items() if key != "seed"}
+            )
+            for label, names in self.names.items()
+        }
 
     def _settings_of_job(self) -> dict[str, Any]:
         """The settings that change the scores of all methods, as the hash and the manifest have them."""
@@ -210,29 +219,29 @@ class Job:
     def manifest(self, label: str) -> dict[str, Any]:
         """The manifest of the run of the method with this label."""
         manifest = {
-            **self.runs[label].names,
-            "identity": self.runs[label].settings,
+            **self.names[label],
+            "identity": self.settings[label],
             "shard": None if self.shard is None else str(self.shard),
             "batch_size": self.batch_size,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "task_meta": self.meta,
-            "datasets_left_out": list(self.units.left_out),
+            "datasets_left_out": self.left_out,
             **self.extra,
         }
         return redact(manifest)
 
-    def record(self, outcome: Outcome) -> dict[str, Any]:
-        """The record of an outcome: the fields that the job knows, and those of the outcome."""
-        method, _ = self.methods[outcome.method]
+    def record(self, fields: Fields) -> dict[str, Any]:
+        """A whole record: the fields that the job knows, and those of the plan."""
+        label = fields["method"]
+        method, _ = self.methods[label]
         return {
             **dict.fromkeys(COMMON_FIELDS),
-            **self.runs[outcome.method].names,
+            **self.names[label],
             "decode": self.session.decode,
             "dataset": self.task,
-            "example_id": outcome.example_id,
             "status": "ok",
             "saves_memory": method.saves_memory or method.quantize is not None,
-            **outcome.fields,
+            **fields,
         }
 
 
@@ -270,31 +279,40 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
     for warning in job.warnings:
         log.warning("%s x %s: %s", job.session.spec.label, job.task, warning)
     _load_model_if_needed(job)
-    folders = {label: run.folder for label, run in job.runs.items()}
     written = 0
     with ExitStack() as stack:
         stores = _open_stores(job, stack)
         work = _work_left(job, stores)
         progress = Progress() if progress is None else progress
-        progress.begin(work, len(job.units.own))
+        progress.begin(work, len(job.units))
         if work and work[0][0].examples:  # not for probes, since some measure seconds
             stack.enter_context(progress.watching(job.session.model))
         measures = ("score", *job.meta.get("measures", ()))
 
-        for outcomes in Runner(job.plan, job.session, job.batch_size).run(work):
-            for outcome in outcomes:
-                record = job.record(outcome)
-                written += stores[outcome.method].append(record)
-                progress.add(outcome.method, {name: record.get(name) for name in measures})
+        for of_unit in Runner(job.plan, job.session, job.batch_size).run(work):
+            for fields in of_unit:
+                record = job.record(fields)
+                written += stores[record["method"]].append(record)
+                progress.add(record["method"], {name: record.get(name) for name in measures})
             progress.unit_done()
-        own_ids = job.units.own_ids
+        own_ids = record_ids(job.units)
         failed = sum(len(store.failed & own_ids) for store in stores.values())
         records = sum(len(store.done & own_ids) for store in stores.values())
     complete = True
     if job.shard is not None:
-        all_ids = job.units.ids_within_limit
-        complete = all(all_ids <= recorded(folder) for folder in folders.values())
-    return JobResult(folders, failed, written, records, complete)
+        all_ids = record_ids(job.within_limit)
+        complete = all(all_ids <= recorded(folder) for folder in job.folders.values())
+    return JobResult(job.folders, failed, written, records, complete)
+
+
+def record_ids(units: Sequence[Unit]) -> set[str]:
+    """The example ids of the records of these units."""
+    return {record_id for unit in units for record_id in unit.record_ids}
+
+
+def _contexts_of(units: Sequence[Unit]) -> list[str]:
+    """The contexts of these units, in their order; a unit without one is its own."""
+    return list(dict.fromkeys(unit.context or unit.id for unit in units))
 
 
 def _of_contexts(units: Sequence[Unit], contexts: Sequence[str]) -> list[Unit]:
@@ -311,8 +329,8 @@ def _load_model_if_needed(job: Job) -> None:
     """
     if job.meta.get("subject") is not None:  # the numbers are not about a model
         return
-    ids = job.units.own_ids
-    lacks_records = any(ids - recorded(run.folder) for run in job.runs.values())
+    ids = record_ids(job.units)
+    lacks_records = any(ids - recorded(folder) for folder in job.folders.values())
     if job.retry_failed or lacks_records:
         job.session.model  # noqa: B018 - the property loads the model
 
@@ -322,23 +340,23 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
     stores: dict[str, RecordStore] = {}
     suffix = None if job.shard is None else job.shard.suffix
     # Sorted, so that two jobs with the same methods do not wait for each other's locks.
-    for label, run in sorted(job.runs.items(), key=lambda item: item[0]):
-        store = RecordStore(run.folder, job.lock_timeout, suffix)
+    for label, folder in sorted(job.folders.items()):
+        store = RecordStore(folder, job.lock_timeout, suffix)
         stores[label] = stack.enter_context(store)
         if job.retry_failed:
             store.drop_failed()
-        write_manifest(run.folder, job.manifest(label))
-        write_examples(run.folder, job.units.ids_within_limit)
+        write_manifest(folder, job.manifest(label))
+        write_examples(folder, record_ids(job.within_limit))
     return stores
 
 
 def _work_left(job: Job, stores: Mapping[str, RecordStore]) -> list[Work]:
     """The units of the job that lack records, each with the methods whose records it lacks."""
     work: list[Work] = []
-    for unit in job.units.own:
+    for unit in job.units:
         methods = {
             label: job.methods[label]
-            for label in job.runs
+            for label in stores
             if not stores[label].done.issuperset(unit.record_ids)
         }
         if methods:

@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from kvbench.engine.graphs import StepGraphs, check_decode
+from kvbench.engine.answer import GREEDY, Sampling, Stopping
 from kvbench.engine.loading import Model, load_config, load_model
 from kvbench.engine.model_spec import ModelSpec
-from kvbench.engine.sampling import GREEDY, Sampling
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.steps import Steps, check_decode
 from kvbench.engine.tokenizer import Tokenizer, end_token_ids, load_tokenizer, model_encoder
 from kvbench.errors.options import check_options
 from kvbench.kv import KVError
@@ -29,8 +28,8 @@ class Session:
 
     Attributes:
         seed: seeds the methods' draws (and random weights).
-        compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_batch`.
-        decode: how decode steps run (`kvbench.engine.graphs`); only "compiled" may round differently.
+        compress_after: "prompt" or "context"; see `kvbench.engine.generate.Prompt.of`.
+        decode: how decode steps run (`kvbench.engine.steps`); only "compiled" may round differently.
         sampling: how the tokens of an answer are chosen, and how many answers are given.
         example_timeout: the seconds after which an example is recorded as a timeout; None: no limit.
         shared: what earlier sessions of this process have loaded, for `once`.
@@ -92,9 +91,9 @@ class Session:
         return self.once("model", options, lambda: load_model(self.spec, **options))
 
     @cached_property
-    def graphs(self) -> StepGraphs:
+    def steps(self) -> Steps:
         """Runs the model's decode steps in the way that `decode` names."""
-        return StepGraphs(self.decode)
+        return Steps(self.decode)
 
     @cached_property
     def warmed(self) -> set[str]:

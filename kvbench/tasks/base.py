@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,15 @@ Tokens = Annotated[int, Ge(1), Le(10_000_000)]
 """The number of tokens of a prompt."""
 NewTokens = Annotated[int, Ge(1), Le(100_000)]
 """The number of tokens of an answer."""
+
+
+WORDING = ("template", "question", "answer_prefix", "needle", "stop")
+"""The options of tasks that are texts of a prompt or texts that end an answer."""
+
+
+def with_newlines(typed: str) -> str:
+    """A text in which a backslash and an n, behind no other backslash, are a newline."""
+    return re.sub(r"(?<!\\)\\n", "\n", typed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +123,20 @@ class Task(ABC):
     def __post_init__(self) -> None:
         """Check the options by their type hints. A subclass with further checks calls this first.
 
+        A backslash and an n in an option of `WORDING`, as Hydra hands on what is typed, are a newline.
+
         Raises:
             TaskError: one line that names the option, its value and what is allowed.
         """
         check_options(self, "task.", TaskError)
+        for option in WORDING:
+            typed = getattr(self, option, None)
+            meant = tuple(map(with_newlines, typed)) if isinstance(typed, tuple) else typed
+            meant = with_newlines(meant) if isinstance(meant, str) else meant
+            if meant != typed:
+                object.__setattr__(self, option, meant)
+                # A record of the same command made before has another prompt, so another hash.
+                object.__setattr__(self, "version", type(self).version + 1)
 
     def check_files(self) -> None:  # noqa: B027 - most tasks read no files of the user's
         """Read the user's files that the task names, before anything slow is imported or loaded.

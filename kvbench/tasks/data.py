@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import glob
+import gzip
 import hashlib
 import json
 import os
+import re
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +21,15 @@ from typing import Any
 from kvbench.errors import first_line
 from kvbench.hub import hub_answers, quiet_hub
 from kvbench.tasks.base import TaskError
+
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""The separator of the cells, by the ending of a file."""
+ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", *TABLES)
+"""The endings of the files with rows in a folder; each may have ``.gz`` behind it."""
+SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
+"""The words in the names of a folder's files that say of which split they are."""
+NUMPY_ARRAY = re.compile(r"""\s*\[\s*['"].*['"]\s+['"].*\]\s*|.*\barray\(\[.*""", re.DOTALL)
+"""The text of an array of texts, which pandas writes into a cell. Python would read it as one text."""
 
 # files
 
@@ -37,11 +50,7 @@ def file_digests(patterns: Iterable[str]) -> dict[str, str]:
 
 def digests_in_order(task: str, paths: Sequence[str]) -> dict[str, str]:
     """The sha256 of files (paths as for `_open`) in the order in which they are read: by its name for a
-    single file, by number and name for several, since names may recur and ids may follow the order.
-
-    Raises:
-        TaskError: a file cannot be read.
-    """
+    single file, by number and name for several, since names may recur and ids may follow the order."""
     names = [Path(path.partition("::")[0]).name for path in paths]
     if len(names) > 1:
         names = [f"{number} {name}" for number, name in enumerate(names, start=1)]
@@ -71,14 +80,7 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
 
 
 def read_text(task: str, path: str | Path) -> str:
-    """Read a text file.
-
-    Args:
-        task: the name of the task, for messages.
-
-    Raises:
-        TaskError: the file cannot be read.
-    """
+    """Read a text file; `task` is for messages, here and below."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -86,16 +88,8 @@ def read_text(task: str, path: str | Path) -> str:
 
 
 def texts_of_files(option: str, patterns: Sequence[str], hint: str = "") -> list[tuple[str, str]]:
-    """Read all text files that match. Returns the name (`distinct_names`) and text of each, sorted by
-    path.
-
-    Args:
-        option: the task's option that has the patterns, for messages.
-        hint: where the files come from, for messages.
-
-    Raises:
-        TaskError: no file matches, or one cannot be read.
-    """
+    """The name (`distinct_names`) and text of every file that matches the patterns of a task's option,
+    sorted by path. `hint` says in messages where the files come from."""
     paths = matching(patterns)
     if not paths:
         raise TaskError(
@@ -116,78 +110,81 @@ def _open(file: str) -> Any:
 
 
 def _sha256(task: str, file: str) -> str:
-    """The SHA-256 of the content of a file (a path as for `_open`).
-
-    Raises:
-        TaskError: the file cannot be read.
-    """
-    digest = hashlib.sha256()
     try:
         with _open(file) as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+            return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as problem:
         raise _unreadable(task, file, problem) from problem
-    return digest.hexdigest()
 
 
 def _unreadable(task: str, file: str, problem: OSError) -> TaskError:
     return TaskError(f"{task}: cannot read {file}: {problem.strerror or problem}")
 
 
+# rows
+
+
+def ending(file: str) -> str:
+    """The ending of a data file in lower case, without a ``.gz`` behind it."""
+    name = file.partition("::")[0].lower()
+    return Path(name.removesuffix(".gz")).suffix
+
+
 def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
-    """Read the rows of a ``.parquet`` file, of a ``.json`` file with one list, or of a file of JSON
-    lines. Yields each row with its number from 1, which for JSON lines is the number of the line.
+    """Read the rows of a file (a path as for `_open`) by its `ending`: one of `TABLES`, parquet,
+    ``.json`` with one list, and else JSON lines. Yields each row with its number from 1, which for JSON
+    lines is the number of the line.
 
-    JSON lines are not read by the JSON loader of `datasets`, because the loader guesses types (text like
-    2009-01-02 becomes a date), names not the line of an error but a row of the block that it was
-    reading, and has crashed on broken files. Its parquet loader is called directly, because
-    `load_dataset` reports every use to a server, for which a job without a network would wait.
-
-    Args:
-        task: the name of the task, for messages.
-        file: a path as for `_open`.
-
-    Raises:
-        TaskError: the message names the file and the line that is wrong.
+    JSON is read by Python itself: the JSON readers of pandas and `datasets` guess types (2009-01-02
+    becomes a date, a large number loses digits) and do not name the line that is wrong.
     """
     try:
-        if file.endswith(".parquet"):
-            from datasets.packaged_modules.parquet.parquet import Parquet
+        zipped = file.partition("::")[0].lower().endswith(".gz")
+        with _open(file) as raw, gzip.GzipFile(fileobj=raw) if zipped else raw as stream:
+            if ending(file) == ".parquet":
+                from pyarrow.parquet import read_table
 
-            try:
-                rows = Parquet(data_files={"train": [file]}).as_streaming_dataset(split="train")
-                yield from enumerate([dict(row) for row in rows], start=1)
-            except Exception as problem:
-                raise TaskError(f"{task}: cannot read {file}: {first_line(problem)}") from problem
-        elif file.endswith(".json"):
-            with _open(file) as stream:
-                rows = parsed_json(task, file, stream.read())
-            if not isinstance(rows, list):
-                raise TaskError(
-                    f"{task}: {file} holds no list; allowed: a list of objects, or JSON lines"
-                )
-            yield from enumerate(rows, start=1)
-        else:
-            with _open(file) as stream:
-                for number, line in enumerate(stream, start=1):
-                    if line.strip():
-                        yield number, parsed_json(task, f"{file} line {number}", line)
+                yield from enumerate(read_table(stream).to_pylist(), start=1)
+            elif ending(file) in TABLES:
+                yield from enumerate(_table(file, stream, TABLES[ending(file)]), start=1)
+            elif ending(file) == ".json":
+                yield from _json_rows(task, file, stream.read())
+            else:
+                yield from _lines(task, file, stream)
+    except TaskError:
+        raise
+    except UnicodeDecodeError as problem:
+        raise TaskError(f"{task}: {file} is not UTF-8 (byte {problem.start})") from problem
     except OSError as problem:
         raise _unreadable(task, file, problem) from problem
+    except Exception as problem:  # what a parser raises, of gzip, of pandas or of pyarrow
+        raise TaskError(f"{task}: cannot read {file}: {first_line(problem)}") from problem
+
+
+def _lines(task: str, file: str, lines: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield number, parsed_json(task, f"{file} line {number}", line)
+
+
+def _json_rows(task: str, file: str, text: bytes) -> Iterator[tuple[int, Any]]:
+    """The rows of one JSON list, or of JSON lines in a file that is called ``.json``."""
+    try:
+        rows = parsed_json(task, file, text)
+    except TaskError as problem:
+        if "Extra data" not in str(problem):
+            raise
+        yield from _lines(task, file, text.split(b"\n"))
+        return
+    if not isinstance(rows, list):
+        raise TaskError(f"{task}: {file} holds no list; allowed: a list of objects, or JSON lines")
+    yield from enumerate(rows, start=1)
 
 
 def parsed_json(task: str, place: str, text: bytes) -> Any:
-    """Parse a JSON text.
-
-    Args:
-        place: the file and line, for messages.
-
-    Raises:
-        TaskError: the text is not UTF-8, or not complete JSON.
-    """
+    """Parse a JSON text; `place` is the file and line, for messages."""
     try:
-        return json.loads(text.decode("utf-8"))
+        return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as problem:
         raise TaskError(f"{task}: {place} is not UTF-8 (byte {problem.start})") from problem
     except (ValueError, RecursionError) as problem:
@@ -195,6 +192,49 @@ def parsed_json(task: str, place: str, text: bytes) -> Any:
         if isinstance(problem, json.JSONDecodeError) and problem.lineno == 1:
             why = f"{problem.msg}: column {problem.colno}"  # the line is that of `place`
         raise TaskError(f"{task}: {place} is not complete JSON ({why})") from problem
+
+
+def _table(file: str, stream: Any, separator: str) -> list[dict[str, Any]]:
+    """The rows of a table. Cells are texts, so that 007, NA and 1e5 stay what they are; for columns
+    that pandas wrote from floats and lists see `_meant`."""
+    import pandas as pd
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)  # a row with more cells than names
+        table = pd.read_csv(
+            stream,
+            sep=separator,
+            dtype=str,
+            keep_default_na=False,
+            index_col=False,
+            encoding="utf-8-sig",
+        )
+    columns = {str(name): _meant(list(map(str, table[name]))) for name in table}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _meant(cells: list[str]) -> list[Any]:
+    """The values from which a column of a table was written: whole numbers (as text) where every filled
+    cell ends in ``.0``; lists, or objects with a list ``text``, where every filled cell is one."""
+    filled = [cell for cell in cells if cell.strip()]
+    if filled and all(re.fullmatch(r"-?\d+\.0", cell) for cell in filled):
+        return [cell.removesuffix(".0") for cell in cells]
+    if any(cell.strip()[0] not in "[{" or NUMPY_ARRAY.fullmatch(cell) for cell in filled):
+        return list(cells)
+    values = [parsed_literal(cell) if cell.strip() else "" for cell in cells]
+    lists = [value.get("text") if isinstance(value, dict) else value for value in values]
+    plain = (isinstance(items, list) or items == "" for items in lists)
+    return values if all(plain) else list(cells)
+
+
+def parsed_literal(text: str) -> Any:
+    """Parse a text as JSON or as a Python literal; None where it is neither."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return None
 
 
 # the Hub
@@ -209,17 +249,8 @@ def hub_rows(
     limit: int | None = None,
     instead: str = "task.files=[<file>]",
 ) -> list[dict[str, Any]]:
-    """Read the rows of a data set on the Hub by `datasets`.
-
-    Args:
-        task: the name of the task, for messages.
-        name: the data set's configuration; None for its only one.
-        limit: how many of the first rows are read; None for all.
-        instead: the option that takes local files in place of the repository, for messages.
-
-    Raises:
-        TaskError: the data set cannot be read.
-    """
+    """Read the rows of a data set on the Hub, or the first `limit`, by `datasets`; `name` is that of
+    its configuration, and `instead` the option that takes local files, for messages."""
     from datasets import load_dataset
 
     try:
@@ -240,15 +271,8 @@ def hub_rows(
 def texts_of_dataset(
     option: str, name: str, config: str | None, split: str, column: str, limit: int = 200
 ) -> list[tuple[str, str]]:
-    """Read the texts in a column of the first `limit` rows of a data set on the Hub. Returns a name
-    ("row 3") and the text of each.
-
-    Args:
-        option: the task's option that takes local files in place of the data set, for messages.
-
-    Raises:
-        TaskError: the data set cannot be read, or has no such column.
-    """
+    """A name ("row 3") and the text in a column of each of the first `limit` rows of a data set on the
+    Hub; `option` takes local files in its place, for messages."""
     instead = f"task.{option}=[<file>]"
     rows = hub_rows("task.dataset_name", name, config, split, limit=limit, instead=instead)
     for row in rows:
@@ -261,11 +285,11 @@ def texts_of_dataset(
 
 @dataclass(frozen=True)
 class Source:
-    """The place of the rows of one data set.
+    """The place of the rows of one data set of `task`.
 
     Attributes:
-        task: the name of the task, for messages.
-        files: globs of local files; they come before all other places.
+        files: local files, globs, or folders; they come before all other places. Of a folder with files
+            whose names say a split (train, test ...) those of `split` are read.
         data: a local folder or zip that contains `file`.
         dataset: a data repository on the Hub. If `file` is given that file is fetched, else `datasets`
             reads `config` and `split`.
@@ -290,18 +314,17 @@ class Source:
 
     @cached_property
     def paths(self) -> list[str]:
-        """The paths of the files, for `file_rows`; empty where `datasets` reads the rows.
-
-        Raises:
-            TaskError: a file is missing or cannot be fetched.
-        """
+        """The paths of the files, for `file_rows`; empty where `datasets` reads the rows."""
         files = []
         for pattern in self.files:
-            if not matching([pattern]):
+            folder = Path(pattern).expanduser()
+            found = self._in_folder(folder) if folder.is_dir() else matching([pattern])
+            if not found:
                 raise TaskError(
-                    f"{self.task}: no file matches files={pattern!r}; allowed: a path or a glob"
+                    f"{self.task}: no file matches files={pattern!r}; allowed: a path, a glob or a "
+                    "folder"
                 )
-            files += matching([pattern])
+            files += found
         file = self.file if self.data is None else self.local or self.file
         if files or file is None:
             return files
@@ -310,13 +333,26 @@ class Source:
         path = self._fetched(self.archive or file)
         return self._inside(path, file) if self.archive else [str(path)]
 
+    def _in_folder(self, folder: Path) -> list[str]:
+        names = {path: path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*"))}
+        files = {
+            str(path): set(re.findall("[a-z]+", name.lower()))
+            for path, name in names.items()
+            if path.is_file() and ending(name) in ENDINGS and "/." not in f"/{name}"
+        }
+        splits = sorted({name for words in files.values() for name in words & SPLITS})
+        if not splits:
+            return list(files)
+        if self.split not in splits:
+            raise TaskError(
+                f"{self.task}: {folder} has files of {', '.join(splits)} and task.split is "
+                f"{self.split!r}; allowed: one of these, or task.files=[<file>]"
+            )
+        return [file for file, words in files.items() if self.split in words]
+
     def _inside(self, root: Path, file: str) -> list[str]:
         """Find a file in a folder or zip. In a zip a member of the same name in another folder is taken
-        if there is only one.
-
-        Raises:
-            TaskError: `root` is neither a folder nor a zip, or does not contain the file.
-        """
+        if there is only one."""
         name = Path(file)
         if root.is_dir():
             parquet, shards = name.with_suffix(".parquet").name, f"{name.stem}/*.parquet"
@@ -349,11 +385,7 @@ class Source:
         raise TaskError(message)
 
     def _fetched(self, file: str) -> Path:
-        """Fetch a file of the repository; returns its local path.
-
-        Raises:
-            TaskError: the file cannot be fetched.
-        """
+        """Fetch a file of the repository; returns its local path."""
         from huggingface_hub import hf_hub_download
 
         assert self.dataset is not None
@@ -376,19 +408,19 @@ class Source:
 
     def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Read all rows. Yields each row's place for messages ("file row 3"), the name of its file
-        (`distinct_names`) without the suffix, and the row.
+        (`distinct_names`) without the suffix, and the row. What is no number (NaN) is None."""
+        for place, stem, row in self._rows():
+            if not isinstance(row, Mapping):
+                raise TaskError(f"{self.task}: {place} is not an object with fields")
+            known = {name: value if value == value else None for name, value in row.items()}
+            yield place, stem, known
 
-        Raises:
-            TaskError: the message names the row that is wrong.
-        """
+    def _rows(self) -> Iterator[tuple[str, str, Any]]:
         inside = [path.removeprefix("zip://").partition("::")[0] for path in self.paths]
         for path, name in zip(self.paths, distinct_names(inside), strict=True):
-            stem = Path(name).with_suffix("").as_posix()
+            stem = re.sub(r"(?i)\.gz$", "", name)
+            stem = Path(stem).with_suffix("").as_posix()
             for number, row in file_rows(self.task, path):
-                if not isinstance(row, Mapping):
-                    raise TaskError(
-                        f"{self.task}: {path} row {number} is not an object with fields"
-                    )
                 yield f"{path} row {number}", stem, row
         if not self.paths:
             assert self.dataset is not None
@@ -410,22 +442,15 @@ class Source:
         return "task.files=[<file>]" if self.local is None else "task.data=<folder or zip>"
 
     def check_files(self) -> None:
-        """Read the local files of `files` once, so that a wrong one is refused early.
-
-        Raises:
-            TaskError: a file is missing, has no row, or has a broken one.
-        """
+        """Read the local files of `files` once, so that a missing, empty or broken one is refused
+        early."""
         for path in self.paths if self.files else ():
             if not sum(1 for _ in file_rows(self.task, path)):
                 raise TaskError(f"{self.task}: {path} is empty; allowed: a row for each context")
 
     def digests(self) -> dict[str, str]:
         """The sha256 of each file (`digests_in_order`), or the repository's commit where `datasets`
-        reads the rows.
-
-        Raises:
-            TaskError: a file or the repository cannot be read.
-        """
+        reads the rows."""
         if self.paths:
             return digests_in_order(self.task, self.paths)
         from huggingface_hub import HfApi

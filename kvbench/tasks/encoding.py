@@ -105,11 +105,7 @@ def split_template(template: str, field: str) -> tuple[str, str, str]:
 
 def check_template(template: str, context: str, question: str) -> None:
     """Refuse a template that does not have the field `context` once and after it the field `question`
-    once.
-
-    Raises:
-        TaskError: the template and the fields that it must have.
-    """
+    once."""
     before, _, after = template.partition(context)
     if context in before + after or after.count(question) != 1 or question in before:
         raise TaskError(

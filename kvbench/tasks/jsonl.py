@@ -1,8 +1,8 @@
 """The user's own data as a task, and published benchmarks that need nothing else.
 
-Rows are JSON lines (or a JSON list, or parquet) or come from the Hub. `fields` says which of a row's
-fields are the context, the question and the answers, `template` makes the prompt from them, and `metric`
-scores the answer. A benchmark is several such data sets (`subsets`), each with its own options.
+Rows come from files (see `file_rows`) or from the Hub. `fields` says which of a row's fields are the
+context, the question and the answers, `template` makes the prompt from them, and `metric` scores the
+answer. A benchmark is several such data sets (`subsets`), each with its own options.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from annotated_types import Ge
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
-from kvbench.tasks.base import Example, NewTokens, Task, TaskError
+from kvbench.tasks.base import Example, NewTokens, Task, TaskError, with_newlines
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_shared, split_template
 from kvbench.tasks.jsonl_fields import ROLES, FieldReader, Row
-from kvbench.tasks.metrics import METRICS, OF_LETTERS, check_metric
+from kvbench.tasks.metrics import METRICS, check_metric
 from kvbench.tasks.metrics_text import Key, contains_for_good
-from kvbench.tasks.template import PromptTemplate
+from kvbench.tasks.template import as_text, template
 
 CONTEXT_END = "\ue000\ue001"
 """Two private characters that follow the context while a template is rendered, so that the end of the
@@ -85,40 +85,21 @@ class _Prompt:
 class Jsonl(Task):
     """Questions about contexts, from data files or the Hub.
 
+    conf/task/jsonl.yaml tells the options of a user's own data. Benchmarks also have these.
+
     Attributes:
-        files: globs of JSON-lines files (``.json``: one list; ``.parquet``).
-        dataset, config, split, revision: a data repository on the Hub, in place of files.
-        data, file, archive: for benchmarks: a folder or zip that holds `file`; None for the file
-            `file` of the repository, or for that file in the zip `archive` of the repository.
+        data, file, archive: a folder or zip that holds `file`; None for the file `file` of the
+            repository, or for that file in the zip `archive` of the repository.
         local: the path in `data` of a data set that is read from the Hub without a file.
-        fields: by role (`ROLES`), the field of a row, or a template over the fields; null where no field
-            has the role. Added to `DEFAULT_FIELDS`. The role ``questions`` is for a list of objects,
-            each a question about the same context.
         extract: further fields, by name: the field from which one is extracted, and a regular
             expression of which it is the first group (or all).
-        template: the prompt, a Jinja template over a row's fields and ``context`` and ``question``.
-            The text after the context belongs to the question.
-        answer_prefix: the beginning of the answer; with a chat template it follows the assistant's
-            header.
-        metric: one of `METRICS`.
-        pattern: the regular expression of the metric ``regex``.
-        chat: whether the prompt is put into the model's chat template; None: if the model has one.
-        max_new_tokens, stop: generation limits.
         long_answers: see `Task.long_answers`.
-        max_input: the most tokens of a prompt; longer contexts lose their middle. "model": as many as
-            the model has positions for; None: nothing is cut.
-        merge_answers: whether rows of one id are one question with several answers.
-        golden_turns: what stands between a context and its second, third ... question. True: the
-            questions before it with their first answers; False: the same with the method's own answers
-            (under ``compress_after=context`` only); None: nothing.
-        breakdowns: the fields of a row by whose values tables are split.
         subsets: by the name of a data set, the options (`SUBSET_OPTIONS`) in which it differs.
         datasets: the names of `subsets` that are run; None for all.
-        per_dataset: the number of contexts of each data set.
     """
 
     name: ClassVar[str] = "jsonl"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     unhashed: ClassVar[tuple[str, ...]] = ("files", "data", "revision", "per_dataset")
 
     files: Sequence[str] = ()
@@ -151,7 +132,8 @@ class Jsonl(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "breakdown", self.breakdowns)
-        object.__setattr__(self, "fields", {**DEFAULT_FIELDS, **self.fields})
+        named = {role: name and with_newlines(name) for role, name in self.fields.items()}
+        object.__setattr__(self, "fields", {**DEFAULT_FIELDS, **named})
         self._check_fields()
         _check_one_of("metric", self.metric, tuple(METRICS))
         _check_pattern("pattern", self.pattern)
@@ -159,11 +141,10 @@ class Jsonl(Task):
         for name in self.datasets or ():
             _check_one_of("datasets", name, tuple(self.subsets))
         # Made here so that a wrong template or subset is refused when the task is made.
-        assert self._template
+        assert template("task.template", self.template)
         assert self._parts
 
     def _check_fields(self) -> None:
-        """Refuse unknown roles, a task without answers, and fields that cannot be extracted."""
         for role in self.fields:
             if role not in ROLES:
                 raise TaskError(
@@ -181,7 +162,6 @@ class Jsonl(Task):
             _check_pattern(f"extract.{name}", field_and_pattern[1])
 
     def _check_source(self) -> None:
-        """Refuse a task without data, and files beside data sets that name their own."""
         if self.subsets and self.files:
             raise TaskError(
                 f"task.files is {list(self.files)!r} and the task has {len(self.subsets)} data sets; "
@@ -191,10 +171,6 @@ class Jsonl(Task):
             raise TaskError(
                 "jsonl: no data; allowed: task.files=[my.jsonl], or task.dataset=<owner>/<name>"
             )
-
-    @cached_property
-    def _template(self) -> PromptTemplate:
-        return PromptTemplate("task.template", self.template)
 
     @cached_property
     def _parts(self) -> Mapping[str, Jsonl]:
@@ -225,7 +201,6 @@ class Jsonl(Task):
         )
 
     def check_files(self) -> None:
-        """See `Task.check_files`."""
         for part in self._parts.values():
             part._source.check_files()
 
@@ -238,16 +213,10 @@ class Jsonl(Task):
         }
 
     def metric_name(self) -> str:
-        """See `Task.metric_name`."""
         return self.metric
 
     def examples(self, encoder: PromptEncoder) -> Sequence[RowExample]:
-        """One context of each data set in turn, with all its questions, in the order of the files.
-
-        Raises:
-            TaskError: data that are missing or wrong; a field that a row lacks; a template that does not
-                print the context once; a metric whose package is not installed.
-        """
+        """One context of each data set in turn, with all its questions, in the order of the files."""
         queues = []
         for name, part in self._parts.items():
             check_metric(part.metric)
@@ -260,7 +229,6 @@ class Jsonl(Task):
         return examples
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
-        """The scores of the metric; see `Metric`."""
         assert isinstance(example, RowExample)
         return METRICS[example.metric](prediction, example.key)
 
@@ -280,15 +248,8 @@ class Jsonl(Task):
     def _prompts_of_row(
         self, name: str, file: str, number: int, row: Row, place: str
     ) -> Iterator[_Prompt]:
-        """The prompts of the questions of one row.
-
-        Args:
-            name: the name of the data set in the config; empty where it has none. The row's own name
-                for its data set is then used, or else that of the file.
-            file: the name of the row's file.
-            number: the number of the row in the data set, from 1.
-            place: the file and the number of the row, for messages.
-        """
+        """The prompts of the questions of the row `number`, from 1, of the data set that the config
+        calls `name`. Where that is empty, the row's own data set is used, or else the `file`."""
         reader = FieldReader(self.fields, self.extract)
         row = reader.with_extracted(row, place)
         dataset_of_row = reader.value("dataset", row, place)
@@ -299,25 +260,21 @@ class Jsonl(Task):
         breakdowns = {name: reader.field(name, row, place) for name in self.breakdowns}
         questions = reader.questions(row, place)
         for question_number, question_row in enumerate(questions, start=1):
-            choices = reader.texts("choices", question_row, place)
+            choices = tuple(map(as_text, reader.choices(question_row, place)))
             texts = {
                 "context": context + CONTEXT_END,
                 "question": reader.text("question", question_row, place),
-                "choices": choices,
+                **({"choices": choices} if choices else {}),
             }
-            answers = reader.answers(question_row, place, letters=self.metric in OF_LETTERS)
-            head, tail = self._rendered({**question_row, **texts})
+            answers = reader.answers(question_row, place, self.metric)
+            head, tail = self._rendered({**question_row, **texts}, place)
             question_id = row_id if len(questions) == 1 else f"{row_id}-q{question_number}"
             yield _Prompt(question_id, dataset, head, tail, answers, choices, breakdowns)
 
-    def _rendered(self, fields: Row) -> tuple[str, str]:
+    def _rendered(self, fields: Row, place: str) -> tuple[str, str]:
         """Render the template. Returns the prompt up to the end of the context and of the white space
-        after it, and the rest.
-
-        Raises:
-            TaskError: the template does not print the context once; see also `PromptTemplate.render`.
-        """
-        text = self._template.render({str(name): value for name, value in fields.items()})
+        after it, and the rest."""
+        text = template("task.template", self.template).render(fields, place)
         if self.fields.get("context") is None:
             return "", text.replace(CONTEXT_END, "")
         printed = text.count(CONTEXT_END)
@@ -366,11 +323,7 @@ class Jsonl(Task):
         return partial(contains_for_good, prompt.answers)
 
     def _with_or_without_chat(self, encoder: PromptEncoder) -> PromptEncoder:
-        """The encoder with a chat template or without one, as `chat` says.
-
-        Raises:
-            TaskError: `chat` is true and there is no template.
-        """
+        """The encoder with a chat template or without one, as `chat` says."""
         if self.chat and not encoder.suffix_ids:
             raise TaskError(
                 "jsonl: chat is true and the model has no chat template, or is told not to use it; "
@@ -393,12 +346,8 @@ class Jsonl(Task):
         return None if most_tokens is None else most_tokens - question_tokens
 
     def _fitted(self, context: tuple[int, ...], room: int | None, label: str) -> tuple[int, ...]:
-        """Cut tokens from the middle of a context that has more than `room`.
-
-        Raises:
-            TaskError: there is no room for a token of each half; the message names the example
-            `label`.
-        """
+        """Cut tokens from the middle of a context that has more than `room`; `label` names the example
+        in messages."""
         if room is None or len(context) <= room:
             return context
         half = room // 2
@@ -421,22 +370,12 @@ def _by_context(prompts: Iterable[_Prompt]) -> Iterable[list[_Prompt]]:
 
 
 def _check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuse a value of a task's option that is not allowed.
-
-    Raises:
-        TaskError: the option, its value, and what is allowed.
-    """
     if value not in allowed:
         hint = nearest(value, allowed)
         raise TaskError(f"task.{option} is {value!r}{hint}; allowed: {', '.join(allowed)}")
 
 
 def _check_pattern(option: str, pattern: str | None) -> None:
-    """Refuse a task's option that is no regular expression.
-
-    Raises:
-        TaskError: the option, its value, and where the expression is wrong.
-    """
     try:
         regex.compile(pattern or "")
     except regex.error as problem:

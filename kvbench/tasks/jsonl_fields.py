@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
+import math
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,19 +13,22 @@ import regex
 
 from kvbench.errors import nearest
 from kvbench.tasks.base import TaskError
+from kvbench.tasks.data import NUMPY_ARRAY, parsed_literal
+from kvbench.tasks.metrics import OF_LETTERS
 from kvbench.tasks.metrics_text import REGEX_SECONDS, option_letter
-from kvbench.tasks.template import PromptTemplate
+from kvbench.tasks.template import as_text, template, whole
 
 Row = Mapping[str, Any]
 ROLES = ("context", "question", "answers", "questions", "choices", "id", "dataset")
 """The roles that a field of a row may have."""
+OF_OBJECTS = ("loogle_cloze",)
+"""The metrics by which an answer is an object."""
 
 
 @dataclass(frozen=True)
 class FieldReader:
-    """Reads the values that a row has for each role.
-
-    The argument `place` of its methods is the file and the number of a row, for messages.
+    """Reads the values that a row has for each role. `place` is the file and number of the row, for
+    messages.
 
     Attributes:
         fields: by role, the name of a field, a template over the fields (``{{ text[:100] }}``), or None
@@ -38,14 +41,11 @@ class FieldReader:
     extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def with_extracted(self, row: Row, place: str) -> Row:
-        """The row and the fields that are extracted from others.
-
-        Raises:
-            TaskError: a field is missing, or its pattern does not match.
-        """
+        """The row and the fields that are extracted from others."""
         extended = dict(row)
         for name, (source, pattern) in self.extract.items():
-            text = str(self.field(source, row, place, f"extract.{name}"))
+            value = self.field(source, row, place, f"extract.{name}")
+            text = as_text(value) if _is_text(value) else str(value)
             match = regex.search(pattern, text, timeout=REGEX_SECONDS)
             if match is None:
                 raise TaskError(
@@ -56,28 +56,17 @@ class FieldReader:
         return extended
 
     def value(self, role: str, row: Row, place: str) -> Any:
-        """The value that a row has for a role; None where no field has the role.
-
-        Raises:
-            TaskError: the row lacks the field; the message names the fields that it has.
-        """
+        """The value that a row has for a role; None where no field has the role."""
         name = self.fields.get(role)
         if name is None:
             return None
-        if "{{" in name:
-            return PromptTemplate(f"fields.{role}", name).render(row)
+        if "{{" in name or "{%" in name:
+            return template(f"task.fields.{role}", name).value(row, place)
         return self.field(name, row, place, f"fields.{role}")
 
     @staticmethod
     def field(name: str, row: Row, place: str, option: str = "breakdowns") -> Any:
-        """The value of a row's field.
-
-        Args:
-            option: the option of the task that names the field, for messages.
-
-        Raises:
-            TaskError: the row lacks the field; the message names the fields that it has.
-        """
+        """The value of a row's field, which `option` names."""
         if name not in row:
             fields_of_row = [str(key) for key in row]
             hint = nearest(name, fields_of_row)
@@ -88,61 +77,63 @@ class FieldReader:
         return row[name]
 
     def text(self, role: str, row: Row, place: str) -> str:
-        """The text that a row has for a role; empty where no field has the role.
-
-        Raises:
-            TaskError: the row lacks the field, or its value is neither a text nor a number.
-        """
+        """The text that a row has for a role; empty where no field has the role."""
         value = self.value(role, row, place)
         if value is None and self.fields.get(role) is None:
             return ""
-        if not isinstance(value, str | int | float):
+        if not _is_text(value):
             raise self._wrong(role, value, place, "text")
-        return str(value)
+        return as_text(self._listed(role, value, place)[0])
 
-    def texts(self, role: str, row: Row, place: str) -> tuple[str, ...]:
-        """The texts that a row has for a role: of one text or number, of a list of these, or of an
-        object, which becomes its JSON. Empty where no field has the role.
-
-        Raises:
-            TaskError: the row lacks the field, or its value is empty or of another kind.
-        """
-        value = self.value(role, row, place)
-        if value is None and self.fields.get(role) is None:
+    def choices(self, row: Row, place: str) -> Sequence[str | float]:
+        """A row's options: a list of texts or numbers, one of these, or an object with the list ``text``
+        (ARC) or with a text by letter (MedQA). Empty where no field has the role."""
+        value = self.value("choices", row, place)
+        if value is None and self.fields.get("choices") is None:
             return ()
-        if isinstance(value, Mapping):
-            return (json.dumps(value, ensure_ascii=False),)
-        values = _listed(value)
-        if not values or not all(isinstance(text, str | int | float) for text in values):
-            raise self._wrong(role, value, place, "a text, a number, or a list of them")
-        return tuple(map(str, values))
+        if isinstance(value, Mapping) and [*value] == [*string.ascii_uppercase[: len(value)]]:
+            value = list(value.values())
+        return self._listed("choices", value, place)
 
-    def answers(self, row: Row, place: str, *, letters: bool) -> tuple[str, ...]:
-        """The acceptable answers of a row.
-
-        Args:
-            letters: whether each must be an option: its letter, its text, or its index from 0, which
-                becomes its letter.
-
-        Raises:
-            TaskError: as `texts`; an answer that is blank, or is no option where it must be one.
-        """
-        answers = self.texts("answers", row, place)
-        if not all(map(str.strip, answers)):
-            value = self.value("answers", row, place)
-            raise self._wrong("answers", value, place, "text that is not blank")
-        if not letters:
-            return answers
+    def answers(self, row: Row, place: str, metric: str) -> tuple[str, ...]:
+        """The acceptable answers of a row: a text or number, a list of these, or an object with the list
+        ``text`` (SQuAD). The index from 0 of one of the `choices` (MMLU), or its ``label`` (ARC), is the
+        option's letter under a metric of `OF_LETTERS`, else its text."""
         value = self.value("answers", row, place)
-        options = _listed(self.value("choices", row, place) or ())
-        keys = [option_key(answer, options) for answer in _listed(value)]
-        allowed = "a letter; with task.fields.choices also an option's text or its index from 0"
-        if options:
-            last = string.ascii_uppercase[min(len(options), 26) - 1]
-            allowed = f"a letter A to {last}, an option's text, or its index from 0"
+        if isinstance(value, Mapping) and metric in OF_OBJECTS:
+            return (json.dumps(value, ensure_ascii=False),)
+        answers = self._listed("answers", value, place)
+        if not all(str(answer).strip() for answer in answers):
+            raise self._wrong("answers", value, place, "text that is not blank")
+        options = self.choices(row, place)
+        choices = self.value("choices", row, place)
+        if isinstance(choices, Mapping) and isinstance(labels := choices.get("label"), list):
+            answers = [labels.index(a) if a in labels else a for a in answers]
+        if metric in OF_LETTERS:
+            keys = [option_key(answer, options) for answer in answers]
+        elif options:
+            keys = [_option_text(answer, options) for answer in answers]
+        else:
+            self._check_no_index(answers, row, place)
+            return tuple(map(as_text, answers))
         if None in keys:
+            allowed = "a letter; with task.fields.choices also an option's text or its index from 0"
+            if options:
+                last = string.ascii_uppercase[min(len(options), 26) - 1]
+                allowed = f"a letter A to {last}, an option's text, or its index from 0"
             raise self._wrong("answers", value, place, allowed)
         return tuple(key for key in keys if key is not None)
+
+    def _check_no_index(self, answers: Sequence[str | float], row: Row, place: str) -> None:
+        """Refuse a number that may be the index of an option that no role tells of."""
+        name = str(self.fields["answers"])
+        options = next((name for name in ("choices", "options") if row.get(name)), None)
+        if options and "{{" not in name and any(_index(answer) < 26 for answer in answers):
+            raise TaskError(
+                f"jsonl: {place}: field {name!r} is {_shown(row[name])} and there is a field "
+                f"{options!r}; allowed: task.fields.choices={options} if it is the index of one, else "
+                f"task.fields.answers='{{{{ {name} }}}}'"
+            )
 
     def questions(self, row: Row, place: str) -> list[Row]:
         """Split a row into rows of one question each.
@@ -150,13 +141,10 @@ class FieldReader:
         A row has several questions where a field has the role ``questions`` (a list of objects, whose
         fields are added to those of the row), or where ``question`` is a list of texts and ``answers`` a
         list of as many answers. Any other row has one question.
-
-        Raises:
-            TaskError: fields are missing or of the wrong kind.
         """
         objects = self.value("questions", row, place)
         if objects is not None:
-            parsed = _parsed(objects) if isinstance(objects, str) else objects
+            parsed = parsed_literal(objects) if isinstance(objects, str) else objects
             if not isinstance(parsed, list) or not all(isinstance(o, Mapping) for o in parsed):
                 raise self._wrong("questions", objects, place, "a list of objects")
             return [{**row, **fields} for fields in parsed]
@@ -175,38 +163,63 @@ class FieldReader:
             for one_question, its_answers in zip(question, answers, strict=True)
         ]
 
+    def _listed(self, role: str, value: Any, place: str) -> list[str | float]:
+        """The texts and numbers of a value that is one, a list, or an object with the list ``text``."""
+        inner: Any = value.get("text") if isinstance(value, Mapping) else value
+        values = list(inner) if isinstance(inner, list | tuple) else [inner]
+        if not values or not all(map(_is_text, values)):
+            allowed = "a text, a number, or a list of them"
+            if isinstance(value, Mapping):
+                allowed += f", e.g. task.fields.{role}='{{{{ {self.fields[role]}.<name> }}}}'"
+            raise self._wrong(role, value, place, allowed)
+        if (
+            role in ("answers", "choices")
+            and isinstance(value, str)
+            and NUMPY_ARRAY.fullmatch(value)
+        ):
+            raise self._wrong(role, value, place, "a list, as JSON writes it")
+        try:
+            return list(map(whole, values))
+        except ValueError as problem:
+            raise TaskError(f"jsonl: {place}: field {self.fields[role]!r}: {problem}") from problem
+
     def _wrong(self, role: str, value: Any, place: str, allowed: str) -> TaskError:
         name = self.fields[role]
         return TaskError(f"jsonl: {place}: field {name!r} is {_shown(value)}; allowed: {allowed}")
 
 
-def option_key(answer: Any, options: Sequence[Any]) -> str | None:
+def option_key(answer: str | float, options: Sequence[str | float]) -> str | None:
     """An answer that is an option's text or letter, as text; one that is an option's index from 0, as
     its letter; None for any other. A whole number is an index (as in MMLU) unless the options are
     numbers and one of them is this."""
-    choices = [str(option) for option in options]
-    text = str(answer)
+    choices = [as_text(option) for option in options]
+    text = as_text(answer)
     is_option = option_letter(text, choices) is not None
     may_be_index = not is_option or (isinstance(answer, int) and answer not in options)
-    if may_be_index and text.isdecimal() and int(text) < min(len(choices), 26):
-        letter = string.ascii_uppercase[int(text)]
-        return choices[int(text)] if letter in choices else letter
+    if may_be_index and _index(answer) < min(len(choices), 26):
+        letter = string.ascii_uppercase[_index(answer)]
+        return choices[_index(answer)] if letter in choices else letter
     return text if is_option else None
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    """A value that is a list, or a list of the single value."""
-    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+def _option_text(answer: str | float, options: Sequence[str | float]) -> str | None:
+    """An answer, or the text of the option whose index it is; None for an index that is too large."""
+    if _index(answer) == math.inf:
+        return as_text(answer)
+    key = option_key(answer, options)
+    choices = [as_text(option) for option in options]
+    letter = None if key is None else option_letter(key, choices)
+    return None if letter is None else choices[string.ascii_uppercase.index(letter)]
 
 
-def _parsed(text: str) -> Any:
-    """Parse a text as JSON or as a Python literal; None where it is neither."""
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            return parse(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            continue
-    return None
+def _index(answer: str | float) -> Any:
+    """The whole number from 0 that an answer is, else infinity."""
+    return int(answer) if str(answer).isdecimal() else math.inf
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is a text or a number; NaN is none."""
+    return isinstance(value, str | int | float) and value == value
 
 
 def _shown(value: Any) -> str:

@@ -1,119 +1,97 @@
-"""Prompt templates from a config: Jinja over the fields of a row, in Jinja's sandbox.
-
-The sandbox keeps a template from Python's objects. Here it also keeps a short template from filling the
-memory by mistake. A template has no blocks but ``{% if %}`` and ``{% for %}``, so that it cannot store a
-text and double it. It calls nothing (no methods, no ``range``), does not multiply, and has only the
-filters of `FILTERS`. The length of its text is checked while the text is made.
-
-Not bounded: the time of loops inside loops that print nothing, and the text that one expression makes by
-``join`` with a long separator or by many filters in a row.
-"""
+"""Templates of a config: Jinja over the fields of a row, in Jinja's own sandbox, which keeps a template
+from Python's objects and from changing a row."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from datetime import date
+from decimal import Decimal
+from functools import cache
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, Undefined, nodes
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2 import StrictUndefined, TemplateError, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvbench.errors import first_line
-from kvbench.prompts import MOST_CHARACTERS
 from kvbench.tasks.base import TaskError
 
-FILTERS = (
-    "capitalize",
-    "default",
-    "first",
-    "int",
-    "items",
-    "join",
-    "last",
-    "length",
-    "lower",
-    "round",
-    "string",
-    "title",
-    "tojson",
-    "trim",
-    "upper",
+MOST_EXACT = 2**53
+"""Below this a float holds every whole number."""
+
+
+def whole(value: str | float) -> str | float:
+    """A text or number, and a float that is a whole number as one: a column with gaps makes 4711.0 of
+    4711.
+
+    Raises:
+        ValueError: a float that cannot hold all digits of the number.
+    """
+    if isinstance(value, float) and value.is_integer():
+        if abs(value) > MOST_EXACT:
+            raise ValueError(f"{value!r} has lost digits; allowed: the number as text")
+        return int(value)
+    return value
+
+
+def as_text(value: str | float) -> str:
+    """A text or number as a person writes it; see `whole`."""
+    return str(whole(value))
+
+
+def _printed(value: Any) -> Any:
+    """What an expression of a template prints: no Python's list, None or function."""
+    if isinstance(value, Undefined):
+        return value  # which is an error of its own
+    if isinstance(value, str | int | float):
+        return as_text(value)
+    if isinstance(value, date | Decimal):
+        return str(value)
+    kind = "a list" if isinstance(value, list | tuple) else f"{type(value).__name__}"
+    raise ValueError(f"{{{{ ... }}}} is {kind}; allowed: text, e.g. {{{{ x[0] }}}}, x | join(', ')")
+
+
+_SANDBOX = ImmutableSandboxedEnvironment(
+    undefined=StrictUndefined, keep_trailing_newline=True, finalize=_printed
 )
-"""The filters of Jinja that a template may use. None of them pads a text."""
-
-BLOCKS = (nodes.If, nodes.For)
-"""The blocks of Jinja that a template may use: none stores a text, so that the text which is made is
-counted as it grows."""
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox without calls and without the operators that make long texts or large numbers."""
-
-    intercepted_binops = frozenset(("*", "**", "%"))
-
-    def __init__(self) -> None:
-        super().__init__(undefined=StrictUndefined, keep_trailing_newline=True, cache_size=0)
-        self.filters = {name: self.filters[name] for name in FILTERS}
-        self.globals.clear()
-
-    def is_safe_callable(self, obj: Any) -> bool:
-        """Refuse every call, but leave that of an undefined name to the error that names it."""
-        return isinstance(obj, Undefined)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuse an operator of `intercepted_binops`."""
-        raise SecurityError(f"operator {operator} is not allowed; allowed: +, - and ~")
 
 
 class PromptTemplate:
-    """A prompt template.
-
-    Args:
-        name: the option that holds the template, for messages.
-        text: the template.
-
-    Raises:
-        TaskError: the text is no template, or has a filter that is not in `FILTERS` or a block that is
-            not in `BLOCKS`.
-    """
+    """A template; `name` is the option that holds it, for messages."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
-        sandbox = _Sandbox()
+        only = re.fullmatch(r"\{\{((?:(?!\{\{|\}\}|\{%).)*)\}\}", text, re.DOTALL)
         try:
-            parsed = sandbox.parse(text)
-            for statement in parsed.find_all(nodes.Stmt):
-                if not isinstance(statement, (nodes.Output, *BLOCKS)):
-                    block = type(statement).__name__
-                    raise SecurityError(f"line {statement.lineno} has a block of type {block}")
-            self._template = sandbox.from_string(parsed)
+            self._template = _SANDBOX.from_string(text)
+            self._only = _SANDBOX.compile_expression(only[1], False) if only else None
         except (TemplateError, RecursionError, MemoryError) as problem:
             raise TaskError(
-                f"{name} is no template: {first_line(problem)}; allowed: Jinja with the blocks if and "
-                f"for and the filters {', '.join(FILTERS)}"
+                f"{name} is no template: {first_line(problem)}; allowed: Jinja over a row's fields"
             ) from problem
 
-    def render(self, fields: Mapping[str, Any]) -> str:
-        """Render the template with the fields of a row.
+    def render(self, fields: Mapping[str, Any], place: str) -> str:
+        """The text for the fields of a row, which is at `place`."""
+        return str(self._made(self._template.render, fields, place))
 
-        Raises:
-            TaskError: a field is missing, the text has more than `MOST_CHARACTERS` characters, or an
-                expression is not allowed or raises an error.
-        """
-        parts: list[str] = []
-        length = 0
+    def value(self, fields: Mapping[str, Any], place: str) -> Any:
+        """The value of the only expression where the template is ``{{ expression }}``, else its text."""
+        value = self._made(self._only or self._template.render, fields, place)
+        if isinstance(value, Undefined):
+            return self.render(fields, place)  # and its error
+        return value
+
+    def _made(self, make: Any, fields: Mapping[str, Any], place: str) -> Any:
         try:
-            for part in self._template.generate(fields):
-                parts.append(part)
-                length += len(part)
-                if length > MOST_CHARACTERS:
-                    reason = f"{self.name} makes more than {MOST_CHARACTERS} characters"
-                    raise TaskError(f"{reason}; allowed: fewer")
-        except TaskError:
-            raise
-        except Exception as problem:
-            # A filter or a comparison may raise anything.
+            return make({str(name): value for name, value in fields.items()})
+        except Exception as problem:  # a filter or a comparison may raise anything
             raise TaskError(
-                f"{self.name}: {first_line(problem)}; fields there are: {', '.join(sorted(fields))}"
+                f"{self.name}: {place}: {first_line(problem)}; fields there are: "
+                f"{', '.join(map(str, fields))}"
             ) from problem
-        return "".join(parts)
+
+
+@cache
+def template(name: str, text: str) -> PromptTemplate:
+    """A template that is made once for all rows."""
+    return PromptTemplate(name, text)

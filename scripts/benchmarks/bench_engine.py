@@ -34,15 +34,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import compress
+from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import cache_of
-from kvbench.engine.entries import table_of
-from kvbench.engine.fork import Fork
-from kvbench.engine.generate import Generation, Prompt, Stopping, run_batch
+from kvbench.engine.cache import addresses_in, cache_of
+from kvbench.engine.generate import generate_one
+from kvbench.engine.hooks import hook_of
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
-from kvbench.engine.prefill import PrefillState
+from kvbench.engine.row import Row
 from kvbench.engine.scoring import read, score
 from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
 from kvbench.kernels.qjl import QJL, group_products
@@ -111,7 +111,7 @@ def generated(
     stopping: Stopping,
     budget: Budget,
     idle: int = 0,
-) -> dict[str, Generation]:
+) -> dict[str, Answer]:
     """What each method generates from one prefill.
 
     Args:
@@ -123,9 +123,8 @@ def generated(
     methods = {name: (build_method(name), budget) for name in names}
     for number in range(idle):
         methods[f"idle {number}"] = (build_method("streaming_llm"), budget)
-    prompt = Prompt(ids, [], methods, stopping, "bench")
     with kvbench_attention_on(model):
-        (answers,) = run_batch(model, [prompt], seed=0)
+        answers = generate_one(model, ids, (), methods, stopping, seed=0, example_id="bench")
     for name, answer in answers.items():
         if answer.failure is not None:
             raise RuntimeError(f"{name} failed") from answer.failure
@@ -166,7 +165,8 @@ def bench_decode(options: argparse.Namespace) -> None:
         for label, (name, length) in cases.items():
             answer = generated(model, random_tokens(length), [name], Stopping(new), RATE)[name]
             if turn:  # the first turn warms up
-                times[label].append(1000 * answer.decode_s / (new - 1))
+                assert answer.cost.decode_s is not None
+                times[label].append(1000 * answer.cost.decode_s / (new - 1))
     medians_ms = {label: statistics.median(ms) for label, ms in times.items()}
     for label, ms in medians_ms.items():
         print(
@@ -193,18 +193,18 @@ def bench_layer(options: argparse.Namespace) -> None:
         """A function that decodes one token over what a method holds of the layer."""
         method = build_method(name)
         compressed = method.compress(layer, RATE, torch.Generator().manual_seed(0))
+        capacity = RATE.capacity(tokens) if method.saves_memory else tokens
         cache = cache_of(
             compressed,
             new * (options.runs + 1),  # room for the new tokens
-            method,
-            capacity=RATE.capacity(tokens) if method.saves_memory else tokens,
+            hook_of(method, capacity, 0),
+            capacity=capacity,
             scheme=method.quantization(),
         )
         call = LayerCall(0, queries[:, :, -1:], key, value, scaling)
         if method.evicts or not cache.steps_by_kernel:
             return lambda: cache.step(call, torch.tensor([tokens]))
-        store = cache.store
-        table, lengths = table_of([store]), [store.length]
+        table, lengths = addresses_in([cache], [0]), [cache.length]
 
         def step() -> None:
             append_entries(table, lengths, key[:, :, 0], value[:, :, 0])
@@ -252,15 +252,15 @@ def bench_compression(options: argparse.Namespace) -> None:
     that serves them all: one job of one new token, after a short one that warms up."""
     model, names = model_of(options), options.methods or COMPRESSING
     seconds: dict[str, float] = {}
-    compress_layer = PrefillState._compress
+    compress_layer = Row.compress
 
-    def timed(state: PrefillState, fork: Fork, layer: int, kv: LayerKV) -> None:
+    def timed(row: Row, *given: Any) -> None:
         start = time.process_time()
-        compress_layer(state, fork, layer, kv)
+        compress_layer(row, *given)
         taken = time.process_time() - start
-        seconds[fork.label] = seconds.get(fork.label, 0.0) + taken
+        seconds[row.label] = seconds.get(row.label, 0.0) + taken
 
-    with mock.patch.object(PrefillState, "_compress", timed):
+    with mock.patch.object(Row, "compress", timed):
         for ids in (random_tokens(512), random_tokens(options.tokens or 4096)):
             seconds.clear()
             start = time.process_time()

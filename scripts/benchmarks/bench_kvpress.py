@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
-from kvbench.engine.generate import run_forks
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.answer import Stopping
+from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.run.encoding import encode_example
@@ -101,13 +101,13 @@ def with_kvbench(
 ) -> dict[str, tuple[list[int], int]]:
     """New tokens and bytes held, by method: one prefill for all of them."""
     methods = {method: (build_method(method), budget) for method in names}
-    forks = run_forks(model, ids, [], methods, Stopping(new_tokens), seed=0, example_id="bench")
+    found = generate_one(model, ids, [], methods, Stopping(new_tokens), seed=0, example_id="bench")
     answers = {}
-    for method, answer in forks.items():
+    for method, answer in found.items():
         if answer.failure is not None:
             raise RuntimeError(f"{method} failed") from answer.failure
-        assert answer.cache_bytes_end is not None
-        answers[method] = (answer.tokens, answer.cache_bytes_end)
+        assert answer.cost.cache_bytes_end is not None
+        answers[method] = (answer.tokens, answer.cost.cache_bytes_end)
     return answers
 
 

@@ -19,11 +19,11 @@ import torch
 from _shared import SHIPPED
 from transformers import GenerationConfig, StaticCache
 
+from kvbench.engine.answer import Stopping
 from kvbench.engine.attention import IMPLEMENTATION
-from kvbench.engine.generate import run_forks
+from kvbench.engine.device import synchronize
+from kvbench.engine.generate import generate_one
 from kvbench.engine.loading import load_model
-from kvbench.engine.prefill import synchronize
-from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 
@@ -52,7 +52,7 @@ def exact_s(model: Any, ids: Sequence[int], new: int) -> float:
     """Seconds of `new` tokens by kvbench's exact cache, the prefill included."""
     methods = {"exact": (build_method("exact"), Budget())}
     begin = time.perf_counter()
-    run_forks(model, ids, (), methods, Stopping(new), seed=0, example_id="x")
+    generate_one(model, ids, (), methods, Stopping(new), seed=0, example_id="x")
     return time.perf_counter() - begin
 
 

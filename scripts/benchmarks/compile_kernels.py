@@ -33,8 +33,7 @@ from kvbench.kernels import (
     _triton_philox,
     _triton_walk,
 )
-from kvbench.kernels.entry_table import COLUMNS
-from kvbench.kernels.eviction_table import RULE
+from kvbench.kernels.addresses import COLUMNS
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 DIMS = (64, 80, 96, 128, 256)
@@ -130,7 +129,6 @@ def evict(
     entries, count = empty(8, longest, dim, dtype=dtype), empty(8, dtype=torch.int64)
     _triton_evict.evict(
         empty(8, len(COLUMNS), dtype=torch.int64),
-        empty(8, len(RULE), dtype=torch.int64),
         lengths,
         empty(8, 8, longest) if by_attention else None,
         count,

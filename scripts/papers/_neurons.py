@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
-from kvbench.engine.fork import layer_generator
+from kvbench.engine.row import layer_generator
 from kvbench.errors import UserError
 from kvbench.methods.base import SEED_STRIDE
 

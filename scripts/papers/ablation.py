@@ -24,7 +24,7 @@ from typing import Any
 import pandas as pd
 from _common import TRIVIAQA, Run, method_with, started
 
-from kvbench.engine.fork import layer_generator
+from kvbench.engine.row import layer_generator
 from kvbench.errors import UserError
 from kvbench.kv import Budget, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE

@@ -23,9 +23,9 @@ from _common import Run, random_number, started
 from subgen_clusters import key_distance
 from torch import Tensor
 
-from kvbench.engine.fork import layer_generator
+from kvbench.engine.answer import Stopping
+from kvbench.engine.row import layer_generator
 from kvbench.engine.scoring import greedy_continuation, read
-from kvbench.engine.stopping import Stopping
 from kvbench.kernels.kcentre import greedy_k_centre
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods.base import SEED_STRIDE
@@ -62,7 +62,7 @@ def generated_layers(
     model = run.session.model
     exact = {"exact": (Exact(), Budget())}
     reading = read(model, ids, exact, seed=run.seed, example_id=prompt, room=run.generate)
-    answer = greedy_continuation(model, reading, reading.forks[0], Stopping(run.generate))
+    answer = greedy_continuation(model, reading, reading.rows[0], Stopping(run.generate))
     return len(ids), run.captured((*ids, *answer), run.layers)
 
 

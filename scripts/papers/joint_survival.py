@@ -20,7 +20,7 @@ import torch
 from _common import Run, method_with, started
 from torch import Tensor
 
-from kvbench.engine.fork import layer_generator
+from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, CompressedKV
 from kvbench.methods.base import SEED_STRIDE
 from kvbench.probes.layer_error import compress_measured

@@ -27,7 +27,7 @@ import torch
 from _common import Run, started
 from torch import Tensor
 
-from kvbench.engine.fork import layer_generator
+from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE

@@ -19,7 +19,7 @@ import torch
 from _common import Run, started
 from torch import Tensor
 
-from kvbench.engine.fork import layer_generator
+from kvbench.engine.row import layer_generator
 from kvbench.kernels.self_balancing import softmax_balance, walk_bound
 from kvbench.probes.error_scaling import BoundedData
 

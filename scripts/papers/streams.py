@@ -22,8 +22,10 @@ from _common import Run, started
 from hydra.utils import instantiate
 from torch import Tensor
 
-from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
-from kvbench.engine.prefill import CaptureState, compressible_layers, forward_rows, input_device
+from kvbench.engine.architecture import compressible_layers
+from kvbench.engine.attention import LayerCall, Pass, UnsupportedModel
+from kvbench.engine.device import input_device
+from kvbench.engine.prefill import Capture, forward_rows
 from kvbench.engine.rotary import table_change
 from kvbench.engine.scoring import vocabulary
 from kvbench.errors import UserError
@@ -76,7 +78,7 @@ def rotation_of(model: Any) -> Rotary | None:
     later = torch.tensor([3, 17, 40], device=ids.device)
     keys = []
     for positions in (torch.zeros_like(later), later):
-        state = CaptureState({0: None}, 1)
+        state = Capture({0: None}, 1)
         forward_rows(model, ids, positions, state, keep=1)
         layer = state.layers[0]
         assert layer is not None
@@ -91,7 +93,7 @@ def rotation_of(model: Any) -> Rotary | None:
     return rotation
 
 
-class Reading(AttentionState):
+class Reading(Pass):
     """Holds the entries of a text that is read in chunks, keys without positions where there is a
     `rotation`. `seen` tokens have been read; after a token at most `most` entries are held."""
 
@@ -223,7 +225,7 @@ def recomputed(model: Any, ids: Sequence[int], recent: int, rows: int = 16) -> I
     """The same without a cache: each token by a fresh pass over the `recent` + 1 tokens before it,
     `rows` passes at a time."""
     tokens = torch.tensor(list(ids), device=input_device(model))
-    exact = CaptureState({}, 0)
+    exact = Capture({}, 0)
     positions = torch.arange(min(recent + 1, len(tokens)), device=tokens.device)
     logits = forward_rows(model, tokens[None, : recent + 1], positions, exact)[0]
     yield nll_of(logits, tokens[1 : recent + 2])

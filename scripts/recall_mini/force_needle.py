@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 from shipped import ASSET, needle_task
 
-from kvbench.engine.generate import run_forks
+from kvbench.engine.generate import generate_one
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods import build_method
@@ -97,7 +97,7 @@ def main() -> None:
     examples = task.examples(session.encoder)
     for example in examples:
         methods = {label: (method, budget) for label, method in variants(example, layers)}
-        answers = run_forks(
+        answers = generate_one(
             session.model,
             example.context_ids or (),
             example.question_ids or (),

@@ -20,7 +20,7 @@ from support.cli_cases import ended
 from support.command import SHORT, composed, main, refusal_of
 
 from kvbench.catalogue import KINDS, catalogue, config_dir
-from kvbench.engine.prefill import PrefillState
+from kvbench.engine.prefill import Prefill
 from kvbench.errors import HIDDEN
 from kvbench.run import progress, session
 from kvbench.run.plan import TaskPlan
@@ -167,12 +167,12 @@ def test_the_time_left_is_estimated_from_the_first_tokens() -> None:
     progress.begin(units, 3)
     progress._began -= 10
     model = OneLayer()
-    forks: Any = [SimpleNamespace(label=label, rescores=False) for label in ("exact", "h2o", "h2o")]
-    state = PrefillState(forks, [0])
+    rows: Any = [SimpleNamespace(label=label, rescores=False) for label in ("exact", "h2o", "h2o")]
+    state = Prefill(rows, [0])
     with progress.watching(model):
         model(input_ids=torch.zeros(1, 100), kvbench=state)
         state.on_compress("h2o")
-        model(input_ids=torch.zeros(2, 1), kvbench=SimpleNamespace(forks=forks))
+        model(input_ids=torch.zeros(2, 1), kvbench=SimpleNamespace(rows=rows))
     assert shown[0] == "loading the data and the model"
     assert shown[1:3] == ["1/3, 1 of 3 on disk", "1/3, prefill of 100 tokens: layer 1 of 1"]
     assert shown[3].startswith("1/3, prefill of 100 tokens: h2o compresses layer 1 of 1, about ")
@@ -202,6 +202,15 @@ def test_a_sweep_has_one_folder(capsys: Any, tmp_path: Path, monkeypatch: Any) -
         words = [word for word in SHORT if word.partition("=")[0] != swept.partition("=")[0]]
         status, out, err = main(capsys, *words, "-m", swept, "dry_run=true")
         assert (status, err, out.count(f"; {folder}")) == (0, "", 2)
+
+
+def test_a_folder_of_configs_may_come_before_the_command(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    target = "_target_: kvbench.methods.snapkv.SnapKV\nkernel_size: 3\n"
+    (tmp_path / "method" / "mine.yaml").write_text(f"# @package methods.mine\n{target}")
+    before = main(capsys, f"--config-dir={tmp_path}", "show", "method=mine")
+    assert before == main(capsys, "show", "method=mine", "--config-dir", str(tmp_path))
+    assert (before[0], yaml.safe_load(before[1])["methods"]["mine"]["kernel_size"]) == (0, 3)
 
 
 def test_reproduce_alone_is_the_list(capsys: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from support.jobs import SMALL, make_job, records_of
 from support.tiny import Everything, Greedy, tiny_model
 
-from kvbench.engine.guard import check_held
+from kvbench.engine.check import check_held
 from kvbench.kv import (
     Budget,
     BudgetExceeded,

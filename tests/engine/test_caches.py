@@ -15,21 +15,18 @@ from support.method_layers import attend, make_layer, run
 from torch import Tensor
 
 from kvbench.engine.attention import exact_attention
-from kvbench.engine.cache import GrowingCache, cache_of, store_of
-from kvbench.engine.entries import table_of
-from kvbench.engine.fork import Fork
+from kvbench.engine.cache import Cache, addresses_in, cache_of
+from kvbench.engine.hooks import hook_of
 from kvbench.engine.kept import entries_of
-from kvbench.engine.ragged_cache import RaggedCache
+from kvbench.engine.row import Row
+from kvbench.kernels.addresses import addresses_of
 from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
-from kvbench.kernels.entry_table import entry_table
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, pack, unpack
 from kvbench.kernels.turboquant import TurboQuant
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, keep_all
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-
-EXACT = build_method("exact")
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -61,7 +58,7 @@ def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
     start = torch.rand(1, 2, 9)
     method = build_method(name, decode="evict")
     whole = CompressedKV(keys[None], values[None], None, at, start)
-    cache = cache_of(whole, 2, method, capacity=capacity, sink=sink, scheme=scheme)
+    cache = cache_of(whole, 2, hook_of(method, capacity, sink), capacity=capacity, scheme=scheme)
 
     def restored(rows: Tensor, side: Any) -> Tensor:
         if scheme is None:
@@ -97,11 +94,11 @@ def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
                 else:
                     gone = ages[sink if name == "streaming_llm" else 0]
                 entries[:] = [e for e in entries if e[0] != gone]
-            kept = {int(p) for p in cache.store.positions[head, : cache.store.length]}
+            kept = {int(p) for p in cache.positions[head, : cache.length]}
             assert kept == {e[0] for e in entries}
-    assert cache.store.length == capacity
+    assert cache.length == capacity
     packed = 2 * capacity * 2 * dim * 4 if scheme is None else scheme.nbytes(2, capacity, dim, 4)
-    assert cache.entry_bytes() == packed + 2 * capacity * 4  # and scores
+    assert cache.nbytes() == packed + 2 * capacity * 4  # and scores
 
 
 @pytest.mark.parametrize(
@@ -123,7 +120,8 @@ def test_topk_attends_to_the_largest_logits_and_holds_everything(heavy):
     keys, values = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8)
     scores = (torch.rand(1, 2, 50) < 0.1).float() if heavy else None
     held = CompressedKV(keys, values, None, torch.arange(50).expand(1, 2, 50), scores)
-    cache = cache_of(held, 1, build_method("topk", heavy_hitters=heavy), capacity=50, granted=12)
+    method = build_method("topk", heavy_hitters=heavy)
+    cache = cache_of(held, 1, hook_of(method, 12, 0), capacity=50)
     q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
     output = step(cache, q, k, v, torch.tensor([50]), 0.35)
     for head in range(4):
@@ -149,17 +147,17 @@ PACKED_BY = [
 
 @pytest.mark.parametrize(("scheme", "n"), PACKED_BY, ids=str)
 def test_a_step_attends_to_what_packed_numbers_stand_for(scheme, n):
-    """Rows take their steps together where nothing is packed; they attend as `LayerCache.step` does."""
+    """Rows take their steps together where nothing is packed; they attend as `Cache.step` does."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, 1, 2, n, 16)
     weights = torch.randn(1, 2, n)
     held = CompressedKV(keys, values, weights, torch.arange(n).expand(1, 2, n))
-    cache = cache_of(held, 3, EXACT, capacity=n, scheme=scheme)
+    cache = cache_of(held, 3, capacity=n, scheme=scheme)
     q, k, v = torch.randn(4, 1, 16), torch.randn(2, 1, 16), torch.randn(2, 1, 16)
     outputs = [step(cache.clone(), q, k, v, torch.tensor([n]), 0.25)[:, 0]]
     assert cache.steps_by_kernel == (scheme is None)
     if scheme is None:
-        table = table_of([cache.store])
+        table = addresses_in([cache], [0])
         append_entries(table, [n], k[None, :, 0], v[None, :, 0])
         out, _ = weighted_decode_attention(q[None, :, 0], table, [n + 1], scaling=0.25)
         outputs.append(out[0])
@@ -185,15 +183,15 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
     at = torch.arange(20).expand(1, 2, 20)
     held = CompressedKV(keys, values, None, at, denominators=denominators, value_range=ends)
     how = Quantization(4, 4) if quantized else None
-    whole, single = (cache_of(held, room, EXACT, capacity=20, scheme=how) for room in (3, 0))
+    whole, single = (cache_of(held, room, capacity=20, scheme=how) for room in (3, 0))
     if quantized:
         keys = unpack(pack(keys[0], how, by_channel=True))[None]
         values = unpack(pack(values[0], how, by_channel=False))[None]
     assert not whole.steps_by_kernel
-    before = whole.entry_bytes()
+    before = whole.nbytes()
     q, k, v = torch.randn(4, 3, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
     output = step(whole, q, k, v, torch.arange(20, 23), 0.25)
-    assert whole.entry_bytes() - before == 3 * 2 * (2 * 16 + 1) * 4
+    assert whole.nbytes() - before == 3 * 2 * (2 * 16 + 1) * 4
     for t in range(3):
         one = slice(t, t + 1)
         alone = step(single, q[:, one], k[:, one], v[:, one], torch.tensor([20 + t]), 0.25)
@@ -218,7 +216,7 @@ def test_a_sliding_layer_lets_go_of_what_its_window_has_passed():
     keys, values = torch.randn(1, 2, 600, 8), torch.randn(1, 2, 600, 8)
     queries = torch.randn(4, 600, 8)
     held = CompressedKV(keys[:, :, :9], values[:, :, :9], None, torch.arange(9).expand(1, 2, 9))
-    cache = GrowingCache(store_of(held, 0), capacity=9, window=9)
+    cache = Cache(held, 0, capacity=9, window=9)
     begin = 9
     for tokens in [1] * 300 + [40, 1, 250]:
         new, end = slice(begin, begin + tokens), begin + tokens
@@ -231,11 +229,17 @@ def test_a_sliding_layer_lets_go_of_what_its_window_has_passed():
         )
         torch.testing.assert_close(output, logits.softmax(-1) @ all_values, atol=1e-5, rtol=1e-5)
         begin = end
-        assert cache.store.length <= 9 + 256 + tokens
+        assert cache.length <= 9 + 256 + tokens
 
 
-def fork_of(method: Method, budget: Budget, room: int = 0) -> Fork:
-    return Fork("m", method, budget, 0, "x", room=room)
+def row_of(method: Method, budget: Budget, room: int = 0) -> Row:
+    return Row("m", method, budget, 0, "x", room=room)
+
+
+def hold(row: Row, kept: CompressedKV, capacity: int, layer: LayerKV | None = None) -> None:
+    """Give a row what its method keeps of layer 0."""
+    layer = layer or LayerKV(kept.keys, kept.values, None, 0, 1, 0.3)
+    row._hold(0, kept, capacity, None, layer)
 
 
 @pytest.mark.parametrize("lengths", [(40, 1, 0), (12, 12, 12), (0, 0, 7)])
@@ -248,17 +252,17 @@ def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
     at = torch.where(real, torch.arange(most), -1)[None]
     held = CompressedKV(keys, values, padding, at, lengths=torch.tensor([lengths]))
     budget = Budget(rate=1.0, sink=0, window=0)
-    fork = fork_of(build_method("adakv"), budget)
-    fork.hold(0, held, most)
-    cache = fork.layers[0]
-    assert cache.entry_bytes() == sum(lengths) * 2 * 8 * 4 == held.nbytes
-    ((_, shown, weights),) = entries_of(fork, [0])
+    row = row_of(build_method("adakv"), budget)
+    hold(row, held, most)
+    assert [cache.length for cache in row.caches[0]] == list(lengths)
+    assert row.cache_bytes() == sum(lengths) * 2 * 8 * 4 == held.nbytes
+    ((_, shown, weights),) = entries_of(row, [0])
     assert torch.equal(shown, at[0])
     assert torch.equal(weights, padding[0].exp())
-    twin = cache.clone()
+    twin = row.clone()
     q, k, v = torch.randn(2 * heads, 5, 8), torch.randn(heads, 5, 8), torch.randn(heads, 5, 8)
     positions = torch.arange(50, 55)
-    out = step(cache, q, k, v, positions, 0.3)
+    out = step(row, q, k, v, positions, 0.3)
     for t in range(5):
         one = slice(t, t + 1)
         alone = step(twin, q[:, one], k[:, one], v[:, one], positions[one], 0.3)
@@ -271,11 +275,11 @@ def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
         )
         expected = attend(q[None, :, one], whole, 0.3)[0]
         torch.testing.assert_close(out[:, one].double(), expected, rtol=1e-5, atol=1e-6)
-    assert cache.entries().tolist() == [n + 5 for n in lengths]
-    assert cache.entry_bytes() == (sum(lengths) + 5 * heads) * 2 * 8 * 4
+    assert row.held_entries(0).tolist() == [n + 5 for n in lengths]
+    assert row.cache_bytes() == (sum(lengths) + 5 * heads) * 2 * 8 * 4
     mean = -(-sum(lengths) // heads)
     with pytest.raises(BudgetExceeded):
-        fork_of(build_method("adakv"), budget).hold(0, held, mean - 2)
+        hold(row_of(build_method("adakv"), budget), held, mean - 2)
 
 
 @pytest.mark.parametrize(
@@ -286,10 +290,10 @@ def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
 def test_heads_of_different_lengths_hold_no_scores_signed_weights_or_lone_keys(extra):
     x, at = torch.randn(1, 2, 6, 8), torch.arange(6).expand(1, 2, -1)
     held = CompressedKV(x, x, None, at, lengths=torch.tensor([[6, 4]]))
-    fork = fork_of(build_method("adakv"), Budget(rate=1.0, sink=0, window=0))
-    fork.hold(0, held, 6)
+    row = row_of(build_method("adakv"), Budget(rate=1.0, sink=0, window=0))
+    hold(row, held, 6)
     with pytest.raises(KVError, match="heads of different lengths hold scores"):
-        RaggedCache(replace(held, **extra), lambda part: None)
+        hold(row, replace(held, **extra), 6)
 
 
 def schedule(method: Method, n: int, steps: int) -> list[int]:
@@ -298,14 +302,14 @@ def schedule(method: Method, n: int, steps: int) -> list[int]:
     layer = make_layer(n, kv_heads=2, num_layers=1)
     budget = Budget(size=method.to, sink=0, window=4)
     held = run(method, layer, budget) if method.phase == "tokens" else keep_all(layer)
-    fork = fork_of(method, budget)
-    fork.hold(0, held, n, prompt=layer)
-    cache, lengths = fork.layers[0], []
+    row = row_of(method, budget)
+    hold(row, held, n, layer)
+    (cache,), lengths = row.caches[0], []
     for t in range(steps):
         q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
         step(cache, q, k, v, torch.tensor([n + t]), layer.scaling)
-        lengths.append(cache.store.length)
-        positions = cache.store.positions[:, : cache.store.length]
+        lengths.append(cache.length)
+        positions = cache.positions[:, : cache.length]
         assert positions.diff(dim=-1).gt(0).all(), "true positions, ascending"
         assert int(positions.max()) == n + t
     return lengths
@@ -327,20 +331,20 @@ def test_weights_multiply():
     layer = make_layer(60, kv_heads=2, num_layers=1)
     budget = Budget(size=30, sink=2, window=4)
     method = build_method("recompress", of="uniform", every=2, to=20)
-    fork = fork_of(method, budget)
-    fork.hold(0, run(method, layer, budget), 30, prompt=layer)
-    cache = fork.layers[0]
-    assert cache.store.log_weights is not None
+    row = row_of(method, budget)
+    hold(row, run(method, layer, budget), 30, layer)
+    (cache,) = row.caches[0]
+    assert cache.log_weights is not None
     for t in range(2):
         q, k = torch.randn(4, 1, 8), torch.randn(2, 1, 8)
         step(cache, q, k, k, torch.tensor([60 + t]), 0.3)
-    assert cache.store.length == 20
-    weights = cache.store.log_weights[:, :20].exp()
+    assert cache.length == 20
+    weights = cache.log_weights[:, :20].exp()
     first, again = 54 / 24, 26 / 14
     allowed = torch.tensor([1.0, first, again, first * again])
     assert ((weights[..., None] - allowed).abs().amin(-1) < 1e-4).all()
     assert weights.amax() == pytest.approx(first * again, rel=1e-4)
-    assert fork.cache_bytes() == 20 * 2 * (2 * 8 + 1) * 4 + 4 * 32 * 8 * 4, "the queries count"
+    assert row.cache_bytes() == 20 * 2 * (2 * 8 + 1) * 4 + 4 * 32 * 8 * 4, "the queries count"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -356,13 +360,13 @@ def test_steps_in_half_precision_round_no_logit(scheme, dtype):
     keys[:, 40:60] = (keys[:, 7:8] + torch.randn(2, 20, dim)).to(dtype)
     at = torch.arange(n)
     held = CompressedKV(keys[None, :, :n], values[None, :, :n], None, at.expand(1, 2, n))
-    cache = cache_of(held, 1, EXACT, capacity=n, scheme=scheme)
+    cache = cache_of(held, 1, capacity=n, scheme=scheme)
     grouped = q.view(2, 2, dim)
     logits = grouped.double() @ keys.double().mT
     assert logits.amax() > 65504
     restored = values.double()
     if scheme is not None:
-        packed = cache.store.codecs.keys, cache.store.codecs.values
+        packed = cache.packed
         logits[..., : packed[0].count] = packed[0].dot(grouped.float()).double()
         one = torch.eye(packed[1].count).expand(2, -1, -1)
         restored[:, : packed[1].count] = packed[1].mix(one).double()
@@ -370,7 +374,7 @@ def test_steps_in_half_precision_round_no_logit(scheme, dtype):
     near = dict.fromkeys(("rtol", "atol"), 4e-3 if dtype == torch.bfloat16 else 5e-4)
     output = [step(cache, q, keys[:, n:], values[:, n:], torch.tensor([n]), scaling)]
     if scheme is None:
-        table = entry_table([keys], [values])
+        table = addresses_of([keys], [values])
         output += [weighted_decode_attention(q[None, :, 0], table, [n + 1], scaling=scaling)[0][0]]
         blocks = exact_attention(q[None], keys[None], values[None], scaling=scaling, softcap=1e6)
         output = [output[0], output[1][:, None], blocks[0]]

@@ -13,12 +13,12 @@ from support.generation import CONTEXT, SMALL, tiny_model
 from support.tiny import prompt_ids
 
 from kvbench import compress
+from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import prompt_name
-from kvbench.engine.generate import run_forks
+from kvbench.engine.generate import generate_one
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.engine.model_spec import local_path
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.row import prompt_name
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 
@@ -30,7 +30,7 @@ def alone(model: Any, name: str, question: list[int]) -> Any:
     methods = {name: (build_method(name), Budget(0.25, **SMALL))}
     with kvbench_attention_on(model):
         where: Any = {"example_id": prompt_name(CONTEXT), "compress_after": "context"}
-        results = run_forks(model, CONTEXT, question, methods, Stopping(6), seed=0, **where)
+        results = generate_one(model, CONTEXT, question, methods, Stopping(6), seed=0, **where)
     assert results[name].failure is None
     return results[name].tokens
 
@@ -46,8 +46,10 @@ def test_every_question_is_asked_of_the_same_cache(name: str) -> None:
         assert singly == expected
         assert context.ask_all(QUESTIONS, max_new_tokens=6) == expected
         assert context.tokens == 120
-        assert context.cache_bytes == held == context._fork.cache_bytes()
+        assert context.cache_bytes == held == context._row.cache_bytes()
     assert context.ask(QUESTIONS[0], max_new_tokens=6) == expected[0], "outside the block, too"
+    held_of_a_head = context.kept().groupby(["layer", "head"]).size()
+    assert held_of_a_head.mean() == context.entries["mean"]
     assert model.config._attn_implementation != "kvbench"
     if name not in ("exact", "topk"):
         assert context.ratio < 1
@@ -80,7 +82,7 @@ def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> No
         model.generate(ids, max_new_tokens=2, do_sample=False)  # another generation in between
         held = context.cache_bytes
         context.ask(first, max_new_tokens=6, keep=True)
-        assert (context._fork.cache_bytes() > held) == (name != "h2o"), "which evicts"
+        assert (context._row.cache_bytes() > held) == (name != "h2o"), "which evicts"
         more = torch.cat([out, torch.tensor([second])], dim=1)
         twin = copy.deepcopy(given)
         out = model.generate(more, past_key_values=given, **options)

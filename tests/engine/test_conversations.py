@@ -12,11 +12,17 @@ from support.prompts import facts
 from support.prompts import methods as variants
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
+from kvbench.engine import device as memory
 from kvbench.engine import generate as engine
-from kvbench.engine import memory
-from kvbench.engine.fork import Fork, copies_at_once
-from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.answer import Stopping
+from kvbench.engine.generate import (
+    Prompt,
+    Question,
+    copies_at_once,
+    generate,
+    generate_each,
+)
+from kvbench.engine.row import Row
 from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method
 
@@ -24,7 +30,10 @@ NOT_HERE = ("kvpress", "minference", "transformers")
 """Methods that need their packages, and one that kvbench does not decode."""
 SMALL = Budget(rate=0.25, sink=4, window=4)
 QUESTIONS = [prompt_ids(90)[60:80], prompt_ids(40)[30:], prompt_ids(90)[60:75]]
-WITHOUT_TOKENIZER = {"kvzip": {"instructed": False}}
+WITHOUT_TOKENIZER: dict[str, Any] = {
+    "kvzip": {"instructed": False},
+    "solved": {"options": {"instructed": False}},
+}
 METHODS = {
     name: build_method(name, **WITHOUT_TOKENIZER.get(name, {}))
     for name in available_methods()
@@ -35,16 +44,18 @@ METHODS = {
 def prompt_of(methods: dict[str, Any], new: int = 10) -> Prompt:
     budgets = {label: (method, SMALL) for label, method in methods.items()}
     questions = [[Question(ids, Stopping(new))] for ids in QUESTIONS]
-    return Prompt(prompt_ids(120), (), budgets, Stopping(new), "x", conversations=questions)
+    return Prompt(prompt_ids(120), budgets, "x", questions)
 
 
 def test_questions_are_answered_as_in_separate_runs() -> None:
     model = on_kvbench(tiny_model("llama"))
     prompt = prompt_of(METHODS)
-    together = run_conversations(model, [prompt], seed=3)[0]
+    together = generate(model, [prompt], seed=3)[0]
     for i, question in enumerate(QUESTIONS):
-        alone = replace(prompt, question_ids=question, conversations=())
-        (separate,) = run_batch(model, [alone], seed=3, compress_after="context")
+        alone = Prompt.of(
+            prompt.ids, question, prompt.methods, Stopping(10), "x", compress_after="context"
+        )
+        (separate,) = generate_each(model, [alone], seed=3)
         for name, answers in together.items():
             assert answers[i].failure is None, name
             assert facts({name: answers[i]}) == facts({name: separate[name]})
@@ -59,14 +70,14 @@ def test_as_many_conversations_at_once_as_memory_has_room_for(
     model = on_kvbench(tiny_model("llama"))
     prompt = prompt_of({name: METHODS[name] for name in ("exact", "snapkv")})
     rows: list[int] = []
-    real = engine.decode_rows
+    real = engine.decode
     monkeypatch.setattr(
-        engine, "decode_rows", lambda m, batch, g: (rows.append(len(batch)), real(m, batch, g))
+        engine, "decode", lambda m, batch, g: (rows.append(len(batch)), real(m, batch, g))
     )
-    wide = run_conversations(model, [prompt], seed=0)[0]
+    wide = generate(model, [prompt], seed=0)[0]
     monkeypatch.setattr(memory, "total_bytes", lambda device: 1)
     monkeypatch.setattr(memory, "used_bytes", lambda device: 1)
-    short = run_conversations(model, [prompt], seed=0)[0]
+    short = generate(model, [prompt], seed=0)[0]
     assert rows == [6, 2, 2, 2]
     assert [facts({"x": a}) for label in wide for a in wide[label]] == [
         facts({"x": a}) for label in short for a in short[label]
@@ -90,13 +101,13 @@ def test_copies_take_half_of_the_free_memory(
 ) -> None:
     monkeypatch.setattr(memory, "total_bytes", lambda device: total)
     monkeypatch.setattr(memory, "used_bytes", lambda device: used)
-    forks: list[Any] = []
+    rows: list[Any] = []
     for held in (20, 80):
-        fork = Fork("m", METHODS["exact"], SMALL, 0, "x", room=0)
-        fork.layers[0] = SimpleNamespace(reserved_bytes=lambda held=held: held)  # type: ignore
-        forks.append(fork)
-    assert copies_at_once(forks, most, torch.device("cpu")) == copies
-    empty = [Fork("m", METHODS["exact"], SMALL, 0, "x", room=0)]
+        row = Row("m", METHODS["exact"], SMALL, 0, "x", room=0)
+        row.caches[0] = (SimpleNamespace(reserved_bytes=lambda held=held: held),)  # type: ignore
+        rows.append(row)
+    assert copies_at_once(rows, most, torch.device("cpu")) == copies
+    empty = [Row("m", METHODS["exact"], SMALL, 0, "x", room=0)]
     assert copies_at_once(empty, most, torch.device("cpu")) == most, "nothing is copied"
 
 
@@ -105,11 +116,11 @@ def test_prompts_with_unlike_many_conversations_get_all_their_answers() -> None:
     three = prompt_of({name: METHODS[name] for name in ("exact", "snapkv")})
     one = replace(three, conversations=three.conversations[1:2], example_id="y")
     for prompts, counts in (([three, one], [3, 1]), ([one, three], [1, 3])):
-        results = run_conversations(model, prompts, seed=0)
+        results = generate(model, prompts, seed=0)
         assert [len(answers["snapkv"]) for answers in results] == counts
         wide, narrow = results if counts[0] == 3 else reversed(results)
         assert narrow["exact"][0].tokens == wide["exact"][1].tokens
-        assert all(answer.decode_s > 0 for answers in results for answer in answers["exact"])
+        assert all(answer.cost.decode_s > 0 for answers in results for answer in answers["exact"])
 
 
 def test_the_time_of_an_answer_is_its_prompts_own_and_what_is_shared(
@@ -117,21 +128,21 @@ def test_the_time_of_an_answer_is_its_prompts_own_and_what_is_shared(
 ) -> None:
     """By a clock that goes on by 2 s when a prompt's questions are read, by 5 s when all decode."""
     now, seen = [100.0], []
-    real_ask, real_decode = engine._ask, engine.decode_rows
+    real_ask, real_decode = engine._ask, engine.decode
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def ask(*given: Any) -> None:
         real_ask(*given)
         now[0] += 2.0
 
-    def decode(model: Any, rows: Any, graphs: Any) -> None:
+    def decode(model: Any, rows: Any, steps: Any) -> None:
         seen.append([row.spent_s for row in rows])
-        real_decode(model, rows, graphs)
+        real_decode(model, rows, steps)
         now[0] += 5.0
 
     monkeypatch.setattr(engine, "_ask", ask)
-    monkeypatch.setattr(engine, "decode_rows", decode)
+    monkeypatch.setattr(engine, "decode", decode)
     one = prompt_of({"exact": METHODS["exact"]}, new=2)
     one = replace(one, conversations=[[question for (question,) in one.conversations[:2]]])
-    run_conversations(on_kvbench(tiny_model("llama")), [one, replace(one, example_id="y")], seed=0)
+    generate(on_kvbench(tiny_model("llama")), [one, replace(one, example_id="y")], seed=0)
     assert seen == [[2.0, 2.0], [9.0, 9.0]]

@@ -17,14 +17,15 @@ from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
 from kvbench import compress
-from kvbench.engine import graphs
+from kvbench.engine import steps as captured
+from kvbench.engine.answer import Stopping
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.context import Context
-from kvbench.engine.fork import Fork
-from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.generate import Prompt, generate_each
 from kvbench.engine.prefill import prefill
+from kvbench.engine.rotary import rotary_of
+from kvbench.engine.row import Row
 from kvbench.engine.scoring import read, score
-from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
@@ -43,11 +44,13 @@ def model_on(device: str | torch.device, layers: int = 2, kind: str = "llama") -
     return model.to(device)
 
 
-def answers(model: Any, names: Any, n: int = 72, new: int = 3, **how: Any) -> Any:
+def answers(
+    model: Any, names: Any, n: int = 72, new: int = 3, steps: Any = None, **how: Any
+) -> Any:
     methods = {name: (build_method(METHODS[name][0], **METHODS[name][1]), SMALL) for name in names}
     ids = prompt_ids(n)
-    prompts = [Prompt(ids[: n - 9], ids[n - 9 :], methods, Stopping(new), "x")]
-    (found,) = run_batch(model, prompts, seed=3, **how)
+    prompts = [Prompt.of(ids[: n - 9], ids[n - 9 :], methods, Stopping(new), "x", **how)]
+    (found,) = generate_each(model, prompts, seed=3, steps=steps)
     assert {name: result.failure for name, result in found.items()} == dict.fromkeys(found)
     return facts(found)
 
@@ -66,11 +69,11 @@ def test_what_is_not_finite_is_refused_with_its_layer(part, value, name, monkeyp
     model = model_on(CUDA)
     with torch.no_grad():
         getattr(model.model.layers[1].self_attn, part).weight[-1] = value
-    fork = Fork(name, build_method(name), SMALL, 0, "x", room=2)
+    row = Row(name, build_method(name), SMALL, 0, "x", room=2)
     kind = {"k_proj": "keys", "v_proj": "values"}[part]
     heads = model.config.num_key_value_heads
     with pytest.raises(KVError, match=f"{kind} of layer 1, KV head {heads - 1} are not finite"):
-        prefill(model, prompt_ids(72), [fork])
+        prefill(model, prompt_ids(72), [row])
 
 
 @needs_pretend
@@ -90,9 +93,9 @@ def test_the_prefills_attention_returns_its_normalisers(backend, monkeypatch):
 
 
 def prefilled(model: Any, method: Method, batch: int, new: int) -> None:
-    fork = Fork("m", method, SMALL, 0, "x", room=new)
-    prefill(model, prompt_ids(72), [fork])
-    assert (fork.failure, fork.ledger.compress_s > 0) == (None, True)
+    row = Row("m", method, SMALL, 0, "x", room=new)
+    prefill(model, prompt_ids(72), [row])
+    assert (row.failure, row.compress_s > 0) == (None, True)
 
 
 def generated(model: Any, method: Method, batch: int, new: int) -> None:
@@ -117,21 +120,22 @@ def scored(model: Any, method: Method, batch: int, new: int) -> None:
 def cost(way: Callable[..., None], name: str, layers: int, batch: int, new: int) -> Any:
     """Waits and launches, and their lines."""
     model, method = model_on(CUDA, layers), build_method(METHODS[name][0], **METHODS[name][1])
+    rotary_of(model, range(layers), 9, CUDA)  # asked once a model
     found = counted(lambda: way(model, method, batch, new), "sync", "launch")
     return [sum(n for x, n in found.items() if x.startswith(k)) for k in ("sync", "launch")], found
 
 
 @needs_pretend
 def test_a_captured_step_serves_later_prompts(monkeypatch):
-    monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
-    steps = graphs.StepGraphs()
+    monkeypatch.setattr(captured, "WORTH_STEPS", 2)
+    steps = captured.Steps()
     names = ["exact", "h2o", "balancekv", "streaming_llm"]
     names += ["adakv", "exact_4bit", "snapkv_2bit", "adakv_4bit"]
     monkeypatch.setattr(steps, "capture", capture := Mock(side_effect=steps.capture))
     on_gpu, on_cpu = model_on(CUDA), model_on(CPU)
     for n in (72, 69):
         monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-        rows = answers(on_gpu, names, n, new=12, graphs=steps)
+        rows = answers(on_gpu, names, n, new=12, steps=steps)
         monkeypatch.setenv("KVBENCH_KERNELS", "torch")
         assert rows == answers(on_cpu, names, n, new=12)
     assert capture.call_count == 1
@@ -152,8 +156,8 @@ def test_a_step_is_captured_on_the_gpu_of_its_model(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
-    monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
-    rows = answers(model_on(last), ["exact", "snapkv"], new=12, graphs=graphs.StepGraphs())
+    monkeypatch.setattr(captured, "WORTH_STEPS", 2)
+    rows = answers(model_on(last), ["exact", "snapkv"], new=12, steps=captured.Steps())
     assert captures == [(last, last.index)]
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
     assert rows == answers(model_on(CPU), ["exact", "snapkv"], new=12)
@@ -168,11 +172,11 @@ def test_a_step_is_captured_on_the_gpu_of_its_model(monkeypatch):
     ],
 )
 def test_compression_waits_at_no_layer(way, name, monkeypatch):
-    """Whether keys are finite, entries, seals and clocks are read once per prompt."""
+    """Whether keys and logits are finite, entries and clocks are read once per prompt."""
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
     ((few, _), _), ((many, _), found) = cost(way, name, 1, 2, 1), cost(way, name, 3, 2, 1)
     assert many == few, found
-    assert few <= (7 if way is prefilled else 12)
+    assert few <= (7 if way is prefilled else 13)
 
 
 @needs_pretend
@@ -188,7 +192,7 @@ def test_a_token_waits_for_itself_and_no_launch_is_one_row_s(
     way, name, waits, a_layer, monkeypatch
 ):
     monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    monkeypatch.setattr(graphs, "WORTH_STEPS", 2)
+    monkeypatch.setattr(captured, "WORTH_STEPS", 2)
 
     def a_token(layers: int, batch: int) -> float:
         (few, _), (many, found) = (cost(way, name, layers, batch, new) for new in (6, 8))

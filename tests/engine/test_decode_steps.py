@@ -23,15 +23,14 @@ from support.tiny import prompt_ids, tiny_model
 from torch._inductor.utils import run_and_get_code
 
 from kvbench import compress
-from kvbench.engine import graphs
-from kvbench.engine.cache import GrowingCache
+from kvbench.engine.answer import Stopping
+from kvbench.engine.cache import Cache
 from kvbench.engine.context import Context
-from kvbench.engine.decoding import _Counters
-from kvbench.engine.fork import Fork
-from kvbench.engine.generate import Prompt, run_batch
-from kvbench.engine.graphs import StepGraphs
+from kvbench.engine.decode import Counts
+from kvbench.engine.generate import Prompt, generate_each
 from kvbench.engine.model_spec import ModelSpec
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.row import Row
+from kvbench.engine.steps import Steps
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods import available_methods, build_method, method_class
 from kvbench.methods.base import Held, Method
@@ -66,32 +65,32 @@ def evicting(name: str) -> Method:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the caches of a generation did: the most entries after any token, and their ends."""
     found = SimpleNamespace(lengths=[], ends=[])
-    attend, move_on, audit = GrowingCache._append_and_attend, _Counters.advance, Fork.audit
+    attend, move_on, audit = Cache._attend, Counts.advance, Row.audit
 
-    def attended(cache: GrowingCache, *given: Any) -> Any:
+    def attended(cache: Cache, *given: Any) -> Any:
         out = attend(cache, *given)
-        found.lengths.append(int(cache.entries().max()))
+        found.lengths.append(int(cache.count().max()))
         return out
 
-    def moved_on(counters: _Counters) -> None:
-        move_on(counters)
-        found.lengths.extend(counters.lengths.tolist())
+    def moved_on(counts: Counts) -> None:
+        move_on(counts)
+        found.lengths.extend(counts.entries.tolist())
 
-    def audited(fork: Fork) -> None:
-        caches = fork.layers.items()
+    def audited(row: Row) -> None:
+        caches = row.caches.items()
         found.ends.append(
-            {i: c.store.positions[:, : c.store.length].sort(-1).values.tolist() for i, c in caches}
+            {i: c.positions[:, : c.length].sort(-1).values.tolist() for i, (c,) in caches}
         )
-        audit(fork)
+        audit(row)
 
-    monkeypatch.setattr(GrowingCache, "_append_and_attend", attended)
-    monkeypatch.setattr(_Counters, "advance", moved_on)
-    monkeypatch.setattr(Fork, "audit", audited)
+    monkeypatch.setattr(Cache, "_attend", attended)
+    monkeypatch.setattr(Counts, "advance", moved_on)
+    monkeypatch.setattr(Row, "audit", audited)
     return found
 
 
 def generate(path: str, n: int, method: Method, budget: Budget = ROOM) -> Any:
-    """A generation of `NEW` tokens from an n-token prompt: what the path says of it."""
+    """A generation of `NEW` tokens from an n-token prompt: what the path says that it cost."""
     ids, model = prompt_ids(n), tiny_model("llama")
     if path == "live":
         rate = budget.rate if budget.size is None else None
@@ -107,14 +106,14 @@ def generate(path: str, n: int, method: Method, budget: Budget = ROOM) -> Any:
         return session.rows[0]
     model.set_attn_implementation("kvbench")
     split, pair = n - 10, {"m": (method, budget)}
-    prompts = [Prompt(ids[:split], ids[split:], pair, Stopping(NEW), "p")]
-    if path == "batched":  # beside a prompt that is over the budget from the start
-        prompts.append(Prompt(prompt_ids(90), [], pair, Stopping(NEW - 20), "longer"))
     after = "context" if path == "context" else "prompt"
-    result = run_batch(model, prompts, seed=0, compress_after=after)[0]["m"]
+    prompts = [Prompt.of(ids[:split], ids[split:], pair, Stopping(NEW), "p", compress_after=after)]
+    if path == "batched":  # beside a prompt that is over the budget from the start
+        prompts.append(Prompt.of(prompt_ids(90), [], pair, Stopping(NEW - 20), "longer"))
+    result = generate_each(model, prompts, seed=0)[0]["m"]
     if result.failure is not None:
         raise result.failure
-    return result
+    return result.cost
 
 
 @pytest.mark.parametrize("n", [40, 50, 51])
@@ -168,9 +167,9 @@ def test_a_cache_that_never_fills_is_exact_and_says_so(name: str, seen: Any) -> 
     model.set_attn_implementation("kvbench")
     whole = [Budget(rate=1.0), Budget(total_rate=1.0, sink=0, window=0)]
     for budget, new in ((ROOM, 11), *((each, 30) for each in whole)):
-        prompt = Prompt(ids, [], {"m": (evicting(name), budget)}, Stopping(new), "x")
-        found = run_batch(model, [prompt], seed=0)[0]["m"]
-        assert (found.tokens, found.compressed, found.failure) == (expected[:new], False, None)
+        prompt = Prompt.of(ids, [], {"m": (evicting(name), budget)}, Stopping(new), "x")
+        found = generate_each(model, [prompt], seed=0)[0]["m"]
+        assert (found.tokens, found.cost.compressed, found.failure) == (expected[:new], False, None)
     seen.lengths.clear()  # a rate's budget is sink, window and its share of the middle
     generate("shared", 30, evicting(name), Budget(rate=0.25, sink=20, window=20))
     assert max(seen.lengths) == 40
@@ -198,22 +197,23 @@ def test_what_is_held_while_decoding_is_what_each_step_left(architecture: str) -
     pairs = {label: (method, Budget(size=44, sink=4, window=4)) for label, method in made.items()}
     ends: dict[str, list[int]] = {label: [] for label in HELD}
     for tokens in range(1, new + 1):
-        prompt = Prompt(ids, [], pairs, Stopping(tokens), "x")
-        (found,) = run_batch(model, [prompt], seed=0)
+        prompt = Prompt.of(ids, [], pairs, Stopping(tokens), "x")
+        (found,) = generate_each(model, [prompt], seed=0)
         for label, one in found.items():
             assert one.failure is None, (label, one.failure)
-            ends[label].append(one.cache_bytes_end)  # type: ignore[arg-type]
-    for label, one in found.items():
-        assert one.exact_bytes_mean == pytest.approx(sum(ends["exact"]) / new), label
+            ends[label].append(one.cost.cache_bytes_end)  # type: ignore[arg-type]
+    for label, answer in found.items():
+        cost = answer.cost
+        assert cost.exact_bytes_mean == pytest.approx(sum(ends["exact"]) / new), label
         if label != "rkv":
-            assert (one.cache_bytes_peak, one.cache_bytes_mean) == (
+            assert (cost.cache_bytes_peak, cost.cache_bytes_mean) == (
                 max(ends[label]),
                 pytest.approx(sum(ends[label]) / new),
             ), label
             continue
         # what a token attends to, before it is compressed again
-        assert max(ends[label]) <= one.cache_bytes_peak  # type: ignore[operator]
-        assert sum(ends[label]) / new <= one.cache_bytes_mean < one.exact_bytes_mean  # type: ignore[operator]
+        assert max(ends[label]) <= cost.cache_bytes_peak  # type: ignore[operator]
+        assert sum(ends[label]) / new <= cost.cache_bytes_mean < cost.exact_bytes_mean  # type: ignore[operator]
 
 
 def test_what_left_while_decoding_counts_as_compressed_and_in_the_ratio(tmp_path: Path) -> None:
@@ -247,13 +247,13 @@ ALONE = ("topk", "subgen_streaming", "balancekv_streaming", "exact_4bit", "snapk
 """Methods whose rows decode one by one."""
 
 
-def capturable_prompts(new_tokens: int = 40) -> list[Prompt]:
+def capturable_prompts(new_tokens: int = 40) -> list[dict[str, Any]]:
     return [
-        replace(
-            prompt,
-            methods={k: v for k, v in prompt.methods.items() if k not in ALONE},
-            stopping=replace(prompt.stopping, max_new_tokens=new_tokens - 7 * i),
-        )
+        prompt
+        | {
+            "methods": {k: v for k, v in prompt["methods"].items() if k not in ALONE},
+            "stopping": replace(prompt["stopping"], max_new_tokens=new_tokens - 7 * i),
+        }
         for i, prompt in enumerate(unlike_prompts())
     ]
 
@@ -261,23 +261,28 @@ def capturable_prompts(new_tokens: int = 40) -> list[Prompt]:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps count as captured on a CPU, and are run again instead of replayed; their rows."""
-    captured = []
+    captured, should_capture = [], Steps.should_capture
+    on_a_gpu = [SimpleNamespace(device=torch.device("cuda"))]
 
     def capture(self: Any, model: Any, step: Any, *_: Any) -> Any:
         captured.append(len(step.__self__.rows))
         return lambda: step()
 
-    monkeypatch.setattr(StepGraphs, "capture", capture)
-    monkeypatch.setattr(StepGraphs, "is_possible", lambda self, model: True)
-    monkeypatch.setattr(graphs, "WORTH_STEPS", 4)
+    def as_on_a_gpu(self: Any, model: Any, steps: int) -> bool:
+        there: Any = SimpleNamespace(config=model.config, parameters=lambda: on_a_gpu)
+        return should_capture(self, there, steps)
+
+    monkeypatch.setattr(Steps, "capture", capture)
+    monkeypatch.setattr(Steps, "should_capture", as_on_a_gpu)
+    monkeypatch.setattr("kvbench.engine.steps.WORTH_STEPS", 4)
     return captured
 
 
-def both_ways(prompts: list[Prompt], *where: str, steps: Any = None, **how: Any) -> Any:
-    """The answers of steps that are captured, and of steps that are not."""
-    model = model_on(*where)
-    eager = run_batch(model, prompts, seed=1, **how, graphs=StepGraphs("eager"))
-    graph = run_batch(model, prompts, seed=1, **how, graphs=steps)
+def both_ways(asked: list[dict[str, Any]], *where: str, steps: Any = None, **how: Any) -> Any:
+    """The answers of steps that are captured, and of steps that are not, to prompts (`Prompt.of`)."""
+    model, prompts = model_on(*where), [Prompt.of(**one, **how) for one in asked]
+    eager = generate_each(model, prompts, seed=1, steps=Steps("eager"))
+    graph = generate_each(model, prompts, seed=1, steps=steps)
     return [facts(answer) for answer in graph], [facts(answer) for answer in eager]
 
 
@@ -292,14 +297,23 @@ def test_rows_that_ended_change_nothing_for_those_that_go_on(
 
 
 def test_eviction_is_captured_and_rows_that_step_one_by_one_are_apart(pretended: list[int]) -> None:
-    prompt = replace(unlike_prompts()[0], stopping=Stopping(30))
+    prompt = unlike_prompts()[0] | {"stopping": Stopping(30)}
     graph, eager = both_ways([prompt])
     assert graph == eager
-    assert pretended == [len(set(prompt.methods) - set(ALONE))]
+    assert pretended == [len(set(prompt["methods"]) - set(ALONE))]
     pretended.clear()
     both = {name: (evicting(name), ROOM) for name in EVICTING}
     graph, eager = both_ways(
-        [Prompt(prompt_ids(n), [], both, Stopping(40), f"p{n}") for n in (30, 45)]
+        [
+            {
+                "context_ids": prompt_ids(n),
+                "question_ids": [],
+                "methods": both,
+                "stopping": Stopping(40),
+                "example_id": f"p{n}",
+            }
+            for n in (30, 45)
+        ]
     )
     assert graph == eager
     assert pretended == [6]
@@ -313,8 +327,7 @@ def test_a_context_tries_a_capture_that_fails_once(
         self.failed = True
         pretended.append(1)
 
-    monkeypatch.setattr(StepGraphs, "capture", fails)
-    monkeypatch.setattr(StepGraphs, "is_possible", lambda self, model: not self.failed)
+    monkeypatch.setattr(Steps, "capture", fails)
     context = Context(model_on(), evicting("h2o"), ROOM, prompt_ids(60))
     assert context.ask([5], max_new_tokens=12) == context.ask([5], max_new_tokens=12)
     assert pretended == [1]
@@ -322,16 +335,16 @@ def test_a_context_tries_a_capture_that_fails_once(
 
 def test_which_step_is_recalled(pretended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[Any] = []  # larger chunks round otherwise, and a run that goes on captures anew
-    monkeypatch.setattr(StepGraphs, "recall", lambda self, kind, tensors: kinds.append(kind))
-    monkeypatch.setattr("kvbench.kernels.entry_table.multiprocessors", lambda device: 3)
+    monkeypatch.setattr(Steps, "recall", lambda self, kind, tensors: kinds.append(kind))
+    monkeypatch.setattr("kvbench.kernels.addresses.multiprocessors", lambda device: 3)
     model, pairs = model_on(), {name: (build_method("exact"), ROOM) for name in "ab"}
     for n in (280, 279, 400):
-        run_batch(model, [Prompt(prompt_ids(n), [], pairs, Stopping(9), "p")], seed=1)
+        generate_each(model, [Prompt.of(prompt_ids(n), [], pairs, Stopping(9), "p")], seed=1)
     assert [kinds.index(kind) for kind in kinds] == [0, 0, 2]
 
 
 def test_the_cpu_captures_nothing() -> None:
-    assert not StepGraphs().is_possible(model_on())
+    assert not Steps().should_capture(model_on(), 10_000)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +368,7 @@ def test_what_decode_cannot_be_on_a_cpu(
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 def test_a_compiled_step_has_the_tokens_of_eager_ones_and_fewer_launches() -> None:
     """Attention's own three launches are not in compiled code: at most 20 a layer with them."""
-    steps = StepGraphs("compiled")
+    steps = Steps("compiled")
     (graph, eager), codes = run_and_get_code(both_ways, capturable_prompts(12)[:1], steps=steps)
     assert graph == eager
     calls = re.findall(r"(?:cpp_fused\w*|extern_kernels\.\w+)\(", "".join(codes))
@@ -369,13 +382,13 @@ def test_a_compiled_step_has_the_tokens_of_eager_ones_and_fewer_launches() -> No
 def test_replayed_steps_give_the_tokens_of_eager_ones(
     architecture: str, compress_after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, replay = StepGraphs(), torch.cuda.CUDAGraph.replay
+    steps, replay = Steps(), torch.cuda.CUDAGraph.replay
     captures: list[int] = []
     replays: list[int] = []
 
     def captured(*given: Any) -> Any:
         captures[-1] += 1
-        return StepGraphs.capture(steps, *given)
+        return Steps.capture(steps, *given)
 
     def replayed(graph: torch.cuda.CUDAGraph) -> None:
         replays[-1] += 1
@@ -387,7 +400,9 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     for shorter in range(2):
         captures.append(0)
         replays.append(0)
-        prompts = [replace(p, context_ids=p.context_ids[shorter:]) for p in capturable_prompts(60)]
+        prompts = [
+            one | {"context_ids": one["context_ids"][shorter:]} for one in capturable_prompts(60)
+        ]
         graph, eager = both_ways(prompts, "cuda", architecture, **how)
         assert graph == eager
     first, later = captures

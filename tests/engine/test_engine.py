@@ -20,14 +20,14 @@ from support.tiny import (
     tiny_model,
 )
 
-from kvbench.engine import threads
+from kvbench.engine import device
+from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import compressible_layers, head_shapes
 from kvbench.engine.attention import LayerCall, UnsupportedModel, exact_attention, register
-from kvbench.engine.entries import Entries
-from kvbench.engine.fork import Fork
-from kvbench.engine.guard import check_finite, refuse_non_finite
+from kvbench.engine.cache import Cache
+from kvbench.engine.check import check_finite, refuse_non_finite
 from kvbench.engine.prefill import capture_layers, layer_kv
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.row import Row
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import build_method
 
@@ -47,13 +47,13 @@ def test_exact_and_keep_everything_generate_what_transformers_generates(
     for label, result in results.items():
         assert result.failure is None, label
         assert result.tokens == expected, label
-    assert not results["exact"].compressed
+    assert not results["exact"].cost.compressed
     for result in results.values():
-        assert result.cache_bytes == result.exact_bytes
+        assert result.cost.cache_bytes == result.cost.exact_bytes
 
 
 @pytest.mark.parametrize("architecture", sorted(CONFIGS))
-def test_compressed_forks_hold_their_budget_on_every_architecture(architecture):
+def test_compressed_rows_hold_their_budget_on_every_architecture(architecture):
     model = tiny_model(architecture)
     on_kvbench(model)
     ids = prompt_ids(80)
@@ -63,14 +63,14 @@ def test_compressed_forks_hold_their_budget_on_every_architecture(architecture):
     layers = compressible_layers(model)
     for label, result in generate(model, ids, methods).items():
         assert result.failure is None, label
-        assert result.entries == {"mean": SMALL.capacity(80), "max": SMALL.capacity(80)}, label
+        assert result.cost.entries == {"mean": SMALL.capacity(80), "max": SMALL.capacity(80)}, label
         expected = 0
         for index, (_, heads, key_dim, value_dim) in enumerate(head_shapes(model.config)):
             # sliding-window layers are left whole: their last 24 entries
             entries = SMALL.capacity(80) if index in layers else 24
             weighted = index in layers and label in ("uniform", "h2o")
             expected += entries * heads * (key_dim + value_dim + weighted) * 4
-        assert result.cache_bytes == expected, label
+        assert result.cost.cache_bytes == expected, label
 
 
 class ByHead(Everything):
@@ -100,7 +100,7 @@ def test_sinks_have_their_share_in_every_cache_and_cost_nothing(architecture):
     for label, result in generate(model, ids, methods, new_tokens=24).items():
         assert result.failure is None, label
         assert result.tokens == expected, label
-        assert result.entries == {"mean": 80, "max": 80}, label
+        assert result.cost.entries == {"mean": 80, "max": 80}, label
 
 
 @pytest.mark.parametrize("sinks", [None, [0.5, -3.0, 9.0, 40.0]])
@@ -141,7 +141,7 @@ def test_generation_ends_at_any_end_token_and_is_cut_at_stop_strings():
     ends = Stopping(16, frozenset({third, 9999}))
     result = generate(model, ids, exact, stopping=ends)["exact"]
     assert result.tokens == expected[: expected.index(third)]
-    assert result.new_tokens == len(result.tokens) + 1
+    assert result.cost.new_tokens == len(result.tokens) + 1
 
     def decode(tokens: list[int]) -> str:
         return " ".join(f"t{token}" for token in tokens)
@@ -169,18 +169,18 @@ def test_a_text_is_cut_at_its_first_stop_string(strings, text, left):
 
 def test_what_methods_note_goes_to_the_device_of_each_layer(monkeypatch):
     went = []
-    real = Fork.carry_to
+    real = Row.carry_to
     monkeypatch.setattr(
-        Fork, "carry_to", lambda fork, device: (went.append(device), real(fork, device))
+        Row, "carry_to", lambda row, device: (went.append(device), real(row, device))
     )
     generate(
         on_kvbench(tiny_model("llama")), prompt_ids(60), {"m": (build_method("snapkv"), SMALL)}
     )
     assert went == [torch.device("cpu")] * 4
-    fork = Fork("m", build_method("snapkv"), SMALL, 0, "x", room=0)
-    fork.carried["noted"] = torch.zeros(3)
-    fork.carry_to(torch.device("meta"))
-    assert fork.carried["noted"].is_meta
+    row = Row("m", build_method("snapkv"), SMALL, 0, "x", room=0)
+    row.carried["noted"] = torch.zeros(3)
+    row.carry_to(torch.device("meta"))
+    assert row.carried["noted"].is_meta
 
 
 def test_captured_layers_are_what_the_layers_saw():
@@ -212,7 +212,7 @@ def test_what_the_cache_would_get_wrong_is_refused_by_what_happens_in_the_pass(
 
 
 def test_exact_whose_bytes_are_not_the_models_fails(monkeypatch):
-    monkeypatch.setattr(Entries, "nbytes", lambda entries, count: 7)
+    monkeypatch.setattr(Cache, "nbytes", lambda cache: 7)
     exact = {"exact": (build_method("exact"), SMALL)}
     result = generate(on_kvbench(tiny_model("llama")), prompt_ids(20), exact)["exact"]
     assert "the exact cache holds 28 bytes" in str(result.failure)
@@ -285,9 +285,9 @@ def test_seconds_of_compression_are_not_the_prefills(monkeypatch):
     model = tiny_model("llama")
     on_kvbench(model)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    result = generate(model, prompt_ids(40), {"slow": (Slow(), SMALL)}, new_tokens=1)["slow"]
-    assert (result.prefill_s, result.decode_s) == (0.0, 0.0)
-    assert result.compress_s == model.config.num_hidden_layers
+    cost = generate(model, prompt_ids(40), {"slow": (Slow(), SMALL)}, new_tokens=1)["slow"].cost
+    assert (cost.prefill_s, cost.decode_s) == (0.0, 0.0)
+    assert cost.compress_s == model.config.num_hidden_layers
 
 
 def call(
@@ -350,7 +350,7 @@ def test_a_pass_runs_on_the_threads_that_it_needs(monkeypatch):
         ),
         with_kwargs=True,
     )
-    monkeypatch.setattr(threads, "SMALL", 20 * 64 * 256)
+    monkeypatch.setattr(device, "SMALL", 20 * 64 * 256)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

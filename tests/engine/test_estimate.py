@@ -17,7 +17,7 @@ from kvbench.methods import build_method
 def test_the_exact_caches_bytes_are_known_from_the_config(architecture: str, n: int) -> None:
     methods = {"m": (build_method("exact"), Budget())}
     result = generate(on_kvbench(tiny_model(architecture)), prompt_ids(n), methods)["m"]
-    assert shape_of(CONFIGS[architecture](), torch.float32).bytes(n, n) == result.exact_bytes
+    assert shape_of(CONFIGS[architecture](), torch.float32).bytes(n, n) == result.cost.exact_bytes
 
 
 def test_of_a_budget_and_of_few_bits_in_every_layer() -> None:
@@ -25,4 +25,4 @@ def test_of_a_budget_and_of_few_bits_in_every_layer() -> None:
     budget = Budget(rate=0.25, sink=8, window=8)
     found = generate(on_kvbench(tiny_model("llama")), prompt_ids(144), {"m": (method, budget)})["m"]
     shape = shape_of(CONFIGS["llama"](), torch.float32)
-    assert shape.bytes(144, budget.capacity(144), method.quantization()) == found.cache_bytes
+    assert shape.bytes(144, budget.capacity(144), method.quantization()) == found.cost.cache_bytes

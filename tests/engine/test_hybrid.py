@@ -1,4 +1,4 @@
-"""Hybrid models: full layers compressed, states of the others carried on by every fork."""
+"""Hybrid models: full layers compressed, states of the others carried on by every row."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def test_generates_what_transformers_generates_and_counts_both(name, compress_af
     layers, per_entry = len(compressible_layers(model)), 2 * 16 * 2 * 4
     held = sum(part.nbytes for part in states)
     assert held > 0
-    assert results["exact"].cache_bytes == layers * n * per_entry + held
-    assert results["exact"].exact_bytes == results["exact"].cache_bytes
-    assert results["snapkv"].cache_bytes == layers * SMALL.capacity(n) * per_entry + held
+    assert results["exact"].cost.cache_bytes == layers * n * per_entry + held
+    assert results["exact"].cost.exact_bytes == results["exact"].cost.cache_bytes
+    assert results["snapkv"].cost.cache_bytes == layers * SMALL.capacity(n) * per_entry + held
 
 
 def parts_of(layer: Any) -> list[Tensor]:

@@ -15,9 +15,9 @@ from support.variants import VARIANTS, label
 
 import kvbench
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.kept import MOST_PIECES, strips_of
 from kvbench.engine.prefill import prefill
+from kvbench.engine.row import Row, prompt_name
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.run.runner import run_job
@@ -26,29 +26,29 @@ SMALL: dict[str, Any] = {"sink": 4, "window": 4}
 PROMPT = "the quick brown fox jumps over the lazy dog. " * 4
 
 
-def fork_of(method: Any, ids: list[int]) -> Fork:
+def row_of(method: Any, ids: list[int]) -> Row:
     model = tiny_model("llama")
-    fork = Fork("m", method, Budget(**SMALL), 0, prompt_name(ids), room=0)
+    row = Row("m", method, Budget(**SMALL), 0, prompt_name(ids), room=0)
     with kvbench_attention_on(model):
-        prefill(model, ids, [fork])
-    assert fork.failure is None
-    return fork
+        prefill(model, ids, [row])
+    assert row.failure is None
+    return row
 
 
 def check_frame(name: str, options: dict[str, Any]) -> None:
     model, ids = tiny_model("llama"), Letters().encode(PROMPT)
     frame = kvbench.kept(model, Letters(), PROMPT, name, **SMALL, **options)
     assert list(frame.columns) == ["position", "token", "layer", "head", "weight"]
-    fork = fork_of(build_method(name, **options), ids)
-    for layer, cache in fork.layers.items():
+    row = row_of(build_method(name, **options), ids)
+    for layer, (cache,) in row.caches.items():
         here = frame[frame["layer"] == layer]
-        assert here.groupby("head").size().tolist() == cache.prompt_entries.tolist()
-        for head in range(cache.store.keys.shape[0]):
+        assert here.groupby("head").size().tolist() == row.entries[layer].tolist()
+        for head in range(cache.keys.shape[0]):
             rows = here[here["head"] == head].sort_values("position", kind="stable")
-            order = cache.store.positions[head, : cache.store.length].sort(stable=True)
-            weights = torch.ones(cache.store.length)
-            if cache.store.log_weights is not None:
-                weights = cache.store.log_weights[head, : cache.store.length].exp()
+            order = cache.positions[head, : cache.length].sort(stable=True)
+            weights = torch.ones(cache.length)
+            if cache.log_weights is not None:
+                weights = cache.log_weights[head, : cache.length].exp()
             sound = weights[order.indices] > 0
             assert rows["position"].tolist() == order.values[sound].tolist()
             torch.testing.assert_close(
@@ -69,18 +69,18 @@ def test_every_entry_is_a_line_of_the_frame() -> None:
 
 def test_strips_are_the_weight_per_token_of_each_piece() -> None:
     ids = prompt_ids(300)
-    fork = fork_of(build_method("balancekv", block_size=16), ids)
-    strips = json.loads(json.dumps(strips_of(fork, 300, list(fork.layers))))
+    row = row_of(build_method("balancekv", block_size=16), ids)
+    strips = json.loads(json.dumps(strips_of(row, 300)))
     assert (strips["tokens"], strips["width"], strips["unplaced"]) == (300, 3, 0.0)
-    for layer, cache in fork.layers.items():
+    for layer, (cache,) in row.caches.items():
         held = np.zeros(300)
-        weights = cache.store.log_weights[:, : cache.store.length].exp().numpy()  # type: ignore[index]
-        np.add.at(held, cache.store.positions[:, : cache.store.length].numpy(), weights)
+        weights = cache.log_weights[:, : cache.length].exp().numpy()  # type: ignore[index]
+        np.add.at(held, cache.positions[:, : cache.length].numpy(), weights)
         expected = held.reshape(100, 3).mean(1) / 2  # two heads
         assert len(strips["layers"][str(layer)]) == 100 <= MOST_PIECES
         np.testing.assert_allclose(strips["layers"][str(layer)], 100 * expected, atol=0.5001)
-    whole = strips_of(fork_of(build_method("exact"), ids), 300, [0, 3])
-    assert whole["layers"] == {"0": [100] * 100, "3": [100] * 100}
+    whole = strips_of(row_of(build_method("exact"), ids), 300)
+    assert whole["layers"] == {str(layer): [100] * 100 for layer in range(4)}
 
 
 def test_records_of_the_first_examples_say_what_was_kept_and_of_no_others(tmp_path: Any) -> None:

@@ -17,8 +17,8 @@ from support.tiny import Broken, Everything, Greedy, prompt_ids
 
 from kvbench import compress
 from kvbench.engine import live_cache
+from kvbench.engine.answer import NonFiniteLogits
 from kvbench.engine.attention import UnsupportedModel
-from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Held

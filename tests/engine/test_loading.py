@@ -20,8 +20,10 @@ from support.tiny import prompt_ids, tiny_model
 from transformers import AutoTokenizer
 
 from kvbench.engine import loading
+from kvbench.engine.answer import Stopping
 from kvbench.engine.attention import UnsupportedModel
-from kvbench.engine.generate import run_forks
+from kvbench.engine.device import input_device
+from kvbench.engine.generate import generate_one
 from kvbench.engine.loading import check_config_class, load_model
 from kvbench.engine.model_spec import (
     ModelError,
@@ -30,8 +32,6 @@ from kvbench.engine.model_spec import (
     resolve_device,
     resolve_dtype,
 )
-from kvbench.engine.prefill import input_device
-from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import end_token_ids, load_tokenizer, prompt_encoder
 from kvbench.kv import Budget
 from kvbench.methods import build_method
@@ -335,7 +335,7 @@ def test_bitsandbytes_packs_the_weights_while_they_are_read(name: str, worst: fl
     ids = prompt_ids(40)
     assert 0 < relative(logits(model, ids), logits(whole, ids)) < worst
     methods = {name: (build_method(name), Budget(rate=0.5)) for name in ("exact", "snapkv")}
-    results = run_forks(model, ids[:30], ids[30:], methods, Stopping(4), seed=3, example_id="x")
+    results = generate_one(model, ids[:30], ids[30:], methods, Stopping(4), seed=3, example_id="x")
     assert {(one.failure, len(one.tokens)) for one in results.values()} == {(None, 4)}
 
 
@@ -351,13 +351,15 @@ def answers(model: Any) -> dict[str, Any]:
     methods = {name: (build_method(name), budget) for name in SPREAD}
     found = {}
     for after in ("prompt", "context"):
-        forks = run_forks(
+        here = generate_one(
             model, ids[:80], ids[80:], methods, Stopping(8), seed=3, example_id="x",
             compress_after=after,
         )  # fmt: skip
-        found |= {(label, after): fork for label, fork in forks.items()}
+        found |= {(label, after): answer for label, answer in here.items()}
     assert all(one.failure is None for one in found.values())
-    return {label: (one.tokens, one.entries, one.cache_bytes) for label, one in found.items()}
+    return {
+        label: (one.tokens, one.cost.entries, one.cost.cache_bytes) for label, one in found.items()
+    }
 
 
 MAPS = {

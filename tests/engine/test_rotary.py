@@ -13,10 +13,10 @@ from support.tiny import GROUPED, on_kvbench, prompt_ids
 
 from kvbench import compress
 from kvbench.engine import scoring
+from kvbench.engine.answer import Stopping
 from kvbench.engine.attention import register
-from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
+from kvbench.engine.generate import Prompt, Question, generate, generate_each
 from kvbench.engine.live_cache import UnsupportedGeneration
-from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method, Rescoring
@@ -65,8 +65,8 @@ def test_answers_are_those_of_generate_in_any_batch_and_order(kind, batch_size):
     model = on_kvbench(tiny(kind))
     for first in range(0, len(LENGTHS), batch_size):
         lengths = LENGTHS[first : first + batch_size]
-        prompts = [Prompt((), prompt_ids(n), METHODS, Stopping(NEW), str(n)) for n in lengths]
-        for n, results in zip(lengths, run_batch(model, prompts, seed=0), strict=True):
+        prompts = [Prompt.of((), prompt_ids(n), METHODS, Stopping(NEW), str(n)) for n in lengths]
+        for n, results in zip(lengths, generate_each(model, prompts, seed=0), strict=True):
             assert results["exact"].tokens == expected(kind, n), n
 
 
@@ -82,8 +82,8 @@ def test_compress_generates_what_a_new_model_does(kind):
 def test_dynamic_answers_that_cross_are_those_of_generate():
     model = on_kvbench(tiny("dynamic"))
     lengths = (60, 90, 58, 63)
-    prompts = [Prompt((), prompt_ids(n), METHODS, Stopping(NEW), str(n)) for n in lengths]
-    for n, results in zip(lengths, run_batch(model, prompts, seed=0), strict=True):
+    prompts = [Prompt.of((), prompt_ids(n), METHODS, Stopping(NEW), str(n)) for n in lengths]
+    for n, results in zip(lengths, generate_each(model, prompts, seed=0), strict=True):
         assert results["exact"].tokens == expected("dynamic", n), n
 
 
@@ -95,11 +95,9 @@ def test_later_questions_of_another_length_have_their_own_table():
             [Question(prompt_ids(k, k), Stopping(NEW)), Question(prompt_ids(4), Stopping(NEW))]
             for k in questions
         ]
-        prompt = Prompt(
-            prompt_ids(50), (), METHODS, Stopping(NEW), "x", conversations=conversations
-        )
+        prompt = Prompt(prompt_ids(50), METHODS, "x", conversations)
         model = on_kvbench(tiny("dynamic"))
-        found = run_conversations(model, [prompt], seed=0)[0]["exact"]
+        found = generate(model, [prompt], seed=0)[0]["exact"]
         return [answer.tokens for answer in found]
 
     assert answers([3, 20]) == answers([3]) + answers([20])
@@ -124,8 +122,8 @@ def test_an_answer_that_would_cross_is_refused():
         with pytest.raises(UnsupportedGeneration, match=CROSSING):
             model.generate(whole, past_key_values=context.cache(), max_new_tokens=2)
     on_kvbench(model)
-    prompt = Prompt((), prompt_ids(54), METHODS, Stopping(NEW), "x")
-    for result in run_batch(model, [prompt], seed=0)[0].values():
+    prompt = Prompt.of((), prompt_ids(54), METHODS, Stopping(NEW), "x")
+    for result in generate_each(model, [prompt], seed=0)[0].values():
         assert isinstance(result.failure, KVError)
         assert "54 tokens and 11 more cross 64" in str(result.failure)
 
@@ -145,8 +143,8 @@ class Repeats(Method):
 
 def test_a_prompt_is_not_repeated_across_the_change():
     small = {"r": (Repeats(), Budget(sink=0, window=0))}
-    prompt = Prompt((), prompt_ids(50), small, Stopping(1), "x")
-    failure = run_batch(on_kvbench(tiny("longrope")), [prompt], seed=0)[0]["r"].failure
+    prompt = Prompt.of((), prompt_ids(50), small, Stopping(1), "x")
+    failure = generate_each(on_kvbench(tiny("longrope")), [prompt], seed=0)[0]["r"].failure
     assert "50 tokens and 30 more cross 64" in str(failure)
 
 

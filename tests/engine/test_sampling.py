@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvbench.engine.sampling import GREEDY, Sampling
+from kvbench.engine.answer import GREEDY, Sampling
 from kvbench.kv import KVError
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from kvbench.engine.rows import DecodingRow
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.answer import Answer, Stopping
 from kvbench.prompts import Thought
 
 
@@ -60,14 +57,14 @@ def test_within_a_thought_only_the_models_own_end_ends_it(
         thought=Thought("</t>", start),
         thought_end_ids=frozenset({7}),
     )
-    row = DecodingRow(SimpleNamespace(failure=None), stopping)  # type: ignore[arg-type]
+    answer = Answer(stopping)
     taken = ""
     for letter in text:
-        row.take(ord(letter), finite=True)
+        answer.take(ord(letter))
         taken += letter
-        if row.ended:
+        if answer.ended:
             break
-    assert (taken if row.ended else None) == over
+    assert (taken if answer.ended else None) == over
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvbench.engine.threads import SMALL, threads_of
+from kvbench.engine.device import SMALL, threads_of
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from support.kernels import (
 )
 from torch import Tensor
 
+from kvbench.kernels.addresses import addresses_of
 from kvbench.kernels.decode_attention import _too_wide, append_entries, weighted_decode_attention
-from kvbench.kernels.entry_table import entry_table
 
 pytestmark = pytest.mark.cuda
 
@@ -131,7 +131,7 @@ def test_decode(shape, dtype, softcap, weighted, sinks, implementation):
     if sinks:
         options["sinks"] = torch.linspace(-3.0, 9.0, query[:, :, 0].numel(), device=DEVICE)
         options["sinks"] = options["sinks"].view(query.shape[:2]).to(dtype)
-    table = entry_table(*entries)
+    table = addresses_of(*entries)
     counts = torch.tensor(lengths, device=DEVICE)
     out, mass = weighted_decode_attention(query, table, counts, return_mass=True, **options)
     expected = by_definition(query, *entries, lengths, scaling, softcap, options.get("sinks"))
@@ -152,7 +152,7 @@ def test_decode_of_hidden_heads_and_of_views_of_one_pool(implementation):
     weights[1] = -torch.inf
     ones = torch.ones(2, 300, 16, device=DEVICE)
     query = torch.ones(2, 4, 16, device=DEVICE)
-    table = entry_table([ones, ones[:, 250:]], [ones, ones[:, :50]], [weights, None])
+    table = addresses_of([ones, ones[:, 250:]], [ones, ones[:, :50]], [weights, None])
     out, mass = weighted_decode_attention(
         query, table, [200, 50], scaling=1.0, return_mass=True, implementation=implementation
     )
@@ -171,7 +171,7 @@ def test_a_nan_logit_is_a_nan_answer(implementation):
     keys[0, 290] = torch.nan
     query = torch.ones(1, 2, 16, device=DEVICE)
     both_heads = torch.cat([keys, torch.ones_like(keys)]), torch.cat([values, values])
-    table = entry_table([both_heads[0]], [both_heads[1]])
+    table = addresses_of([both_heads[0]], [both_heads[1]])
     out, mass = weighted_decode_attention(
         query, table, [300], scaling=1.0, return_mass=True, implementation=implementation
     )
@@ -199,7 +199,7 @@ def test_arguments_of_a_kernel_are_aligned_whatever_the_number_of_heads(heads, m
     monkeypatch.setattr(_triton_decode, "reduce_kernel", Recorder())
     keys = torch.randn(1, 40, 16, device=DEVICE)
     query = torch.randn(1, heads, 16, device=DEVICE)
-    table = entry_table([keys], [keys])
+    table = addresses_of([keys], [keys])
     weighted_decode_attention(query, table, [40], scaling=1.0, implementation="triton")
     assert addresses
     assert not any(address % 16 for address in addresses)
@@ -211,7 +211,7 @@ def test_append(implementation):
     values = [torch.zeros(2, 3, 5, device=DEVICE), torch.zeros(2, 9, 5, device=DEVICE)]
     weights = [None, torch.full((2, 9), 7.0, device=DEVICE)]
     new_key, new_value = torch.randn(2, 2, 4, device=DEVICE), torch.randn(2, 2, 5, device=DEVICE)
-    table = entry_table(keys, values, weights)
+    table = addresses_of(keys, values, weights)
     append_entries(table, [2, 0], new_key, new_value, implementation=implementation)
     for row, n in enumerate([2, 0]):
         assert torch.equal(keys[row][:, n], new_key[row])
@@ -248,7 +248,7 @@ KEY = torch.zeros(2, 5, 4)
     ],
 )
 def test_what_does_not_fit_a_step_is_refused(heads, length, options, message):
-    table = entry_table([KEY], [KEY])
+    table = addresses_of([KEY], [KEY])
     with pytest.raises(ValueError, match=message):
         weighted_decode_attention(torch.zeros(1, heads, 4), table, [length], scaling=1.0, **options)
 
@@ -265,7 +265,7 @@ def test_what_does_not_fit_a_step_is_refused(heads, length, options, message):
 )
 def test_a_new_entry_that_does_not_fit_is_refused(key, value):
     with pytest.raises(ValueError, match=r"(key|value) is .*; allowed: \(1, 2, 4\)"):
-        append_entries(entry_table([KEY], [KEY]), [3], key, value)
+        append_entries(addresses_of([KEY], [KEY]), [3], key, value)
 
 
 def test_groups_of_many_query_heads_run_in_triton_and_too_wide_ones_are_refused(monkeypatch):
@@ -277,5 +277,5 @@ def test_groups_of_many_query_heads_run_in_triton_and_too_wide_ones_are_refused(
     query = torch.zeros(1, 128, 256)
     with pytest.raises(ValueError, match="128 query heads of dim 256 share a KV head"):
         weighted_decode_attention(
-            query, entry_table([keys], [keys]), [4], scaling=1.0, implementation="triton"
+            query, addresses_of([keys], [keys]), [4], scaling=1.0, implementation="triton"
         )

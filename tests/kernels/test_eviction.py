@@ -10,10 +10,8 @@ import torch
 from support.interpreted import DEVICE
 from support.kernels import both
 
-from kvbench.kernels.entry_table import entry_table
+from kvbench.kernels.addresses import Eviction, addresses_of
 from kvbench.kernels.eviction import evict_entries
-from kvbench.kernels.eviction_table import EvictionTable
-from kvbench.methods.base import Eviction
 
 pytestmark = pytest.mark.cuda
 
@@ -87,8 +85,17 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
         monkeypatch.setattr("kvbench.kernels._triton_evict.BLOCK", piece)
     weighs = rule.leaves != "oldest"
     keys, values, weights, positions, scores = rows(weighs, heads)
-    table = entry_table(keys, values, weights)
     places = [2, 0, 3, 1]  # among the rows of a larger batch
+    table = addresses_of(
+        keys,
+        values,
+        weights,
+        rules=[rule] * 4,
+        limits=LIMITS,
+        scores=scores,
+        positions=positions,
+        places=places,
+    )
     fed = torch.tensor([100, 7, 190, 3000, 5], device=DEVICE)
     going = torch.tensor([1, int(places[ENDED] != 1), 1, 1, 1], device=DEVICE)
     mass = torch.randint(0, 3, (4, heads, table.longest)).float().to(DEVICE)
@@ -104,9 +111,8 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
     new = [
         [entries_of(row, head, LENGTHS[row] + 1)[-1] for head in range(heads)] for row in range(4)
     ]
-    rules = EvictionTable([rule] * 4, LIMITS, scores, positions, places)
     lengths, received = torch.tensor(LENGTHS, device=DEVICE), mass if weighs else None
-    evict_entries(table, rules, lengths, received, fed, going, implementation=implementation)
+    evict_entries(table, lengths, received, fed, going, implementation=implementation)
     for row in range(4):
         for head in range(heads):
             if row == ENDED:
@@ -119,18 +125,33 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
             assert entries_of(row, head, len(expected)) == expected, (row, head)
 
 
+def evicting(rules: list[Eviction], limits: list[int], scores: Any, places: list[int]) -> Any:
+    """The addresses of two rows alike that evict by these rules."""
+    rows, positions = len(rules), torch.zeros(1, 4, dtype=torch.int64)
+    entries = [torch.zeros(1, 4, 8)] * rows
+    return addresses_of(
+        entries,
+        entries,
+        rules=rules,
+        limits=limits,
+        scores=[scores] * rows,
+        positions=[positions] * rows,
+        places=places,
+    )
+
+
 def test_rules_of_two_kinds_or_without_scores_are_refused():
-    positions = torch.zeros(1, 4, dtype=torch.int64)
     rules = [Eviction("oldest"), Eviction("lightest")]
     with pytest.raises(ValueError, match="allowed: all by age, or all by attention"):
-        EvictionTable(rules, [3, 3], [None, None], [positions] * 2, [0, 1])
+        evicting(rules, [3, 3], None, [0, 1])
     with pytest.raises(ValueError, match="a rule by attention has no scores"):
-        EvictionTable([Eviction("lightest")], [3], [None], [positions], [0])
+        evicting([Eviction("lightest")], [3], None, [0])
 
 
 def test_a_table_says_which_entry_leaves():
-    positions, scores = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4)
+    scores = torch.zeros(1, 4)
     rules = [Eviction("lightest", sink=1, recent=2), Eviction("heaviest", sink=3, recent=0)]
-    table = EvictionTable(rules, [3, 4], [scores] * 2, [positions] * 2, [0, 5])
-    assert table.numbers[:, 2:].tolist() == [[4, 3, 1, 2, 0, 0], [4, 4, 3, 0, 1, 5]]
-    assert table.numbers[0, :2].tolist() == [scores.data_ptr(), positions.data_ptr()]
+    table = evicting(rules, [3, 4], scores, [0, 5])
+    assert table.pointers[:, 12:].tolist() == [[4, 3, 1, 2, 0, 0], [4, 4, 3, 0, 1, 5]]
+    addresses = [scores.data_ptr(), table.positions[0].data_ptr()]
+    assert table.pointers[0, 10:12].tolist() == addresses

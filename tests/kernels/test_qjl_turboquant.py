@@ -21,7 +21,6 @@ from kvbench.kernels.qjl import QJL, Signs, orthogonalised, pack_keys
 from kvbench.kernels.quantize import Codec, Quantization, pack, pack_bits, unpack_bits
 from kvbench.kernels.turboquant import TurboQuant, hadamard_rotation, lloyd_max
 from kvbench.kv import CompressedKV
-from kvbench.methods import build_method
 
 
 @pytest.fixture
@@ -382,7 +381,7 @@ def test_a_cache_packs_as_it_grows(name, dtype):
         at = torch.arange(count).expand(1, 2, count)
         held = CompressedKV(keys[:, :, :count], values[:, :, :count], None, at)
         how = {"capacity": count, "scheme": scheme, "layer": 2, "seed": 7}
-        return cache_of(held, n - count, build_method("exact"), **how)
+        return cache_of(held, n - count, **how)
 
     whole, grown = cache(n), cache(33)
     query = torch.randn(4, n - 33, d).to(dtype)
@@ -392,10 +391,10 @@ def test_a_cache_packs_as_it_grows(name, dtype):
         at = torch.tensor([t])
         step(grown, query[:, t - 33 : t - 32], keys[0, :, one], values[0, :, one], at, 0.25)
     step(twin, query, keys[0, :, 33:], values[0, :, 33:], torch.arange(33, n), 0.25)
-    assert grown.store.length == whole.store.length == twin.store.length == n
-    assert grown.entry_bytes() == whole.entry_bytes() == twin.entry_bytes()
+    assert grown.length == whole.length == twin.length == n
+    assert grown.nbytes() == whole.nbytes() == twin.nbytes()
     if name != "turbo_two":  # outlier channels are those of the prompt, which differs
-        assert whole.entry_bytes() == scheme.nbytes(2, n, d, keys.element_size(), 2)
+        assert whole.nbytes() == scheme.nbytes(2, n, d, keys.element_size(), 2)
         q, k = torch.randn(4, 1, d).to(dtype), torch.randn(2, 1, d).to(dtype)
         first, second = (step(c, q, k, k, torch.tensor([n]), 0.25) for c in (whole, grown))
         near = (
@@ -413,7 +412,7 @@ def test_a_token_that_completes_the_buffer_attends_to_packed_keys():
     how = {"capacity": 20, "scheme": scheme, "layer": 2, "seed": 7}
     start = [part[:, :, :20] for part in (keys, values)]
     held = CompressedKV(*start, None, at[:20].expand(1, 2, -1))
-    alone, together = (cache_of(held, 20, build_method("exact"), **how) for _ in range(2))
+    alone, together = (cache_of(held, 20, **how) for _ in range(2))
     out = step(together, query[:, 20:], keys[0, :, 20:], values[0, :, 20:], at[20:], 0.25)
     for t in range(20, n):
         one = slice(t, t + 1)

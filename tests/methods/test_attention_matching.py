@@ -15,8 +15,8 @@ from support.method_layers import attend, make_layer, run
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
-from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import capture_layers, prefill
+from kvbench.engine.row import Row
 from kvbench.kv import Budget, CompressedKV, KVError, keep_all
 from kvbench.methods import build_method
 from kvbench.methods._least_squares import least_squares
@@ -188,14 +188,14 @@ def test_the_engine_holds_what_was_matched(options):
     ids, budget = prompt_ids(120), Budget(rate=0.3, sink=5, window=4)
     method, model = build_method("attention_matching", **options), tiny_model("llama")
     layers = compressible_layers(model)
-    fork = Fork("matched", method, budget, 0, "x", room=2)
+    row = Row("matched", method, budget, 0, "x", room=2)
     with kvbench_attention_on(model):
-        prefill(model, ids, [fork])
+        prefill(model, ids, [row])
         seen = capture_layers(model, ids, layers)
-    assert fork.failure is None
+    assert row.failure is None
     for layer in layers:
         expected = run(method, seen[layer], budget)
-        held = fork.layers[layer].store
+        (held,) = row.caches[layer]
         assert torch.equal(held.positions[:, : held.length], expected.positions[0])
         assert_near(held.values[:, : held.length], expected.values[0], 1e-3)
         assert_near(held.log_weights[:, : held.length], expected.log_weights[0], 1e-3)
@@ -206,20 +206,20 @@ def test_queries_of_a_repetition_are_those_of_a_pass_over_prompt_and_chunk():
     repeat = build_method("attention_matching", "repeat", chunk=chunk, instructed=False)
     model = tiny_model("llama")
     layers = compressible_layers(model)
-    fork = Fork("repeat", repeat, budget, 0, "x", room=0)
+    row = Row("repeat", repeat, budget, 0, "x", room=0)
     with kvbench_attention_on(model):
-        prefill(model, ids, [fork])
+        prefill(model, ids, [row])
         prompt = capture_layers(model, ids, layers)
         passes = [
             capture_layers(model, [*ids, *ids[start : start + chunk]], layers)
             for start in range(budget.sink, len(ids), chunk)
         ]
-    assert fork.failure is None
+    assert row.failure is None
     for layer in layers:
         queries = torch.cat([seen[layer].queries[:, :, len(ids) :] for seen in passes], dim=2)
         shown = replace(prompt[layer], queries=queries, shared={})
         expected = run(build_method("attention_matching"), shown, budget)
-        held = fork.layers[layer].store
+        (held,) = row.caches[layer]
         assert torch.equal(held.positions[:, : held.length], expected.positions[0])
         assert_near(held.values[:, : held.length], expected.values[0], 1e-3)
         assert_near(held.log_weights[:, : held.length], expected.log_weights[0], 1e-3)

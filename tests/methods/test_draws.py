@@ -8,8 +8,8 @@ import torch
 from support.jobs import SMALL
 from support.tiny import prompt_ids, tiny_model
 
-from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.prefill import prefill
+from kvbench.engine.row import Row, layer_generator
 from kvbench.kernels.philox import philox
 from kvbench.methods import build_method
 from kvbench.methods._draws import place, places, uniforms
@@ -54,14 +54,14 @@ def test_draws_depend_on_seed_example_and_layer_only() -> None:
     def kept(names: list[str], examples: list[Any]) -> dict[str, Any]:
         found = {}
         for example in examples:
-            forks = [Fork(name, build_method(name), SMALL, 5, example, room=0) for name in names]
-            for fork in forks:
-                fork.compressed = True
-            prefill(model, prompt_ids(90, seed=int(example)), forks)
-            for fork in forks:
-                assert fork.failure is None
-                for layer, cache in fork.layers.items():
-                    found[fork.label, example, layer] = cache.store.positions.tolist()
+            rows = [Row(name, build_method(name), SMALL, 5, example, room=0) for name in names]
+            for row in rows:
+                row.compressed = True
+            prefill(model, prompt_ids(90, seed=int(example)), rows)
+            for row in rows:
+                assert row.failure is None
+                for layer, (cache,) in row.caches.items():
+                    found[row.label, example, layer] = cache.positions.tolist()
         return found
 
     first = kept(["uniform", "balancekv", "subgen"], ["1", "2"])

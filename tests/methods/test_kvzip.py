@@ -16,14 +16,13 @@ from support.tiny import prompt_ids, tiny_model
 from torch import Tensor
 
 from kvbench import compress
+from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
-from kvbench.engine.fork import Fork
-from kvbench.engine.generate import run_forks
+from kvbench.engine.generate import generate_one
 from kvbench.engine.kept import entries_of
 from kvbench.engine.live_cache import UnsupportedGeneration
-from kvbench.engine.prefill import capture_layers, prefill
-from kvbench.engine.rescore import chunks_of
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.prefill import capture_layers, chunks_of, prefill
+from kvbench.engine.row import Row
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method, Repetition, Rescoring
@@ -75,13 +74,13 @@ def read(
     encoder: Any = WORDS,
     others: Sequence[Method] = (),
 ) -> tuple[Any, ...]:
-    """A prefilled fork of the method, after the others."""
+    """A prefilled row of the method, after the others."""
     model = tiny_model(architecture)
-    forks = [Fork(f"o{i}", other, budget, 0, "x", room=0) for i, other in enumerate(others)]
-    fork = Fork("kvzip", method, budget, 0, "x", room=0)
+    rows = [Row(f"o{i}", other, budget, 0, "x", room=0) for i, other in enumerate(others)]
+    row = Row("kvzip", method, budget, 0, "x", room=0)
     with kvbench_attention_on(model):
-        start = prefill(model, ids, [*forks, fork], encoder=encoder)
-    return model, fork, start, forks
+        start = prefill(model, ids, [*rows, row], encoder=encoder)
+    return model, row, start, rows
 
 
 def by_definition(model: Any, ids: list[int], chunk: int, sink: int, encoder: Any) -> list[Tensor]:
@@ -115,8 +114,8 @@ def by_definition(model: Any, ids: list[int], chunk: int, sink: int, encoder: An
 def test_what_is_kept_is_what_a_whole_forward_pass_says(architecture, chunk, words):
     ids, encoder = prompt_ids(120), WORDS if words else None
     method = build_method("kvzip", chunk=chunk, instructed=words)
-    model, fork, start, _ = read(method, ids, architecture, encoder=encoder)
-    assert fork.failure is None
+    model, row, start, _ = read(method, ids, architecture, encoder=encoder)
+    assert row.failure is None
     scores = torch.stack(by_definition(model, ids, chunk, BUDGET.sink, encoder))
     middle = scores[..., : 120 - BUDGET.window - BUDGET.sink]
     ordered = middle.flatten().sort(descending=True).values
@@ -125,7 +124,7 @@ def test_what_is_kept_is_what_a_whole_forward_pass_says(architecture, chunk, wor
     clear = (middle - level).abs() > 1e-6 * level
     layers = compressible_layers(model)
     kept = 0
-    held = entries_of(fork, layers)
+    held = entries_of(row, layers)
     for (_, shown, _), expected, sure in zip(held, middle > level, clear, strict=True):
         stays = torch.zeros(len(shown), 121, dtype=torch.bool).scatter(1, shown % 121, True)
         assert stays[:, : BUDGET.sink].all()
@@ -134,12 +133,13 @@ def test_what_is_kept_is_what_a_whole_forward_pass_says(architecture, chunk, wor
         assert torch.equal(inside[sure], expected[sure])
         kept += int(inside.sum())
     assert kept == pairs - 1, "strictly above the threshold"
-    fork.audit()
-    assert fork.cache_bytes() < start.exact_bytes
-    _, fork, *_ = read(replace(method, level="uniform"), ids, architecture, encoder=encoder)
+    row.audit()
+    assert row.cache_bytes() < start.exact_bytes
+    _, row, *_ = read(replace(method, level="uniform"), ids, architecture, encoder=encoder)
     best = middle.topk(BUDGET.middle_kept(120), -1).indices.sort(-1).values + BUDGET.sink
     for layer, expected in zip(layers, best, strict=True):
-        held = fork.layers[layer].store.positions[:, : fork.layers[layer].store.length]
+        (cache,) = row.caches[layer]
+        held = cache.positions[:, : cache.length]
         assert torch.equal(held[:, BUDGET.sink : -BUDGET.window], expected)
 
 
@@ -155,14 +155,16 @@ def test_repeated_passes_change_no_other_method_and_are_shared():
         "uniform": (build_method("kvzip", chunk=50, level="uniform"), BUDGET),
     }
     how = {"seed": 0, "example_id": "x", "compress_after": "context", "encoder": WORDS}
-    runs = [run_forks(model, ids[:-8], ids[-8:], one, Stopping(6), **how) for one in (alone, both)]
+    runs = [
+        generate_one(model, ids[:-8], ids[-8:], one, Stopping(6), **how) for one in (alone, both)
+    ]
     for label in alone:
         assert runs[0][label].tokens == runs[1][label].tokens
-        assert runs[0][label].cache_bytes == runs[1][label].cache_bytes
+        assert runs[0][label].cost.cache_bytes == runs[1][label].cost.cache_bytes
     for label in ("pair", "uniform"):
         assert runs[1][label].failure is None, runs[1][label].failure
         assert len(runs[1][label].tokens) == 6
-        assert runs[1][label].entries["mean"] <= BUDGET.capacity(122)
+        assert runs[1][label].cost.entries["mean"] <= BUDGET.capacity(122)
 
 
 @pytest.mark.parametrize("quantize", [None, {"bits": 4, "group_size": 8}])
@@ -236,8 +238,8 @@ class Looks(Method):
 def test_a_method_that_fails_during_the_repetition_fails_alone(fails):
     ids, kvzip = prompt_ids(120), build_method("kvzip", chunk=50)
     _, expected, _, _ = read(kvzip, ids)
-    _, fork, _, (bad,) = read(kvzip, ids, others=[Looks(fails=fails)])
+    _, row, _, (bad,) = read(kvzip, ids, others=[Looks(fails=fails)])
     assert str(bad.failure) == ("not this layer" if fails else "None")
-    assert fork.failure is None
-    for layer, cache in expected.layers.items():
-        assert torch.equal(cache.entries(), fork.layers[layer].entries())
+    assert row.failure is None
+    for layer in expected.caches:
+        assert torch.equal(expected.held_entries(layer), row.held_entries(layer))

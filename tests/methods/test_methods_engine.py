@@ -8,8 +8,8 @@ import pytest
 from support.tiny import prompt_ids, tiny_model
 from support.variants import OTHERS, VARIANTS, label
 
-from kvbench.engine.generate import run_forks
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.answer import Stopping
+from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 
@@ -26,6 +26,7 @@ MORE = [
     ("recompress", {"of": "attention_matching", "every": 3, "to": 30}),
     ("rkv", {"every": 2, "to": 24}),
     ("recompress", {"of": "uniform", "every": 3, "to": 30}),
+    ("solved", {"options": {"chunk": 50, "instructed": False}, "quantize": PACKED}),
     ("qjl", {"quantize": {"scheme": "qjl", "group": 8, "buffer": 16, "outliers": 2}}),
     ("snapkv", {"quantize": {"scheme": "turboquant", "bits": 2, "outlier_bits": 3}}),
 ]
@@ -45,13 +46,13 @@ def test_every_method_generates_within_its_budget(architecture, compress_after):
     model.set_attn_implementation("kvbench")
     methods = {label(v): (build_method(v[0], **v[1]), BUDGET) for v in EVERY}
     how = {"seed": 0, "example_id": "x", "compress_after": compress_after}
-    results = run_forks(model, ids[:-10], ids[-10:], methods, Stopping(6), **how)
+    results = generate_one(model, ids[:-10], ids[-10:], methods, Stopping(6), **how)
     n = 150 if compress_after == "prompt" else 140
     for name, result in results.items():
         assert result.failure is None, f"{name}: {result.failure}"
         assert len(result.tokens) == 6, name
         if methods[name][0].saves_memory:
-            assert result.entries["mean"] <= BUDGET.capacity(n), name
+            assert result.cost.entries["mean"] <= BUDGET.capacity(n), name
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_a_budget_of_no_entry_or_one_is_refused_in_a_line_for_the_user(budget, n
     model, ids = tiny_model("llama"), prompt_ids(150)
     model.set_attn_implementation("kvbench")
     methods = {label(v): (build_method(v[0], **v[1]), budget) for v in EVERY}
-    results = run_forks(model, ids, [], methods, Stopping(2), seed=0, example_id="x")
+    results = generate_one(model, ids, [], methods, Stopping(2), seed=0, example_id="x")
     for name, result in results.items():
         if not methods[name][0].uses_budget:
             assert result.failure is None, name

@@ -12,7 +12,7 @@ from support.method_layers import make_layer, run
 from support.tiny import prompt_ids, tiny_model
 from torch import Tensor
 
-from kvbench.engine.attention import AttentionState, LayerCall
+from kvbench.engine.attention import LayerCall, Pass
 from kvbench.engine.prefill import forward_rows
 from kvbench.engine.scoring import read
 from kvbench.kv import Budget, KVError
@@ -92,7 +92,7 @@ def test_released_semantics_score_one_masked_pass(architecture, semantics):
     )
     rule = semantics.removeprefix("released_")
 
-    class Masked(AttentionState):
+    class Masked(Pass):
         def attend(self, call: LayerCall) -> Tensor:
             group = call.query.shape[1] // call.key.shape[1]
             key, value = (x.repeat_interleave(group, 1) for x in (call.key, call.value))
@@ -111,7 +111,7 @@ def test_released_semantics_score_one_masked_pass(architecture, semantics):
     assert scored.greedy == (logits.argmax(-1) == torch.tensor(answer)).tolist()
     reading = read(model, ids, {}, seed=0, example_id="x", room=6)
     cost = imagined_cost(model, reading, 55, method, budget)
-    assert cost.imagined
+    assert cost.extras["imagined"] is True
     assert cost.entries["max"] == 22 + (semantics == "released_global")
     group = 1 if architecture == "opt" else 2
     assert cost.ratio == pytest.approx(cost.entries["max"] * group / 55, abs=1e-3), (

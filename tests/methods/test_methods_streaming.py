@@ -17,7 +17,7 @@ from support.method_layers import attend, make_layer, run
 from torch import Tensor
 
 from kvbench.engine.cache import cache_of
-from kvbench.engine.guard import check_held
+from kvbench.engine.check import check_held
 from kvbench.kernels.online_clusters import BLOCK
 from kvbench.kernels.quantize import unpack
 from kvbench.kernels.self_balancing import softmax_balance
@@ -341,13 +341,13 @@ def test_denominator_samples_hold_keys_only(name, bits):
     assert kept.values.shape[2] == count - without
     with pytest.raises(ValueError, match="values are"):
         check_held(replace(kept, keys_only=0), layer)
-    cache = cache_of(kept, 4, method, capacity=count, scheme=method.quantization())
+    cache = cache_of(kept, 4, capacity=count, scheme=method.quantization())
     held_keys, held_values = kept.keys[0].double(), kept.values[0].double()
     if bits is None:
-        assert cache.entry_bytes() == 2 * 4 * (count * dim + (count - without) * dim + count)
+        assert cache.nbytes() == 2 * 4 * (count * dim + (count - without) * dim + count)
     else:
-        held_keys, held_values = (unpack(part.blocks[0]).double() for part in cache.store.codecs)
-        assert cache.entry_bytes() == sum(x.nbytes for x in cache.store.codecs) + 2 * 4 * count
+        held_keys, held_values = (unpack(part.blocks[0]).double() for part in cache.packed)
+        assert cache.nbytes() == sum(x.nbytes for x in cache.packed) + 2 * 4 * count
     held_values = torch.cat([torch.zeros(2, without, dim, dtype=torch.float64), held_values], 1)
     weights, generator = kept.log_weights[0].double(), torch.Generator().manual_seed(9)
     for tokens in (1, 3, 2):  # the last has to grow the buffers

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import register
-from kvbench.engine.costs import ExactBytes
-from kvbench.engine.fork import Fork
+from kvbench.engine.cost import ExactBytes
 from kvbench.engine.prefill import capture_layers, prefill
+from kvbench.engine.row import Row
 from kvbench.kernels.rotation import rotate
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
@@ -310,29 +310,29 @@ def test_what_is_held_while_decoding(name, options, budget, stays):
     """Within the budget, and beside it the queries that the method says it keeps."""
     torch.manual_seed(0)
     method, layer = build_method(name, **options), make_layer(300, kv_heads=2, num_layers=1)
-    fork = Fork(name, method, budget, 0, "x", room=0)
-    fork.compressed = True
-    fork.hold(0, run(method, layer, budget), budget.capacity(300), prompt=layer)
-    cache, queries = fork.layers[0], method.recompression and method.recompression.queries
-    most = cache.store.length
+    row = Row(name, method, budget, 0, "x", room=0)
+    row.compressed = True
+    row._hold(0, run(method, layer, budget), budget.capacity(300), None, layer)
+    (cache,), queries = row.caches[0], method.recompression and method.recompression.queries
+    most = cache.length
     for fed in range(1, 201):
-        wanted = min(cache.store.length + 1, round(stays(cache.store.length + 1, fed)))
+        wanted = min(cache.length + 1, round(stays(cache.length + 1, fed)))
         query, key, value = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
         step(cache, query, key, value, torch.tensor([299 + fed]), layer.scaling)
-        assert cache.store.length == wanted
+        assert cache.length == wanted
         most = max(most, wanted)
     if queries is not None:
         assert cache.bytes_over_time().peak == 4 * (2 * 2 * 8 * most + 4 * 8 * queries)
-    fork.end_prompt(300, ExactBytes())
-    fork.ledger.appended = 200
-    fork.audit()
+    row.end_prompt(300, ExactBytes(), {})
+    row.fed = 200
+    row.audit()
 
 
 def test_a_number_that_no_budget_grants_is_refused_before_decoding():
     method, layer = build_method("rkv", to=8), make_layer(300, kv_heads=2, num_layers=1)
-    fork = Fork("rkv", method, SIZED, 0, "x", room=0)
+    row = Row("rkv", method, SIZED, 0, "x", room=0)
     with pytest.raises(KVError, match=r"budget\.size is 8; allowed: more than"):
-        fork.hold(0, run(method, layer, SIZED), 50, prompt=layer)
+        row._hold(0, run(method, layer, SIZED), 50, None, layer)
 
 
 def test_importance_is_of_the_logits_that_the_model_bounds():
@@ -381,10 +381,10 @@ def test_records_count_pages_sketches_and_rotations(name, options, expected):
     model, budget = tiny_model("llama"), Budget(size=52, sink=2, window=8)
     config = model.config
     assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
-    fork = Fork(name, build_method(name, **options), budget, 0, "x", room=0)
+    row = Row(name, build_method(name, **options), budget, 0, "x", room=0)
     with kvbench_attention_on(model):
-        prefill(model, prompt_ids(100), [fork])
-    found = fork.cost().record()
+        prefill(model, prompt_ids(100), [row])
+    found = row.cost().record()
     assert {key: found[key] for key in expected} == expected
     assert {"page_bytes", "blocks_freed", "scheme_bytes"} & found.keys() == expected.keys()
 

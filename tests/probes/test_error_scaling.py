@@ -9,8 +9,8 @@ from support.command import composed
 from support.jobs import records_of
 
 from kvbench.cli.build import build_job
-from kvbench.engine.fork import layer_generator
 from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.probes.error_scaling import BoundedData, ErrorScaling, bound_scale
@@ -61,9 +61,9 @@ def test_the_error_is_that_of_equation_2():
         z = part @ values[chosen] / part.sum()
         scale = np.sqrt(np.square(e / e.sum()).sum()) * np.sqrt(np.square(values).sum())
         errors.append(np.linalg.norm(z - exact) / scale)
-    assert outcome.fields["scaled_error"] == pytest.approx(np.mean(errors), rel=1e-9)
-    assert outcome.fields["held"] == 10
-    assert outcome.fields["ratio"] == pytest.approx((10 * 9) / (40 * 8)), "the log-weights count"
+    assert outcome["scaled_error"] == pytest.approx(np.mean(errors), rel=1e-9)
+    assert outcome["held"] == 10
+    assert outcome["ratio"] == pytest.approx((10 * 9) / (40 * 8)), "the log-weights count"
 
 
 def test_the_bounds_scale_with_grouped_queries():
@@ -93,9 +93,9 @@ def test_a_method_that_fails_is_a_record_and_stops_no_other():
     methods = {"sound": (build_method("uniform"), BUDGET), "broken": (broken, BUDGET)}
     (unit,) = probe.units(SESSION, methods)
     outcomes = list(probe.run(unit, methods, SESSION))
-    ids = sorted(outcome.example_id for outcome in outcomes if outcome.method == "sound")
+    ids = sorted(outcome["example_id"] for outcome in outcomes if outcome["method"] == "sound")
     assert ids == sorted(unit.record_ids)
-    status = {(o.method, o.fields["kept"]): o.fields.get("status", "ok") for o in outcomes}
+    status = {(o["method"], o["kept"]): o.get("status", "ok") for o in outcomes}
     assert status == {
         ("sound", 8): "ok",
         ("sound", 16): "ok",

@@ -15,8 +15,8 @@ from support.probing import probe_job
 from support.tiny import Broken, prompt_ids, tiny_model
 from torch import Tensor
 
+from kvbench.engine.answer import NonFiniteLogits
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.scoring import read, score
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
@@ -91,7 +91,7 @@ def test_brute_force(architecture):
     assert streaming.nll == pytest.approx((-other.gather(1, y))[:, 0].tolist(), abs=1e-4)
     assert streaming.agree == (exact.argmax(-1) == other.argmax(-1)).long().tolist()
     assert streaming.kl[0] > 1e-3, "the first token is compared, too"
-    assert streaming.entries == {"mean": 14.0, "max": 14}
+    assert streaming.cost.entries == {"mean": 14.0, "max": 14}
     assert results["exact"].nll == pytest.approx((-exact.gather(1, y))[:, 0].tolist(), abs=1e-5)
     assert max(results["exact"].kl) < 1e-6
 

@@ -12,7 +12,7 @@ import torch
 from support.jobs import Echo, records_of
 from support.probing import METHODS, SYNTHETIC, probe_job
 
-from kvbench.engine.fork import layer_generator
+from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.probes.layer_error import LayerError, estimate, relative_errors

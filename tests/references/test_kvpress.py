@@ -26,9 +26,9 @@ from reference_layers import (
 from scipy import stats
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
-from kvbench.engine.generate import run_forks
+from kvbench.engine.answer import Stopping
+from kvbench.engine.generate import generate_one
 from kvbench.engine.model_spec import local_path
-from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import Method, build_method
 from kvbench.methods._select import group_mean
@@ -103,7 +103,7 @@ def test_running_presses_keep_the_prompts_own_entries_within_the_budget(
         for before, after in zip(
             copies, (layer.keys, layer.values, queries_of(layer)), strict=True
         ):
-            assert torch.equal(before, after), "the prefill's tensors are shared by other forks"
+            assert torch.equal(before, after), "the prefill's tensors are shared by other rows"
         found = held.charged
         total += found
         assert found <= method.layer_capacity(budget, layer.n, index, num_layers)
@@ -154,13 +154,15 @@ def test_presses_run_in_the_engine_beside_other_methods() -> None:
         if name != "ChunkPress"
     } | {"exact": (build_method("exact"), budget), "snapkv": (build_method("snapkv"), budget)}
     ids = prompt_ids(160)
-    results = run_forks(model, ids[:150], ids[150:], methods, Stopping(6), seed=0, example_id="x")
+    results = generate_one(
+        model, ids[:150], ids[150:], methods, Stopping(6), seed=0, example_id="x"
+    )
     for label, result in results.items():
         assert result.failure is None, f"{label}: {result.failure}"
         if label != "exact":
-            assert result.compressed
+            assert result.cost.compressed
     assert results["SnapKVPress"].tokens == results["snapkv"].tokens
-    assert results["SnapKVPress"].cache_bytes == results["snapkv"].cache_bytes
+    assert results["SnapKVPress"].cost.cache_bytes == results["snapkv"].cost.cache_bytes
 
 
 def test_the_package_wraps_attention_functions_and_kvbench_generates_the_same() -> None:
@@ -175,7 +177,7 @@ def test_the_package_wraps_attention_functions_and_kvbench_generates_the_same() 
         tokens = []
         try:
             for _ in range(2):
-                run = run_forks(
+                run = generate_one(
                     model, ids[:50], ids[50:], methods, Stopping(8), seed=0, example_id="x"
                 )
                 assert all(result.failure is None for result in run.values())

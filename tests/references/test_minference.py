@@ -22,8 +22,8 @@ from reference_layers import (
 )
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
-from kvbench.engine.generate import run_forks
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.answer import Stopping
+from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.snapkv import window_scores
@@ -114,14 +114,16 @@ def test_clusters_run_in_the_engine_and_their_bytes_are_counted_as_stored() -> N
         "ours": (build_method("snapkv", granularity="query_head"), budget),
         "per_kv_head": (build_method("snapkv"), budget),
     }
-    results = run_forks(model, ids[:150], ids[150:], methods, Stopping(8), seed=0, example_id="x")
+    results = generate_one(
+        model, ids[:150], ids[150:], methods, Stopping(8), seed=0, example_id="x"
+    )
     for label, result in results.items():
         assert result.failure is None, f"{label}: {result.failure}"
-        assert result.compressed
+        assert result.cost.compressed
     assert results["snapkv"].tokens == results["ours"].tokens
-    assert results["snapkv"].cache_bytes == results["ours"].cache_bytes
+    assert results["snapkv"].cost.cache_bytes == results["ours"].cost.cache_bytes
     group = model.config.num_attention_heads // model.config.num_key_value_heads
-    assert results["snapkv"].cache_bytes == group * results["per_kv_head"].cache_bytes
+    assert results["snapkv"].cost.cache_bytes == group * results["per_kv_head"].cost.cache_bytes
 
 
 def test_the_layers_own_scaling_holds() -> None:

@@ -13,13 +13,13 @@ import torch
 from support.jobs import Echo, make_job, records_of, with_session
 from support.prompts import methods
 
-from kvbench.engine import memory
-from kvbench.engine import rows as engine_rows
+from kvbench.engine import decode as engine_decode
+from kvbench.engine import device as memory
 from kvbench.prompts import PromptEncoder
 from kvbench.records.read import load_run
 from kvbench.run import batching
 from kvbench.run.batching import LARGEST_AUTO_GROUP, Runner
-from kvbench.run.plan import Outcome, Plan, Unit
+from kvbench.run.plan import Fields, Plan, Unit
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import Example
 
@@ -66,14 +66,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def short_memory(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """No forward pass of more than so many rows."""
-    real = engine_rows.forward
+    real = engine_decode.forward
 
     def forward(model: Any, ids: Any, *rest: Any) -> Any:
         if ids.shape[0] > rows:
             raise torch.OutOfMemoryError(f"CUDA out of memory: {ids.shape[0]} rows")
         return real(model, ids, *rest)
 
-    monkeypatch.setattr(engine_rows, "forward", forward)
+    monkeypatch.setattr(engine_decode, "forward", forward)
 
 
 def test_records_are_the_same_at_any_batch_size(tmp_path: Path, alone: Any) -> None:
@@ -136,28 +136,28 @@ class Counting(Plan):
     def units(self, session: Any, methods: Any) -> list[Unit]:
         return []
 
-    def run(self, unit: Unit, methods: Any, session: Any) -> Iterator[Outcome]:
+    def run(self, unit: Unit, methods: Any, session: Any) -> Iterator[Fields]:
         return iter(self.run_batch([(unit, methods)], session)[0])
 
-    def run_batch(self, work: Any, session: Any) -> list[list[Outcome]]:
+    def run_batch(self, work: Any, session: Any) -> list[list[Fields]]:
         self.groups.append(len(work))
-        return [[Outcome("m", unit.id, {"status": "ok"})] for unit, _ in work]
+        return [[{"method": "m", "example_id": unit.id, "status": "ok"}] for unit, _ in work]
 
 
 def test_a_unit_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Path) -> None:
-    """Where the plan says so in an outcome and raises nothing."""
+    """Where the plan says so in a record and raises nothing."""
 
     class Tight(Counting):
-        def run_batch(self, work: Any, session: Any) -> list[list[Outcome]]:
+        def run_batch(self, work: Any, session: Any) -> list[list[Fields]]:
             answers = super().run_batch(work, session)
             if len(work) > 2:
-                answers[0] = [Outcome("m", work[0][0].id, {"status": "oom", "error": "no memory"})]
+                answers[0][0] |= {"status": "oom", "error": "no memory"}
             return answers
 
     plan = Tight()
     work: Any = [(Unit(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(8)]
     runner = Runner(plan, make_job(tmp_path).session, 4)
-    ids = [outcomes[0].example_id for outcomes in runner.run(work)]
+    ids = [records[0]["example_id"] for records in runner.run(work)]
     assert plan.groups == [4, 1, 2, 2]
     assert ids == ["u1", "u2", "u3", "u0", "u4", "u5", "u6", "u7"]
 
@@ -205,6 +205,6 @@ def test_auto_doubles_until_twice_the_need_would_not_fit(
     monkeypatch.setattr(memory, "total_bytes", lambda device: 100)
     work: Any = [(Unit(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(count)]
     runner = Runner(plan, session, setting)
-    ids = [outcomes[0].example_id for outcomes in runner.run(work)]
+    ids = [records[0]["example_id"] for records in runner.run(work)]
     assert ids == [unit.id for unit, _ in work]
     assert plan.groups == groups

@@ -14,7 +14,7 @@ import torch
 from support.jobs import Echo, Faulty, make_job, records_of, with_session
 
 from kvbench.engine import prefill
-from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.device import is_out_of_memory
 from kvbench.engine.model_spec import ModelError
 from kvbench.kv import LayerKV
 from kvbench.methods import build_method
@@ -120,7 +120,7 @@ def test_memory_may_run_out_anywhere_and_the_next_example_goes_on(
     real = prefill.forward_rows
 
     def forward(model: Any, ids: Any, positions: Any, state: Any, *rest: Any, **more: Any) -> Any:
-        if state.forks[0].example_id == "e1" and (
+        if state.rows[0].example_id == "e1" and (
             place == ("prefill" if ids.shape[1] > 1 else "decode")
         ):
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -12,9 +12,8 @@ from support.jobs import Letters, make_job, records_of, with_session
 from support.prompts import methods
 
 from kvbench.engine import generate as engine
-from kvbench.engine.generate import run_forks
-from kvbench.engine.sampling import Sampling
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.answer import Sampling, Stopping
+from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.prompts import PromptEncoder
@@ -76,9 +75,9 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every prefill."""
     seen, real = [], engine.prefill
 
-    def prefill(model: Any, ids: Sequence[int], forks: Any, **options: Any) -> Any:
+    def prefill(model: Any, ids: Sequence[int], rows: Any, **options: Any) -> Any:
         seen.append(len(ids))
-        return real(model, ids, forks, **options)
+        return real(model, ids, rows, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
     return seen
@@ -107,7 +106,7 @@ def test_the_context_is_what_limit_and_shards_count(tmp_path: Path, compress_aft
         job(tmp_path / "s", task, shard=Shard(part, 2), compress_after=compress_after)
         for part in (1, 2)
     ]
-    seen = [{unit.context for unit in part.units.own} for part in parts]
+    seen = [{unit.context for unit in part.units} for part in parts]
     assert seen[0] | seen[1] == {f"c{c}" for c in range(5)}
     assert not seen[0] & seen[1]
     assert [run_job(part).complete for part in parts] == [False, True]
@@ -135,7 +134,7 @@ def test_turns_with_the_methods_own_answers_are_one_conversation(tmp_path: Path)
     for row, question in zip(rows["exact"][:3], ASKED, strict=True):
         ids += letters.encode(question)
         how: dict[str, Any] = {"seed": 0, "example_id": "x", "compress_after": "context"}
-        alone = run_forks(made.session.model, ids[:-1], ids[-1:], exact, Stopping(6), **how)
+        alone = generate_one(made.session.model, ids[:-1], ids[-1:], exact, Stopping(6), **how)
         assert row["prediction"] == letters.decode(alone["exact"].tokens)
         ids += [*alone["exact"].tokens, *letters.encode("\n\n")]
     grown = [row["cache_bytes_end"] for row in rows["exact"][:3]]

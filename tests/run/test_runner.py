@@ -160,7 +160,7 @@ def test_only_what_follows_a_thought_is_scored(
         assert after["new_tokens"] == before["new_tokens"]
         assert after["score"] == sum(c.isalpha() for c in answer) / max(1, len(answer))
     assert "thought" not in plain[0]
-    assert job.runs["exact"].folder.name != thinking.runs["exact"].folder.name
+    assert job.folders["exact"].name != thinking.folders["exact"].name
     assert f"only what follows {end!r} is scored, and a thought that is not over" in caplog.text
 
 
@@ -203,7 +203,7 @@ def test_whatever_changes_a_score_changes_the_hash_and_nothing_else_does(tmp_pat
     job = make_job(tmp_path)
 
     def folder(label: str = "snapkv", **changes: Any) -> Path:
-        return replace(job, **changes).runs[label].folder
+        return replace(job, **changes).folders[label]
 
     same = [{}, {"limit": 1}, {"batch_size": 4}, {"retry_failed": True}, {"extra": {"a": 1}}]
     assert len({folder(**changes) for changes in same}) == 1

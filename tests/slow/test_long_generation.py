@@ -10,9 +10,9 @@ import torch
 import transformers as t
 from support.tiny import GROUPED, on_kvbench, prompt_ids
 
+from kvbench.engine.answer import Stopping
 from kvbench.engine.attention import register
-from kvbench.engine.generate import run_forks
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 
@@ -49,14 +49,14 @@ def test_the_cap_holds_at_every_step_and_memory_is_flat() -> None:
         return ""
 
     stopping = Stopping(NEW, frozenset(), ("never said",), watched)
-    results = run_forks(model, ids[:-1], ids[-1:], methods, stopping, seed=0, example_id="long")
+    results = generate_one(model, ids[:-1], ids[-1:], methods, stopping, seed=0, example_id="long")
     for name, result in results.items():
         assert result.failure is None, (name, result.failure)
-        assert result.new_tokens == NEW
+        assert result.cost.new_tokens == NEW
         if name in ("exact", "streaming_llm"):  # the latter's cache grows by what is said
             continue
         most = (128 + RING.get(name, 0) + 1) * ENTRY * 1.5  # scores and positions count as well
-        assert result.cache_bytes_peak <= most, (name, result.cache_bytes_peak, most)
-        assert result.cache_bytes_mean < results["exact"].cache_bytes_mean / 2
+        assert result.cost.cache_bytes_peak <= most, (name, result.cost.cache_bytes_peak, most)
+        assert result.cost.cache_bytes_mean < results["exact"].cost.cache_bytes_mean / 2
     grown = resident() - seen[len(seen) // 8] if seen else 0
     assert grown <= 4 * NEW * ENTRY + (64 << 20)

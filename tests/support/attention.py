@@ -1,4 +1,4 @@
-"""A decoding step of a cache on tensors without a batch."""
+"""A decoding step of a cache, or of a row, on tensors without a batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall
+from kvbench.engine.row import Row
 
 
 def step(
@@ -18,6 +19,6 @@ def step(
     scaling: float,
     softcap: float | None = None,
 ) -> Any:
-    """`LayerCache.step` of tensors [heads, t, d]."""
+    """`Cache.step`, or `Row.attend` at layer 0, of tensors [heads, t, d]."""
     call = LayerCall(0, query[None], key[None], value[None], scaling, softcap)
-    return cache.step(call, positions)
+    return cache.attend(call, positions) if isinstance(cache, Row) else cache.step(call, positions)

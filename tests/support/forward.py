@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from kvbench.engine.generate import run_forks
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.answer import Stopping
+from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget
 
 SMALL = Budget(rate=0.25, sink=4, window=4)
@@ -32,6 +32,6 @@ def generate(
 ) -> Any:
     split = len(ids) - 10 if split is None else split
     stopping = kwargs.pop("stopping", Stopping(new_tokens))
-    return run_forks(
+    return generate_one(
         model, ids[:split], ids[split:], methods, stopping, seed=0, example_id="x", **kwargs
     )

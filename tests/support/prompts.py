@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from kvbench.engine.generate import Prompt
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.answer import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 from support.jobs import SMALL
@@ -37,8 +36,9 @@ def methods() -> dict[str, object]:
     return {label: build_method(name, **options) for label, (name, options) in EVERY_METHOD.items()}
 
 
-def unlike_prompts(budget: Budget = SMALL) -> list[Prompt]:
-    """Of different lengths, methods and ends; one short enough to be kept whole."""
+def unlike_prompts(budget: Budget = SMALL) -> list[dict[str, Any]]:
+    """Arguments of `Prompt.of`, of different lengths, methods and ends; one prompt is short enough to be
+    kept whole."""
     both = {label: (method, budget) for label, method in methods().items()}
     few = {label: both[label] for label in ("h2o", "balancekv")}
 
@@ -53,23 +53,24 @@ def unlike_prompts(budget: Budget = SMALL) -> list[Prompt]:
     )
     lengths = (130, 67, 180, 75)
     return [
-        Prompt(
-            prompt_ids(n, seed=n)[: n - 11],
-            prompt_ids(n, seed=n)[n - 11 + i :],  # questions of different lengths
-            both if i != 1 else few,
-            stop,
-            f"p{i}",
-        )
+        {
+            "context_ids": prompt_ids(n, seed=n)[: n - 11],
+            "question_ids": prompt_ids(n, seed=n)[n - 11 + i :],  # of different lengths
+            "methods": both if i != 1 else few,
+            "stopping": stop,
+            "example_id": f"p{i}",
+        }
         for i, (n, stop) in enumerate(zip(lengths, stops, strict=True))
     ]
 
 
-FACTS = attrgetter(
-    *("tokens", "new_tokens", "entries", "compressed", "failure", "cache_bytes", "cache_bytes_end"),
+COSTS = (
+    *("new_tokens", "entries", "compressed", "cache_bytes", "cache_bytes_end"),
     *("cache_bytes_peak", "cache_bytes_mean", "exact_bytes_mean", "exact_bytes"),
 )
+FACTS = attrgetter("tokens", "failure", *(f"cost.{name}" for name in COSTS))
 
 
 def facts(answer: dict[str, Any]) -> dict[str, Any]:
-    """Of every method all that a generation is, but its times."""
-    return {label: FACTS(generation) for label, generation in answer.items()}
+    """Of every method all that an answer is, but its times."""
+    return {label: FACTS(one) for label, one in answer.items()}

@@ -58,6 +58,9 @@ OTHERS: list[tuple[str, dict[str, object]]] = [
     ("subgen_streaming", {"t": 1, "s": 3, "recent": 0}),
     ("qjl", {}),
     ("turboquant", {}),
+    ("solved", {"of": "h2o"}),
+    ("solved", {"of": "adakv", "log_weights": False}),
+    ("solved", {"of": "balancekv", "options": {"block_size": 16}}),
 ]
 """Those that need a rotary table, hold heads of different lengths, mixed values or entries twice, or
 store what they hold in few bits."""

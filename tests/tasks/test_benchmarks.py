@@ -19,7 +19,7 @@ from support.encoders import shipped
 from support.paths import ROOT
 
 from kvbench.cli.build import build_job
-from kvbench.engine.sampling import Sampling
+from kvbench.engine.answer import Sampling
 from kvbench.kv import KVError
 from kvbench.run.runner import run_job
 
@@ -95,13 +95,13 @@ def test_scbench_compresses_before_aime_draws_eight_samples_and_all_run(
         return build_job(composed(f"task={name}", *overrides(name), *where, *more))
 
     assert job("scbench").session.compress_after == "context"
-    assert len(job("scbench", "limit=null").units.within_limit) == 18
+    assert len(job("scbench", "limit=null").within_limit) == 18
     for name in ("loogle", "scbench", *FILES):
         sampling = Sampling(0.6, 0.95, 8) if name.startswith("aime") else Sampling()
         small = job(name, "task.max_new_tokens=2")
         assert small.session.sampling == sampling
         if name in FILES:
-            assert len(small.units.within_limit[0].record_ids) == sampling.samples
+            assert len(small.within_limit[0].record_ids) == sampling.samples
         result = run_job(small)
         assert (result.failed, result.written > 0) == (0, True), name
     with pytest.raises(KVError, match="has no context; allowed: prompt"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import zipfile
@@ -53,6 +54,63 @@ def test_files_folders_archives_and_parquet_give_the_same_rows(tmp_path: Path) -
     assert zipped.digests() == file_digests([str(file)])
     write_lines(file, ROWS[:1])
     assert zipped.digests() != file_digests([str(file)])
+
+
+def parquet(rows: list[Any]) -> bytes:
+    import pandas as pd
+
+    return bytes(pd.DataFrame(rows).to_parquet())
+
+
+TABLE = [{"text": "Tëxt,\u2028\n1", "n": "007"}, {"text": "2009-01-02", "n": "NA"}]
+LINES = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in TABLE).encode()
+CSV = 'text,n\r\n"Tëxt,\u2028\n1",007\r\n2009-01-02,NA\r\n'.encode()
+FORMATS = {  # by the file's name, its content
+    "my.jsonl": LINES,
+    "MY.JSONL": b"\xef\xbb\xbf" + LINES,
+    "lines.json": LINES,
+    "list.Json": b"\xef\xbb\xbf" + json.dumps(TABLE, indent=1).encode(),
+    "my.jsonl.gz": gzip.compress(LINES),
+    "my.csv": CSV,
+    "MY.CSV": b"\xef\xbb\xbf" + CSV,
+    "my.CSV.GZ": gzip.compress(CSV),
+    "my.tsv": CSV.replace(b",00", b"\t00").replace(b",NA", b"\tNA").replace(b"text,", b"text\t"),
+    "my.Parquet": parquet(TABLE),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_is_read_by_its_ending_and_a_folder_by_its_files(tmp_path: Path, name: str) -> None:
+    for path in (tmp_path / "a" / name, tmp_path / "b" / ".cache" / name, tmp_path / "b" / "x.md"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(FORMATS[name])
+    (tmp_path / "b" / name).write_bytes(FORMATS[name])
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        archive.writestr(f"in/{name}", FORMATS[name])
+    places: list[Any] = [{"files": (str(tmp_path / place),)} for place in (f"a/{name}", "b")]
+    for where in (*places, {"data": str(tmp_path / "z.zip"), "file": name}):
+        assert rows_of(**where) == TABLE
+    stems = {stem for _, stem, _ in Source("t", **places[0]).rows()}
+    assert {stem.lower() for stem in stems} <= {"my", "lines", "list"}
+
+
+def test_of_a_folder_with_splits_one_is_read(tmp_path: Path) -> None:
+    for name in ("data/train-0.jsonl", "data/test-0.jsonl", "test/1.jsonl", "latest.jsonl"):
+        write_lines(tmp_path / name, [{"name": name}])
+    read = [row["name"] for row in rows_of(files=(str(tmp_path),))]
+    assert read == ["data/test-0.jsonl", "test/1.jsonl"]
+    with pytest.raises(TaskError, match=r"has files of test, train and task\.split is 'dev'"):
+        rows_of(files=(str(tmp_path),), split="dev")
+
+
+def test_numbers_of_parquet_keep_their_digits_and_gaps_are_none(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"n": [2**60 + 1, None], "x": [4711.0, float("nan")]})
+    pq.write_table(table, tmp_path / "my.parquet")
+    rows = rows_of(files=(str(tmp_path / "my.parquet"),))
+    assert rows == [{"n": 2**60 + 1, "x": 4711.0}, {"n": None, "x": None}]
 
 
 @pytest.fixture
@@ -138,6 +196,11 @@ REFUSED: list[tuple[dict[str, Any], bytes, str]] = [  # source, the file of that
     ({"files": ("a.jsonl",)}, b"[" * 50_000, "line 1 is not complete JSON"),
     ({"files": ("a.json",)}, b"{}", "holds no list"),
     ({"files": ("a.parquet",)}, b"{}", "cannot read"),
+    ({"files": ("a.csv",)}, b"a,b\nx,y,z\n", "cannot read a.csv: Length of header"),
+    ({"files": ("a.csv",)}, b"a,b\nx,y\nx,y,z\n", "cannot read a.csv: .* line 3, saw 3"),
+    ({"files": ("a.csv",)}, b'a,b\n"x,y\n', "cannot read a.csv: .*EOF inside string"),
+    ({"files": ("a.csv",)}, b"a\n\xff\n", "a.csv is not UTF-8"),
+    ({"files": ("a.csv.gz",)}, gzip.compress(b"a,b\nx,y\n")[:-9], "cannot read a.csv.gz"),
     ({"files": ("x*.jsonl",)}, b"", r"no file matches files='x\*\.jsonl'"),
     (
         REPOSITORY | {"data": "."},

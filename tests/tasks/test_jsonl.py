@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from support.encoders import chat, ids_of, shipped
 
 from kvbench.run.encoding import encode_examples
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.jsonl import Jsonl
-from kvbench.tasks.template import PromptTemplate
+from kvbench.tasks.longeval_lines import LongEvalLines
 
 FIELDS = {"context": "text", "question": "q", "answers": "gold"}
 ROWS = [
@@ -105,6 +107,66 @@ def test_an_answer_key_is_a_letter_an_option_or_its_index(
     assert right == list(chosen)
 
 
+ARC = {"text": ["red", "dark green"], "label": ["1", "2"]}
+MEANT: list[tuple[dict[str, Any], dict[str, str], tuple[str, ...]]] = [  # row, fields, answers
+    ({"gold": 4711.0}, {}, ("4711",)),  # an integer column with gaps
+    ({"gold": [4711.0, 2.5, "4.0"]}, {}, ("4711", "2.5", "4.0")),
+    ({"gold": 12345678901234567890}, {}, ("12345678901234567890",)),
+    ({"gold": {"text": ["a", "b"], "answer_start": [1, 2]}}, {}, ("a", "b")),  # SQuAD
+    (
+        {"gold": {"value": "a", "aliases": ["a", "b"]}},
+        {"answers": "{{ gold.aliases }}"},
+        ("a", "b"),
+    ),
+    ({"gold": 3.0}, {"answers": "{{ gold }} or {{ gold + 1 }}"}, ("3 or 4",)),
+    ({"gold": 2, "c": COLOURS}, {"choices": "c"}, ("blue",)),  # MMLU
+    ({"gold": 2.0, "c": COLOURS}, {"choices": "c"}, ("blue",)),
+    ({"gold": "C", "c": COLOURS}, {"choices": "c"}, ("C",)),
+    ({"gold": 1, "c": [2, 1.0]}, {"choices": "c"}, ("1",)),
+    ({"gold": "2", "c": ARC}, {"choices": "c"}, ("dark green",)),
+    ({"gold": 1, "c": {"A": "red", "B": "blue"}}, {"choices": "c"}, ("blue",)),  # MedQA
+    ({"gold": 2, "choices": COLOURS}, {"answers": "{{ gold }}"}, ("2",)),
+]
+
+
+@pytest.mark.parametrize(("row", "fields", "answers"), MEANT, ids=range(len(MEANT)))
+def test_an_answer_is_what_a_person_means(
+    tmp_path: Path, row: Any, fields: Any, answers: tuple[str, ...]
+) -> None:
+    path = write(tmp_path / "my.jsonl", [{"text": "T.", "q": "?", **row}])
+    (example,) = examples(path, fields={**FIELDS, **fields})
+    assert example.answers == answers
+
+
+CELLS: list[tuple[list[str], list[tuple[str, ...]]]] = [  # a column of a table, answers
+    (["007", "NA", "null"], [("007",), ("NA",), ("null",)]),
+    (["2009-01-02", "1e5", "9" * 20], [("2009-01-02",), ("1e5",), ("9" * 20,)]),
+    (["4711.0", "-3.0"], [("4711",), ("-3",)]),  # pandas wrote it from a column with gaps
+    (["4.0", "2.5"], [("4.0",), ("2.5",)]),
+    (["['a', 'b']", '["c"]'], [("a", "b"), ("c",)]),
+    (["{'text': ['a', 'b']}"], [("a", "b")]),
+    (["[1, 2)", "[3, 4]"], [("[1, 2)",), ("[3, 4]",)]),
+]
+
+
+@pytest.mark.parametrize(("cells", "answers"), CELLS, ids=range(len(CELLS)))
+def test_the_cells_of_a_table_are_texts(tmp_path: Path, cells: Any, answers: Any) -> None:
+    contexts = [f'{{"a": [1, {number}]}}' for number in range(len(cells))]
+    table = pd.DataFrame({"text": contexts, "q": "?", "gold": cells})
+    table.to_csv(tmp_path / "my.csv", index=False)
+    made = examples(str(tmp_path / "my.csv"))
+    assert [example.answers for example in made] == answers
+    assert made[0].context.startswith(contexts[0])
+
+
+@pytest.mark.parametrize("cell", ["", " ", "['a' 'b']", "{'text': array(['a'], dtype=object)}"])
+def test_a_cell_without_an_answer_or_with_an_array_is_refused(tmp_path: Path, cell: str) -> None:
+    table = pd.DataFrame({"text": "T.", "q": "?", "gold": [cell, cell]})
+    table.to_csv(tmp_path / "my.csv", index=False)
+    with pytest.raises(TaskError, match=r"my.csv row 1: field 'gold' is .*; allowed: "):
+        examples(str(tmp_path / "my.csv"))
+
+
 def test_one_row_may_have_lists_of_questions_and_answers(tmp_path: Path) -> None:
     rows = [
         {"text": "T.", "q": ["A?", "B?"], "gold": ["a", ["b", "c"]]},
@@ -147,6 +209,18 @@ def test_fields_and_the_prompt_may_be_templates(file: str) -> None:
     )
     assert texts(made) == ["Ann! Ann (1)", "Bob! Bob (2)", "Late. Ann! Ann (3)"]
     assert [example.dataset for example in made] == ["easy", "hard", "hard"]
+
+
+def test_a_backslash_and_an_n_of_the_command_line_are_a_newline(file: str) -> None:
+    options = {"template": r"{{ context }}\n\nQ: {{ question }}{{ '\\ne' }}", "stop": [r"\n", "."]}
+    options |= {"answer_prefix": r"\nA:", "fields": {**FIELDS, "context": r"{{ text }}\n(end)"}}
+    hat, *_ = examples(file, **options)
+    assert texts([hat]) == ["Ann has a red hat.\n(end)\n\nQ: Which hat?\\ne\nA:"]
+    assert hat.stop == ("\n", ".")
+    plain = LongEvalLines(stop=["\n"])
+    typed = LongEvalLines(stop=[r"\n"])
+    assert typed.stop == plain.stop
+    assert typed.version > plain.version  # its earlier records were another prompt's
 
 
 def test_each_data_set_has_its_own_options(file: str, tmp_path: Path) -> None:
@@ -198,22 +272,16 @@ def test_a_context_may_be_cut_to_the_models_positions(long_file: str) -> None:
 # errors
 
 FORBIDDEN = [
-    "{{ 'x' * 1000000000 }}",
-    "{{ 10 ** 10 ** 10 }}",
     "{% for i in range(1000000000) %}x{% endfor %}",
-    "{{ context | replace('a', context) }}",
     "{{ context.__class__.__mro__ }}",
-    "{{ '%1000000000d' % 1 }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ context.format(1) }}",
-    "{% for a in q recursive %}{{ loop(q) }}{% endfor %}",
-    "{{ 'x'.ljust(1000000000) }}",
-    "{{ 'x' | center(1000000000) }}",
+    "{{ gold.append(context) }}",
     "{% include 'x' %}",
-    "{% set x = context ~ context %}{{ x }}",
     "{{ context",
+    "{{ gold }}",
+    "{{ gold.pop }}",
 ]
-"""Templates that call something, multiply, store a text, reach Python's objects, or are none."""
+"""Templates that have no end, reach Python's objects, print one, or are none."""
 
 THERE = "fields there are: text, q, gold, level, nr"
 MISTYPED = {**FIELDS, "context": "txt"}
@@ -235,6 +303,30 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, messa
     ({}, [{**ROW, "q": {}}], r"field 'q' is \{\}; allowed: text"),
     ({}, [{**ROW, "text": None}], "field 'text' is None; allowed: text"),
     ({}, [{**ROW, "gold": None}], "field 'gold' is None; allowed: a text, a number"),
+    ({}, [ROW, {**ROW, "gold": math.nan}], "my.jsonl row 2: field 'gold' is None; allowed: a text"),
+    ({}, [{**ROW, "gold": ["a", math.nan]}], r"field 'gold' is \['a', nan\]; allowed"),
+    ({}, [{**ROW, "text": math.nan}], "field 'text' is None; allowed: text"),
+    ({}, [{**ROW, "gold": 1.2e19}], "row 1: field 'gold': 1.2e.19 has lost digits; allowed"),
+    ({}, [{**ROW, "gold": {"text": []}}], r"row 1: field 'gold' is \{'text': \[\]\}; allowed"),
+    (
+        {},
+        [{**ROW, "gold": {"value": "a"}}],
+        r"row 1: field 'gold' .* allowed: .* task.fields.answers='\{\{ gold.<name> \}\}'",
+    ),
+    ({}, [{**ROW, "gold": "['a' 'b']"}], "field 'gold' .* allowed: a list, as JSON writes it"),
+    ({}, [{**ROW, "gold": "{'text': array(['a'])}"}], "field 'gold' .* a list, as JSON writes it"),
+    (
+        {"fields": {**FIELDS, "answers": "{{ gold }}."}},
+        [{**ROW, "gold": ["a"]}],
+        r"answers: \S*my.jsonl row 1: \{\{ ... \}\} is a list; allowed: text, .* fields there are",
+    ),
+    ({"fields": {**FIELDS, "answers": "{{ gld }}"}}, [ROW], "row 1: 'gld' is undefined; fields"),
+    (
+        {},
+        [{**ROW, "gold": 2, "choices": COLOURS}],
+        "row 1: field 'gold' is 2 and .* 'choices'; allowed: task.fields.choices=choices if",
+    ),
+    ({"fields": CHOICES}, [{**ROW, "c": COLOURS, "gold": 3}], "row 1: field 'gold' is 3; allowed"),
     ({}, [{**ROW, "q": ["y"]}], "has 1 questions and 'gold' is 'z'"),
     ({}, [], "the data hold no question"),
     ({}, [ROW, {**ROW, "gold": " "}], r"my.jsonl row 2: field 'gold' is ' '; allowed: text that"),
@@ -266,14 +358,6 @@ def test_what_is_wrong_is_one_line(
 def test_a_template_that_is_not_allowed_is_refused_at_once(tmp_path: Path, template: str) -> None:
     start = time.process_time()
     with pytest.raises(TaskError, match=r"^task\.template") as caught:
-        examples(write(tmp_path / "my.jsonl", ROWS), template=template)
+        examples(write(tmp_path / "my.jsonl", ROWS[1:]), template=template)
     assert "\n" not in str(caught.value)
     assert time.process_time() - start < 5
-
-
-def test_the_text_of_a_template_has_a_longest_length(monkeypatch: Any) -> None:
-    monkeypatch.setattr("kvbench.tasks.template.MOST_CHARACTERS", 1000)
-    loops = PromptTemplate("t", "{% for a in x %}{% for b in x %}{{ x }}{% endfor %}{% endfor %}")
-    assert len(loops.render({"x": "abc"})) == 27
-    with pytest.raises(TaskError, match="more than 1000 characters"):
-        loops.render({"x": "abcdefghijklmn"})

@@ -19,8 +19,8 @@ from support.paths import DATA, write_lines
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvbench.engine.answer import Stopping
 from kvbench.engine.model_spec import ModelError, ModelSpec, local_path
-from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import TaskError

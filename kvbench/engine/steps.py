@@ -1,13 +1,4 @@
-"""Decode steps as captured CUDA graphs: one launch for each token instead of a thousand.
-
-The first few steps of a batch run without capture, so that every kernel is compiled and every library
-has been set up. Then a step is captured, and replayed for the tokens that follow and for later batches
-of the same kind. This is correct because all steps of a batch make the same launches on the same
-buffers: the new token's id and position, the number of entries of every row, their addresses and the
-entries themselves are read and written on the device (`kvbench.engine.decoding`). If a step cannot be
-captured, the steps run without capture, and a warning says so once. Rows that do not go through the
-kernels are not part of a captured step (`kvbench.engine.rows.decode_rows`).
-"""
+"""Decode steps as captured CUDA graphs: one launch for each token instead of a thousand (`Steps`)."""
 
 from __future__ import annotations
 
@@ -18,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.device import is_out_of_memory
 from kvbench.engine.rotary import table_change
 from kvbench.engine.states import is_hybrid
 from kvbench.errors import first_line
@@ -32,12 +23,11 @@ log = logging.getLogger(__name__)
 DECODES = ("auto", "eager", "graph", "compiled")
 """How decode steps run. ``eager`` never captures them; the others do where it is possible. ``compiled``
 also has torch compile the model for the steps, which takes seconds and fuses a layer's norms and
-position
-encoding: a layer then has 12 launches and the three of our attention, where it has 44 otherwise."""
-
+position encoding: a layer then has 12 launches and the three of our attention, where it has 44
+otherwise."""
 FIRST_STEPS = 3
-"""How many steps of a batch run before one is captured."""
-
+"""How many steps of a batch run before one is captured, so that every kernel is compiled and every
+library has been set up."""
 WORTH_STEPS = 16
 """The least number of steps to come for which capturing saves more time than it takes."""
 
@@ -56,15 +46,21 @@ def check_decode(value: object, device: torch.device) -> str:
     return str(value)
 
 
-class CapturedStep(NamedTuple):
+class Captured(NamedTuple):
     """A captured step: the function that replays it, and the tensors that it reads and writes."""
 
     replay: Callable[[], Tensor]
     tensors: Sequence[Tensor]
 
 
-class StepGraphs:
-    """How the decode steps of one model run, and the steps of it that have been captured.
+class Steps:
+    """How the decode steps of one model run, and the steps of it that have been captured as CUDA graphs.
+
+    A captured step is replayed for the tokens that follow and for later batches of the same kind. This
+    is correct because all steps of a batch make the same launches on the same buffers: the new token's
+    id and position, the number of entries of every row, their addresses and the entries themselves are
+    read and written on the device. If a step cannot be captured, the steps run without capture, and a
+    warning says so once.
 
     Args:
         decode: one of `DECODES`.
@@ -81,7 +77,7 @@ class StepGraphs:
         self.decode = decode
         self.most_kept = most_kept
         self.failed = False
-        self.kept: dict[Hashable, CapturedStep] = {}
+        self.kept: dict[Hashable, Captured] = {}
         self._compiled: Any = None
 
     def model_for_steps(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -93,21 +89,18 @@ class StepGraphs:
         return model if self._compiled is None else self._compiled
 
     def should_capture(self, model: PreTrainedModel, steps: int) -> bool:
-        """Whether a step is to be captured for a batch of at most `steps` steps."""
-        is_worth_it = self.decode != "eager" and steps >= FIRST_STEPS + WORTH_STEPS
-        return is_worth_it and self.is_possible(model)
-
-    def is_possible(self, model: PreTrainedModel) -> bool:
-        """Whether the model's steps can be captured: the model is on one GPU, no layer holds a recurrent
-        state (which capturing would update), no rotary table is computed anew for every token (Dynamic
-        NTK, on the host), and no capture has failed."""
+        """Whether a step is to be captured for a batch of at most `steps` steps: it is worth it, and
+        possible. The model is on one GPU, no layer holds a recurrent state (which capturing would
+        update), no rotary table is computed anew for every token (Dynamic NTK, on the host), and no
+        capture has failed."""
+        if self.decode == "eager" or steps < FIRST_STEPS + WORTH_STEPS or self.failed:
+            return False
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1 or devices.pop().type != "cuda":
             return False
         change = table_change(model.config)
-        if change is not None and not change.stays:
-            return False
-        return not is_hybrid(model.config.get_text_config()) and not self.failed
+        changes_with_tokens = change is not None and not change.stays
+        return not changes_with_tokens and not is_hybrid(model.config.get_text_config())
 
     def recall(self, key: Hashable, tensors: Sequence[Tensor]) -> Callable[[], Tensor] | None:
         """Return the captured step of an earlier batch with this key (see `capture`), or None.
@@ -165,7 +158,7 @@ class StepGraphs:
             graph.replay()
             return result
 
-        self.kept[key] = CapturedStep(replay, tensors)
+        self.kept[key] = Captured(replay, tensors)
         if len(self.kept) > self.most_kept:
             oldest = next(iter(self.kept))
             del self.kept[oldest]

@@ -1,11 +1,13 @@
-"""Where the entries of the rows of a decode step lie: a table of addresses, made once and read at every
-step by the kernels that attend, append and evict."""
+"""Where the entries of the rows of a decode step lie, and by which rule each row evicts: a table that is
+made once and read at every step by the kernels that attend, append and evict. H2O (arXiv 2306.14048)
+evicts by accumulated attention, StreamingLLM (arXiv 2309.17453) by age."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,15 +26,62 @@ COLUMNS = (
     "weight_head_stride",
     "weight_entry_stride",
     "reserved",
+    "scores",
+    "positions",
+    "number_head_stride",
+    "limit",
+    "sink",
+    "recent",
+    "heaviest_leaves",
+    "place",
 )
-"""What the columns of `EntryTable.pointers` have for a row: the addresses of its three buffers (that
-of the log-weights is 0 where all are zero); the strides of each over heads and over entries, in
-elements; and how many entries there is room for (`reserved`)."""
+"""What the columns of `Addresses.pointers` have for a row: the addresses of its three buffers (that of
+the log-weights is 0 where all are zero); the strides of each over heads and over entries, in elements;
+and how many entries there is room for (`reserved`). Where rows evict, also: the addresses of scores (0
+where it has none) and positions, the stride of both over heads, the row's limit, the fields of its
+`Eviction`, and its place in the batch; else these are 0."""
 
 
 @dataclass(frozen=True)
-class EntryTable:
-    """A table of where the entries of each row lie. `entry_table` makes it once; every step reads it.
+class Eviction:
+    """The rule by which an entry of each KV head leaves a full cache when a token has joined: of the
+    entries that are neither sink nor recent, the oldest or the one of least or most accumulated
+    attention.
+
+    Attributes:
+        leaves: oldest | lightest (least attention) | heaviest (most attention). The latter two go by
+            the scores of the entries, to which the attention from every token is added.
+        sink: entries at positions below this stay.
+        recent: how many of the newest tokens stay, the one that joined included.
+    """
+
+    leaves: Literal["oldest", "lightest", "heaviest"]
+    sink: int = 0
+    recent: int = 0
+
+    def choose(self, scores: Tensor | None, positions: Tensor) -> Tensor:
+        """Choose the entry of each head that leaves, the first one on a tie: indices [kv_heads].
+
+        Args:
+            scores: [kv_heads, c] float32, the newest entry last; not read by `oldest`.
+            positions: [kv_heads, c] int64.
+        """
+        worth = positions
+        if self.leaves != "oldest":
+            assert scores is not None
+            worth = scores if self.leaves == "lightest" else -scores
+        most = torch.inf if worth.is_floating_point() else torch.iinfo(worth.dtype).max
+        if self.sink:
+            worth = worth.masked_fill(positions < self.sink, most)
+        if self.recent:
+            # Each token is one position behind the one before, and recent ones never leave.
+            worth = worth.masked_fill(positions > positions[:, -1:] - self.recent, most)
+        return worth.argmin(-1)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the entries of each row lie (`addresses_of` makes it once; every step reads it).
 
     The rows of a decode step are prompts and methods with different numbers of entries, in buffers
     that were reserved when each was prefilled. A padded batch tensor would read and store padding; one
@@ -46,12 +95,22 @@ class EntryTable:
         log_weights: for each row [kv_heads, reserved] float32, or None where all are zero; -inf hides
             an entry.
         longest: the entries for which programs are launched, at least the largest `reserved`.
+        rules: the rule by which each row evicts; none where no row does.
+        limits: for each row that evicts, how many entries a head may have.
+        scores, positions: for each row that evicts, buffers [kv_heads, reserved] float32 (None where
+            its rule goes by age) and int64, contiguous.
+        places: for each row that evicts, its place among the rows of the whole batch.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     log_weights: tuple[Tensor | None, ...]
     longest: int
+    rules: tuple[Eviction, ...] = ()
+    limits: tuple[int, ...] = ()
+    scores: tuple[Tensor | None, ...] = ()
+    positions: tuple[Tensor, ...] = ()
+    places: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -62,6 +121,11 @@ class EntryTable:
     def kv_heads(self) -> int:
         """The number of KV heads, which all rows share."""
         return self.keys[0].shape[0]
+
+    @property
+    def weighs(self) -> bool:
+        """Whether rows evict by attention."""
+        return bool(self.rules) and self.rules[0].leaves != "oldest"
 
     @cached_property
     def chunk(self) -> int:
@@ -90,8 +154,10 @@ class EntryTable:
         """The table as a tensor, [rows, columns] int64 on the rows' device; `COLUMNS` names the
         columns."""
         table = []
-        for key, value, weight in zip(self.keys, self.values, self.log_weights, strict=True):
-            row = {
+        for row, (key, value, weight) in enumerate(
+            zip(self.keys, self.values, self.log_weights, strict=True)
+        ):
+            columns = {
                 "keys": key.data_ptr(),
                 "values": value.data_ptr(),
                 "log_weights": 0 if weight is None else weight.data_ptr(),
@@ -103,17 +169,34 @@ class EntryTable:
                 "weight_entry_stride": 0 if weight is None else weight.stride(1),
                 "reserved": key.shape[1],
             }
-            table.append([row[name] for name in COLUMNS])
+            if self.rules:
+                rule, scores, positions = self.rules[row], self.scores[row], self.positions[row]
+                columns |= {
+                    "scores": 0 if scores is None else scores.data_ptr(),
+                    "positions": positions.data_ptr(),
+                    "number_head_stride": positions.stride(0),
+                    "limit": self.limits[row],
+                    "sink": rule.sink,
+                    "recent": rule.recent,
+                    "heaviest_leaves": int(rule.leaves == "heaviest"),
+                    "place": self.places[row],
+                }
+            table.append([columns.get(name, 0) for name in COLUMNS])
         return to_device(torch.tensor(table, dtype=torch.int64), self.keys[0].device)
 
 
-def entry_table(
+def addresses_of(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     log_weights: Sequence[Tensor | None] | None = None,
     *,
     longest: int = 0,
-) -> EntryTable:
+    rules: Sequence[Eviction] = (),
+    limits: Sequence[int] = (),
+    scores: Sequence[Tensor | None] = (),
+    positions: Sequence[Tensor] = (),
+    places: Sequence[int] = (),
+) -> Addresses:
     """Make the table of these rows. It refers to their buffers (or views of a pool) and copies
     nothing.
 
@@ -125,10 +208,13 @@ def entry_table(
             and dim; so do all values, with a dim of their own. The numbers of an entry are adjacent in
             memory.
         log_weights: for each row [kv_heads, reserved] float32, or None where all are zero.
-        longest: `EntryTable.longest`, if that is more than the rows need.
+        longest: `Addresses.longest`, if that is more than the rows need.
+
+        rules, limits, scores, positions, places: see `Addresses`.
 
     Raises:
-        ValueError: no rows, or rows that differ in what they must share.
+        ValueError: no rows, rows that differ in what they must share, rules of which some go by
+            attention and some by age, or a rule by attention without scores.
     """
     weights = (None,) * len(keys) if log_weights is None else tuple(log_weights)
     if not keys or not len(keys) == len(values) == len(weights):
@@ -151,12 +237,21 @@ def entry_table(
             raise ValueError(
                 f"row {row} has keys, values, log-weights {buffers}; allowed: {fitting}"
             )
-    table = EntryTable(
+    if len({rule.leaves == "oldest" for rule in rules}) > 1:
+        raise ValueError(f"rules are {list(rules)}; allowed: all by age, or all by attention")
+    table = Addresses(
         tuple(keys),
         tuple(values),
         weights,
         max(longest, *(key.shape[1] for key in keys)),
+        tuple(rules),
+        tuple(limits),
+        tuple(scores),
+        tuple(positions),
+        tuple(places),
     )
+    if table.weighs and any(part is None for part in scores):
+        raise ValueError("a rule by attention has no scores; allowed: [kv_heads, reserved] float32")
     if keys[0].is_cuda:
         _ = table.pointers  # Made now, since nothing can be copied while a CUDA graph is captured.
     return table

@@ -16,10 +16,10 @@ from support.method_layers import make_layer
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
+from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.generate import run_forks
-from kvbench.engine.guard import compress as guarded
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.check import compress as guarded
+from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Held, Method, Repetition
@@ -97,12 +97,12 @@ def test_whoever_prefills_reads_the_prompt_again_for_the_others() -> None:
     bad = {"bad": (Bad(fault=lambda layer: layer.keys.zero_()), budget)}
     stopping = Stopping(4)
     with kvbench_attention_on(model):
-        expected = run_forks(model, ids, (), good, stopping, seed=0, example_id="x")
-        found = run_forks(model, ids, (), bad | good, stopping, seed=0, example_id="x")
+        expected = generate_one(model, ids, (), good, stopping, seed=0, example_id="x")
+        found = generate_one(model, ids, (), bad | good, stopping, seed=0, example_id="x")
     assert "'bad' wrote to the keys" in str(found["bad"].failure)
     for label in good:
         assert found[label].tokens == expected[label].tokens
-        assert found[label].entries == expected[label].entries
+        assert found[label].cost.entries == expected[label].cost.entries
 
 
 CHANGES: list[Callable[[LayerKV], Any]] = [

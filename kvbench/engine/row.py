@@ -1,0 +1,470 @@
+"""One method's answer to one prompt (`Row`): its caches and states, its tokens, its cost, its failure.
+
+Several rows decode together; each is a row of the batch with caches of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.engine import check
+from kvbench.engine.answer import GREEDY, Answer, NonFiniteLogits, Sampling, Stopping
+from kvbench.engine.attention import LayerCall, UnsupportedModel
+from kvbench.engine.cache import Cache, cache_of
+from kvbench.engine.cost import Cost, ExactBytes
+from kvbench.engine.device import release_frames
+from kvbench.engine.hooks import GROW, Hook, Recompress, hook_of
+from kvbench.engine.states import State, clone_of, state_bytes
+from kvbench.kernels.elapsed import Elapsed
+from kvbench.kv import WHOLE, Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
+from kvbench.methods.base import HeldShape, Method, allowed_entries
+from kvbench.methods.exact import Exact
+
+
+def prompt_name(ids: Sequence[int]) -> str:
+    """The example id of a prompt that has no other name: a digest of its tokens. A method's draws then
+    depend on the seed and the prompt, and not on the prompt's place in a batch."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
+
+
+def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
+    """The random generator of a method at one layer, on the CPU. It depends on seed, example and layer
+    alone, so that neither the other methods of a job nor the order of its examples change the draws."""
+    digest = hashlib.sha256(f"{seed}\0{example_id}\0{layer}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@dataclass
+class Row:
+    """One method on one prompt. The prefill calls `begin_prompt`, `compress` or `keep` for every layer,
+    and `end_prompt`; then passes feed tokens; `finish` audits.
+
+    Attributes:
+        label: the method's name in this job.
+        example_id: seeds the method's draws, together with `seed` and the layer.
+        room: how many tokens will be added after the prompt, 0 if the caller does not know.
+        caches: the caches of each layer that holds keys, by the layer's index in the model: one, or one
+            for each KV head where heads hold different numbers of entries.
+        states: the state of each layer that holds one in place of keys, by the layer's index.
+        entries: for each layer that the method compresses, [kv_heads] int64, the entries that each head
+            holds of the prompt. Counts made on a GPU stay there until `settle`.
+        shapes: the sizes of these layers' caches after the prompt, by the layer's index.
+        carried: the tensors that the method stored at earlier layers of this prompt.
+        compressed: whether the method compresses this prompt.
+        failure: the exception that stopped this row, or None; the other rows go on.
+        prompt: the cost at the end of the prefill; None before.
+        exact: the bytes of the exact cache of the same prompt.
+        fed: the number of tokens fed since the prompt.
+        clocks: clocks of compression that are still to be read.
+        bytes_end: the bytes that were held at the last audit; None before.
+        answer: the answer that the row gives now.
+        spent_s: the wall-clock seconds that the prompt took before the rows of all prompts were joined.
+        kept: see `Answer.kept`.
+
+    Raises:
+        KVError: the method holds no cache (`Method.holds_a_cache`).
+    """
+
+    label: str
+    method: Method
+    budget: Budget
+    seed: int
+    example_id: str
+    room: int = 0
+    caches: dict[int, tuple[Cache, ...]] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
+    entries: dict[int, Tensor] = field(default_factory=dict)
+    shapes: dict[int, HeldShape] = field(default_factory=dict)
+    carried: dict[str, Tensor] = field(default_factory=dict)
+    compressed: bool = False
+    failure: Exception | None = None
+    prompt: Cost | None = None
+    exact: ExactBytes = field(default_factory=ExactBytes)
+    fed: int = 0
+    clocks: list[Elapsed] = field(default_factory=list)
+    compress_s: float = 0.0
+    bytes_end: int | None = None
+    answer: Answer = field(default_factory=lambda: Answer(Stopping(1)))
+    prefill_s: float | None = None
+    spent_s: float = 0.0
+    kept: dict[str, Any] | None = None
+    # The bytes of the exact cache after the prompt and after each step since: their sum and number.
+    _exact_sum: int = 0
+    _moments: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.method.holds_a_cache:
+            raise KVError(
+                f"method {self.label!r} masks one pass over prompt and answer, and holds no cache to "
+                "decode with; allowed: task=lm_eval, which takes likelihoods alone"
+            )
+
+    # --- the prompt -------------------------------------------------------------------------------
+
+    def begin_prompt(self, n: int) -> None:
+        """Begin to read a prompt of n tokens, anew if it was begun before. It will be compressed if it
+        is longer than its capacity and the method uses the budget."""
+        self._release()
+        self.clocks, self.compress_s, self.fed, self.bytes_end = [], 0.0, 0, None
+        self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the model repeats this prompt for the method before the method compresses it."""
+        return self.compressed and self.method.rescoring is not None
+
+    def compress(
+        self, layer: int, kv: LayerKV, on_compress: Callable[[str], None] = lambda label: None
+    ) -> None:
+        """Let the method compress a layer, and hold the result.
+
+        A prompt that is within its capacity is not compressed. A method that evicts is called all the
+        same, for the scores by which it evicts once the cache is full.
+
+        Raises:
+            check.LayerDamaged: the row has failed, and what the other methods read is wrong.
+        """
+        if self.failure is not None:
+            return
+        kv.charged.clear()
+        limit = None
+        if not self.compressed and self.method.evicts and self.method.uses_budget:
+            limit = self.budget.limit(kv.n)
+        try:
+            if self.compressed or limit is not None:
+                on_compress(self.label)
+                self.carry_to(kv.keys.device)
+                generator = layer_generator(self.seed, self.example_id, layer)
+                budget = self.budget if limit is None else WHOLE
+                kept, capacity, clock = check.compress(
+                    self.label, self.method, kv, budget, generator, self.carried
+                )
+                self.clocks.append(clock)
+            else:
+                kept, capacity = keep_all(kv), kv.n
+            clock = Elapsed(kv.keys.device)
+            self._hold(layer, kept, capacity, limit, kv)
+            self.clocks.append(clock.stop())
+        except check.LayerDamaged as failure:
+            self.fail(failure)
+            raise
+        except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+            self.fail(failure)
+        self.clocks += [clock for clock in kv.charged.values() if clock is not None]
+
+    def carry_to(self, device: torch.device) -> None:
+        """Move the tensors that the method stored at earlier layers to the device of the next layer."""
+        for name, tensor in self.carried.items():
+            self.carried[name] = tensor.to(device)
+
+    def _hold(
+        self, layer: int, kept: CompressedKV, capacity: int, limit: int | None, prompt: LayerKV
+    ) -> None:
+        """Make the caches of a layer, and audit them; a GPU's counts at `settle`.
+
+        Args:
+            capacity: the entries per head that the method may keep.
+            limit: where the prompt is not compressed and the method evicts, the entries per head beyond
+                which it evicts; else None.
+
+        Raises:
+            BudgetExceeded: more than `capacity` entries (plus one of rounding) at some head, or on
+                average where heads hold different numbers.
+            KVError: the method does two things while decoding that exclude each other.
+        """
+        self.shapes[layer] = HeldShape.of(kept)
+        hook = self._hook(layer, capacity, limit, prompt)
+        scheme = self.method.quantization()
+        caches = []
+        for part in heads_of(kept):
+            if part is not kept and hook is not GROW:
+                raise KVError(
+                    f"{type(self.method).__name__} holds heads of different lengths and acts while "
+                    "decoding; allowed: one or the other"
+                )
+            how: Any = {"capacity": capacity, "scheme": scheme, "layer": layer, "seed": self.seed}
+            caches.append(cache_of(part, self.room, hook, **how))
+        self.caches[layer] = tuple(caches)
+        is_ragged = kept.lengths is not None
+        self.entries[layer] = kept.lengths[0].cpu() if is_ragged else caches[0].count()  # type: ignore[index]
+        if not self.entries[layer].is_cuda:
+            self._check_prompt(layer)
+
+    def _hook(self, layer: int, capacity: int, limit: int | None, prompt: LayerKV) -> Hook:
+        """What the method does with a layer's entries while decoding."""
+        method = self.method
+        recompression = method.recompression
+        if recompression is not None and prompt.queries is not None:
+            name = f"{self.example_id}\0while decoding"
+            generator = layer_generator(self.seed, name, layer)
+            return Recompress(method, recompression, self.label, self.budget, prompt, generator)
+        if not self.compressed and limit is None:
+            return GROW
+        granted = capacity if limit is None else limit
+        if method.uses_budget and not method.saves_memory:
+            # The cache is whole: its capacity is the prompt, and the budget says what a query may see.
+            granted = self.budget.capacity(capacity)
+        return hook_of(method, granted, self.budget.sink)
+
+    def keep(self, layer: int, kept: CompressedKV, window: int | None) -> None:
+        """Hold a layer that is not compressed: its sliding window, or all of it."""
+        if self.failure is None:
+            cache = Cache(kept, self.room, capacity=kept.keys.shape[2], window=window)
+            self.caches[layer] = (cache,)
+
+    def charged(self, layer: int, entries: Tensor) -> int:
+        """The number of entries per head of a layer that is charged to the budget, by the number of each
+        head [kv_heads]: the largest head's, or the mean rounded up where heads have caches of their
+        own."""
+        heads = len(self.caches[layer])
+        return int(entries.max()) if heads == 1 else -int(-entries.sum() // heads)
+
+    def _check_prompt(self, layer: int) -> None:
+        capacity = self.caches[layer][0].capacity
+        charged = self.charged(layer, self.entries[layer])
+        if charged > capacity + 1:
+            raise BudgetExceeded(self.label, layer, capacity, charged)
+
+    def settle(self) -> None:
+        """Audit the layers whose entries a GPU has counted, waiting for it once, and read the clocks."""
+        on_device = [layer for layer, counts in self.entries.items() if counts.is_cuda]
+        if on_device:
+            device = self.entries[on_device[0]].device
+            counts = [self.entries[layer] for layer in on_device]
+            on_host = torch.cat([each.to(device) for each in counts]).cpu()
+            try:
+                for layer, count in zip(
+                    on_device, on_host.split([len(each) for each in counts]), strict=True
+                ):
+                    self.entries[layer] = count
+                    self._check_prompt(layer)
+            except BudgetExceeded as failure:
+                self.fail(failure)
+        self._read_clocks()
+
+    def end_prompt(self, n: int, exact: ExactBytes, states: dict[int, State]) -> None:
+        """Note the states and the cost when the prompt's n tokens have been read and compressed.
+
+        Args:
+            exact: the bytes of the exact cache.
+        """
+        self.states = states
+        extras: Any = {}
+        if self.failure is None:
+            try:
+                extras = self.method.extras(n, self.shapes)
+            except Exception as failure:  # noqa: BLE001 - this method's failure is its own record
+                self.fail(failure)
+        cost = Cost(
+            prompt_tokens=n,
+            capacity=self.budget.capacity(n) if self.method.saves_memory else n,
+            exact_bytes=exact.at(n),
+            compressed=self.compressed or self.method.quantize is not None,
+        )
+        if self.failure is None:
+            entries = torch.cat([counts.cpu() for counts in self.entries.values()])
+            cost = replace(
+                cost,
+                entries={"mean": float(entries.float().mean()), "max": int(entries.max())},
+                cache_bytes=self.cache_bytes(),
+                extras=extras,
+            )
+            is_exact = isinstance(self.method, Exact) and self.method.quantize is None
+            if is_exact and cost.cache_bytes != cost.exact_bytes:
+                self.fail(
+                    UnsupportedModel(
+                        f"the exact cache holds {cost.cache_bytes} bytes, and the model's keys and "
+                        f"values of {n} tokens have {cost.exact_bytes}; allowed: models of which it "
+                        "holds all"
+                    )
+                )
+        self.prompt, self.exact, self.fed = cost, exact, 0
+        self._exact_sum, self._moments = exact.at(n), 1
+
+    # --- tokens after it --------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens read so far, of the prompt and since, whether or not their entries are
+        still held. It is also the position of the next token."""
+        assert self.prompt is not None, "the prompt has not been read"
+        return self.prompt.prompt_tokens + self.fed
+
+    @property
+    def steps_by_kernel(self) -> bool:
+        """Whether the decoding steps of every layer go through the kernels and so never wait for the
+        device. Otherwise some layers attend row by row."""
+        return all(cache.steps_by_kernel for caches in self.caches.values() for cache in caches)
+
+    def attend(self, call: LayerCall, positions: Tensor) -> Tensor:
+        """Feed the t tokens of a call of this row alone, at positions [t], to the caches of its layer:
+        their attention, [heads, t, value_dim]."""
+        caches = self.caches[call.layer]
+        if len(caches) == 1:
+            return caches[0].step(call, positions)
+        count = len(caches)
+        parts = [part.chunk(count, 1) for part in (call.query, call.key, call.value)]
+        sinks = [None] * count if call.sinks is None else call.sinks.chunk(count)
+        outputs = [
+            cache.step(replace(call, query=q, key=k, value=v, sinks=own_sinks), positions)
+            for cache, q, k, v, own_sinks in zip(caches, *parts, sinks, strict=True)
+        ]
+        return torch.cat(outputs)
+
+    def count_step(self, tokens: int) -> None:
+        """Note a step that fed `tokens` tokens."""
+        self.fed += tokens
+        self._exact_sum += self.exact.at(self.tokens)
+        self._moments += 1
+
+    def begin_answer(
+        self, stopping: Stopping, sampling: Sampling = GREEDY, uniforms: Tensor | None = None
+    ) -> None:
+        """Begin to answer the next question. `uniforms`: see `Answer`."""
+        self.answer = Answer(stopping, sampling, uniforms)
+
+    @property
+    def running(self) -> bool:
+        """Whether the answer goes on: it has not ended, and the row has not failed."""
+        return self.failure is None and not self.answer.ended
+
+    def take(self, token: int, is_finite: bool) -> None:
+        """Add a token to the answer. If the logits from which it was chosen are not finite, the row
+        fails instead."""
+        if self.failure is None and not is_finite:
+            self.fail(NonFiniteLogits(len(self.answer.chosen) + 1))
+        if self.failure is None:
+            self.answer.take(token)
+
+    def finish(self, batch: int = 1) -> Answer:
+        """Audit the row, and return its answer with what it cost. `batch`: see `Cost`."""
+        self.try_audit()
+        answer = self.answer
+        answer.failure, answer.kept = self.failure, self.kept
+        answer.cost = replace(
+            self.cost(), decode_s=answer.decode_s, new_tokens=len(answer.chosen), batch=batch
+        )
+        return answer
+
+    def clone(self) -> Row:
+        """A copy with caches, states and costs of its own, which can decode another continuation."""
+        return replace(
+            self,
+            caches={i: tuple(cache.clone() for cache in own) for i, own in self.caches.items()},
+            states=clone_of(self.states),
+            entries=dict(self.entries),
+            carried=dict(self.carried),
+            clocks=list(self.clocks),
+        )
+
+    def fail(self, failure: Exception) -> None:
+        """End this row with a failure, and release its memory for the other rows."""
+        self.failure = failure
+        self.bytes_end = None
+        release_frames(failure)
+        self._release()
+
+    def _release(self) -> None:
+        for held in (self.caches, self.entries, self.shapes, self.carried):
+            held.clear()
+
+    # --- cost and audit ---------------------------------------------------------------------------
+
+    def cache_bytes(self) -> int:
+        """The bytes that all layers and states hold now."""
+        entries = sum(cache.nbytes() for caches in self.caches.values() for cache in caches)
+        return entries + state_bytes(self.states)
+
+    def held_entries(self, layer: int) -> Tensor:
+        """The entries that each head of a layer holds now, without padding: [kv_heads] on the host."""
+        return torch.cat([cache.count().cpu() for cache in self.caches[layer]])
+
+    def audit(self) -> None:
+        """Count the entries of every layer again, after the last token, and compare them with what the
+        caches and the budget allow (`Cache.allowed`, `allowed_entries`).
+
+        Raises:
+            BudgetExceeded: a layer holds more than its capacity and the tokens since, or all layers
+                together hold more than the budget (one entry a layer of rounding).
+        """
+        total = 0
+        for layer, entries in self.entries.items():
+            after_prompt = self.charged(layer, entries)
+            now = self.charged(layer, self.held_entries(layer))
+            allowed = self.caches[layer][0].allowed(after_prompt, self.fed)
+            if now > allowed:
+                raise BudgetExceeded(self.label, layer, allowed, now)
+            total += after_prompt
+        assert self.prompt is not None
+        layers, n = len(self.entries), self.prompt.prompt_tokens
+        allowed = allowed_entries(self.method, self.budget, n, layers).entries
+        if total > allowed + layers:
+            raise BudgetExceeded(self.label, -1, allowed, total)
+        self.bytes_end = self.cache_bytes()
+
+    def try_audit(self) -> None:
+        """`audit`; the row fails where it raises."""
+        if self.failure is None:
+            try:
+                self.audit()
+            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+                self.fail(failure)
+
+    def _read_clocks(self) -> None:
+        """Wait for a GPU that is still compressing, and add up its seconds."""
+        self.compress_s += sum(clock.seconds for clock in self.clocks)
+        self.clocks = []
+
+    def cost(self) -> Cost:
+        """The cost as of the prefill and, if there was one, the last `audit`. Waits for the device."""
+        assert self.prompt is not None, "the prompt has not been read"
+        self._read_clocks()
+        cost = replace(self.prompt, compress_s=self.compress_s, prefill_s=self.prefill_s)
+        if self.bytes_end is None:
+            return cost
+        entries_left = any(
+            int(self.held_entries(layer).max()) < int(entries.max()) + self.fed
+            for layer, entries in self.entries.items()
+        )
+        over_time = [cache.bytes_over_time() for caches in self.caches.values() for cache in caches]
+        states = state_bytes(self.states)
+        return replace(
+            cost,
+            cache_bytes_end=self.bytes_end,
+            cache_bytes_peak=sum(cache.peak for cache in over_time) + states,
+            cache_bytes_mean=sum(cache.mean for cache in over_time) + states,
+            exact_bytes_mean=self._exact_sum / self._moments,
+            compressed=cost.compressed or entries_left,
+            budget_preset=allowed_entries(
+                self.method, self.budget, cost.prompt_tokens, len(self.entries)
+            ).preset,
+        )
+
+
+def heads_of(kept: CompressedKV) -> Iterable[CompressedKV]:
+    """What a method keeps of a layer, or of each of its heads where these hold different numbers of
+    entries: without padding.
+
+    Raises:
+        KVError: heads of different lengths have scores, signed weights or entries without values.
+    """
+    if kept.lengths is None:
+        yield kept
+        return
+    if kept.keys_only or kept.scores is not None or kept.denominators is not None:
+        raise KVError(
+            "heads of different lengths hold scores, signed weights or keys without values; "
+            "allowed: keys, values and log_weights"
+        )
+    for head, length in enumerate(kept.lengths[0].tolist()):
+        own = (slice(None), slice(head, head + 1), slice(length))
+        weights = None if kept.log_weights is None else kept.log_weights[own]
+        if weights is not None and not weights.any():
+            weights = None  # zeros are not stored, as `CompressedKV.nbytes` counts
+        yield CompressedKV(kept.keys[own], kept.values[own], weights, kept.positions[own])

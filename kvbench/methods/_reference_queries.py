@@ -1,0 +1,68 @@
+"""The reference queries that `attention_matching` and `solved` fit entries for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.rotation import rotate, unrotate
+from kvbench.kv import Budget, LayerKV, rows_at
+from kvbench.methods.base import Repetition
+
+FUTURE = 256
+"""How many positions after the prompt count as those of queries to come."""
+
+
+def evenly_spread(queries: Tensor, kv_heads: int, most: int) -> Tensor:
+    """Choose at most `most` of the queries [batch, heads, m, dim] for each KV head: [batch, heads, at
+    most m, dim].
+
+    The chosen queries of a head are evenly spread along m. The heads of a group take different places,
+    each head's between those of the others, so that together they cover m more densely.
+    """
+    batch, heads, m, _ = queries.shape
+    group = heads // kv_heads
+    count = max(1, most // group)
+    if m <= count:
+        return queries
+    device = queries.device
+    head_in_group = torch.arange(heads, device=device)[:, None] % group
+    places = (torch.arange(count, device=device) * group + head_in_group) * m // (count * group)
+    return rows_at(queries, places.expand(batch, -1, -1))
+
+
+def for_kv_heads(queries: Tensor, kv_heads: int) -> Tensor:
+    """The queries of a group's heads as those of their KV head: [batch, kv_heads, group * m, dim]."""
+    return queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def carry_queries(
+    owner: str, layer: LayerKV, repeated: Repetition, budget: Budget, most: int
+) -> None:
+    """Append the queries of a chunk of the repeated prompt to those of earlier chunks in
+    `LayerKV.carried`, at most `most` for each KV head."""
+    name = f"{owner}: queries {layer.layer_index}"
+    queries = evenly_spread(repeated.queries, layer.keys.shape[1], most)
+    if repeated.start > budget.sink:
+        queries = torch.cat([layer.carried[name], queries], dim=2)
+    layer.carried[name] = queries
+
+
+def carried_queries(owner: str, layer: LayerKV) -> Tensor | None:
+    """What `carry_queries` stored for the layer."""
+    return layer.carried.get(f"{owner}: queries {layer.layer_index}")
+
+
+def as_after_prompt(layer: LayerKV) -> Tensor | None:
+    """The prompt's queries as though they stood at the `FUTURE` positions after it, evenly spread in
+    their order: [batch, heads, m, dim]. Unchanged where no rotary table describes the layer; None where
+    the layer has none."""
+    queries = layer.queries
+    if queries is None or layer.rotary is None:
+        return queries
+    count = queries.shape[2]
+    place = torch.arange(count, device=queries.device)
+    first = layer.n - layer.withheld - count
+    plain = unrotate(queries.float(), *(table.float() for table in layer.rotary(place + first)))
+    later = layer.n + place * FUTURE // count
+    return rotate(plain, *(table.float() for table in layer.rotary(later)))

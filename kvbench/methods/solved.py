@@ -1,0 +1,248 @@
+"""Solved values: the entries that another method keeps, with values and log-weights by which they answer
+reference queries as the whole prompt does."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.errors.options import Count, NonNegative, Text
+from kvbench.kernels.addresses import Eviction
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+from kvbench.methods._least_squares import bounded_least_squares, least_squares
+from kvbench.methods._matching import Block, Solution
+from kvbench.methods._reference_queries import (
+    as_after_prompt,
+    carried_queries,
+    carry_queries,
+    evenly_spread,
+    for_kv_heads,
+)
+from kvbench.methods._wrapped import Wrapper
+from kvbench.methods.base import HeldShape, Method, Repetition, Rescoring
+from kvbench.methods.kvzip import KVzip
+
+HELD_OUT = 10
+"""One of so many reference queries is held out of the fit and decides whether it helps."""
+LARGEST = 3.0
+"""By how much a log-weight may exceed the inner method's."""
+WEIGHT_STEPS = 50
+"""The steps of the weights' least squares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved(Wrapper):
+    """Keeps the entries of another method, with the values and log-weights that fit best.
+
+    A head's log-weights are solved for so that the attention of its entries sums to that of the whole
+    prompt, then its values so that its output is that of the whole prompt, for reference queries. The
+    ridge is on the distance from what the inner method returned, so a value keeps its token's content
+    except where the reference queries ask for more. No log-weight falls below the smaller of 0 and the
+    inner method's: no kept token comes to count less than itself.
+
+    A tenth of the reference queries is held out. A head whose error the solution does not lower, for
+    these and for all, keeps what the inner method returned.
+
+    The solve is that of attention matching (arXiv 2602.16284) with three departures: sink and window are
+    solved for, too, since in heads with few other entries only they can make up for what was dropped;
+    the squared error is that of the head's output, there of the middle's alone; and the ridge is on the
+    distance from the kept values, there on the values' size.
+
+    Args:
+        of: the inner method, which must keep entries of the prompt.
+        options: the options of the inner method. `quantize` is an option of this method alone.
+        queries: which queries are the reference queries: ``prompt``, the prompt's own, position encoded
+            as though they followed it (`as_after_prompt`); ``repeat``, those of a second pass in which
+            the model repeats the prompt, as for `kvzip`; null: ``repeat`` where the inner method has
+            such a pass, else ``prompt``. During that pass no method is shown the prompt's queries, so
+            ``repeat`` excludes inner methods that need them.
+        log_weights: whether log-weights are solved for; they take a number for every entry.
+        ridge: the penalty, as a share of the normal matrix's spectral norm.
+        max_queries: the largest number of reference queries per KV head, evenly spread.
+    """
+
+    paper: ClassVar[str] = "kvbench's own; least squares as in arXiv 2602.16284"
+
+    of: Text = "kvzip"
+    queries: Literal["prompt", "repeat"] | None = None
+    log_weights: bool = True
+    ridge: NonNegative = 3e-4
+    max_queries: Count = 600
+
+    @classmethod
+    def can_wrap(cls, inner: type[Method]) -> bool:
+        """Whether the inner method keeps entries of the prompt, and chooses them once."""
+        return (
+            inner.keeps_entries
+            and inner.saves_memory
+            and inner.uses_budget
+            and inner.evict is Method.evict
+            and inner.restrict is Method.restrict
+            and inner.recompression is Method.recompression
+            and not issubclass(inner, Solved)
+        )
+
+    def _check_inner(self, inner: Method) -> None:
+        super()._check_inner(inner)
+        if not inner.holds_a_cache:
+            raise KVError(
+                f"solved.of is {self.of!r} with options that hold no cache; allowed: options that do"
+            )
+        if inner.quantize is not None:
+            raise KVError(
+                f"solved.options.quantize is {inner.quantize!r}; allowed: null, and solved.quantize"
+            )
+        if self.queries == "prompt" and inner.rescoring is not None:
+            raise KVError(
+                f"solved.queries is 'prompt' and {self.of} has the prompt repeated, where no queries of "
+                "the prompt are held; allowed: repeat"
+            )
+
+    # --- what is the inner method's ---------------------------------------------------------------
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """The inner method's, since its choice decides about the result."""
+        return self.inner.version
+
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
+        return self.inner.layer_capacity(budget, n, layer_index, num_layers)
+
+    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
+        return self.inner.total_capacity(budget, n, num_layers)
+
+    def eviction(self, capacity: int, sink: int) -> Eviction | None:
+        return self.inner.eviction(capacity, sink)
+
+    def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
+        return self.inner.extras(n, held) | super().extras(n, held)
+
+    @property
+    def rescoring(self) -> Rescoring | None:
+        if self.inner.rescoring is None and self.queries == "repeat":
+            return KVzip().rescoring
+        return self.inner.rescoring
+
+    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
+        if self.inner.rescoring is not None:
+            self.inner.rescore(layer, repeated, budget)
+        carry_queries("solved", layer, repeated, budget, self.max_queries)
+
+    # --- the solve --------------------------------------------------------------------------------
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """Solve for the log-weights and values of what the inner method keeps.
+
+        Raises:
+            KVError: the inner method keeps what are no entries of the prompt, or there are no reference
+                queries.
+        """
+        kept = self.inner.compress(layer, budget, generator)
+        if kept.lengths is None and kept.positions.shape[2] == layer.n:
+            return kept
+        before = kept.log_weights
+        log_weights = (
+            torch.zeros_like(kept.positions, dtype=torch.float32)
+            if before is None
+            else before.clone()
+        )
+        is_entry = log_weights > -math.inf
+        if (
+            kept.keys_only
+            or kept.denominators is not None
+            or bool((kept.positions[is_entry] < 0).any())
+        ):
+            raise KVError(
+                f"solved.of is {self.of!r}, which keeps what are no entries of the prompt; allowed: a "
+                "method that chooses entries"
+            )
+        queries = (
+            as_after_prompt(layer) if self.rescoring is None else carried_queries("solved", layer)
+        )
+        if queries is None:
+            raise KVError(
+                f"solved has no reference queries of layer {layer.layer_index}; allowed: queries=prompt "
+                "where queries are held, repeat where whole prompts are read"
+            )
+        batch, heads, _, _ = kept.keys.shape
+        queries = evenly_spread(queries, heads, self.max_queries)
+        sinks = None
+        if layer.sinks is not None:
+            sinks = layer.sinks.view(heads, -1, 1).expand(-1, -1, queries.shape[2]).flatten(1)
+        queries = for_kv_heads(queries, heads)
+        order, fitted = held_out_last(queries.shape[2])
+        order = order.to(queries.device)
+        copies = heads // layer.keys.shape[1]  # of a KV head, where a method chooses per query head
+        values = kept.values.clone()
+        for row, head in itertools.product(range(batch), range(heads)):
+            here = (row, head, is_entry[row, head])
+            if not len(kept.positions[here]):
+                continue
+            block = Block.of(
+                layer.keys[row, head // copies],
+                layer.values[row, head // copies],
+                queries[row, head, order],
+                layer.scaling,
+                layer.softcap,
+                sinks=None if sinks is None else sinks[head, order],
+            )
+            start = Solution(log_weights[here], values[here].float())
+            solution = self.solve(block, fitted, kept.positions[here], start)
+            log_weights[here] = solution.log_weights
+            values[here] = solution.values.to(values.dtype)
+        return replace(kept, values=values, log_weights=log_weights if self.log_weights else before)
+
+    def solve(self, block: Block, fitted: int, places: Tensor, start: Solution) -> Solution:
+        """Solve for the log-weights and values of some entries of a head.
+
+        Args:
+            block: the whole prompt. Its queries after the first `fitted` are held out.
+            places: [t], the entries.
+            start: what the inner method gave them.
+        """
+        shares = block.mass[places] / block.total
+        sinks = block.sinks / block.total
+        output = (block.values.mT @ block.mass / block.total).mT
+        weights = first_weights = start.log_weights.exp()
+        first_missing = output - attention_of(shares, weights, sinks) @ start.values
+        if self.log_weights:
+            weights = bounded_least_squares(
+                shares[:, :fitted].mT,
+                (1 - sinks)[:fitted],
+                start=first_weights,
+                least=first_weights.clamp(max=1.0),
+                most=first_weights * math.exp(LARGEST),
+                ridge=self.ridge,
+                steps=WEIGHT_STEPS,
+            )
+        attention = attention_of(shares, weights, sinks)
+        missing = output - attention @ start.values
+        change = least_squares(attention[:fitted], missing[:fitted], self.ridge)
+        errors = (missing - attention @ change).square().sum(1)
+        first_errors = first_missing.square().sum(1)
+        helps = errors[fitted:].sum() < first_errors[fitted:].sum()
+        helps &= errors.sum() < first_errors.sum()
+        return Solution(
+            torch.where(helps, weights.log(), start.log_weights),
+            torch.where(helps, start.values + change, start.values),
+        )
+
+
+def held_out_last(count: int) -> tuple[Tensor, int]:
+    """An order [count] of so many queries in which every `HELD_OUT`-th comes last, and the number of the
+    others."""
+    is_held_out = torch.arange(count) % HELD_OUT == HELD_OUT // 2
+    return is_held_out.to(torch.uint8).argsort(stable=True), count - int(is_held_out.sum())
+
+
+def attention_of(shares: Tensor, weights: Tensor, sinks: Tensor) -> Tensor:
+    """The attention [m, t] of entries with the shares [t, m] of the whole prompt's mass and the weights
+    [t], beside attention sinks of the shares `sinks` [m]."""
+    mass = shares * weights[:, None]
+    return mass.div_((mass.sum(0) + sinks).clamp(min=1e-30)).mT
