@@ -20,7 +20,7 @@ from kvbench.kernels.addresses import Eviction
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, Scheme, SchemeError
 from kvbench.kernels.turboquant import TurboQuant
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._hooks import (
     Held,
     HeldShape,
@@ -28,6 +28,7 @@ from kvbench.methods._hooks import (
     Repetition,
     Rescoring,
 )
+from kvbench.methods._select import top_positions, with_sink_and_window
 
 __all__ = [
     "SCHEMES",
@@ -323,8 +324,15 @@ class Method(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScoringMethod(Method):
-    """A method that chooses entries by a score of every token, so that `adakv` and `pages` can choose
-    other entries by the same scores."""
+    """A method that chooses entries by a score of every token: `token_scores` is all that it needs.
+    `adakv`, `pages` and `solved` can be put around it."""
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """Keep sink and window, and of the middle the tokens of the highest scores, those at lower
+        positions on a tie."""
+        scores = self.token_scores(layer, budget)[:, :, budget.sink : layer.n - budget.window]
+        middle = budget.sink + top_positions(scores, budget.middle_kept(layer.n))
+        return gather_entries(layer, with_sink_and_window(layer, budget, middle))
 
     @abstractmethod
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:

@@ -7,9 +7,10 @@ answer. A benchmark is several such data sets (`subsets`), each with its own opt
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain, islice, zip_longest
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,11 +28,20 @@ from kvbench.tasks.metrics import METRICS, check_metric
 from kvbench.tasks.metrics_text import Key, contains_for_good
 from kvbench.tasks.template import as_text, template
 
+log = logging.getLogger(__name__)
+
 CONTEXT_END = "\ue000\ue001"
 """Two private characters that follow the context while a template is rendered, so that the end of the
 context can be found in the text. They are removed from it."""
 DEFAULT_FIELDS = {"context": "context", "question": "question", "answers": "answers"}
 """The fields that are read where `Jsonl.fields` does not name others."""
+USUAL_FIELDS = {
+    "context": ("document", "text", "passage", "article"),
+    "question": ("query", "input", "q"),
+    "answers": ("answer", "target", "gold", "reference"),
+}
+"""By role the fields of which one, in any case of its letters, is taken where a row lacks the default
+one."""
 SUBSET_OPTIONS = (
     "file",
     "local",
@@ -250,7 +260,7 @@ class Jsonl(Task):
     ) -> Iterator[_Prompt]:
         """The prompts of the questions of the row `number`, from 1, of the data set that the config
         calls `name`. Where that is empty, the row's own data set is used, or else the `file`."""
-        reader = FieldReader(self.fields, self.extract)
+        reader = FieldReader(self._fields_in(row, place), self.extract)
         row = reader.with_extracted(row, place)
         dataset_of_row = reader.value("dataset", row, place)
         dataset = name or str(file if dataset_of_row is None else dataset_of_row)
@@ -270,6 +280,29 @@ class Jsonl(Task):
             head, tail = self._rendered({**question_row, **texts}, place)
             question_id = row_id if len(questions) == 1 else f"{row_id}-q{question_number}"
             yield _Prompt(question_id, dataset, head, tail, answers, choices, breakdowns)
+
+    def _fields_in(self, row: Row, place: str) -> Mapping[str, str | None]:
+        """The fields by role, those with usual names in place of defaults that the row lacks.
+
+        Raises:
+            TaskError: several fields have usual names of one role.
+        """
+        found: dict[str, str] = {}
+        for role, usual in USUAL_FIELDS.items():
+            default = DEFAULT_FIELDS[role]
+            if self.fields.get(role) != default or default in row or self.fields.get("questions"):
+                continue
+            names = [str(name) for name in row if str(name).lower() in (default, *usual)]
+            if len(names) > 1:
+                raise TaskError(
+                    f"jsonl: {place} has no field {default!r} and may mean {' or '.join(names)}; "
+                    f"allowed: task.fields.{role}=<one of them>"
+                )
+            if names:
+                found[role] = names[0]
+        if found:
+            _say_fields(", ".join(f"{role}: {name}" for role, name in found.items()))
+        return {**self.fields, **found}
 
     def _rendered(self, fields: Row, place: str) -> tuple[str, str]:
         """Render the template. Returns the prompt up to the end of the context and of the white space
@@ -357,6 +390,12 @@ class Jsonl(Task):
                 "allowed: more"
             )
         return (*context[:half], *context[-half:])
+
+
+@cache
+def _say_fields(fields: str) -> None:
+    """Log, once, which fields were found."""
+    log.warning("fields found by their names: task.fields={%s}", fields)
 
 
 def _by_context(prompts: Iterable[_Prompt]) -> Iterable[list[_Prompt]]:

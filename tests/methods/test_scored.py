@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from kvbench.kernels.rotation import rotate
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.adakv import best_of_all_heads
-from kvbench.methods.base import Method
+from kvbench.methods.base import Method, TokenScoringMethod
 from kvbench.methods.expected_attention import mean_rotation, plain_queries
 from kvbench.methods.rkv import redundancy
 
@@ -185,6 +185,22 @@ def test_heads_share_the_budget_by_their_scores():
     real = (2 * 8 * 4) * int(kept.lengths.sum())
     assert kept.nbytes == real, "no padding is held"
     assert attend(layer.queries, kept, layer.scaling).isfinite().all()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByNorm(TokenScoringMethod):
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        return layer.keys.float().norm(dim=-1)
+
+
+def test_scores_alone_are_a_method():
+    layer, budget = make_layer(40), Budget(rate=0.25, sink=3, window=5)
+    kept = run(ByNorm(), layer, budget)
+    for head, positions in enumerate(kept.positions[0].tolist()):
+        norms = layer.keys[0, head].norm(dim=-1).tolist()
+        middle = sorted(range(3, 35), key=lambda i: -norms[i])[:8]
+        assert positions == [0, 1, 2, *sorted(middle), *range(35, 40)]
+    assert torch.equal(kept.keys[0, 0], layer.keys[0, 0, kept.positions[0, 0]])
 
 
 def test_repeated_keys_lose_their_older_copies_first():

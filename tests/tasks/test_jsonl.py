@@ -58,6 +58,14 @@ def test_rows_become_prompts_and_those_of_one_context_stand_together(file: str) 
     assert cups.fields == {"level": "hard", "nr": 2, "truncated_tokens": 0}
 
 
+def test_fields_are_found_by_their_usual_names(file: str, tmp_path: Path, caplog: Any) -> None:
+    assert texts(examples(file, fields={})) == texts(examples(file))
+    assert "task.fields={context: text, question: q, answers: gold}" in caplog.text
+    rows = [{"Document": "x", "question": "y", "Answer": "z"}]
+    (found,) = examples(write(tmp_path / "other.jsonl", rows), fields={})
+    assert (found.context, found.answers) == ("x\n\n", ("z",))
+
+
 def test_the_tokens_of_one_context_are_the_same_for_its_questions(file: str) -> None:
     hat, who, cups = examples(file, breakdowns=["level", "nr"])
     task = Jsonl(files=[file], fields=FIELDS, breakdowns=["level", "nr"])
@@ -292,6 +300,7 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, messa
         ROWS,
         rf"row 1 has no field 'txt' .* \(did you mean 'text'\?\); {THERE}",
     ),
+    ({"fields": {}}, [{**ROW, "target": "z"}], "'answers' and may mean gold or target; allowed"),
     ({"template": "{{ questoin }}{{ context }}"}, ROWS, "'questoin' is undefined; fields there"),
     ({"template": "{{ question }}"}, ROWS, "prints the context 0 times"),
     ({"template": "{{ context }} {{ context }}"}, ROWS, "prints the context 2 times"),
