@@ -191,8 +191,8 @@ class Row:
             how: Any = {"capacity": capacity, "scheme": scheme, "layer": layer, "seed": self.seed}
             caches.append(cache_of(part, self.room, hook, **how))
         self.caches[layer] = tuple(caches)
-        is_ragged = kept.lengths is not None
-        self.entries[layer] = kept.lengths[0].cpu() if is_ragged else caches[0].count()  # type: ignore[index]
+        lengths = kept.lengths
+        self.entries[layer] = caches[0].count() if lengths is None else lengths[0].cpu()
         if not self.entries[layer].is_cuda:
             self._check_prompt(layer)
 
