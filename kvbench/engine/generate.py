@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvbench.engine import device as memory
+from kvbench.engine import memory
 from kvbench.engine.answer import GREEDY, Answer, Sampling, Stopping
 from kvbench.engine.decode import decode, feed_questions, pick_first
 from kvbench.engine.device import input_device

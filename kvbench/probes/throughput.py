@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvbench.engine import device as memory
+from kvbench.engine import memory
 from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.device import free_memory, is_out_of_memory
 from kvbench.engine.generate import Prompt, generate_each

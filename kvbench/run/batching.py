@@ -18,7 +18,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from kvbench.engine import device as memory
+from kvbench.engine import memory
 from kvbench.engine.device import device_is_usable, free_memory, is_out_of_memory
 from kvbench.errors import FAILED, UserError, one_line, traceback_of
 from kvbench.run.plan import Fields, Methods, Plan, Unit, status_of

@@ -12,8 +12,8 @@ from support.prompts import facts
 from support.prompts import methods as variants
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
-from kvbench.engine import device as memory
 from kvbench.engine import generate as engine
+from kvbench.engine import memory
 from kvbench.engine.answer import Stopping
 from kvbench.engine.generate import (
     Prompt,

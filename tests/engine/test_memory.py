@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench.engine import device as memory
+from kvbench.engine import memory
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from support.jobs import SMALL, make_job, records_of
 from torch import Tensor
 
 from kvbench.engine import decode as engine_decode
-from kvbench.engine import device as memory
 from kvbench.engine import generate as engine
+from kvbench.engine import memory
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.probes.throughput import Throughput, largest_batch

@@ -14,7 +14,7 @@ from support.jobs import Echo, make_job, records_of, with_session
 from support.prompts import methods
 
 from kvbench.engine import decode as engine_decode
-from kvbench.engine import device as memory
+from kvbench.engine import memory
 from kvbench.prompts import PromptEncoder
 from kvbench.records.read import load_run
 from kvbench.run import batching
