@@ -48,7 +48,7 @@ _ARGUMENTS = ("rate", "sink", "window", "size", "total_rate", "seed", "compress_
 """Arguments of `compress`, which a misspelt option may have meant."""
 _MEANT = dict.fromkeys(("answer", "answers", "expected", "target"), " (did you mean 'reference'?)")
 """What arguments of other names of `compare` mean."""
-Text = str | Sequence[Mapping[str, str]]
+TextOrChat = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat, to which the tokenizer's chat template is applied."""
 
 
@@ -150,7 +150,7 @@ def compress(
 def compare(
     model: Any,
     tokenizer: Any,
-    prompt: Text | Sequence[str] | Mapping[str, Text],
+    prompt: TextOrChat | Sequence[str] | Mapping[str, TextOrChat],
     methods: Sequence[str | Method] | Mapping[str, str | Method],
     *,
     rate: float | Sequence[float] | None = None,
@@ -259,7 +259,7 @@ def compare(
 def kept(
     model: Any,
     tokenizer: Any,
-    prompt: Text,
+    prompt: TextOrChat,
     method: str | Method,
     *,
     rate: float | None = None,
@@ -361,7 +361,7 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
     return dict(made)
 
 
-def _are_several(prompt: Text | Sequence[str] | Mapping[str, Text]) -> bool:
+def _are_several(prompt: TextOrChat | Sequence[str] | Mapping[str, TextOrChat]) -> bool:
     """Whether the argument of `compare` is several prompts: a mapping, or a list of texts."""
     if isinstance(prompt, Mapping):
         return True
@@ -370,7 +370,7 @@ def _are_several(prompt: Text | Sequence[str] | Mapping[str, Text]) -> bool:
     return all(isinstance(part, str) for part in prompt)
 
 
-def _named_prompts(prompt: Text | Sequence[str] | Mapping[str, Text]) -> dict[Any, Any]:
+def _named_prompts(prompt: TextOrChat | Sequence[str] | Mapping[str, TextOrChat]) -> dict[Any, Any]:
     """The prompts by name: the keys of a mapping, or numbers from 0."""
     if isinstance(prompt, Mapping):
         return dict(prompt)
@@ -399,7 +399,7 @@ def _references_of(
     return dict(zip(prompts, references, strict=True))
 
 
-def _token_ids(tokenizer: Any, prompt: Text) -> list[int]:
+def _token_ids(tokenizer: Any, prompt: TextOrChat) -> list[int]:
     """The token ids of a text, or of the messages of a chat in the tokenizer's template.
 
     Raises:

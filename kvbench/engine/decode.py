@@ -157,7 +157,7 @@ class Table(Feed):
     the rows stay the same.
 
     Args:
-        steps: for each row the largest number of tokens that will be fed to it. Room for them is
+        tokens: for each row the largest number of tokens that will be fed to it. Room for them is
             reserved here.
         device: where the token ids are.
 
@@ -166,7 +166,7 @@ class Table(Feed):
         taken: the number of steps so far.
     """
 
-    def __init__(self, rows: Sequence[Row], steps: Sequence[int], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[Row], tokens: Sequence[int], device: torch.device) -> None:
         first = [row.tokens for row in rows]
         super().__init__(list(rows), to_device(torch.tensor(first), device))
         self.taken = 0
@@ -184,7 +184,7 @@ class Table(Feed):
                     self._alone[layer].append(place)
                     continue
                 for cache in caches:
-                    cache.prepare_steps(first[place], steps[place])
+                    cache.prepare_steps(first[place], tokens[place])
                 by_kind.setdefault(_kind(caches), []).append(place)
             self._together[layer] = [
                 self._group(layer, kind, places, caches_on) for kind, places in by_kind.items()

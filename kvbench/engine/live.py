@@ -354,9 +354,9 @@ class Compression:
             if row.failure is not None:
                 raise row.failure
             row.count_step(count)
-        if cache.steps is not None:
-            cache.steps.move_on()
-            cache.steps.taken += 1
+        if cache.table is not None:
+            cache.table.move_on()
+            cache.table.taken += 1
 
     def finish(self, *, audit: bool = True) -> None:
         """End the generation: audit every row's entries, and release the cache.

@@ -38,7 +38,7 @@ class LiveCache(Cache):
 
     Attributes:
         open: whether the generation that uses the cache still runs.
-        steps: the pass of a run of steps of one token; None outside such a run.
+        table: the pass of a run of steps of one token; None outside such a run.
         sound: by the number of the new token whether a GPU's logits for it are finite.
     """
 
@@ -56,7 +56,7 @@ class LiveCache(Cache):
         self.costs = list(costs)
         self.seen = seen
         self.open = True
-        self.steps: Table | None = None
+        self.table: Table | None = None
         self.sound: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
@@ -136,19 +136,19 @@ class LiveCache(Cache):
         if mask is not None and not bool(mask[:, -count:].all()):
             raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
         taken = self.rows[0].fed % GROWTH
-        if count == 1 and taken and self.steps is not None:
-            return self.steps
+        if count == 1 and taken and self.table is not None:
+            return self.table
         self.settle()
         if count > 1:
             first = torch.tensor([row.tokens for row in self.rows])
             return Feed(self.rows, first[:, None] + torch.arange(count))
         room = [GROWTH - taken] * batch
-        self.steps = Table(self.rows, room, input_device(self.model))
-        return self.steps
+        self.table = Table(self.rows, room, input_device(self.model))
+        return self.table
 
     def settle(self) -> None:
         """End a run of steps of one token, if there is one: update the number of entries in the caches
         (`Table.settle`)."""
-        if self.steps is not None:
-            self.steps.settle()
-        self.steps = None
+        if self.table is not None:
+            self.table.settle()
+        self.table = None

@@ -58,7 +58,7 @@ class Row:
         carried: the tensors that the method stored at earlier layers of this prompt.
         compressed: whether the method compresses this prompt.
         failure: the exception that stopped this row, or None; the other rows go on.
-        prompt: the cost at the end of the prefill; None before.
+        prompt_cost: the cost at the end of the prefill; None before.
         exact: the bytes of the exact cache of the same prompt.
         fed: the number of tokens fed since the prompt.
         clocks: clocks of compression that are still to be read.
@@ -84,7 +84,7 @@ class Row:
     carried: dict[str, Tensor] = field(default_factory=dict)
     compressed: bool = False
     failure: Exception | None = None
-    prompt: Cost | None = None
+    prompt_cost: Cost | None = None
     exact: ExactBytes = field(default_factory=ExactBytes)
     fed: int = 0
     clocks: list[Elapsed] = field(default_factory=list)
@@ -284,7 +284,7 @@ class Row:
                         "holds all"
                     )
                 )
-        self.prompt, self.exact, self.fed = cost, exact, 0
+        self.prompt_cost, self.exact, self.fed = cost, exact, 0
         self._exact_sum, self._moments = exact.at(n), 1
 
     # --- tokens after it --------------------------------------------------------------------------
@@ -293,8 +293,8 @@ class Row:
     def tokens(self) -> int:
         """The number of tokens read so far, of the prompt and since, whether or not their entries are
         still held. It is also the position of the next token."""
-        assert self.prompt is not None, "the prompt has not been read"
-        return self.prompt.prompt_tokens + self.fed
+        assert self.prompt_cost is not None, "the prompt has not been read"
+        return self.prompt_cost.prompt_tokens + self.fed
 
     @property
     def steps_by_kernel(self) -> bool:
@@ -359,6 +359,7 @@ class Row:
             caches={i: tuple(cache.clone() for cache in own) for i, own in self.caches.items()},
             states=clone_of(self.states),
             entries=dict(self.entries),
+            shapes=dict(self.shapes),
             carried=dict(self.carried),
             clocks=list(self.clocks),
         )
@@ -401,8 +402,8 @@ class Row:
             if now > allowed:
                 raise BudgetExceeded(self.label, layer, allowed, now)
             total += after_prompt
-        assert self.prompt is not None
-        layers, n = len(self.entries), self.prompt.prompt_tokens
+        assert self.prompt_cost is not None
+        layers, n = len(self.entries), self.prompt_cost.prompt_tokens
         allowed = allowed_entries(self.method, self.budget, n, layers).entries
         if total > allowed + layers:
             raise BudgetExceeded(self.label, -1, allowed, total)
@@ -423,9 +424,9 @@ class Row:
 
     def cost(self) -> Cost:
         """The cost as of the prefill and, if there was one, the last `audit`. Waits for the device."""
-        assert self.prompt is not None, "the prompt has not been read"
+        assert self.prompt_cost is not None, "the prompt has not been read"
         self._read_clocks()
-        cost = replace(self.prompt, compress_s=self.compress_s, prefill_s=self.prefill_s)
+        cost = replace(self.prompt_cost, compress_s=self.compress_s, prefill_s=self.prefill_s)
         if self.bytes_end is None:
             return cost
         entries_left = any(

@@ -48,7 +48,7 @@ def quietly() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class Likelihood:
     """The answer of one method to one likelihood request.
 
     Attributes:
@@ -68,7 +68,7 @@ class Answer:
     failure: Exception | None
 
 
-def cost_fields(answers: Sequence[Answer]) -> dict[str, Any]:
+def cost_fields(answers: Sequence[Likelihood]) -> dict[str, Any]:
     """The record fields of one method's cost for the requests of a document. If the choices of a
     document are different contexts, their costs are added."""
     costs = list({id(answer.cost): answer.cost for answer in answers}.values())
@@ -122,7 +122,7 @@ def answer_requests(
     scoring: Scoring = "sum",
     batch_rows: int = 32,
     encoder: PromptEncoder | None = None,
-) -> list[dict[str, Answer]]:
+) -> list[dict[str, Likelihood]]:
     """Compute the likelihood of every request under every method.
 
     The requests of one context share one prefill, and each method's compression of the context without
@@ -150,7 +150,7 @@ def answer_requests(
     by_context: dict[tuple[int, ...], list[int]] = {}
     for number, (context, _) in enumerate(cut):
         by_context.setdefault(tuple(context), []).append(number)
-    answers: list[dict[str, Answer]] = [{} for _ in pairs]
+    answers: list[dict[str, Likelihood]] = [{} for _ in pairs]
     # H2O's released masks are no cache: each continuation is a pass of its own.
     masks = {
         label: (method, budget)
@@ -182,7 +182,7 @@ def answer_requests(
                 logprob = sum(tokens.logprobs)
                 if scoring == "mean" and tokens.logprobs:
                     logprob /= len(tokens.logprobs)
-                answers[number][label] = Answer(
+                answers[number][label] = Likelihood(
                     logprob=logprob,
                     greedy=all(tokens.greedy),
                     tokens=len(cut[number][1]),
