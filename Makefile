@@ -42,7 +42,7 @@ setup: $(VENV)/.ready ## make the environment in .venv that every other target u
 demo: setup ## a real language model and the shipped one x eight methods; tables, and runs/demo/report.html
 	$(KVBENCH) experiment=demo results_dir=$(RESULTS)
 
-test: setup lint ## lint, types, and the tests that take five minutes
+test: setup lint ## lint, types, and the tests that are not slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-all: test ## all tests: the long ones (a Slurm of this machine among them: root), the reference packages
