@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvbench.engine.device import SMALL_LAYER, threads_are_ours
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import Method, Repetition
@@ -101,6 +102,8 @@ def compress(
     if method.uses_budget:
         budget.check_compresses(layer.n)
     with settings_restored(), unwritten(label, layer):
+        if threads_are_ours() and layer.keys.numel() <= SMALL_LAYER:
+            torch.set_num_threads(1)
         capacity = method.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
         clock = Elapsed(layer.keys.device)
         kept = method.compress(replace(layer, carried=carried), budget, generator)

@@ -1,10 +1,12 @@
-"""The device that a model runs on: its threads, and what becomes of it after a fault.
+"""The device that a model runs on: its threads, how a CPU multiplies few tokens, and what becomes of a
+device after a fault.
 
-A prefill consists of large matrix products, which all cores share. A decode step of a small
-model consists of about a thousand small ones. To divide a small product among threads takes more time
-than it saves, and much more if another process delays one of the threads, since the others wait for it.
-So a step whose products are small runs on one thread. A number that the user has set by OMP_NUM_THREADS
-is not changed.
+A prefill consists of large matrix products, which all cores share. A decode step of a small model is
+two hundred products that read every weight, and about a thousand small operations. The products gain
+from every core, the small operations lose: to divide one among threads takes more time than it saves,
+and much more if another process delays one of the threads, since the others wait for it. So in such a
+step the products run on all threads and the rest on one (`small_pass`). A number that the user has set
+by OMP_NUM_THREADS is not changed.
 """
 
 from __future__ import annotations
@@ -14,37 +16,100 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from kvbench.kernels._choice import VARIABLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SMALL = 1 << 24
-"""A pass runs on one thread if the largest product of a layer has at most this many multiplications."""
+"""A pass is small if the largest product of a layer has at most this many multiplications."""
+SMALL_LAYER = 1 << 20
+"""A layer whose keys are at most this many numbers is compressed on one thread: methods are mostly small
+operations, too."""
+FEW_TOKENS = 64
+"""Up to this many tokens a CPU's library does not multiply them by the weights as fast as it could."""
+
+
+def threads_are_ours() -> bool:
+    """Whether the number of threads is more than one and the user has not set it."""
+    return "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1
+
+
+class FewTokens(Tensor):
+    """The input of a linear module that is multiplied as W x^T, and on `threads` threads.
+
+    For x W^T of a few tokens MKL packs the weights anew at every call, which takes as long as the
+    product. Results differ by rounding alone.
+    """
+
+    threads: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not linear:  # of a hook that somebody else has set
+            return super().__torch_function__(func, types, args, kwargs or {})
+        given, weight, bias = args
+        x, before = given.as_subclass(Tensor), torch.get_num_threads()
+        rows = x.reshape(-1, x.shape[-1])
+        torch.set_num_threads(given.threads)
+        try:
+            if len(rows) == 1:
+                return linear(x, weight, bias)
+            # Contiguous, since what follows would read the transposed product with strides.
+            out = torch.mm(weight, rows.T).T.contiguous()
+        finally:
+            torch.set_num_threads(before)
+        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
 
 
 @contextmanager
-def threads_of(config: PreTrainedConfig, tokens: int) -> Iterator[None]:
-    """Set the number of threads within this context, for a pass of a model with this text config.
-
-    Args:
-        tokens: the number of tokens of all rows.
-    """
-    threads = torch.get_num_threads()
+def small_pass(model: PreTrainedModel, tokens: int) -> Iterator[None]:
+    """Within this context the model runs on so many tokens of all rows as is fastest on a CPU: see the
+    module's text, and `FewTokens`. ``KVBENCH_KERNELS=torch`` leaves the products to torch."""
+    config = model.config.get_text_config()
     hidden = getattr(config, "hidden_size", 0)
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
-    largest_product = tokens * hidden * intermediate
-    if "OMP_NUM_THREADS" in os.environ or threads == 1 or largest_product > SMALL:
-        yield
-        return
-    torch.set_num_threads(1)
+    threads = torch.get_num_threads()
+    on_one = threads_are_ours() and tokens * hidden * intermediate <= SMALL
+    hooks = []
+    if (on_one or 1 < tokens <= FEW_TOKENS) and os.environ.get(VARIABLE) != "torch":
+
+        def mark(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if not args:
+                return None
+            given = args[0].as_subclass(FewTokens)
+            given.threads = threads
+            return (given,)
+
+        hooks = [module.register_forward_pre_hook(mark) for module in _plain_products(model)]
+    if on_one:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        for hook in hooks:
+            hook.remove()
+        if on_one:
+            torch.set_num_threads(threads)
+
+
+def _plain_products(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The modules that are torch's own linear module with a weight in float32 on the CPU, and nothing
+    that somebody else has put in their place. None of a compiled model."""
+    for module in () if hasattr(model, "_orig_mod") else model.modules():
+        if type(module) is nn.Linear and "forward" not in vars(module):
+            weight = module.weight
+            if type(weight) is nn.Parameter and (weight.device.type, weight.dtype) == (
+                "cpu",
+                torch.float32,
+            ):
+                yield module
 
 
 def synchronize(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from kvbench.engine import check
 from kvbench.engine.architecture import compressible_layers, head_shapes
 from kvbench.engine.attention import LayerCall, Pass, UnsupportedModel
 from kvbench.engine.cost import ExactBytes
-from kvbench.engine.device import input_device, synchronize, threads_of
+from kvbench.engine.device import input_device, small_pass, synchronize
 from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
 from kvbench.engine.row import Row
 from kvbench.engine.states import (
@@ -362,7 +362,7 @@ def forward_rows(
     config = model.config.get_text_config()
     past = state.past(config) if is_hybrid(config) else None
     forget_lengths(model)
-    with threads_of(config, ids.numel()):
+    with small_pass(model, ids.numel()):
         output = model(
             input_ids=ids,
             position_ids=positions.expand(ids.shape[0], -1),

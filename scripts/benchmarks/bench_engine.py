@@ -1,4 +1,5 @@
-"""What sharing a prefill, decoding, questions and scoring cost: processor seconds on one thread.
+"""What sharing a prefill, decoding, questions and scoring cost: processor seconds on one thread; in
+`sharing` and `questions` seconds on the threads of a job.
 
     python scripts/benchmarks/bench_engine.py sharing    eight methods in one job over `exact` alone
     python scripts/benchmarks/bench_engine.py decode     a token's time at rate 0.25 over exact's
@@ -38,6 +39,7 @@ from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import addresses_in, cache_of
+from kvbench.engine.device import threads_are_ours
 from kvbench.engine.generate import generate_one
 from kvbench.engine.hooks import hook_of
 from kvbench.engine.loading import load_model
@@ -80,10 +82,18 @@ MODELS = {
 """By the name that `--model` takes."""
 
 
-def model_of(options: argparse.Namespace) -> PreTrainedModel:
-    """The model that `--model` names, on one thread."""
-    torch.set_num_threads(1)
+def model_of(options: argparse.Namespace, threads: int | None = 1) -> PreTrainedModel:
+    """The model that `--model` names, on so many threads; None for what a job would run on."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     return load_model(MODELS[options.model], device=torch.device("cpu"), dtype=torch.float32)
+
+
+def threads_in_words() -> str:
+    """What a job runs on here."""
+    threads = torch.get_num_threads()
+    alone = "the products of small passes on all, the rest of them on one"
+    return f"{threads} threads" + (f": {alone}" if threads_are_ours() else "")
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
@@ -92,15 +102,19 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(5, 100, (count,), generator=generator).tolist()
 
 
-def medians(runs: Mapping[str, Callable[[], object]], count: int) -> dict[str, float]:
-    """Median processor seconds of each of `runs`, which run in turn `count` times after a warm-up."""
+def medians(
+    runs: Mapping[str, Callable[[], object]],
+    count: int,
+    clock: Callable[[], float] = time.process_time,
+) -> dict[str, float]:
+    """Median seconds of each of `runs`, which run in turn `count` times after a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(count + 1):
         for name, run in runs.items():
-            start = time.process_time()
+            start = clock()
             run()
             if turn:
-                seconds[name].append(time.process_time() - start)
+                seconds[name].append(clock() - start)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
@@ -134,7 +148,7 @@ def generated(
 def bench_sharing(options: argparse.Namespace) -> None:
     """One prefill and one decoding for eight methods, over a job of `exact` alone; and the same for
     `exact` and seven caches of StreamingLLM, which are decoded but take no time to compress."""
-    model = model_of(options)
+    model = model_of(options, threads=None)
     ids = random_tokens(options.tokens or 4096)
     stopping = Stopping(options.new or 32)
     names = options.methods or EIGHT
@@ -143,8 +157,8 @@ def bench_sharing(options: argparse.Namespace) -> None:
         "all": partial(generated, model, ids, names, stopping, RATE),
         "decoded": partial(generated, model, ids, ["exact"], stopping, RATE, len(names) - 1),
     }
-    seconds = medians(runs, options.runs)
-    print(f"{options.model}, {len(ids)} + {stopping.max_new_tokens} tokens")
+    seconds = medians(runs, options.runs, time.perf_counter)
+    print(f"{options.model}, {len(ids)} + {stopping.max_new_tokens} tokens, {threads_in_words()}")
     print(f"exact {seconds['exact']:.3f} s; {len(names)} methods in one job {seconds['all']:.3f} s")
     print(f"ratio {seconds['all'] / seconds['exact']:.2f}")
     print(
@@ -304,7 +318,8 @@ def bench_answers(options: argparse.Namespace) -> None:
 def bench_questions(options: argparse.Namespace) -> None:
     """Ten questions on one compressed context over one question on it; the context is read and
     compressed in both. Questions and answers have 16 tokens."""
-    model = model_of(options)
+    model = model_of(options, threads=None)
+    print(threads_in_words())
     model.generation_config.eos_token_id = None
     questions = [random_tokens(16, seed) for seed in range(10)]
     context = random_tokens(options.tokens or 4096)
@@ -315,7 +330,8 @@ def bench_questions(options: argparse.Namespace) -> None:
                 reading = session.read(context)
                 reading.ask_all(questions[:count], max_new_tokens=options.new or 16)
 
-            seconds = medians({"one": partial(ask, 1), "ten": partial(ask, 10)}, options.runs)
+            runs = {"one": partial(ask, 1), "ten": partial(ask, 10)}
+            seconds = medians(runs, options.runs, time.perf_counter)
         ratio = seconds["ten"] / seconds["one"]
         times = f"one {seconds['one']:6.2f} s  10 {seconds['ten']:6.2f} s  ratio {ratio:.2f}"
         print(f"{options.model} {method:12} {times}")

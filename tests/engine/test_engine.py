@@ -20,7 +20,6 @@ from support.tiny import (
     tiny_model,
 )
 
-from kvbench.engine import device
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import compressible_layers, head_shapes
 from kvbench.engine.attention import LayerCall, UnsupportedModel, exact_attention, register
@@ -339,28 +338,3 @@ def test_a_layer_with_tensors_of_its_own_does_not_take_another_layers_normaliser
     withheld = replace(layer, queries=one.query[:, :, :-5], withheld=5)
     alone = replace(withheld, shared={})
     assert torch.equal(withheld.attention_mass(), alone.attention_mass())
-
-
-def test_a_pass_runs_on_the_threads_that_it_needs(monkeypatch):
-    """All for the prompt, one for a step of small products; what the user has set stays."""
-    model, found = on_kvbench(tiny_model("llama")), []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: found.append(
-            (kwargs["input_ids"].shape[1], torch.get_num_threads())
-        ),
-        with_kwargs=True,
-    )
-    monkeypatch.setattr(device, "SMALL", 20 * 64 * 256)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for environment, of_a_step in (({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)):
-            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-            for name, value in environment.items():
-                monkeypatch.setenv(name, value)
-            found.clear()
-            generate(model, prompt_ids(60), {"exact": (build_method("exact"), SMALL)}, new_tokens=3)
-            assert found == [(60, 2), (1, of_a_step), (1, of_a_step)]
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

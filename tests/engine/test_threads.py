@@ -1,18 +1,55 @@
-"""How many threads a pass runs on."""
+"""How many threads passes and methods run on, and the products of few tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.method_layers import make_layer
+from torch import Tensor, nn
 
-from kvbench.engine.device import SMALL, threads_of
+from kvbench.engine.check import compress
+from kvbench.engine.device import FEW_TOKENS, SMALL_LAYER, small_pass
+from kvbench.kv import Budget, CompressedKV, LayerKV
+from kvbench.methods.exact import Exact
+
+SMALL_TOKENS = 16
+"""Of a model whose products are as large as a small pass allows for so many tokens."""
+
+
+class OneProduct(nn.Module):
+    """A model of one product; `seen` are the numbers of threads in the product and after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hidden: int, bias: bool = True) -> None:
+        super().__init__()
+        text = SimpleNamespace(
+            hidden_size=hidden, intermediate_size=(1 << 24) // (SMALL_TOKENS * hidden)
+        )
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+        self.product = nn.Linear(hidden, 24, bias=bias)
+        self.seen: list[int] = []
+        for name in ("mm", "addmm"):
+            monkeypatch.setattr(torch, name, self.noted(getattr(torch, name)))
+
+    def noted(self, multiply: Any) -> Any:
+        def spy(*args: Any) -> Tensor:
+            self.seen.append(torch.get_num_threads())
+            return multiply(*args)
+
+        return spy
+
+    def run(self, x: Tensor) -> Tensor:
+        with torch.inference_mode(), small_pass(self, x.shape[0] * x.shape[1]):  # type: ignore[arg-type]
+            out = self.product(x)
+            self.seen.append(torch.get_num_threads())
+        return out
 
 
 @pytest.fixture
-def two_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process of two threads, whose number the user has not set."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
@@ -20,22 +57,66 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.set_num_threads(1)
 
 
-def threads_in_a_pass(tokens: int, **sizes: int) -> int:
-    config: Any = SimpleNamespace(**sizes)
-    with threads_of(config, tokens):
-        return torch.get_num_threads()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (8, 1), (2, 16), (1, FEW_TOKENS), (1, 65)])
+def test_products_of_few_tokens_are_torchs(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], bias: bool
+) -> None:
+    model = OneProduct(monkeypatch, 32, bias)
+    x = torch.randn(*shape, 32)
+    out = model.run(x)
+    torch.testing.assert_close(out, model.product(x).detach(), rtol=1e-5, atol=1e-5)
+    assert type(out) is Tensor
+    assert out.is_contiguous()
+    assert torch.get_num_threads() == 2
+    assert not model.product._forward_pre_hooks
 
 
-@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 256}], ids=["default", "given"])
-def test_a_small_pass_runs_on_one_thread(two_threads: None, sizes: dict[str, int]) -> None:
-    most = SMALL // (64 * 256)
-    assert threads_in_a_pass(most, hidden_size=64, **sizes) == 1
-    assert torch.get_num_threads() == 2, "only within the pass"
-    assert threads_in_a_pass(most + 1, hidden_size=64, **sizes) == 2
+@pytest.mark.parametrize(
+    ("tokens", "variables", "seen"),
+    [
+        (8, {}, [2, 1]),
+        (SMALL_TOKENS, {}, [2, 1]),
+        (SMALL_TOKENS + 1, {}, [2, 2]),
+        (8, {"OMP_NUM_THREADS": "2"}, [2, 2]),
+        (8, {"KVBENCH_KERNELS": "torch"}, [1]),
+    ],
+    ids=["small", "largest small", "larger", "the user's own number", "torch's own products"],
+)
+def test_in_a_small_pass_products_alone_run_on_all_threads(
+    two_threads: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    variables: dict[str, str],
+    seen: list[int],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    model = OneProduct(monkeypatch, 64)
+    model.run(torch.randn(tokens, 1, 64))
+    assert model.seen == seen
+    assert torch.get_num_threads() == 2
 
 
-def test_a_number_of_threads_that_is_set_stays(
+def test_a_module_that_somebody_else_replaced_is_left_alone(
     two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert threads_in_a_pass(1, hidden_size=64) == 2
+    model = OneProduct(monkeypatch, 64)
+    monkeypatch.setattr(model.product, "forward", lambda x: type(x))
+    assert model.run(torch.randn(4, 1, 64)) is Tensor  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize(("heads", "threads"), [(2, 1), (4, 2)], ids=["small", "large"])
+def test_small_layers_are_compressed_on_one_thread(
+    two_threads: None, heads: int, threads: int
+) -> None:
+    class Noted(Exact):
+        def compress(self, layer: LayerKV, *given: Any) -> CompressedKV:
+            seen.append(torch.get_num_threads())
+            return super().compress(layer, *given)
+
+    seen: list[int] = []
+    layer = make_layer(n=SMALL_LAYER // (2 * 64), kv_heads=heads, dim=64)
+    compress("noted", Noted(), layer, Budget(rate=0.25), torch.Generator(), {})
+    assert seen == [threads]
+    assert torch.get_num_threads() == 2
