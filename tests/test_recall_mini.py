@@ -21,6 +21,7 @@ def test_it_is_small_and_holds_no_pickles() -> None:
     assert {file.suffix for file in ASSET.iterdir()} <= {".safetensors", ".json", ".md"}
 
 
+@pytest.mark.slow
 def test_the_training_script_starts() -> None:
     command = [sys.executable, str(SCRIPTS / "train.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

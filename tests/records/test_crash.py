@@ -129,7 +129,7 @@ def check_finished(folder: Path) -> None:
         assert json.loads(path.read_text())["method"] == path.parent.name[:-9]
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_kill_points(server: ForkServer, tmp_path: Path, count: int) -> None:
     """So many jobs are killed, each in the folder that earlier kills left. At any time the records are
     the first ones of an undisturbed job's; when a job finishes, they are all of them."""
