@@ -55,14 +55,12 @@ REQUIRED: dict[type[Task], dict[str, Any]] = {
 REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
     Needle: [
         ({"depths": [101]}, "depths is [101]; allowed: less than or equal to 100"),
-        ({"haystack": "wiki"}, "'generated', 'files' or 'dataset'"),
+        ({"haystack": "wiki"}, "'generated' or 'files'"),
         ({"haystack": "files"}, "task.haystack_files is empty"),
-        ({"haystack": "dataset"}, "task.dataset_name is null"),
         ({"template": "{question} {haystack}"}, "{haystack} and, after it, {question}, each once"),
         ({"together": True, "needle": "A {key}."}, "together=true: text with {key} and {value}"),
         ({"together": True, "question": "What?"}, "together=true: text with {key}"),
         ({"together": True, "answer": "5"}, "together=true: text with {value}"),
-        ({"together": True, "repeats": 2}, "together=true: 1 (a needle per depth)"),
     ],
     RunningText: [({"files": ["a"], "dataset_name": "b"}, "one of them at most")],
     LongEvalLines: [
