@@ -113,11 +113,7 @@ needs)."""
 
 
 def check_metric(metric: str) -> None:
-    """Import the module of lm-eval that a metric needs, so that its absence is known before a run.
-
-    Raises:
-        TaskError: lm-eval or one of its packages is not installed.
-    """
+    """Import the module of lm-eval that a metric needs, so that its absence is known before a run."""
     for module, metrics in LM_EVAL.items():
         if metric in metrics:
             lm_eval_module(module)
