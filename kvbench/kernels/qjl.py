@@ -209,10 +209,11 @@ class Signs(Block):
             return dots.mul_(norms.flatten(1)[:, None] * (unit / m))
         other_norms = (norms.square() - outlier_norms.square()).clamp_(min=0).sqrt_()
         dots = query.new_empty(heads, groups, query.shape[1], group)
-        for part in pieces(groups, heads * group * m, query.device):
+        for part in pieces(groups, heads * self.outliers.shape[-1] * m, query.device):
             channels = self.outliers[:, part].long()
             numbers = query[:, None].take_along_dim(channels[:, :, None], dim=-1)
-            outlying = numbers @ self.projection[channels]  # [heads, groups, q, m]
+            sketch = self.projection.index_select(0, channels.flatten())
+            outlying = numbers @ sketch.view(*channels.shape, m)  # [heads, groups, q, m]
             dots[:, part] = (projected[:, None] - outlying) @ signs(self.bits[:, part]).mT
             dots[:, part] *= other_norms[:, part, None] * (unit / m)
             outlier_dots = outlying[..., :m_out] @ signs(self.outlier_bits[:, part]).mT

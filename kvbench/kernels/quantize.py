@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -147,15 +147,8 @@ class Codec(Generic[B]):
 
     def without(self, places: Tensor) -> Codec[B]:
         """The codec without one row of each head (`Block.without`); no other row is packed anew."""
-        (block,) = self.whole
-        return replace(self, blocks=(block.without(places),))
-
-    @property
-    def whole(self) -> tuple[B, ...]:
-        """All packed rows as one block, in a tuple; an empty tuple where there is no row."""
-        if not self.blocks:
-            return ()
-        return (reduce(lambda block, following: block.joined(following), self.blocks),)
+        whole = reduce(lambda block, following: block.joined(following), self.blocks)
+        return replace(self, blocks=(whole.without(places),))
 
     def dot(self, query: Tensor) -> Tensor:
         """Inner products of query [heads, q, d] with every packed row: [heads, q, count] float32."""
@@ -357,12 +350,16 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return torch.stack(codes, dim=-1).flatten(-2)[..., :count].to(torch.uint8)
 
 
+@lru_cache(maxsize=8)
+def _signs_of_bytes(device: torch.device) -> Tensor:
+    """The eight signs of each byte, as int8 behind each other, as one int64: the fastest look-up."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)
+    return (2 * (bits & 1) - 1).to(torch.int8).view(torch.int64)[:, 0]
+
+
 def signs(packed: Tensor) -> Tensor:
     """Packed bits [..., bytes] as -1 for 0 and 1 for 1: [..., 8 * bytes] float32."""
-    bits = torch.arange(256, device=packed.device)[:, None] >> torch.arange(8, device=packed.device)
-    # The eight signs of each byte, as int8 behind each other, are one int64: the fastest look-up.
-    of_byte = (2 * (bits & 1) - 1).to(torch.int8).view(torch.int64)[:, 0]
-    return looked_up(of_byte, packed).view(torch.int8).float()
+    return looked_up(_signs_of_bytes(packed.device), packed).view(torch.int8).float()
 
 
 def looked_up(table: Tensor, places: Tensor) -> Tensor:

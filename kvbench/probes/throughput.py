@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from kvbench.engine import memory
-from kvbench.engine.answer import Answer, Stopping
+from kvbench.engine.answer import Stopping
 from kvbench.engine.device import free_memory, is_out_of_memory
 from kvbench.engine.generate import Prompt, generate_each
 from kvbench.errors.options import Count, Several, Share, check_options
@@ -239,24 +239,12 @@ def _generate_batch(
 ) -> dict[str, Any]:
     """Record fields of answers of at most `most` tokens to a batch of random prompts: those of the
     first, but for `SUMMED`."""
-    ids = _random_ids(session, setting.prompt_tokens, batch)
-    new_tokens = min(most, setting.new_tokens)
-    results = _generate(session, label, pair, ids, new_tokens, room=setting.new_tokens)
-    sums = {name: sum(getattr(result.cost, name) for result in results) for name in SUMMED}
-    return measured(results[0]) | sums
-
-
-def _generate(
-    session: Session,
-    label: str,
-    pair: tuple[Method, Budget],
-    ids: Sequence[Sequence[int]],
-    new_tokens: int,
-    room: int,
-) -> list[Answer]:
-    """An answer to each prompt of `ids`, from caches with room for so many new tokens."""
+    vocabulary = session.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(session.seed)
+    # A larger batch begins with the prompts of a smaller one.
+    ids = torch.randint(vocabulary, (batch, setting.prompt_tokens), generator=generator).tolist()
     encoder = None if pair[0].rescoring is None else session.encoder
-    stopping = Stopping(new_tokens)
+    stopping, room = Stopping(min(most, setting.new_tokens)), setting.new_tokens
     prompts = [
         Prompt.of(each, (), {label: pair}, stopping, f"throughput{i}", room=room, encoder=encoder)
         for i, each in enumerate(ids)
@@ -266,14 +254,8 @@ def _generate(
     for result in results:
         if result.failure is not None:
             raise result.failure
-    return results
-
-
-def _random_ids(session: Session, n: int, batch: int) -> list[list[int]]:
-    """`batch` prompts of n random tokens. A larger batch begins with the prompts of a smaller one."""
-    vocabulary = session.model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(session.seed)
-    return torch.randint(vocabulary, (batch, n), generator=generator).tolist()
+    sums = {name: sum(getattr(result.cost, name) for result in results) for name in SUMMED}
+    return measured(results[0]) | sums
 
 
 def _over(dividend: float | None, divisor: float | None) -> float | None:

@@ -74,8 +74,6 @@ class Jsonl(Task):
 
     Attributes:
         data, file, archive, local: see `Source`.
-        extract: further fields, by name: the field from which one is extracted, and a regular
-            expression of which it is the first group (or all).
         subsets: by the name of a data set, the options in which it differs.
         datasets: the names of `subsets` that are run; None for all.
     """
@@ -94,7 +92,6 @@ class Jsonl(Task):
     archive: str | None = None
     local: str | None = None
     fields: Mapping[str, str | None] = field(default_factory=dict)
-    extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
     template: str = "{{ context }}\n\n{{ question }}\n"
     answer_prefix: str = "Answer:"
     metric: str = "contains"
@@ -118,7 +115,12 @@ class Jsonl(Task):
         object.__setattr__(self, "fields", {**DEFAULT_FIELDS, **named})
         self._check_fields()
         _check_one_of("metric", self.metric, tuple(METRICS))
-        _check_pattern("pattern", self.pattern)
+        try:
+            regex.compile(self.pattern or "")
+        except regex.error as problem:
+            raise TaskError(
+                f"task.pattern is {self.pattern!r}, which is no regular expression: {problem}"
+            ) from problem
         self._check_source()
         for name in self.datasets or ():
             _check_one_of("datasets", name, tuple(self.subsets))
@@ -135,13 +137,6 @@ class Jsonl(Task):
                 )
         if self.fields.get("answers") is None:
             raise TaskError("jsonl: fields.answers is null; allowed: the field with the answers")
-        for name, field_and_pattern in self.extract.items():
-            if len(field_and_pattern) != 2:
-                raise TaskError(
-                    f"task.extract.{name} is {list(field_and_pattern)!r}; allowed: a field and a "
-                    "regular expression"
-                )
-            _check_pattern(f"extract.{name}", field_and_pattern[1])
 
     def _check_source(self) -> None:
         if self.subsets and self.files:
@@ -231,8 +226,7 @@ class Jsonl(Task):
     ) -> Iterator[_Prompt]:
         """The prompts of row `number`, from 1, of the data set that the config calls `name`, or else the
         row itself, or its `file`."""
-        reader = FieldReader(self._fields_in(row, place), self.extract)
-        row = reader.with_extracted(row, place)
+        reader = FieldReader(self._fields_in(row, place))
         dataset_of_row = reader.value("dataset", row, place)
         dataset = name or str(file if dataset_of_row is None else dataset_of_row)
         id_of_row = reader.value("id", row, place)
@@ -375,12 +369,3 @@ def _check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         hint = nearest(value, allowed)
         raise TaskError(f"task.{option} is {value!r}{hint}; allowed: {', '.join(allowed)}")
-
-
-def _check_pattern(option: str, pattern: str | None) -> None:
-    try:
-        regex.compile(pattern or "")
-    except regex.error as problem:
-        raise TaskError(
-            f"task.{option} is {pattern!r}, which is no regular expression: {problem}"
-        ) from problem

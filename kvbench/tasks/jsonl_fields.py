@@ -6,16 +6,14 @@ import json
 import math
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import regex
 
 from kvbench.errors import nearest
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.data import NUMPY_ARRAY, parsed_literal
 from kvbench.tasks.metrics import OF_LETTERS
-from kvbench.tasks.metrics_text import REGEX_SECONDS, option_letter
+from kvbench.tasks.metrics_text import option_letter
 from kvbench.tasks.template import as_text, template, whole
 
 Row = Mapping[str, Any]
@@ -32,25 +30,9 @@ class FieldReader:
     Attributes:
         fields: by role, the name of a field, a template over the fields (``{{ text[:100] }}``), or None
             where no field has the role.
-        extract: see `Jsonl`.
     """
 
     fields: Mapping[str, str | None]
-    extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def with_extracted(self, row: Row, place: str) -> Row:
-        extended = dict(row)
-        for name, (source, pattern) in self.extract.items():
-            value = self.field(source, row, place, f"extract.{name}")
-            text = as_text(value) if _is_text(value) else str(value)
-            match = regex.search(pattern, text, timeout=REGEX_SECONDS)
-            if match is None:
-                raise TaskError(
-                    f"jsonl: {place}: field {source!r} is {_shown(text)}, without {pattern!r} "
-                    f"(task.extract.{name}); allowed: text with it"
-                )
-            extended[name] = match[1] if match.re.groups else match[0]
-        return extended
 
     def value(self, role: str, row: Row, place: str) -> Any:
         """None where no field has the role."""

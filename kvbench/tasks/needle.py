@@ -186,7 +186,7 @@ class Needle(Task):
         texts = texts_of_files("haystack_files", self.haystack_files, ESSAYS)
         texts = [(name, text.strip()) for name, text in texts if text.strip()]
         if not texts:
-            raise TaskError("needle: the haystack's files hold no text")
+            raise TaskError("needle: the haystack of files holds no text")
         return texts
 
     def _needles(

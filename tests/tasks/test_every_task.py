@@ -87,7 +87,6 @@ REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
         ({"fields": {"answers": None}}, "fields.answers is null"),
         ({"metric": "rouge"}, "task.metric is 'rouge' (did you mean 'rouge_"),
         ({"metric": "regex", "pattern": "("}, "pattern is '(', which is no regular expression"),
-        ({"extract": {"a": ["x"]}}, "task.extract.a is ['x']; allowed: a field and a regular"),
         ({"files": []}, "no data; allowed: task.files"),
         ({"max_input": "modell"}, "task.max_input is 'modell'; allowed: "),
         ({"subsets": {"a": {}}}, "task.files is ['x.jsonl'] and the task has 1 data sets"),
