@@ -180,7 +180,11 @@ class ErrorScaling(LayerProbe):
         return super().meta() | {"unit": unit, "figures": as_json([figure])}
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        self._check_per_kept(methods)
+        for label, options in self.per_kept.items():
+            _check_name("task.per_kept", label, list(methods))
+            known_options = [option.name for option in fields(methods[label][0])]
+            for option in options:
+                _check_name(f"task.per_kept.{label}", option, known_options)
         if self.prompts is None:
             return [
                 self._unit(f"{name}/draw{draw}", [name], [f"draw{draw}"], (name, draw))
@@ -201,13 +205,6 @@ class ErrorScaling(LayerProbe):
             replicates = [f"{name}-draw{draw}" for draw in range(self.draws)]
             units.append(self._unit(name, datasets, replicates, prompt))
         return units
-
-    def _check_per_kept(self, methods: Methods) -> None:
-        for label, options in self.per_kept.items():
-            _check_name("task.per_kept", label, list(methods))
-            known_options = [option.name for option in fields(methods[label][0])]
-            for option in options:
-                _check_name(f"task.per_kept.{label}", option, known_options)
 
     def _unit(
         self, name: str, datasets: Sequence[str], replicates: Sequence[str], payload: Any
@@ -262,7 +259,11 @@ class ErrorScaling(LayerProbe):
                 generator = layer_generator(seed, f"{dataset}/{replicate}/{kept}", 0)
                 budget = Budget(rate=kept / self.n, sink=0, window=0)
                 try:
-                    method = self._sized(label, methods[label][0], kept)
+                    factors = self.per_kept.get(label, {})
+                    sized: dict[str, Any] = {
+                        option: max(2, round(factor * kept)) for option, factor in factors.items()
+                    }
+                    method = replace(methods[label][0], **sized)
                     check_total(label, method, budget, layer.n, layer.num_layers)
                     compressed, cost = compress_measured(label, method, budget, generator, layer)
                     z = estimate(compressed, queries, layer.n, layer)
@@ -276,13 +277,6 @@ class ErrorScaling(LayerProbe):
                 except Exception as failure:  # noqa: BLE001 - a record with its status
                     record |= failed(failure)
                 yield {"method": label, "example_id": f"{dataset}/kept{kept}/{replicate}", **record}
-
-    def _sized(self, label: str, method: Method, kept: int) -> Method:
-        factors = self.per_kept.get(label, {})
-        sized: dict[str, Any] = {
-            option: max(2, round(factor * kept)) for option, factor in factors.items()
-        }
-        return replace(method, **sized)
 
 
 def _check_name(where: str, name: str, allowed: Sequence[str]) -> None:

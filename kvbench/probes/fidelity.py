@@ -20,7 +20,6 @@ from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.cost import Cost
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
-    Logits,
     Reading,
     feed_continuations,
     greedy_continuation,
@@ -80,32 +79,6 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     return torch.where((kl < 0) & (kl > -1e-6), 0.0, kl)
 
 
-def _compare_with_first(
-    results: Sequence[Fidelity], continuation: Sequence[int], fed: Logits
-) -> None:
-    """Add to each result how its own row of logits differs from the first row, the exact cache's.
-
-    Args:
-        results: one for each row after the first.
-        fed: logits [rows, tokens, vocab] of consecutive pieces of the continuation, each with the place
-            at which it begins.
-    """
-    tokens = torch.tensor(list(continuation))
-    for begin, logits in fed:
-        target = tokens[begin : begin + logits.shape[1], None].to(logits.device)
-        exact = logits[0].float().log_softmax(-1)
-        exact_top = exact.argmax(-1)
-        exact_nll = -exact.gather(-1, target)[:, 0]
-        for result, row in zip(results, logits[1:], strict=True):
-            log_probabilities = row.float().log_softmax(-1)
-            top = log_probabilities.argmax(-1)
-            result.kl.extend(divergence(exact, log_probabilities).tolist())
-            result.agree.extend((top == exact_top).long().tolist())
-            result.nll.extend((-log_probabilities.gather(-1, target)[:, 0]).tolist())
-            result.nll_exact.extend(exact_nll.tolist())
-            result.top.extend(top.tolist())
-
-
 def teacher_forced(
     model: Model,
     prompt_ids: Sequence[int],
@@ -138,7 +111,20 @@ def compare(model: Model, reading: Reading, continuation: Sequence[int]) -> dict
     results = {row.label: Fidelity(cost=row.cost()) for row in reading.rows}
     sound = [row for row in reading.rows if row.failure is None]
     fed = feed_continuations(model, reading, [(row, continuation) for row in sound])
-    _compare_with_first([results[row.label] for row in sound[1:]], continuation, fed)
+    tokens = torch.tensor(list(continuation))
+    for begin, logits in fed:  # [rows, tokens, vocab] of a piece of the continuation
+        target = tokens[begin : begin + logits.shape[1], None].to(logits.device)
+        exact = logits[0].float().log_softmax(-1)
+        exact_top, exact_nll = exact.argmax(-1), -exact.gather(-1, target)[:, 0]
+        for row, row_logits in zip(sound[1:], logits[1:], strict=True):
+            result = results[row.label]
+            log_probabilities = row_logits.float().log_softmax(-1)
+            top = log_probabilities.argmax(-1)
+            result.kl.extend(divergence(exact, log_probabilities).tolist())
+            result.agree.extend((top == exact_top).long().tolist())
+            result.nll.extend((-log_probabilities.gather(-1, target)[:, 0]).tolist())
+            result.nll_exact.extend(exact_nll.tolist())
+            result.top.extend(top.tolist())
     for row in reading.rows:  # a cache that evicts while decoding may be compressed only now
         cost = replace(results[row.label].cost, compressed=row.cost().compressed)
         results[row.label] = replace(results[row.label], failure=row.failure, cost=cost)
