@@ -214,10 +214,11 @@ class Signs(Block):
             numbers = query[:, None].take_along_dim(channels[:, :, None], dim=-1)
             sketch = self.projection.index_select(0, channels.flatten())
             outlying = numbers @ sketch.view(*channels.shape, m)  # [heads, groups, q, m]
-            dots[:, part] = (projected[:, None] - outlying) @ signs(self.bits[:, part]).mT
-            dots[:, part] *= other_norms[:, part, None] * (unit / m)
+            other_dots = (projected[:, None] - outlying) @ signs(self.bits[:, part]).mT
+            other_dots *= other_norms[:, part, None] * (unit / m)
             outlier_dots = outlying[..., :m_out] @ signs(self.outlier_bits[:, part]).mT
-            dots[:, part] += outlier_dots * (outlier_norms[:, part, None] * (unit / m_out))
+            outlier_dots *= outlier_norms[:, part, None] * (unit / m_out)
+            dots[:, part] = other_dots.add_(outlier_dots)
         return dots.transpose(1, 2).flatten(2)
 
 

@@ -257,12 +257,6 @@ class Packed(ValueBlock):
     def count(self) -> int:
         return self.along if self.by_channel else self.codes.shape[1]
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(heads, n, d) of the numbers that are packed."""
-        heads, rows, _ = self.codes.shape
-        return (heads, self.along, rows) if self.by_channel else (heads, rows, self.along)
-
     def restored(self, rows: slice) -> Tensor:
         """Numbers of some rows of the codes: [heads, rows, along] float32, each within half a scale of
         what was packed."""

@@ -259,11 +259,7 @@ class ErrorScaling(LayerProbe):
                 generator = layer_generator(seed, f"{dataset}/{replicate}/{kept}", 0)
                 budget = Budget(rate=kept / self.n, sink=0, window=0)
                 try:
-                    factors = self.per_kept.get(label, {})
-                    sized: dict[str, Any] = {
-                        option: max(2, round(factor * kept)) for option, factor in factors.items()
-                    }
-                    method = replace(methods[label][0], **sized)
+                    method = self._sized(label, methods[label][0], kept)
                     check_total(label, method, budget, layer.n, layer.num_layers)
                     compressed, cost = compress_measured(label, method, budget, generator, layer)
                     z = estimate(compressed, queries, layer.n, layer)
@@ -277,6 +273,13 @@ class ErrorScaling(LayerProbe):
                 except Exception as failure:  # noqa: BLE001 - a record with its status
                     record |= failed(failure)
                 yield {"method": label, "example_id": f"{dataset}/kept{kept}/{replicate}", **record}
+
+    def _sized(self, label: str, method: Method, kept: int) -> Method:
+        factors = self.per_kept.get(label, {})
+        sized: dict[str, Any] = {
+            option: max(2, round(factor * kept)) for option, factor in factors.items()
+        }
+        return replace(method, **sized)
 
 
 def _check_name(where: str, name: str, allowed: Sequence[str]) -> None:

@@ -15,13 +15,8 @@ from kvbench.tasks.longbench_datasets import CODE, DATASETS, FEW_SHOT
 
 
 class EncodedPrompt(NamedTuple):
-    """The token ids of a prompt.
-
-    Attributes:
-        ids: all tokens that the model sees, special ones included.
-        cut: the number of leading tokens that are context (what `compress_after=context` compresses).
-        truncated: the number of tokens that were left out of the middle.
-    """
+    """All token ids that the model sees, how many of them are context, and how many were left out of the
+    middle."""
 
     ids: list[int]
     cut: int
