@@ -46,7 +46,6 @@ class KVBenchLM(Requests):
 
     Args:
         pretrained: a local folder, a Hub id, or ``asset:recall_mini``.
-        method: the name of a method.
         method_args: options of the method, JSON or a mapping. Options written ``snapkv.kernel_size=7``
             override them.
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A budget smaller than

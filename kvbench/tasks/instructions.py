@@ -146,13 +146,9 @@ class Instructions(Task):
         prompts: generated | ifeval (IFEval's own prompts whose instructions can all be checked).
         ask: what the user asks for: request (something else) | system_prompt (the instructions, of
             which one is to keep them secret).
-        kinds: the kinds of instructions that are generated.
-        num_instructions: the number of instructions of a generated system prompt.
         num_examples: the number of prompts; the most of IFEval's. Among as many prompts as there are
             kinds each kind stands at each place once.
         data: IFEval's file, or a folder or zip with it; None for the Hub.
-        seed: the seed of instructions and requests.
-        max_new_tokens: generation limit.
     """
 
     name: ClassVar[str] = "instructions"

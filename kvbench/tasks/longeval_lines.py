@@ -97,8 +97,6 @@ class LongEvalLines(Task):
     Attributes:
         num_lines: the numbers of different lines of a record. Each is a data set of its own, as each
             official file is, and so a stratum of every interval and average.
-        num_examples: the number of examples of each number of lines.
-        seed: the seed of the generated records.
         number_range: the smallest and the largest number of a line.
         repeats: how often every line stands in the record; the copies are shuffled.
         files: official JSON-lines files that are read in place of generated records.

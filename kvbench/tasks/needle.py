@@ -98,9 +98,7 @@ class Needle(Task):
             before the haystack and once before each needle, as in the released code of BalanceKV.
         haystack: ``generated`` or ``files``.
         haystack_files: globs of text files; each example begins with another file.
-        seed: the seed of the filler.
         primary: the name of the score that is the `score` of the tables.
-        max_new_tokens, stop: generation limits.
         end_tokens: texts; the last token of each ends the generation, as the model's end token does.
     """
 

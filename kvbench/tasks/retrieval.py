@@ -48,8 +48,6 @@ class HiddenKeys(Task):
         num_examples: the number of contexts of each size.
         queries: the number of questions about each context. The context is divided into as many parts,
             and one key of each part is asked for.
-        seed: the seed of keys, values and places.
-        max_new_tokens: generation limit.
     """
 
     template: Text

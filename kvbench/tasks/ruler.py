@@ -124,7 +124,6 @@ class Ruler(Task):
         lengths: the most tokens of prompt and answer together, with all that the model sees: chat
             template and begin token included, which RULER's own tools do not count.
         num_examples: the number of samples of each task and length (500 as published).
-        seed: the seed of keys, values, words and places.
         essays: a file or a glob of text files, or of JSON objects with a field ``text``. None:
             generated sentences take the place of the essays.
         squad, hotpotqa: the files of qa_1 and qa_2.
