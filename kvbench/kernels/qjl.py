@@ -14,23 +14,22 @@ from functools import lru_cache, partial
 from typing import Annotated, Literal
 
 import torch
-import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.errors.options import Count, Whole, check_options, only
 from kvbench.kernels.quantize import (
-    CACHED,
     Block,
     Codec,
     Codecs,
     Quantization,
     SchemeError,
     ValueBlock,
-    at_a_time,
     pack,
     pack_bits,
     packed_bytes,
+    pieces,
+    products,
     signs,
 )
 
@@ -67,9 +66,6 @@ class QJL:
         orthogonal: whether the columns of each chunk of d are orthogonal (the released form), or all
             are plain Gaussian.
         unbias: whether the small bias of orthogonal columns is divided out.
-
-    Raises:
-        SchemeError: an option, or a combination of options, that is not allowed.
     """
 
     m: KeyProjections = 256
@@ -103,7 +99,6 @@ class QJL:
 
     @property
     def by_entry(self) -> bool:
-        """See `kvbench.kernels.quantize.Scheme`: False, since keys are packed in groups."""
         return False
 
     def widths(self, layer: int) -> tuple[int, int]:
@@ -113,7 +108,6 @@ class QJL:
         return self.m, self.m_out
 
     def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> Codecs:
-        """See `kvbench.kernels.quantize.Scheme`."""
         m_out = self.widths(layer)[1]
         general, first = sketch(keys.shape[-1], self.m, self.first_m, self.orthogonal, seed)
         projection = (first if layer < self.first_layers else general).to(keys.device)
@@ -133,7 +127,6 @@ class QJL:
         return Quantization(self.value_bits, self.value_group)
 
     def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
-        """See `kvbench.kernels.quantize.Scheme`."""
         m, m_out = self.widths(layer)
         exact_keys = n % self.buffer
         packed_keys = n - exact_keys
@@ -148,7 +141,6 @@ class QJL:
         return heads * (keys + values + exact_values * d * itemsize)
 
     def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
-        """See `kvbench.kernels.quantize.Scheme`: a float32 sketch for each class of layers."""
         sketches = {
             (d, layer < self.first_layers, self.widths(layer)) for layer, (d, _) in dims.items()
         }
@@ -157,8 +149,7 @@ class QJL:
 
 @lru_cache(maxsize=8)
 def sketch(d: int, m: int, first_m: int, orthogonal: bool, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw the sketch [d, m] of the general layers and that of the first layers, [d, first_m], in
-    float32."""
+    """The sketches of the general layers, [d, m], and of the first layers, [d, first_m]."""
     generator = torch.Generator().manual_seed(seed)
     general = torch.randn(d, m, generator=generator)
     first = torch.randn(d, first_m, generator=generator)
@@ -201,97 +192,34 @@ class Signs(Block):
 
     @property
     def count(self) -> int:
-        """The number of keys of each head."""
         return self.bits.shape[1] * self.bits.shape[2]
 
     def dot(self, query: Tensor) -> Tensor:
-        """See `kvbench.kernels.quantize.Block`; the query is not quantised.
-
-        The estimate is that of `QJL`; with outlier channels it is the sum of two, one for these
-        channels and one for the others.
-        """
+        """The estimate of `QJL`; with outlier channels it is the sum of two, one for these channels and
+        one for the others. The query is not quantised."""
         query = query.float()
+        heads, groups, group = self.norms.shape
         m, m_out = 8 * self.bits.shape[-1], 8 * self.outlier_bits.shape[-1]
         unit = math.sqrt(math.pi / 2) / self.bias
         projected = query @ self.projection
+        norms, outlier_norms = self.norms.float(), self.outlier_norms.float()
         if not m_out:
-            dots = signs(query.device).products(projected, self.bits.flatten(1, 2))
-            return dots.mul_(self.norms.float().flatten(1)[:, None] * (unit / m))
-        dots, outlier_dots = self._products(query, projected)
-        outlier_norms = self.outlier_norms.float()
-        other_norms = (self.norms.float().square() - outlier_norms.square()).clamp_(min=0).sqrt_()
-        dots *= other_norms[:, :, None] * (unit / m)
-        outlier_dots *= outlier_norms[:, :, None] * (unit / m_out)
-        return dots.add_(outlier_dots).transpose(1, 2).flatten(2)
-
-    def _products(self, query: Tensor, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Multiply projected queries with the signs of the keys' projections.
-
-        A query without the outlier channels differs from group to group of tokens. Its projection is
-        that of the whole query less the sketch's rows of these channels, each times the query's
-        number.
-
-        Args:
-            query: [heads, q, d] float32.
-            projected: [heads, q, m], the projections of the whole queries.
-
-        Returns:
-            the products with `bits`, of queries without the group's outlier channels, and those with
-            `outlier_bits`, of the outlier channels alone: each [heads, groups, q, group].
-        """
-        heads, queries, d = query.shape
-        groups, group = self.bits.shape[1:3]
-        count = heads * groups  # groups of all heads, one after the other in memory
-        m, m_out = projected.shape[-1], 8 * self.outlier_bits.shape[-1]
-        channels = self.outliers.long()[:, :, None].expand(-1, -1, queries, -1)
-        numbers = query[:, None].expand(-1, groups, -1, -1).gather(-1, channels)
-        # One sum of rows makes such a projection: of the sketch's rows and, behind them, the queries'.
-        sketch_and_projected = torch.cat([self.projection, projected.flatten(0, 1)])
-        own = d + torch.arange(heads * queries, device=query.device)
-        own = own.view(heads, 1, queries, 1).expand(-1, groups, -1, -1)
-        places = torch.cat([channels, own], dim=-1).flatten(0, 1)
-        factors = torch.cat([-numbers, torch.ones_like(numbers[..., :1])], dim=-1).flatten(0, 1)
-        channels, numbers = channels.flatten(0, 1), numbers.flatten(0, 1)
-        outlier_sketch = self.projection[:, :m_out].contiguous()
-
-        dots = query.new_empty(count, queries, group)
-        outlier_dots = torch.empty_like(dots)
-        bits, outlier_bits = self.bits.flatten(0, 1), self.outlier_bits.flatten(0, 1)
-        # Sums of rows for many groups at a time: one such call costs as much as the sums of 20 groups.
-        groups_at_a_time = max(1, 4 * at_a_time(query.device) // (queries * m))
-        for start in range(0, count, groups_at_a_time):
-            part = slice(start, start + groups_at_a_time)
-            sums = weighted_rows(sketch_and_projected, places[part], factors[part])
-            group_products(sums, bits[part], out=dots[part])
-            sums = weighted_rows(outlier_sketch, channels[part], numbers[part])
-            group_products(sums, outlier_bits[part], out=outlier_dots[part])
-        shape = heads, groups, queries, group
-        return dots.view(shape), outlier_dots.view(shape)
-
-
-def group_products(queries: Tensor, bits: Tensor, *, out: Tensor) -> None:
-    """Multiply each group's own queries [groups, q, m] with the packed signs of its keys
-    [groups, group, m / 8]; the products go into `out` [groups, q, group]."""
-    group, m = bits.shape[1], queries.shape[-1]
-    groups_at_a_time = max(1, 2 * at_a_time(bits.device) // (group * m))
-    pieces = signs(bits.device).pieces(bits.flatten(0, 1)[None], m, rows=groups_at_a_time * group)
-    for tokens, numbers in pieces:
-        part = slice(tokens.start // group, tokens.stop // group)
-        torch.bmm(queries[part], numbers.view(-1, group, m).mT, out=out[part])
-
-
-def weighted_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Sum rows with weights, without a copy of any row: [..., m].
-
-    Args:
-        rows: [k, m].
-        places: [..., c] int64, which rows each sum has.
-        weights: [..., c], their weights.
-    """
-    flat = places.reshape(-1, places.shape[-1])
-    factors = weights.reshape(flat.shape)
-    sums = F.embedding_bag(flat, rows, mode="sum", per_sample_weights=factors)
-    return sums.view(*places.shape[:-1], -1)
+            bits = self.bits.flatten(1, 2)
+            dots = products(projected, self.count, lambda rows: signs(bits[:, rows]))
+            return dots.mul_(norms.flatten(1)[:, None] * (unit / m))
+        other_norms = (norms.square() - outlier_norms.square()).clamp_(min=0).sqrt_()
+        dots = query.new_empty(heads, groups, query.shape[1], group)
+        for part in pieces(groups, heads * self.outliers.shape[-1] * m, query.device):
+            channels = self.outliers[:, part].long()
+            numbers = query[:, None].take_along_dim(channels[:, :, None], dim=-1)
+            sketch = self.projection.index_select(0, channels.flatten())
+            outlying = numbers @ sketch.view(*channels.shape, m)  # [heads, groups, q, m]
+            other_dots = (projected[:, None] - outlying) @ signs(self.bits[:, part]).mT
+            other_dots *= other_norms[:, part, None] * (unit / m)
+            outlier_dots = outlying[..., :m_out] @ signs(self.outlier_bits[:, part]).mT
+            outlier_dots *= outlier_norms[:, part, None] * (unit / m_out)
+            dots[:, part] = other_dots.add_(outlier_dots)
+        return dots.transpose(1, 2).flatten(2)
 
 
 def pack_keys(keys: Tensor, *, projection: Tensor, m_out: int, scheme: QJL) -> Signs:
@@ -299,9 +227,6 @@ def pack_keys(keys: Tensor, *, projection: Tensor, m_out: int, scheme: QJL) -> S
 
     Args:
         projection: [d, m], the sketch; its first `m_out` columns are that of the outlier channels.
-
-    Raises:
-        ValueError: as many outliers as channels, or a norm that the keys' dtype does not hold.
     """
     d = keys.shape[-1]
     if scheme.outliers >= d:
@@ -312,14 +237,10 @@ def pack_keys(keys: Tensor, *, projection: Tensor, m_out: int, scheme: QJL) -> S
     norms = groups.norm(dim=-1)
     if not torch.isfinite(norms.to(keys.dtype)).all():
         raise ValueError(f"a key's norm is more than {keys.dtype} holds; allowed: dtype=float32")
-    # On a CPU some groups at a time, whose projections stay in its cache.
-    groups_at_a_time = groups.shape[1]
-    if not keys.is_cuda:
-        projected = keys.shape[0] * scheme.group * projection.shape[1]  # numbers of a group
-        groups_at_a_time = max(1, CACHED // projected)
+    width = keys.shape[0] * scheme.group * projection.shape[1]
     parts = [
-        _signs_of(part, projection, m_out if scheme.outliers else 0, scheme.outliers)
-        for part in groups.split(groups_at_a_time, dim=1)
+        _signs_of(groups[:, part], projection, m_out if scheme.outliers else 0, scheme.outliers)
+        for part in pieces(groups.shape[1], width, keys.device)
     ]
     bits, outlier_bits, outliers, outlier_norms = (
         torch.cat(column, dim=1) for column in zip(*parts, strict=True)
@@ -341,12 +262,8 @@ def pack_keys(keys: Tensor, *, projection: Tensor, m_out: int, scheme: QJL) -> S
 def _signs_of(
     groups: Tensor, projection: Tensor, m_out: int, outliers: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Project groups of keys [heads, groups, group, d] float32, with so many outlier channels each.
-
-    Returns:
-        `bits`, `outlier_bits`, `outliers` and `outlier_norms` of `Signs`, without columns where there
-        are no outliers.
-    """
+    """`bits`, `outlier_bits`, `outliers` and `outlier_norms` of `Signs` for keys [heads, groups, group,
+    d] float32; without columns where there are no outliers."""
     if not outliers:
         bits = pack_bits((groups @ projection > 0).byte(), 1)
         empty = groups[..., :0]

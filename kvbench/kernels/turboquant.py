@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Annotated, Literal
 
 import numpy as np
@@ -19,14 +19,17 @@ from torch import Tensor
 
 from kvbench.errors.options import Whole, check_options
 from kvbench.kernels.quantize import (
-    CACHED,
     Codec,
     Codecs,
-    CodeTable,
     SchemeError,
     ValueBlock,
+    looked_up,
+    mixture,
     pack_bits,
+    pieces,
+    products,
     signs,
+    unpack_bits,
 )
 
 CodeBits = Annotated[int, Ge(1), Le(5)]
@@ -55,9 +58,6 @@ class TurboQuant:
             dimensions, whose centroids the paper prints).
         per: model | layer, what the rotations are drawn for.
         buffer: how many recent tokens stay exact.
-
-    Raises:
-        SchemeError: an option that its type does not allow.
     """
 
     bits: CodeBits = 4
@@ -75,27 +75,20 @@ class TurboQuant:
 
     @property
     def by_entry(self) -> bool:
-        """See `kvbench.kernels.quantize.Scheme`."""
         return self.buffer == 0
 
     def sets(self, d: int) -> list[tuple[int, int]]:
-        """How many channels each set has, of d, and how many bits: outliers first."""
+        """How many of d channels each set has, and how many bits: outliers first."""
         if self.outlier_bits is None:
             return [(d, self.bits)]
         size = min(max(1, round(self.outlier_share * d)), d - 1)
         return [(size, self.outlier_bits), (d - size, self.bits)]
 
     def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> Codecs:
-        """See `kvbench.kernels.quantize.Scheme`."""
         key_codec = self._codec(keys, self.keys, layer, seed)
         return key_codec, self._codec(values, self.values, layer, seed)
 
     def _codec(self, rows: Tensor, stage: str, layer: int, seed: int) -> Codec:
-        """Make a codec of a prompt's rows [heads, n, d], of which the last `buffer` stay exact.
-
-        Args:
-            stage: mse | prod.
-        """
         heads, _, d = rows.shape
         sets = self.sets(d)
         order = None
@@ -121,7 +114,6 @@ class TurboQuant:
         return codec.take(rows)
 
     def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
-        """See `kvbench.kernels.quantize.Scheme`."""
         sets = self.sets(d)
         packed = max(0, n - self.buffer)
         total = 0
@@ -133,8 +125,7 @@ class TurboQuant:
         return heads * total
 
     def model_bytes(self, dims: Mapping[int, tuple[int, int]]) -> int:
-        """See `kvbench.kernels.quantize.Scheme`: rotation, projection and codebook of every
-        `Coder`."""
+        # Rotation, projection and codebook of every `Coder`.
         coders = {
             (size, bits, stage, number, layer if self.per == "layer" else 0)
             for layer, sides in dims.items()
@@ -151,14 +142,9 @@ class TurboQuant:
 
 
 def vector_bytes(size: int, bits: int, stage: str, itemsize: int) -> int:
-    """The bytes of a packed vector of `size` numbers: its codes and norm; with ``prod`` also the signs
-    of the projected residual and the residual's norm.
-
-    Args:
-        bits: the bits of a number, with ``prod`` that of the sign included.
-        stage: mse | prod.
-        itemsize: the bytes of a norm.
-    """
+    """The bytes of a packed vector of `size` numbers: its codes and norm (of `itemsize` bytes); with
+    ``prod``, whose `bits` include that of the sign, also the signs of the projected residual and the
+    residual's norm."""
     if stage == "mse":
         return math.ceil(size * bits / 8) + itemsize
     return math.ceil(size * (bits - 1) / 8) + math.ceil(size / 8) + 2 * itemsize
@@ -182,7 +168,6 @@ class Coder:
     bits: int
 
     def on(self, device: torch.device) -> Coder:
-        """The same coder with its tensors on `device`."""
         projection = None if self.projection is None else self.projection.to(device)
         return Coder(self.rotation.to(device), self.centroids.to(device), projection, self.bits)
 
@@ -193,29 +178,19 @@ class Coder:
             packed codes [heads, n, bytes] uint8 and norms [heads, n] in `dtype`; with a projection
             also the packed signs of the projected residual [heads, n, size / 8] uint8 and the
             residual's norm [heads, n] in `dtype`. The residual is that of the vector scaled to norm 1.
-
-        Raises:
-            ValueError: a norm that `dtype` does not hold.
         """
         norms = x.norm(dim=-1)
         if not torch.isfinite(norms.to(dtype)).all():
             raise ValueError(f"a vector's norm is more than {dtype} holds; allowed: dtype=float32")
-        # On a CPU some tokens at a time, so that their numbers stay in its cache.
-        tokens = x.shape[1] if x.is_cuda else max(1, CACHED // max(1, x.shape[0] * x.shape[2]))
         parts = [
-            self._encode(vectors, vector_norms, dtype)
-            for vectors, vector_norms in zip(
-                x.split(tokens, dim=1), norms.split(tokens, dim=1), strict=True
-            )
+            self._encode(x[:, part], norms[:, part], dtype)
+            for part in pieces(x.shape[1], x.shape[0] * x.shape[2], x.device)
         ]
         return tuple(torch.cat(column, dim=1) for column in zip(*parts, strict=True))
 
     def _encode(self, x: Tensor, norms: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """`encode` vectors of these norms [heads, n], which `dtype` holds."""
         unit = x / norms.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
         codes = nearest_code(unit @ self.rotation.T, self.centroids)
-        if x.is_cuda or bool((norms == 0).any()):
-            codes.masked_fill_(norms[..., None] == 0, 0)
         packed = pack_bits(codes, self.bits) if self.bits else codes[..., :0]
         if self.projection is None:
             return packed, norms.to(dtype)
@@ -223,46 +198,39 @@ class Coder:
         signed = pack_bits((residual @ self.projection.T > 0).byte(), 1)
         return packed, norms.to(dtype), signed, residual.norm(dim=-1).to(dtype)
 
-    @cached_property
-    def codebook(self) -> CodeTable:
-        """The table that restores codes to their centroids."""
-        return CodeTable(self.centroids, self.bits)
+    def _restored(self, codes: Tensor, rows: slice) -> Tensor:
+        """The centroids of packed codes [heads, n, bytes] of some rows: [heads, rows, size]."""
+        size = self.rotation.shape[0]
+        if not self.bits:  # the single centroid of no bits is 0
+            return self.centroids.expand(*codes[:, rows].shape[:2], size)
+        return looked_up(self.centroids, unpack_bits(codes[:, rows], self.bits, size))
+
+    def _signs(self, bits: Tensor, rows: slice) -> Tensor:
+        return signs(bits[:, rows])[..., : self.rotation.shape[0]]
 
     def dot(self, query: Tensor, encoded: tuple[Tensor, ...]) -> Tensor:
-        """Inner products of query [heads, q, size] float32 with packed vectors: [heads, q, n] float32.
-        The query is rotated (and projected) once; no vector is rotated back.
-
-        Args:
-            encoded: the vectors as `encode` returned them.
-        """
+        """Inner products of query [heads, q, size] float32 with vectors as `encode` returned them:
+        [heads, q, n] float32. The query is rotated (and projected) once; no vector is rotated back."""
         codes, norms, *residual = encoded
-        if self.bits:
-            dots = self.codebook.products(query @ self.rotation.T, codes)
-        else:  # the single centroid of no bits is 0
-            dots = query.new_zeros(*query.shape[:2], norms.shape[-1])
+        n = norms.shape[1]
+        dots = products(query @ self.rotation.T, n, partial(self._restored, codes))
         if self.projection is not None:
             bits, residual_norms = residual
-            signed = signs(bits.device).products(query @ self.projection.T, bits)
+            signed = products(query @ self.projection.T, n, partial(self._signs, bits))
             dots += signed.mul_(self._sign_factors(residual_norms))
         return dots.mul_(norms.float()[:, None])
 
     def mix(self, weights: Tensor, encoded: tuple[Tensor, ...]) -> Tensor:
-        """Sum packed vectors with weights [heads, q, n]; returns [heads, q, size] float32. They are
-        summed in rotated form, and the sum is rotated back.
-
-        Args:
-            encoded: the vectors as `encode` returned them.
-        """
+        """The sums of such vectors with weights [heads, q, n]: [heads, q, size] float32. They are summed
+        in rotated form, and the sum is rotated back."""
         codes, norms, *residual = encoded
         size = self.rotation.shape[0]
         scaled = weights.float() * norms.float()[:, None]
-        mixed = weights.new_zeros(*weights.shape[:2], size, dtype=torch.float32)
-        if self.bits:
-            mixed = self.codebook.mixture(scaled, codes, size) @ self.rotation
+        mixed = mixture(scaled, size, partial(self._restored, codes)) @ self.rotation
         if self.projection is not None:
             bits, residual_norms = residual
-            factors = self._sign_factors(residual_norms)
-            mixed += signs(bits.device).mixture(scaled * factors, bits, size) @ self.projection
+            scaled *= self._sign_factors(residual_norms)
+            mixed += mixture(scaled, size, partial(self._signs, bits)) @ self.projection
         return mixed
 
     def _sign_factors(self, residual_norms: Tensor) -> Tensor:
@@ -271,34 +239,17 @@ class Coder:
         return math.sqrt(math.pi / 2) / self.rotation.shape[0] * residual_norms.float()[:, None]
 
 
-def looked_up(table: Tensor, places: Tensor) -> Tensor:
-    """Look up table[places] in a table [m]; on a CPU several times as fast as indexing."""
-    return table.index_select(0, places.flatten().int()).view(places.shape)
-
-
 def nearest_code(x: Tensor, centroids: Tensor) -> Tensor:
     """The index of the ascending centroid that is nearest to each number of x, uint8 of x's shape; the
     lower one on a tie."""
-    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    above = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    # There are at most 31 edges: comparing with all is faster than a search for each number.
-    for edge in (centroids[1:] + centroids[:-1]) / 2:
-        codes += torch.gt(x, edge, out=above)
-    return codes
+    edges = (centroids[1:] + centroids[:-1]) / 2
+    return torch.bucketize(x, edges, out_int32=True).to(torch.uint8)
 
 
 @lru_cache(maxsize=64)
 def coder(size: int, bits: int, stage: str, rotation: str, codebook: str, seed: int) -> Coder:
     """Draw a coder from a seed: first the rotation's Gaussian matrix, or its signs, then the
-    projection, in float64.
-
-    Args:
-        size: channels of a vector.
-        bits: the bits of a number, see `TurboQuant`, which also has the choices for the next three.
-
-    Raises:
-        ValueError: a Hadamard rotation of a size that is no power of two.
-    """
+    projection, in float64; `bits` and the choices are those of `TurboQuant`."""
     generator = torch.Generator().manual_seed(seed)
     if rotation == "hadamard":
         if size & (size - 1):
@@ -386,18 +337,15 @@ class Rotated(ValueBlock):
 
     @property
     def count(self) -> int:
-        """The number of vectors of each head."""
         return self.parts[0][1].shape[1]
 
     def dot(self, query: Tensor) -> Tensor:
-        """See `kvbench.kernels.quantize.Block` and `Coder.dot`."""
         split = split_channels(query, self.order, self.coders)
         sets = zip(self.coders, split, self.parts, strict=True)
         first, *further = (coder.dot(channels, part) for coder, channels, part in sets)
         return sum(further, start=first)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """See `kvbench.kernels.quantize.ValueBlock` and `Coder.mix`."""
         sets = zip(self.coders, self.parts, strict=True)
         mixed = [coder.mix(weights, part) for coder, part in sets]
         out = torch.cat(mixed, dim=-1)
@@ -407,8 +355,7 @@ class Rotated(ValueBlock):
 
 
 def split_channels(x: Tensor, order: Tensor | None, coders: Sequence[Coder]) -> Sequence[Tensor]:
-    """Split x [heads, n, d] into the channels of each coder's set: tensors [heads, n, size]
-    float32."""
+    """The channels of each coder's set of x [heads, n, d]: [heads, n, size] float32."""
     if order is not None:
         x = x.gather(-1, order[:, None].expand_as(x))
     return x.float().split([len(coder.rotation) for coder in coders], dim=-1)
@@ -416,11 +363,7 @@ def split_channels(x: Tensor, order: Tensor | None, coders: Sequence[Coder]) -> 
 
 def pack_vectors(rows: Tensor, *, coders: tuple[Coder, ...], order: Tensor | None) -> Rotated:
     """Pack vectors [heads, n, d], whose channels are split into a set for each coder in this `order`
-    (see `Rotated`).
-
-    Raises:
-        ValueError: a norm that the vectors' dtype does not hold.
-    """
+    (see `Rotated`)."""
     split = split_channels(rows, order, coders)
     parts = tuple(coder.encode(x, rows.dtype) for coder, x in zip(coders, split, strict=True))
     return Rotated(parts, coders, order)

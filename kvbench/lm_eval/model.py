@@ -46,7 +46,6 @@ class KVBenchLM(Requests):
 
     Args:
         pretrained: a local folder, a Hub id, or ``asset:recall_mini``.
-        method: the name of a method.
         method_args: options of the method, JSON or a mapping. Options written ``snapkv.kernel_size=7``
             override them.
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A budget smaller than
@@ -131,12 +130,7 @@ class KVBenchLM(Requests):
         self.records: list[dict[str, Any]] = []
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse ``--use_cache``, which stores answers by request and would return those of another
-        method.
-
-        Raises:
-            UserError: always.
-        """
+        """Refuse ``--use_cache``."""
         raise UserError(
             "--use_cache keeps answers by request alone, so that two methods would share them; allowed: "
             "without it (--cache_requests is harmless)"
@@ -148,13 +142,6 @@ class KVBenchLM(Requests):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """For each request (text, context ids, continuation ids) the continuation's log-likelihood, and
-        whether greedy decoding would generate it.
-
-        Raises:
-            BudgetExceeded: the method holds more than its budget.
-            Exception: whatever else the method raises.
-        """
         with kvbench_attention_on(self.model):
             scored = answer_requests(
                 self.model,
@@ -176,12 +163,6 @@ class KVBenchLM(Requests):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-likelihoods of whole texts, in windows with one token of context, as HFLM computes
-        them.
-
-        Raises:
-            UserError: the method compresses, but one token of context leaves nothing to compress.
-        """
         if self.method.uses_budget or self.method.quantize is not None:
             raise UserError(
                 f"rolling log-likelihoods have one token of context, of which {self.method_name!r} "
@@ -191,13 +172,6 @@ class KVBenchLM(Requests):
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The greedy answers to the requests, in their order.
-
-        Raises:
-            UserError: a request for sampling, or for more new tokens than the model has positions.
-            BudgetExceeded: the method holds more than its budget.
-            Exception: whatever else the method raises.
-        """
         texts: list[str] = []
         for begin in range(0, len(requests), self.batch_size):
             batch = requests[begin : begin + self.batch_size]
@@ -214,11 +188,7 @@ class KVBenchLM(Requests):
         return texts
 
     def _prompt(self, context: str, gen_kwargs: Mapping[str, Any]) -> Prompt:
-        """A generation request as a prompt whose question is the last token.
-
-        Raises:
-            UserError: a request for sampling, or for more new tokens than the model has positions.
-        """
+        """A generation request as a prompt whose question is the last token."""
         options = normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks)
         if options.get("do_sample") or options.get("temperature"):
             raise UserError(
@@ -249,8 +219,7 @@ class KVBenchLM(Requests):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-evaluation-harness stores with its results: method, budget, protocol, and the kept
-        share of the cache."""
+        """What lm-evaluation-harness stores with its results."""
         kept = [record["ratio"] for record in self.records if record["ratio"] is not None]
         compressed = [float(record["compressed"]) for record in self.records]
         return {
@@ -267,18 +236,12 @@ class KVBenchLM(Requests):
         }
 
 
-ARGUMENTS = list(signature(KVBenchLM.__init__).parameters)[1:-1]
-"""The names of the model's arguments, without ``self`` and ``dotted``."""
+ARGUMENTS = list(signature(KVBenchLM.__init__).parameters)[1:-1]  # without self and dotted
 
 
 def method_options(
     method: str, method_args: str | Mapping[str, Any] | None, dotted: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options of `method`: those of `method_args`, overridden by arguments ``<method>.<option>``.
-
-    Raises:
-        UserError: a dotted argument of another form.
-    """
     given = json.loads(method_args) if isinstance(method_args, str) else method_args
     options = dict(given or {})
     for name, value in dotted.items():

@@ -35,7 +35,6 @@ class MaskedPass(Pass):
     num_layers: int
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Attention under the mask that the method computes from the layer's queries and keys."""
         if call.sliding_window is not None:
             return call.exact()
         layer = layer_kv(call, call.layer, self.num_layers)
@@ -58,8 +57,7 @@ def masked_scores(
     method: H2O,
     budget: Budget,
 ) -> list[Scored]:
-    """Score every continuation in a masked pass of its own, which is repeated for every chunk of
-    logits."""
+    """Score every continuation in a masked pass of its own (one for every chunk of logits)."""
     device = input_device(model)
     layers = model.config.get_text_config().num_hidden_layers
 

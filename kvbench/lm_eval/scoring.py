@@ -36,7 +36,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress the progress bars and warnings of lm-evaluation-harness. Errors are raised as usual."""
+    """Suppress the progress bars and warnings of lm-evaluation-harness."""
     harness_log = logging.getLogger("lm_eval")
     level = harness_log.level
     harness_log.setLevel(logging.ERROR)
@@ -49,16 +49,9 @@ def quietly() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
-    """The answer of one method to one likelihood request.
-
-    Attributes:
-        logprob: the log-probability of the continuation, or the mean over its tokens.
-        greedy: whether every token of the continuation is the most likely one.
-        tokens: the number of tokens of the continuation.
-        context_tokens: the number of tokens of the context.
-        cost: the cost of the compressed context; requests of one context share one object.
-        failure: the exception that stopped the method, or None.
-    """
+    """One method's answer to one request: the continuation's log-probability (or the mean over its
+    tokens), whether each of its tokens is the most likely one, and the cost of the compressed context,
+    which all requests of that context share."""
 
     logprob: float
     greedy: bool
@@ -69,8 +62,8 @@ class Likelihood:
 
 
 def cost_fields(answers: Sequence[Likelihood]) -> dict[str, Any]:
-    """The record fields of one method's cost for the requests of a document. If the choices of a
-    document are different contexts, their costs are added."""
+    """Record fields of one method's cost for a document; where its choices are different contexts, their
+    costs are added."""
     costs = list({id(answer.cost): answer.cost for answer in answers}.values())
     cache_bytes = sum(cost.cache_bytes or 0 for cost in costs)
     exact_bytes = sum(cost.exact_bytes for cost in costs if cost.cache_bytes is not None)
@@ -98,9 +91,6 @@ def cost_fields(answers: Sequence[Likelihood]) -> dict[str, Any]:
 def truncated(pair: Pair, max_length: int) -> Pair:
     """Cut the context of a request on the left, so that context and continuation have at most
     max_length + 1 tokens, as HFLM does.
-
-    Raises:
-        UserError: the continuation is empty or longer than `max_length`.
     """
     context, continuation = pair
     if not 1 <= len(continuation) <= max_length:
@@ -123,18 +113,12 @@ def answer_requests(
     batch_rows: int = 32,
     encoder: PromptEncoder | None = None,
 ) -> list[dict[str, Likelihood]]:
-    """Compute the likelihood of every request under every method.
+    """The likelihood of every request under every method, by label.
 
     The requests of one context share one prefill, and each method's compression of the context without
     its last token; every continuation is fed to a copy of the cache. Draws depend on the seed and the
     context's tokens, so that an answer does not depend on the other requests. Longer contexts run
-    first.
-
-    Args:
-        batch_rows: how many continuations are scored together.
-
-    Returns:
-        for each request its answers by the label of the method.
+    first, and `batch_rows` continuations are scored together.
     """
     cut = [truncated(pair, max_length) for pair in pairs]
     shortened = sum(
@@ -194,7 +178,7 @@ def answer_requests(
 
 
 class Requests(HFLM):
-    """An HFLM around a model of kvbench, used only to encode requests."""
+    """An HFLM that only encodes requests: its `loglikelihood` returns token ids."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, **options: Any) -> None:
         with quietly():
@@ -211,6 +195,4 @@ class Requests(HFLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[Any]:
-        """Return the token ids of context and continuation of each request. HFLM's `loglikelihood` calls
-        this with encoded requests, so that `loglikelihood` returns token ids here."""
         return [(context, continuation) for _, context, continuation in requests]

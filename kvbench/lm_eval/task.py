@@ -62,17 +62,11 @@ class HarnessTask(Probe):
             )
 
     def meta(self) -> dict[str, Any]:
-        """See `Probe.meta`; ``data`` has the sha256 of every file in `include_path`."""
         data = {} if self.include_path is None else folder_digests(self.include_path)
         return super().meta() | {"data": data}
 
     @cached_property
     def _loaded(self) -> dict[str, Any]:
-        """The tasks by name, with their data and few-shot examples.
-
-        Raises:
-            TaskError: an unknown task, or data that cannot be loaded.
-        """
         folder = None if self.include_path is None else str(Path(self.include_path).resolve())
         try:
             with quietly(), chdir(folder or "."):
@@ -102,14 +96,10 @@ class HarnessTask(Probe):
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per document. The first documents of all tasks come first, then the second ones, and
         so on.
-
-        Raises:
-            TaskError: an unknown task, missing data, or a task that asks for more than likelihoods.
         """
 
         @cache
         def encoding() -> Requests:
-            """Make the encoder of requests, which needs the loaded model."""
             length = self.max_length or session.encoder.max_positions
             return Requests(session.model, session.tokenizer, max_length=length)
 
@@ -125,7 +115,6 @@ class HarnessTask(Probe):
         return [unit for turn in zip_longest(*by_task) for unit in turn if unit is not None]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
-        """Answer all requests of a document under every method."""
         task, requests, encoding = unit.payload
         encoder = encoding()
         shared = {
@@ -161,11 +150,7 @@ class HarnessTask(Probe):
     def _scored(
         self, task: Any, requests: Sequence[Instance], responses: Sequence[Any]
     ) -> dict[str, Any]:
-        """The metrics that the harness's task computes from the responses to a document's requests.
-
-        Raises:
-            UserError: the task has no metric of a single document.
-        """
+        """The harness's metrics of a document."""
         for request, response in zip(requests, responses, strict=True):
             request.resps = [response]
             request.filtered_resps = {}
@@ -183,15 +168,6 @@ class HarnessTask(Probe):
 
 
 def _requests_by_document(name: str, task: Any) -> dict[int, list[Instance]]:
-    """The likelihood requests of a task, by the number of the document.
-
-    Args:
-        name: what messages call the task.
-        task: the harness's task.
-
-    Raises:
-        TaskError: fewer documents than few-shot examples, or another kind of request.
-    """
     try:
         with quietly():
             task.build_all_requests(rank=0, world_size=1)

@@ -29,13 +29,12 @@ Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
 
 
 def encoded_prompts(task: Task, session: Session, most: int | None = None) -> list[EncodedExample]:
-    """A task's prompts, or its first `most`, as tokens."""
     examples = task.examples(session.encoder)[:most]
     return [encode_example(example, session.encoder) for example in examples]
 
 
 def failed(failure: Exception) -> dict[str, Any]:
-    """Record fields of a measurement that failed: its status and the reason in one line."""
+    """Record fields of a measurement that failed."""
     return {"status": status_of(failure), "error": one_line(failure)}
 
 
@@ -82,15 +81,9 @@ class Probe(Plan):
     """Record field of the independent repetitions, which intervals resample."""
 
     def __post_init__(self) -> None:
-        """Check the options by their hints; a subclass with more to check calls this first.
-
-        Raises:
-            TaskError: one line that names the option, its value and what is allowed.
-        """
         check_options(self, "task.", TaskError)
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`; a subclass changes what depends on its options."""
         return {
             "version": self.version,
             "data": None,
@@ -131,7 +124,6 @@ class LayerProbe(Probe):
             )
 
     def meta(self) -> dict[str, Any]:
-        """See `Probe.meta`."""
         if self.prompts is None:
             return super().meta() | {"data": {}, "subject": "synthetic tensors"}
         return super().meta() | {"data": dict(self.prompts.digests())}
@@ -139,8 +131,8 @@ class LayerProbe(Probe):
     def captured(
         self, session: Session, prompt: EncodedExample, tokens: int | None = None
     ) -> Iterator[tuple[int, LayerKV]]:
-        """The tensors of each of `layers`, with its number and in this order, as the model computes them
-        over a prompt or its first `tokens` tokens."""
+        """Number and tensors of each of `layers`, in this order, over a prompt or its first `tokens`
+        tokens."""
         ids = (*prompt.context_ids, *prompt.question_ids)[:tokens]
         layers = capture_layers(session.model, ids, [layer - 1 for layer in self.layers])
         return ((layer, layers[layer - 1]) for layer in self.layers)

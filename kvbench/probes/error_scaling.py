@@ -69,15 +69,8 @@ class BoundedData:
         check_options(self, "", TaskError)
 
     def layer(self, n: int, queries: int, name: str, draw: int) -> tuple[LayerKV, Tensor]:
-        """Draw n entries with their queries, and the queries that come after them.
-
-        Args:
-            name: of the data set; with `draw`, the number of the draw, it seeds the generator.
-
-        Returns:
-            the layer, keys and values [1, heads, n, head_dim], and queries
-            [1, heads, queries, head_dim].
-        """
+        """A layer of n entries, and the queries [1, heads, queries, head_dim] after them; name and draw
+        seed the generator."""
         generator = layer_generator(draw, f"bounded/{name}", 0)
 
         def directions(count: int) -> Tensor:
@@ -99,7 +92,6 @@ class BoundedData:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """The vectors x [..., d] divided by their l2 norms."""
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
@@ -115,11 +107,6 @@ def bound_scale(layer: LayerKV, queries: Tensor) -> Tensor:
 
 
 def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: int) -> None:
-    """Refuse a method whose layers may together hold more than the budget of n tokens allows.
-
-    Raises:
-        BudgetExceeded: they may.
-    """
     allowed, _ = allowed_entries(method, budget, n, num_layers)
     capacities = [method.layer_capacity(budget, n, i, num_layers) for i in range(num_layers)]
     if sum(capacities) > allowed:
@@ -177,7 +164,6 @@ class ErrorScaling(LayerProbe):
             raise TaskError(f"task.kept is {list(self.kept)}; allowed: at most task.n, {self.n}")
 
     def meta(self) -> dict[str, Any]:
-        """See `Probe.meta`."""
         unit = "replicate" if self.prompts is None else "prompt"
         figure = Curve(
             x="held",
@@ -194,12 +180,11 @@ class ErrorScaling(LayerProbe):
         return super().meta() | {"unit": unit, "figures": as_json([figure])}
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per draw of every data set, or per prompt.
-
-        Raises:
-            KVError: `per_kept` names no method or no option of it; prompts that are too short.
-        """
-        self._check_per_kept(methods)
+        for label, options in self.per_kept.items():
+            _check_name("task.per_kept", label, list(methods))
+            known_options = [option.name for option in fields(methods[label][0])]
+            for option in options:
+                _check_name(f"task.per_kept.{label}", option, known_options)
         if self.prompts is None:
             return [
                 self._unit(f"{name}/draw{draw}", [name], [f"draw{draw}"], (name, draw))
@@ -221,18 +206,9 @@ class ErrorScaling(LayerProbe):
             units.append(self._unit(name, datasets, replicates, prompt))
         return units
 
-    def _check_per_kept(self, methods: Methods) -> None:
-        """Raise a KVError where `per_kept` names no method of the job, or no option of a method."""
-        for label, options in self.per_kept.items():
-            _check_name("task.per_kept", label, list(methods))
-            known_options = [option.name for option in fields(methods[label][0])]
-            for option in options:
-                _check_name(f"task.per_kept.{label}", option, known_options)
-
     def _unit(
         self, name: str, datasets: Sequence[str], replicates: Sequence[str], payload: Any
     ) -> Unit:
-        """The unit that measures these data sets in these repetitions, with the ids of its records."""
         ids = tuple(
             f"{dataset}/kept{kept}/{replicate}"
             for replicate, dataset, kept in product(replicates, datasets, self.kept)
@@ -242,12 +218,8 @@ class ErrorScaling(LayerProbe):
     def _layers(
         self, unit: Unit, session: Session
     ) -> Iterator[tuple[str, str, int, dict[str, Any], LayerKV, Tensor]]:
-        """The layers that a unit measures, one for each repetition.
-
-        Yields:
-            the data set and the repetition as record ids name them, the number of the draw, record
-            fields, the layer of n entries, and the queries after them.
-        """
+        """For each repetition data set and repetition as record ids name them, the number of the draw,
+        record fields, the layer of n entries, and the queries after them."""
         if self.prompts is None:
             name, draw = unit.payload
             fields_of_draw = {"replicate": f"seed{session.seed}-draw{draw}"}
@@ -273,7 +245,6 @@ class ErrorScaling(LayerProbe):
                 yield f"layer {number}", replicate, draw, fields_of_draw, layer, after
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
-        """Measure every method at every number of entries; a failure is the record of one of them."""
         for dataset, replicate, draw, fields_of_draw, layer, queries in self._layers(unit, session):
             seed = SEED_STRIDE * session.seed + draw
             exact = estimate(keep_all(layer), queries, layer.n, layer)
@@ -304,7 +275,6 @@ class ErrorScaling(LayerProbe):
                 yield {"method": label, "example_id": f"{dataset}/kept{kept}/{replicate}", **record}
 
     def _sized(self, label: str, method: Method, kept: int) -> Method:
-        """The method with the options of `per_kept` at this number of entries."""
         factors = self.per_kept.get(label, {})
         sized: dict[str, Any] = {
             option: max(2, round(factor * kept)) for option, factor in factors.items()
@@ -313,7 +283,6 @@ class ErrorScaling(LayerProbe):
 
 
 def _check_name(where: str, name: str, allowed: Sequence[str]) -> None:
-    """Raise a KVError where the option `where` has a name that is not among those allowed."""
     if name not in allowed:
         raise KVError(
             f"{where} names {name!r}{nearest(name, allowed)}; allowed: {', '.join(allowed)}"

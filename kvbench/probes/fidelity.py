@@ -20,7 +20,6 @@ from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.cost import Cost
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
-    Logits,
     Reading,
     feed_continuations,
     greedy_continuation,
@@ -66,7 +65,6 @@ class Fidelity:
 
     @property
     def difference(self) -> list[float]:
-        """nll - nll_exact."""
         return [nll - exact for nll, exact in zip(self.nll, self.nll_exact, strict=True)]
 
 
@@ -81,32 +79,6 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     return torch.where((kl < 0) & (kl > -1e-6), 0.0, kl)
 
 
-def _compare_with_first(
-    results: Sequence[Fidelity], continuation: Sequence[int], fed: Logits
-) -> None:
-    """Add to each result how its own row of logits differs from the first row, the exact cache's.
-
-    Args:
-        results: one for each row after the first.
-        fed: logits [rows, tokens, vocab] of consecutive pieces of the continuation, each with the place
-            at which it begins.
-    """
-    tokens = torch.tensor(list(continuation))
-    for begin, logits in fed:
-        target = tokens[begin : begin + logits.shape[1], None].to(logits.device)
-        exact = logits[0].float().log_softmax(-1)
-        exact_top = exact.argmax(-1)
-        exact_nll = -exact.gather(-1, target)[:, 0]
-        for result, row in zip(results, logits[1:], strict=True):
-            log_probabilities = row.float().log_softmax(-1)
-            top = log_probabilities.argmax(-1)
-            result.kl.extend(divergence(exact, log_probabilities).tolist())
-            result.agree.extend((top == exact_top).long().tolist())
-            result.nll.extend((-log_probabilities.gather(-1, target)[:, 0]).tolist())
-            result.nll_exact.extend(exact_nll.tolist())
-            result.top.extend(top.tolist())
-
-
 def teacher_forced(
     model: Model,
     prompt_ids: Sequence[int],
@@ -117,15 +89,9 @@ def teacher_forced(
 ) -> dict[str, Fidelity]:
     """Compare every method with the exact cache on one continuation, from one prefill.
 
-    All but the last prompt token are compressed; that one and the continuation are fed to every row,
-    the exact one among them, in one batch. Only methods draw random numbers; nothing is written.
-
-    Args:
-        continuation: at least one token; the last is predicted and never fed.
-        methods: by label, with their budgets; "exact" need not be among them.
-
-    Returns:
-        label -> `Fidelity`, its lists as long as the continuation.
+    All but the last prompt token are compressed; that one and the continuation (at least one token, of
+    which the last is predicted and never fed) are fed to every row in one batch. "exact" need not be
+    among the methods.
     """
     with kvbench_attention_on(model):
         reading = read(
@@ -141,12 +107,24 @@ def teacher_forced(
 
 @torch.inference_mode()
 def compare(model: Model, reading: Reading, continuation: Sequence[int]) -> dict[str, Fidelity]:
-    """Compare every method of a reading with its first row, which is exact, on a continuation; returns
-    the results by label, without the first row's."""
+    """Every method of a reading against its first row, which is exact, on a continuation."""
     results = {row.label: Fidelity(cost=row.cost()) for row in reading.rows}
     sound = [row for row in reading.rows if row.failure is None]
     fed = feed_continuations(model, reading, [(row, continuation) for row in sound])
-    _compare_with_first([results[row.label] for row in sound[1:]], continuation, fed)
+    tokens = torch.tensor(list(continuation))
+    for begin, logits in fed:  # [rows, tokens, vocab] of a piece of the continuation
+        target = tokens[begin : begin + logits.shape[1], None].to(logits.device)
+        exact = logits[0].float().log_softmax(-1)
+        exact_top, exact_nll = exact.argmax(-1), -exact.gather(-1, target)[:, 0]
+        for row, row_logits in zip(sound[1:], logits[1:], strict=True):
+            result = results[row.label]
+            log_probabilities = row_logits.float().log_softmax(-1)
+            top = log_probabilities.argmax(-1)
+            result.kl.extend(divergence(exact, log_probabilities).tolist())
+            result.agree.extend((top == exact_top).long().tolist())
+            result.nll.extend((-log_probabilities.gather(-1, target)[:, 0]).tolist())
+            result.nll_exact.extend(exact_nll.tolist())
+            result.top.extend(top.tolist())
     for row in reading.rows:  # a cache that evicts while decoding may be compressed only now
         cost = replace(results[row.label].cost, compressed=row.cost().compressed)
         results[row.label] = replace(results[row.label], failure=row.failure, cost=cost)
@@ -193,7 +171,6 @@ class FidelityProbe(Probe):
     rates: Several[Share] | None = None
 
     def meta(self) -> dict[str, Any]:
-        """See `Probe.meta`."""
         return super().meta() | {
             "data": dict(self.prompts.digests()),
             "breakdown": ["rate"] if self.rates else [],
@@ -201,12 +178,6 @@ class FidelityProbe(Probe):
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per prompt; all methods and rates share its prefill.
-
-        Raises:
-            KVError: a prompt that leaves the model no position, a budget that a prompt is too short for.
-            TaskError: continuation is "given", and a prompt has none.
-        """
         positions = session.encoder.max_positions
         rates = self.rates or (None,)
         units = []
@@ -234,8 +205,6 @@ class FidelityProbe(Probe):
         return units
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
-        """Compare every method at every rate with the exact cache, on one continuation from one
-        prefill."""
         encoded, text = unit.payload
         encoder = session.encoder
         rates = self.rates or (None,)
@@ -293,11 +262,8 @@ class FidelityProbe(Probe):
     def _measured(
         self, fidelity: Fidelity, tokens: Sequence[int], encoder: PromptEncoder
     ) -> dict[str, Any]:
-        """Record fields of one method on one prompt.
-
-        The method diverges at the first token of which its most likely token is another than the exact
-        model's. The field `prediction` ends there, with the method's token.
-        """
+        """Record fields of one method on one prompt. It diverges at the first token of which its most
+        likely one is another than the exact model's; the field `prediction` ends there, with its own."""
         if fidelity.failure is not None:
             return fidelity.cost.record() | failed(fidelity.failure)
         names = ("kl", "nll", "nll_exact", "difference")

@@ -43,7 +43,6 @@ class SyntheticLayers:
     that near keys carry near values, as they do in trained layers.
 
     Attributes:
-        n: tokens. heads, kv_heads, head_dim: shape of the layer.
         key_norm, value_norm, query_norm: root mean square l2 norms.
         clusters: centres that keys and values are drawn around; 0: independent Gaussians.
         spread: share of a key's and value's squared norm that is noise around the centre.
@@ -86,13 +85,9 @@ class SyntheticLayers:
 def clustered(
     draw: Callable[[int], Tensor], n: int, clusters: int, spread: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [1, heads, n, d] around centres that those of one cluster share.
-
-    Args:
-        draw: a function of `count` that draws so many vectors, [1, heads, count, d].
-        clusters: how many centres; 0: keys and values are the vectors as they are drawn.
-        spread: share of the squared norm that is noise around the centre.
-    """
+    """Keys and values [1, heads, n, d] around so many centres, which those of one cluster share; `draw`
+    makes a number of vectors, and `spread` of the squared norm is noise. Without clusters they are the
+    vectors as they are drawn."""
     keys, values = draw(n), draw(n)
     if clusters:
         cluster = torch.randint(clusters, (n,), generator=generator)
@@ -162,15 +157,8 @@ def relative_errors(z: Tensor, exact: Tensor) -> dict[str, float]:
 def compress_measured(
     label: str, method: Method, budget: Budget, generator: torch.Generator, kv: LayerKV
 ) -> tuple[CompressedKV, dict[str, Any]]:
-    """Compress the layer `kv` with a method; what it holds instead, and record fields of what it costs.
-
-    Entries that the method's cache would pack are returned as they are read back from it.
-
-    Raises:
-        BudgetExceeded: more entries than the method may hold.
-        KVError: the method changes attention only while decoding, so that the error of what `compress`
-            returns would not be the method's; or it needs more than one layer.
-    """
+    """What a method holds instead of the layer `kv`, and record fields of what it costs. Entries that
+    its cache would pack are returned as they are read back from it."""
     if method.restricts:
         raise KVError(
             f"method {label!r} restricts attention while decoding; allowed: methods that do not"
@@ -209,14 +197,10 @@ def compress_measured(
 def stored(
     compressed: CompressedKV, scheme: Scheme, layer: int, generator: torch.Generator
 ) -> tuple[CompressedKV, int]:
-    """Pack entries (batch 1) by a scheme; the entries as attention then reads them, and the bytes that
-    they take.
+    """Entries (batch 1) as attention reads them once a scheme has packed them, and their bytes.
 
     Sketches and rotations are drawn anew from the generator, so that the errors of several draws and
     prompts vary with them; a model that decodes draws them once.
-
-    Raises:
-        KVError: heads of different lengths, which are packed head by head while decoding.
     """
     if compressed.lengths is not None:
         raise KVError(
@@ -281,8 +265,8 @@ class LayerError(LayerProbe):
     metric: Literal["per_query", "pooled", "released"] = "per_query"
 
     def meta(self) -> dict[str, Any]:
-        """See `Probe.meta`. The repetition is the prompt, whose draws say little about other prompts; of
-        synthetic layers the layer, since each is a draw of its own."""
+        # The repetition is the prompt, whose draws say little about other prompts; of synthetic layers
+        # the layer, since each is a draw of its own.
         synthetic = self.prompts is None
         unit = "layer" if synthetic else "prompt"
         bars = Bars(
@@ -302,11 +286,6 @@ class LayerError(LayerProbe):
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per prompt: its layers are computed once for all that is measured of them.
-
-        Raises:
-            KVError: a prompt of which no query can be measured.
-        """
         draws = list(product(self.layers, self.rates, range(self.seeds)))
         sources: list[tuple[str, int, Any]] = []
         if self.synthetic is not None:
@@ -326,8 +305,7 @@ class LayerError(LayerProbe):
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
-        """Measure every method at every layer, rate and seed, on one prompt's tensors. A failure stops
-        no other method; after one that wrote to the tensors the others are measured on new ones."""
+        """After a method that wrote to the tensors the others are measured on new ones."""
         damage: dict[str, check.LayerDamaged] = {}
         while True:
             sound = {label: pair for label, pair in methods.items() if label not in damage}
@@ -342,14 +320,8 @@ class LayerError(LayerProbe):
             yield {"method": label, "example_id": record_id, **failed(damage[label])}
 
     def _measured(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
-        """The records of `run`.
-
-        A method that draws nothing is run once for all seeds. What a method notes for its next layers
-        (`LayerKV.carried`) stays with its rate and its draw.
-
-        Raises:
-            LayerDamaged: a method wrote to the tensors.
-        """
+        """A method that draws nothing is run once for all seeds. What a method notes for its next layers
+        (`LayerKV.carried`) stays with its rate and its draw."""
         carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
         score = "relative_error" if self.metric == "per_query" else f"{self.metric}_error"
         for layer, kv in self._layers(unit, session):
@@ -390,7 +362,6 @@ class LayerError(LayerProbe):
                 }
 
     def _layers(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
-        """The layers of a unit's prompt, or the synthetic ones, each with its number from 1."""
         if self.synthetic is None:
             yield from self.captured(session, unit.payload)
             return
@@ -406,9 +377,6 @@ class LayerError(LayerProbe):
         than the others at some layers and less at others; probing a few of them would not compare
         equals. Its budget is made smaller or larger, in whole entries and never above the average
         asked for; the sink gives way where it must.
-
-        Raises:
-            KVError: even its smallest budget is more.
         """
         even = Budget(rate=rate, sink=self.exact, window=self.exact)
         entries_of_others = len(self.layers) * even.capacity(n)

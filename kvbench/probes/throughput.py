@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from kvbench.engine import memory
-from kvbench.engine.answer import Answer, Stopping
+from kvbench.engine.answer import Stopping
 from kvbench.engine.device import free_memory, is_out_of_memory
 from kvbench.engine.generate import Prompt, generate_each
 from kvbench.errors.options import Count, Several, Share, check_options
@@ -56,14 +56,8 @@ SUMMED = (
 
 @dataclass(frozen=True)
 class Setting:
-    """The size of one measurement.
-
-    Attributes:
-        prompt_tokens: the length of each prompt.
-        new_tokens: the length of each answer.
-        batch: the number of prompts; "largest": for each method as many as fit into memory.
-        rate: the share that the budget keeps; None: that of the job's budget.
-    """
+    """The size of one measurement; the batch "largest" is for each method as many prompts as fit into
+    memory, the rate None that of the job's budget."""
 
     prompt_tokens: Count
     new_tokens: Count
@@ -123,11 +117,6 @@ class Throughput(Probe):
         self._settings()
 
     def _settings(self) -> list[Setting]:
-        """All settings to measure.
-
-        Raises:
-            TaskError: a setting has too few or too many values, or a wrong one.
-        """
         for values in self.settings:
             if len(values) not in (3, 4):
                 raise TaskError(
@@ -138,19 +127,12 @@ class Throughput(Probe):
         return [Setting(*values) for values in settings]
 
     def meta(self) -> dict[str, Any]:
-        """See `Probe.meta`."""
         return super().meta() | {
             "breakdown": ["prompt_tokens"] if len(self._settings()) > 1 else [],
             "reference": REFERENCE,
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit for each setting and run.
-
-        Raises:
-            KVError: sink and window are longer than a prompt, or than the share of it that the budget
-                keeps; or a prompt and its answer are longer than the model's positions.
-        """
         limit = (session.spec.architecture or {}).get("max_position_embeddings")
         for setting in self._settings():
             n, new = setting.prompt_tokens, setting.new_tokens
@@ -174,8 +156,7 @@ class Throughput(Probe):
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
-        """Measure all methods in turn. Of n methods, run i begins with method i modulo n; exact is the
-        first."""
+        # Of n methods, run i begins with method i modulo n; exact is the first.
         setting, run = unit.payload
         n = setting.prompt_tokens
         labels = sorted(methods, key=lambda label: label != REFERENCE)
@@ -256,39 +237,14 @@ def _generate_batch(
     batch: int,
     most: int,
 ) -> dict[str, Any]:
-    """Generate answers of at most `most` tokens to a batch of random prompts.
-
-    Returns:
-        The record fields of the first prompt, but for `SUMMED`: these are sums over the batch.
-
-    Raises:
-        Exception: the failure of the method.
-    """
-    ids = _random_ids(session, setting.prompt_tokens, batch)
-    new_tokens = min(most, setting.new_tokens)
-    results = _generate(session, label, pair, ids, new_tokens, room=setting.new_tokens)
-    sums = {name: sum(getattr(result.cost, name) for result in results) for name in SUMMED}
-    return measured(results[0]) | sums
-
-
-def _generate(
-    session: Session,
-    label: str,
-    pair: tuple[Method, Budget],
-    ids: Sequence[Sequence[int]],
-    new_tokens: int,
-    room: int,
-) -> list[Answer]:
-    """Generate answers of `new_tokens` tokens by kvbench's own decoding, one to each prompt of `ids`.
-
-    Args:
-        room: the number of new tokens that the caches have room for.
-
-    Raises:
-        Exception: the first failure of the method.
-    """
+    """Record fields of answers of at most `most` tokens to a batch of random prompts: those of the
+    first, but for `SUMMED`."""
+    vocabulary = session.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(session.seed)
+    # A larger batch begins with the prompts of a smaller one.
+    ids = torch.randint(vocabulary, (batch, setting.prompt_tokens), generator=generator).tolist()
     encoder = None if pair[0].rescoring is None else session.encoder
-    stopping = Stopping(new_tokens)
+    stopping, room = Stopping(min(most, setting.new_tokens)), setting.new_tokens
     prompts = [
         Prompt.of(each, (), {label: pair}, stopping, f"throughput{i}", room=room, encoder=encoder)
         for i, each in enumerate(ids)
@@ -298,14 +254,8 @@ def _generate(
     for result in results:
         if result.failure is not None:
             raise result.failure
-    return results
-
-
-def _random_ids(session: Session, n: int, batch: int) -> list[list[int]]:
-    """`batch` prompts of n random tokens. A larger batch begins with the prompts of a smaller one."""
-    vocabulary = session.model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(session.seed)
-    return torch.randint(vocabulary, (batch, n), generator=generator).tolist()
+    sums = {name: sum(getattr(result.cost, name) for result in results) for name in SUMMED}
+    return measured(results[0]) | sums
 
 
 def _over(dividend: float | None, divisor: float | None) -> float | None:

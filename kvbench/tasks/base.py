@@ -53,8 +53,6 @@ class Example:
         id: unique within the task; the same whatever the `limit`.
         context: the part of the prompt that may be compressed before the question is known.
         question: the rest of the prompt; may be empty.
-        answers: the acceptable answers.
-        max_new_tokens: the most tokens that are generated.
         stop: generation ends when one of these strings appears; the prediction ends before it.
         dataset: the name of the subset to which the example belongs, or else of the task.
         context_ids, question_ids: the token ids of context and question, or None. They lack the tokens
@@ -124,9 +122,6 @@ class Task(ABC):
         """Check the options by their type hints. A subclass with further checks calls this first.
 
         A backslash and an n in an option of `WORDING`, as Hydra hands on what is typed, are a newline.
-
-        Raises:
-            TaskError: one line that names the option, its value and what is allowed.
         """
         check_options(self, "task.", TaskError)
         for option in WORDING:
@@ -178,10 +173,8 @@ def _spread(count: int) -> list[int]:
 
 
 def balanced_order(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """List all combinations of range(sizes[0]) x range(sizes[1]) x ..., in a balanced order.
-
-    In every prefix of the list the values of one range occur equally often, to within one.
-    """
+    """All combinations of range(sizes[0]) x range(sizes[1]) x ..., so that in every prefix the values of
+    one range occur equally often, to within one."""
     combinations: list[tuple[int, ...]] = [()]
     for size in sizes:
         # The combinations so far and the values of the next range are both repeated in a cycle. After

@@ -35,7 +35,6 @@ NUMPY_ARRAY = re.compile(r"""\s*\[\s*['"].*['"]\s+['"].*\]\s*|.*\barray\(\[.*"""
 
 
 def matching(patterns: Iterable[str]) -> list[str]:
-    """List the files that match paths and globs, each once, sorted by path."""
     files: set[str] = set()
     for pattern in patterns:
         path = Path(pattern).expanduser()
@@ -44,13 +43,12 @@ def matching(patterns: Iterable[str]) -> list[str]:
 
 
 def file_digests(patterns: Iterable[str]) -> dict[str, str]:
-    """The sha256 of each file that matches; see `digests_in_order`."""
     return digests_in_order("data", matching(patterns))
 
 
 def digests_in_order(task: str, paths: Sequence[str]) -> dict[str, str]:
-    """The sha256 of files (paths as for `_open`) in the order in which they are read: by its name for a
-    single file, by number and name for several, since names may recur and ids may follow the order."""
+    """The sha256 of files in the order in which they are read: by its name for a single file, by number
+    and name for several, since names may recur and ids may follow the order."""
     names = [Path(path.partition("::")[0]).name for path in paths]
     if len(names) > 1:
         names = [f"{number} {name}" for number, name in enumerate(names, start=1)]
@@ -58,8 +56,8 @@ def digests_in_order(task: str, paths: Sequence[str]) -> dict[str, str]:
 
 
 def folder_digests(folder: str) -> dict[str, str]:
-    """The sha256 of every file in a folder and the folders in it, by its path in the folder. What
-    Python writes there itself (``__pycache__``) is left out."""
+    """The sha256 of every file in a folder and the folders in it, by its path, without
+    ``__pycache__``."""
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     return {
         path.relative_to(folder).as_posix(): _sha256("data", str(path))
@@ -69,8 +67,7 @@ def folder_digests(folder: str) -> dict[str, str]:
 
 
 def distinct_names(paths: Sequence[str]) -> list[str]:
-    """The names of files or, where two have the same name, the paths of all from the folder that holds
-    them."""
+    """The names of files or, where two are the same, all paths from the folder that holds them."""
     names = [Path(path).name for path in paths]
     if len(set(names)) == len(set(paths)):
         return names
@@ -80,7 +77,7 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
 
 
 def read_text(task: str, path: str | Path) -> str:
-    """Read a text file; `task` is for messages, here and below."""
+    """`task` is for messages, here and below."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -88,8 +85,8 @@ def read_text(task: str, path: str | Path) -> str:
 
 
 def texts_of_files(option: str, patterns: Sequence[str], hint: str = "") -> list[tuple[str, str]]:
-    """The name (`distinct_names`) and text of every file that matches the patterns of a task's option,
-    sorted by path. `hint` says in messages where the files come from."""
+    """The name (`distinct_names`) and text of every file that matches, sorted by path. `hint` says in
+    messages where the files come from."""
     paths = matching(patterns)
     if not paths:
         raise TaskError(
@@ -101,8 +98,6 @@ def texts_of_files(option: str, patterns: Sequence[str], hint: str = "") -> list
 
 
 def _open(file: str) -> Any:
-    """Open a local file, or the member of an archive ``zip://<member>::<archive>``, as a binary
-    stream."""
     if not file.startswith("zip://"):
         return Path(file).open("rb")
     name, _, archive = file.removeprefix("zip://").partition("::")
@@ -125,19 +120,17 @@ def _unreadable(task: str, file: str, problem: OSError) -> TaskError:
 
 
 def ending(file: str) -> str:
-    """The ending of a data file in lower case, without a ``.gz`` behind it."""
+    """In lower case, without a ``.gz`` behind it."""
     name = file.partition("::")[0].lower()
     return Path(name.removesuffix(".gz")).suffix
 
 
 def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
-    """Read the rows of a file (a path as for `_open`) by its `ending`: one of `TABLES`, parquet,
-    ``.json`` with one list, and else JSON lines. Yields each row with its number from 1, which for JSON
-    lines is the number of the line.
+    """The rows of a file by its `ending`, each with its number from 1, which for JSON lines is the
+    line's.
 
-    JSON is read by Python itself: the JSON readers of pandas and `datasets` guess types (2009-01-02
-    becomes a date, a large number loses digits) and do not name the line that is wrong.
-    """
+    JSON is read by Python itself: the readers of pandas and `datasets` guess types (2009-01-02 becomes
+    a date, a large number loses digits) and do not name the line that is wrong."""
     try:
         zipped = file.partition("::")[0].lower().endswith(".gz")
         with _open(file) as raw, gzip.GzipFile(fileobj=raw) if zipped else raw as stream:
@@ -168,7 +161,7 @@ def _lines(task: str, file: str, lines: Iterable[bytes]) -> Iterator[tuple[int, 
 
 
 def _json_rows(task: str, file: str, text: bytes) -> Iterator[tuple[int, Any]]:
-    """The rows of one JSON list, or of JSON lines in a file that is called ``.json``."""
+    """One list, or JSON lines in a file that is called ``.json``."""
     try:
         rows = parsed_json(task, file, text)
     except TaskError as problem:
@@ -182,7 +175,6 @@ def _json_rows(task: str, file: str, text: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def parsed_json(task: str, place: str, text: bytes) -> Any:
-    """Parse a JSON text; `place` is the file and line, for messages."""
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as problem:
@@ -195,8 +187,7 @@ def parsed_json(task: str, place: str, text: bytes) -> Any:
 
 
 def _table(file: str, stream: Any, separator: str) -> list[dict[str, Any]]:
-    """The rows of a table. Cells are texts, so that 007, NA and 1e5 stay what they are; for columns
-    that pandas wrote from floats and lists see `_meant`."""
+    """Cells are texts, so that 007, NA and 1e5 stay what they are; see `_meant`."""
     import pandas as pd
 
     with warnings.catch_warnings():
@@ -214,8 +205,8 @@ def _table(file: str, stream: Any, separator: str) -> list[dict[str, Any]]:
 
 
 def _meant(cells: list[str]) -> list[Any]:
-    """The values from which a column of a table was written: whole numbers (as text) where every filled
-    cell ends in ``.0``; lists, or objects with a list ``text``, where every filled cell is one."""
+    """What a column was written from by pandas: whole numbers (as text) where every filled cell ends in
+    ``.0``; lists, or objects with a list ``text``, where every filled cell is one."""
     filled = [cell for cell in cells if cell.strip()]
     if filled and all(re.fullmatch(r"-?\d+\.0", cell) for cell in filled):
         return [cell.removesuffix(".0") for cell in cells]
@@ -228,7 +219,7 @@ def _meant(cells: list[str]) -> list[Any]:
 
 
 def parsed_literal(text: str) -> Any:
-    """Parse a text as JSON or as a Python literal; None where it is neither."""
+    """A text as JSON or as a Python literal; None where it is neither."""
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
@@ -249,8 +240,8 @@ def hub_rows(
     limit: int | None = None,
     instead: str = "task.files=[<file>]",
 ) -> list[dict[str, Any]]:
-    """Read the rows of a data set on the Hub, or the first `limit`, by `datasets`; `name` is that of
-    its configuration, and `instead` the option that takes local files, for messages."""
+    """The rows of a data set on the Hub, or the first `limit`; `instead` is the option that takes local
+    files, for messages."""
     from datasets import load_dataset
 
     try:
@@ -271,8 +262,8 @@ def hub_rows(
 def texts_of_dataset(
     option: str, name: str, config: str | None, split: str, column: str, limit: int = 200
 ) -> list[tuple[str, str]]:
-    """A name ("row 3") and the text in a column of each of the first `limit` rows of a data set on the
-    Hub; `option` takes local files in its place, for messages."""
+    """A name ("row 3") and the text in a column of each of the first `limit` rows; `option` takes local
+    files in its place."""
     instead = f"task.{option}=[<file>]"
     rows = hub_rows("task.dataset_name", name, config, split, limit=limit, instead=instead)
     for row in rows:
@@ -285,17 +276,15 @@ def texts_of_dataset(
 
 @dataclass(frozen=True)
 class Source:
-    """The place of the rows of one data set of `task`.
+    """Where the rows of one data set of `task` come from.
 
     Attributes:
         files: local files, globs, or folders; they come before all other places. Of a folder with files
             whose names say a split (train, test ...) those of `split` are read.
         data: a local folder or zip that contains `file`.
-        dataset: a data repository on the Hub. If `file` is given that file is fetched, else `datasets`
-            reads `config` and `split`.
-        config, split, revision: of the repository.
-        file: the path of the data file in `data` or in the repository. In a folder parquet files of the
-            same name are read as well.
+        dataset: a repository on the Hub, whose `file` is fetched, or which `datasets` reads.
+        file: the path in `data` or in the repository. In a folder parquet files of the same name are
+            read as well.
         archive: the path of a zip in the repository that contains `file`.
         local: takes the place of `file` within `data`, for a data set that `datasets` reads from the
             Hub.
@@ -314,7 +303,7 @@ class Source:
 
     @cached_property
     def paths(self) -> list[str]:
-        """The paths of the files, for `file_rows`; empty where `datasets` reads the rows."""
+        """Of the files, for `file_rows`; empty where `datasets` reads the rows."""
         files = []
         for pattern in self.files:
             folder = Path(pattern).expanduser()
@@ -351,8 +340,7 @@ class Source:
         return [file for file, words in files.items() if self.split in words]
 
     def _inside(self, root: Path, file: str) -> list[str]:
-        """Find a file in a folder or zip. In a zip a member of the same name in another folder is taken
-        if there is only one."""
+        """In a zip a member of the same name in another folder is taken if there is only one."""
         name = Path(file)
         if root.is_dir():
             parquet, shards = name.with_suffix(".parquet").name, f"{name.stem}/*.parquet"
@@ -385,7 +373,6 @@ class Source:
         raise TaskError(message)
 
     def _fetched(self, file: str) -> Path:
-        """Fetch a file of the repository; returns its local path."""
         from huggingface_hub import hf_hub_download
 
         assert self.dataset is not None
@@ -407,8 +394,8 @@ class Source:
         return Path(path)
 
     def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """Read all rows. Yields each row's place for messages ("file row 3"), the name of its file
-        (`distinct_names`) without the suffix, and the row. What is no number (NaN) is None."""
+        """Each row's place for messages ("file row 3"), the name of its file (`distinct_names`) without
+        the suffix, and the row. What is no number (NaN) is None."""
         for place, stem, row in self._rows():
             if not isinstance(row, Mapping):
                 raise TaskError(f"{self.task}: {place} is not an object with fields")
@@ -442,15 +429,12 @@ class Source:
         return "task.files=[<file>]" if self.local is None else "task.data=<folder or zip>"
 
     def check_files(self) -> None:
-        """Read the local files of `files` once, so that a missing, empty or broken one is refused
-        early."""
         for path in self.paths if self.files else ():
             if not sum(1 for _ in file_rows(self.task, path)):
                 raise TaskError(f"{self.task}: {path} is empty; allowed: a row for each context")
 
     def digests(self) -> dict[str, str]:
-        """The sha256 of each file (`digests_in_order`), or the repository's commit where `datasets`
-        reads the rows."""
+        """The sha256 of each file, or the repository's commit where `datasets` reads the rows."""
         if self.paths:
             return digests_in_order(self.task, self.paths)
         from huggingface_hub import HfApi

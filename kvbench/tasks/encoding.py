@@ -17,11 +17,8 @@ def encode_split(encoder: PromptEncoder, context: str, question: str, prefix: st
     """Encode a whole prompt (`Example.complete`) as its context and the rest.
 
     Context and question are tokenised together, and with what a chat template puts around them where the
-    tokenizer `adds_blank`. A token across the boundary belongs to the question.
-
-    Args:
-        prefix: the text that begins the answer. It follows the chat template's end of the user's
-            message; without a template it is tokenised together with the question.
+    tokenizer `adds_blank`. A token across the boundary belongs to the question. The answer's `prefix`
+    follows the template's end of the user's message, or without a template the question.
     """
     if encoder.adds_blank:
         return _encode_whole(encoder, context, question, prefix)
@@ -37,7 +34,6 @@ def encode_split(encoder: PromptEncoder, context: str, question: str, prefix: st
 
 
 def encode_start(encoder: PromptEncoder, text: str) -> list[int]:
-    """Encode the beginning of a prompt, with what the model has before it."""
     if encoder.adds_blank and encoder.before:
         return encoder.encode_text(encoder.before + text)
     return [*encoder.prefix_ids, *encoder.encode_text(text)]
@@ -46,13 +42,11 @@ def encode_start(encoder: PromptEncoder, text: str) -> list[int]:
 def encode_shared(
     encoder: PromptEncoder, context: str, questions: Sequence[tuple[str, str]]
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Encode a context and several questions about it, each with the prefix of its answer (see
-    `encode_split`). The context has the same tokens for all of them.
+    """The token ids of a context, which are the same for all its questions, and of the rest of each
+    prompt.
 
-    Context and questions are tokenised one by one, unless the tokenizer `adds_blank`.
-
-    Returns:
-        the token ids of the context, and those of the rest of each prompt.
+    Each question has the prefix of its answer (see `encode_split`). Context and questions are tokenised
+    one by one, unless the tokenizer `adds_blank`.
     """
     if not encoder.adds_blank:
         return tuple(encode_start(encoder, context)), [
@@ -70,7 +64,7 @@ def encode_shared(
 
 
 def _encode_whole(encoder: PromptEncoder, context: str, question: str, prefix: str) -> SplitIds:
-    """Encode a prompt, with all that the model has around it, as one text."""
+    """As one text with all that the model has around it."""
     head = encoder.before + context
     text = head + question + encoder.after + _answer_prefix(encoder, prefix)
     ids, cut = encoder.encode_prompt(text, len(head), special=False)
@@ -79,8 +73,7 @@ def _encode_whole(encoder: PromptEncoder, context: str, question: str, prefix: s
 
 
 def _suffix_and(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
-    """The tokens of a chat template after the user's message, and of the answer's `prefix` behind them;
-    none without a template."""
+    """The tokens of a chat template after the user's message, and of the answer's `prefix`."""
     if not encoder.suffix_ids:
         return ()
     prefix = _answer_prefix(encoder, prefix)
@@ -88,24 +81,21 @@ def _suffix_and(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
 
 
 def _answer_prefix(encoder: PromptEncoder, prefix: str) -> str:
-    """The prefix of an answer; none where it would begin a thought that the template has begun."""
+    """None where it would begin a thought that the template has begun."""
     begins_thought = encoder.thought is not None and not encoder.thought.start
     return "" if encoder.suffix_ids and begins_thought else prefix
 
 
 def split_template(template: str, field: str) -> tuple[str, str, str]:
-    """Split a template at a field into the text before it, the white space after it, and the rest.
-
-    White space before a question belongs to the context, so that the boundary lies between words.
-    """
+    """The text before a field, the white space after it, and the rest: white space before a question
+    belongs to the context, so that the boundary lies between words."""
     before, _, after = template.partition(field)
     question = after.lstrip()
     return before, after[: len(after) - len(question)], question
 
 
 def check_template(template: str, context: str, question: str) -> None:
-    """Refuse a template that does not have the field `context` once and after it the field `question`
-    once."""
+    """Refuse a template without `context` once and, after it, `question` once."""
     before, _, after = template.partition(context)
     if context in before + after or after.count(question) != 1 or question in before:
         raise TaskError(
@@ -116,7 +106,7 @@ def check_template(template: str, context: str, question: str) -> None:
 def largest_fitting(
     tokens: Callable[[int], int], room: int, *, least: int, most: int, guess: int
 ) -> int | None:
-    """Find the largest size whose prompt fits; None where the prompt of size `least` does not fit.
+    """The largest size in least .. most whose prompt fits; None where that of size `least` does not.
 
     The number of tokens grows about linearly with the size. The next size to try is where a line through
     the last two sizes reaches `room`; every fourth time it is the middle of the interval, since prompts
@@ -124,11 +114,7 @@ def largest_fitting(
     most about 2 log2(most).
 
     Args:
-        tokens: a function that makes the prompt of a size and returns its number of tokens. It is called
-            once for each size that is tried.
-        room: the most tokens that the prompt may have.
-        least, most: the least and the largest size.
-        guess: the first size to try.
+        tokens: makes the prompt of a size and counts its tokens; called once for each size.
     """
     # The prompt of size `low` fits and that of size `high` does not, where they are in least .. most.
     low, high = least - 1, most + 1
@@ -155,8 +141,8 @@ def largest_fitting(
 
 
 def _slope(known: list[tuple[int, int]]) -> float:
-    """The tokens per unit of size, by the last size of `known` (size, tokens) and the latest one before
-    it that gives a positive slope; without such a size all tokens over the size."""
+    """Tokens per unit of size, by the last of `known` (size, tokens) and the latest one before it that
+    gives a positive slope; else all tokens over the size."""
     (last_size, last_tokens), *earlier = reversed(known)
     for size, tokens in earlier:
         if size != last_size and (last_tokens - tokens) / (last_size - size) > 0:

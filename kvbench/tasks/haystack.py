@@ -1,6 +1,6 @@
-"""Filler text for needle prompts: generated, from text files, or from a Hugging Face dataset.
+"""Filler text for needle prompts, generated or from text files.
 
-Generated text is deterministic, offline, and of tunable redundancy. A document is about a few
+Generated text is deterministic, offline, and redundant. A document is about a few
 *subjects* (a person, a place, a thing). Its sentences come from a small grammar and state a limited
 number of facts about them again and again in other words, as notes and reports do. A compressed cache
 can use that redundancy. Everything is drawn from a ``random.Random``, whose output for a given seed is
@@ -60,13 +60,8 @@ OPENERS = (
 
 
 def sentences(rng: random.Random, facts: int = 24) -> Iterator[str]:
-    """Endless sentences of a document about a few subjects, each with its full stop and without white
-    space around it. They are to be joined with single spaces. The facts are drawn at once, the
-    sentences one by one.
-
-    Args:
-        facts: how many different facts the document states; fewer facts are repeated more often.
-    """
+    """Endless sentences of a document about a few subjects, to be joined with single spaces; fewer
+    `facts` are repeated more often. The facts are drawn at once, the sentences one by one."""
     people, places, things = rng.sample(PEOPLE, 6), rng.sample(PLACES, 6), rng.sample(THINGS, 8)
     kinds = (people, ACTIONS, QUALITIES, things, places, TIMES, REASONS)
     drawn_facts = [[rng.choice(kind) for kind in kinds] for _ in range(max(1, facts))]
@@ -74,7 +69,6 @@ def sentences(rng: random.Random, facts: int = 24) -> Iterator[str]:
 
 
 def _sentences_about(facts: Sequence[Sequence[str]], rng: random.Random) -> Iterator[str]:
-    """Endless sentences, each of which states some part of one of the facts."""
     while True:
         person, action, quality, thing, place, time, reason = rng.choice(facts)
         text = rng.choice(
@@ -95,17 +89,12 @@ def _sentences_about(facts: Sequence[Sequence[str]], rng: random.Random) -> Iter
 
 
 def generated_haystack(seed: int | str, facts: int = 24) -> Iterator[str]:
-    """The `sentences` of the document with this seed."""
     return sentences(random.Random(f"kvbench haystack {seed}"), facts)
 
 
 class Filler(NamedTuple):
-    """The text around the needles of a prompt.
-
-    Attributes:
-        name: the name of the text, which is the unit that intervals resample.
-        pieces: the token ids of its sentences, one list each.
-    """
+    """The text around the needles of a prompt: its name, which is the unit that intervals resample, and
+    the token ids of its sentences."""
 
     name: str
     pieces: list[list[int]]
@@ -118,22 +107,16 @@ def make_filler(
     tokens: int,
     begin: list[int],
     encoder: PromptEncoder,
-    facts: int,
     head: tuple[str, str] = ("", ""),
 ) -> Filler:
-    """Make filler `number`, of at least `tokens` tokens. It depends on no length or depth, so that the
+    """Filler `number`, of at least `tokens` tokens. It depends on no length or depth, so that the
     prompts that are made of it differ in these only, as in the protocol.
 
     Args:
-        texts: the names and texts of documents. Each filler begins with another document, as long as
-            there are others, and goes on with those after it. Without documents the filler is
-            generated.
+        texts: names and texts of documents. Each filler begins with another one, as long as there are
+            others, and goes on with those after it. Without documents the filler is generated.
         begin: the token ids before the first sentence.
-        facts: the number of facts that a generated filler states; see `sentences`.
         head: the text before the filler, and the blanks between them.
-
-    Raises:
-        TaskError: the documents have no tokens.
     """
     if texts:
         order = list(range(len(texts)))
@@ -143,7 +126,7 @@ def make_filler(
         pieces = _encoded(_sentences_from(texts, first, encoder), tokens, encoder, head)
     else:
         name = f"seed {seed}, {number}"
-        generated = generated_haystack(f"needle {seed} {number}", facts)
+        generated = generated_haystack(f"needle {seed} {number}")
         with_blanks = (f" {text}" if index else text for index, text in enumerate(generated))
         pieces = _encoded(with_blanks, tokens, encoder, head)
     pieces[0] = begin + pieces[0]
@@ -153,8 +136,7 @@ def make_filler(
 def _encoded(
     texts: Iterator[str], tokens: int, encoder: PromptEncoder, head: tuple[str, str]
 ) -> list[list[int]]:
-    """Encode as many of the texts as have at least `tokens` tokens, one list each. The first of them
-    follows `head` (see `make_filler`)."""
+    """As many of the texts as have at least `tokens` tokens, one list each."""
     pieces: list[list[int]] = []
     before, blank = head
     total = 0
@@ -170,12 +152,7 @@ def _encoded(
 def _sentences_from(
     texts: Sequence[tuple[str, str]], first: int, encoder: PromptEncoder
 ) -> Iterator[str]:
-    """The sentences of document `first` and of those after it, endlessly, with a blank line between
-    documents.
-
-    Raises:
-        TaskError: the documents have no tokens.
-    """
+    """Of document `first` and of those after it, endlessly, with a blank line between documents."""
     if not any(encoder.encode_text(text[:100]) for _, text in texts):
         raise TaskError("needle: the haystack's texts have no tokens")
     yield from split_sentences(texts[first][1])
@@ -188,7 +165,7 @@ SENTENCE = re.compile(r".+?(?:[.!?]+[\"'\u201d\u2019)\]]*(?=\s|$)|$)", re.DOTALL
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cut a text after the end of each sentence; the pieces joined are the text."""
+    """The pieces joined are the text."""
     return SENTENCE.findall(text)
 
 
@@ -199,21 +176,15 @@ def place_needles(
     length: int,
     room: int,
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Insert needles into filler that is cut so that both together have `room` tokens.
+    """Token ids of `room` tokens, filler and needles together, and for each needle the place of its
+    first token and the number of its tokens.
 
     Args:
         pieces: the token ids of the filler's sentences.
         needles: for each needle its token ids inside the text, and those at the very start of it.
-        depths: for each needle the percentage of the filler that lies before it. The needle is put at
-            the nearest end of a sentence at or before that; at 100 per cent it is put last, wherever
-            the filler is cut.
+        depths: for each needle the percentage of the filler before it. The needle is put at the nearest
+            end of a sentence at or before that; at 100 per cent last, wherever the filler is cut.
         length: the number of tokens of the whole prompt, for the message.
-
-    Returns:
-        the token ids, and for each needle the place of its first token and the number of its tokens.
-
-    Raises:
-        TaskError: there is no room for any filler.
     """
     filler_tokens = room - sum(len(inside) for inside, _ in needles)
     # Where a needle is the very start of the text it may have another number of tokens, and the filler
@@ -247,16 +218,14 @@ def place_needles(
 
 
 def _place(depth: float, ends: Sequence[int], total: int) -> int:
-    """The last of the sentence ends (in tokens) at or before `depth` per cent of `total` tokens, and
-    `total` at a depth of 100."""
+    """The last sentence end (in tokens) at or before `depth` per cent; `total` at 100."""
     if depth == 100:
         return total
     return max(end for end in ends if end <= depth / 100 * total + 1e-9)
 
 
 def _cut(pieces: Sequence[Sequence[int]], tokens: int) -> tuple[list[int], list[int]]:
-    """The first `tokens` tokens of the filler, and the places in them where sentences end, the very
-    start included."""
+    """The first `tokens` tokens of the filler, and where in them sentences end, 0 included."""
     ids: list[int] = []
     ends = [0]
     for piece in pieces:

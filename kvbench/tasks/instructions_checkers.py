@@ -24,12 +24,10 @@ GREETINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def words_of(answer: str) -> list[str]:
-    """The words of an answer, made of letters and digits."""
     return re.findall(r"\w+", answer)
 
 
 def occurrences(word: str, answer: str) -> int:
-    """How often a word occurs in an answer, whatever its case."""
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", answer, re.IGNORECASE))
 
 
@@ -39,32 +37,27 @@ def compared(count: int, relation: str | None, bound: int) -> bool:
 
 
 def keywords(answer: str, keywords: Sequence[str]) -> bool:
-    """Whether every keyword occurs, perhaps inside a longer word."""
+    """Perhaps inside a longer word, here and in `frequency`."""
     return all(keyword.lower() in answer.lower() for keyword in keywords)
 
 
 def frequency(answer: str, keyword: str, frequency: int, relation: str | None = None) -> bool:
-    """Whether a keyword occurs as often as asked, perhaps inside longer words."""
     return compared(answer.lower().count(keyword.lower()), relation, frequency)
 
 
 def forbidden(answer: str, forbidden_words: Sequence[str]) -> bool:
-    """Whether none of the words occurs."""
     return not any(occurrences(word, answer) for word in forbidden_words)
 
 
 def letters(answer: str, letter: str, let_frequency: int, let_relation: str | None = None) -> bool:
-    """Whether a letter occurs as often as asked, whatever its case."""
     return compared(answer.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def number_words(answer: str, num_words: int, relation: str | None = None) -> bool:
-    """Whether the answer has as many words as asked."""
     return compared(len(words_of(answer)), relation, num_words)
 
 
 def number_sentences(answer: str, num_sentences: int, relation: str | None = None) -> bool:
-    """Whether the answer has as many sentences as asked."""
     sentences = [part for part in re.split(r"(?<=[.!?])\s+", answer.strip()) if words_of(part)]
     return compared(len(sentences), relation, num_sentences)
 
@@ -151,10 +144,5 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
 
 
 def follows(answer: str, check: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether an answer follows one instruction. An empty answer follows none.
-
-    Args:
-        check: the name of the check in `CHECKS`.
-        arguments: the arguments of the check.
-    """
+    """Whether an answer follows the instruction of a check; an empty answer follows none."""
     return bool(answer.strip()) and bool(CHECKS[check](answer, **arguments))

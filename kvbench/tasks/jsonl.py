@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from itertools import chain, islice, zip_longest
 from typing import Annotated, Any, ClassVar, Literal
@@ -42,38 +42,13 @@ USUAL_FIELDS = {
 }
 """By role the fields of which one, in any case of its letters, is taken where a row lacks the default
 one."""
-SUBSET_OPTIONS = (
-    "file",
-    "local",
-    "archive",
-    "config",
-    "split",
-    "dataset",
-    "revision",
-    "fields",
-    "extract",
-    "template",
-    "answer_prefix",
-    "metric",
-    "pattern",
-    "chat",
-    "max_new_tokens",
-    "stop",
-    "merge_answers",
-)
-"""The options that a data set of `Jsonl.subsets` may have of its own."""
-HISTORIES: Mapping[bool | None, Literal["none", "golden", "own"]] = {
-    None: "none",
-    True: "golden",
-    False: "own",
-}
-"""The `Example.history` for each value of `Jsonl.golden_turns`."""
+
+OF_ALL = ("subsets", "datasets", "per_dataset", "breakdowns", "long_answers")
+"""The options that no data set of `Jsonl.subsets` has of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowExample(Example):
-    """An example with what its score needs."""
-
     metric: str
     key: Key
 
@@ -98,13 +73,8 @@ class Jsonl(Task):
     conf/task/jsonl.yaml tells the options of a user's own data. Benchmarks also have these.
 
     Attributes:
-        data, file, archive: a folder or zip that holds `file`; None for the file `file` of the
-            repository, or for that file in the zip `archive` of the repository.
-        local: the path in `data` of a data set that is read from the Hub without a file.
-        extract: further fields, by name: the field from which one is extracted, and a regular
-            expression of which it is the first group (or all).
-        long_answers: see `Task.long_answers`.
-        subsets: by the name of a data set, the options (`SUBSET_OPTIONS`) in which it differs.
+        data, file, archive, local: see `Source`.
+        subsets: by the name of a data set, the options in which it differs.
         datasets: the names of `subsets` that are run; None for all.
     """
 
@@ -122,7 +92,6 @@ class Jsonl(Task):
     archive: str | None = None
     local: str | None = None
     fields: Mapping[str, str | None] = field(default_factory=dict)
-    extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
     template: str = "{{ context }}\n\n{{ question }}\n"
     answer_prefix: str = "Answer:"
     metric: str = "contains"
@@ -146,7 +115,12 @@ class Jsonl(Task):
         object.__setattr__(self, "fields", {**DEFAULT_FIELDS, **named})
         self._check_fields()
         _check_one_of("metric", self.metric, tuple(METRICS))
-        _check_pattern("pattern", self.pattern)
+        try:
+            regex.compile(self.pattern or "")
+        except regex.error as problem:
+            raise TaskError(
+                f"task.pattern is {self.pattern!r}, which is no regular expression: {problem}"
+            ) from problem
         self._check_source()
         for name in self.datasets or ():
             _check_one_of("datasets", name, tuple(self.subsets))
@@ -163,13 +137,6 @@ class Jsonl(Task):
                 )
         if self.fields.get("answers") is None:
             raise TaskError("jsonl: fields.answers is null; allowed: the field with the answers")
-        for name, field_and_pattern in self.extract.items():
-            if len(field_and_pattern) != 2:
-                raise TaskError(
-                    f"task.extract.{name} is {list(field_and_pattern)!r}; allowed: a field and a "
-                    "regular expression"
-                )
-            _check_pattern(f"extract.{name}", field_and_pattern[1])
 
     def _check_source(self) -> None:
         if self.subsets and self.files:
@@ -184,13 +151,14 @@ class Jsonl(Task):
 
     @cached_property
     def _parts(self) -> Mapping[str, Jsonl]:
-        """A task for each data set that is run, by name. A task without `subsets` is its own only
-        part, under an empty name."""
+        """A task for each data set that is run, by name; without `subsets` the task itself, under an
+        empty name."""
         parts: dict[str, Jsonl] = {}
+        known = [option.name for option in fields(self) if option.name not in OF_ALL]
         for name in self.subsets if self.datasets is None else self.datasets:
             options = dict(self.subsets[name])
             for option in options:
-                _check_one_of(f"subsets.{name}", option, SUBSET_OPTIONS)
+                _check_one_of(f"subsets.{name}", option, known)
             options["fields"] = {**self.fields, **options.get("fields", {})}
             parts[name] = replace(self, subsets={}, datasets=None, **options)
         return parts or {"": self}
@@ -215,7 +183,6 @@ class Jsonl(Task):
             part._source.check_files()
 
     def digests(self) -> Mapping[str, str]:
-        """The digests of each data set's source (`Source.digests`), after its name where it has one."""
         return {
             f"{name}/{file}" if name else file: digest
             for name, part in self._parts.items()
@@ -243,7 +210,6 @@ class Jsonl(Task):
         return METRICS[example.metric](prediction, example.key)
 
     def _prompts(self, name: str) -> Iterable[_Prompt]:
-        """The prompts of all questions of the data set called `name`."""
         prompts: list[_Prompt] = []
         for number, (place, file, row) in enumerate(self._source.rows(), start=1):
             prompts += self._prompts_of_row(name, file, number, row, place)
@@ -258,10 +224,9 @@ class Jsonl(Task):
     def _prompts_of_row(
         self, name: str, file: str, number: int, row: Row, place: str
     ) -> Iterator[_Prompt]:
-        """The prompts of the questions of the row `number`, from 1, of the data set that the config
-        calls `name`. Where that is empty, the row's own data set is used, or else the `file`."""
-        reader = FieldReader(self._fields_in(row, place), self.extract)
-        row = reader.with_extracted(row, place)
+        """The prompts of row `number`, from 1, of the data set that the config calls `name`, or else the
+        row itself, or its `file`."""
+        reader = FieldReader(self._fields_in(row, place))
         dataset_of_row = reader.value("dataset", row, place)
         dataset = name or str(file if dataset_of_row is None else dataset_of_row)
         id_of_row = reader.value("id", row, place)
@@ -282,11 +247,7 @@ class Jsonl(Task):
             yield _Prompt(question_id, dataset, head, tail, answers, choices, breakdowns)
 
     def _fields_in(self, row: Row, place: str) -> Mapping[str, str | None]:
-        """The fields by role, those with usual names in place of defaults that the row lacks.
-
-        Raises:
-            TaskError: several fields have usual names of one role.
-        """
+        """The fields by role, usual names in place of defaults that the row lacks."""
         found: dict[str, str] = {}
         for role, usual in USUAL_FIELDS.items():
             default = DEFAULT_FIELDS[role]
@@ -305,8 +266,7 @@ class Jsonl(Task):
         return {**self.fields, **found}
 
     def _rendered(self, fields: Row, place: str) -> tuple[str, str]:
-        """Render the template. Returns the prompt up to the end of the context and of the white space
-        after it, and the rest."""
+        """The prompt up to the end of the context and of the white space after it, and the rest."""
         text = template("task.template", self.template).render(fields, place)
         if self.fields.get("context") is None:
             return "", text.replace(CONTEXT_END, "")
@@ -320,12 +280,13 @@ class Jsonl(Task):
         return before + white, question
 
     def _examples(self, group: Sequence[_Prompt], encoder: PromptEncoder) -> list[RowExample]:
-        """The examples of one context, which has the same token ids in all of them."""
+        """Of one context, which has the same token ids in all of them."""
         encoder = self._with_or_without_chat(encoder)
         tails = [(prompt.tail, self.answer_prefix) for prompt in group]
         full_context, questions = encode_shared(encoder, group[0].head, tails)
         room = self._room(encoder, max(map(len, questions)))
         context = self._fitted(full_context, room, group[0].id)
+        history: Any = {None: "none", True: "golden", False: "own"}[self.golden_turns]
         return [
             RowExample(
                 id=prompt.id,
@@ -339,7 +300,7 @@ class Jsonl(Task):
                 question_ids=question,
                 complete=True,
                 context_id=None if len(group) == 1 else group[0].id,
-                history=HISTORIES[self.golden_turns],
+                history=history,
                 golden=", ".join(prompt.answers) if self.metric == "contains_all" else None,
                 settled=self._settled(prompt),
                 fields={**prompt.fields, "truncated_tokens": len(full_context) - len(context)},
@@ -350,13 +311,12 @@ class Jsonl(Task):
         ]
 
     def _settled(self, prompt: _Prompt) -> Callable[[str], bool] | None:
-        """See `Example.settled`. An answer that later prompts quote is not cut."""
+        """An answer that later prompts quote is not cut."""
         if self.metric != "contains" or self.golden_turns is False:
             return None
         return partial(contains_for_good, prompt.answers)
 
     def _with_or_without_chat(self, encoder: PromptEncoder) -> PromptEncoder:
-        """The encoder with a chat template or without one, as `chat` says."""
         if self.chat and not encoder.suffix_ids:
             raise TaskError(
                 "jsonl: chat is true and the model has no chat template, or is told not to use it; "
@@ -368,7 +328,7 @@ class Jsonl(Task):
         return encoder
 
     def _room(self, encoder: PromptEncoder, question_tokens: int) -> int | None:
-        """The most tokens of a context, beside a question of `question_tokens`; None for no limit."""
+        """The most tokens of a context; None for no limit."""
         if self.max_input == "model":
             limits = [] if encoder.max_input is None else [encoder.max_input]
             if encoder.max_positions is not None:
@@ -379,8 +339,7 @@ class Jsonl(Task):
         return None if most_tokens is None else most_tokens - question_tokens
 
     def _fitted(self, context: tuple[int, ...], room: int | None, label: str) -> tuple[int, ...]:
-        """Cut tokens from the middle of a context that has more than `room`; `label` names the example
-        in messages."""
+        """A context of more than `room` tokens loses its middle; `label` names the example."""
         if room is None or len(context) <= room:
             return context
         half = room // 2
@@ -394,13 +353,11 @@ class Jsonl(Task):
 
 @cache
 def _say_fields(fields: str) -> None:
-    """Log, once, which fields were found."""
     log.warning("fields found by their names: task.fields={%s}", fields)
 
 
 def _by_context(prompts: Iterable[_Prompt]) -> Iterable[list[_Prompt]]:
-    """Group prompts by context, in the order in which the contexts first appear. A prompt without a
-    context is a group of its own."""
+    """In the order in which the contexts first appear; a prompt without one is a group of its own."""
     groups: dict[tuple[str, str, str], list[_Prompt]] = {}
     for prompt in prompts:
         id_without_context = "" if prompt.head else prompt.id
@@ -412,12 +369,3 @@ def _check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         hint = nearest(value, allowed)
         raise TaskError(f"task.{option} is {value!r}{hint}; allowed: {', '.join(allowed)}")
-
-
-def _check_pattern(option: str, pattern: str | None) -> None:
-    try:
-        regex.compile(pattern or "")
-    except regex.error as problem:
-        raise TaskError(
-            f"task.{option} is {pattern!r}, which is no regular expression: {problem}"
-        ) from problem

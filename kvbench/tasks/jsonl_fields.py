@@ -6,16 +6,14 @@ import json
 import math
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import regex
 
 from kvbench.errors import nearest
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.data import NUMPY_ARRAY, parsed_literal
 from kvbench.tasks.metrics import OF_LETTERS
-from kvbench.tasks.metrics_text import REGEX_SECONDS, option_letter
+from kvbench.tasks.metrics_text import option_letter
 from kvbench.tasks.template import as_text, template, whole
 
 Row = Mapping[str, Any]
@@ -27,36 +25,17 @@ OF_OBJECTS = ("loogle_cloze",)
 
 @dataclass(frozen=True)
 class FieldReader:
-    """Reads the values that a row has for each role. `place` is the file and number of the row, for
-    messages.
+    """The values that a row has for each role; `place` is its file and number, for messages.
 
     Attributes:
         fields: by role, the name of a field, a template over the fields (``{{ text[:100] }}``), or None
             where no field has the role.
-        extract: by the name of a new field, the field from which it is extracted and a regular
-            expression. The new field is the first group of the first match, or all of the match.
     """
 
     fields: Mapping[str, str | None]
-    extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def with_extracted(self, row: Row, place: str) -> Row:
-        """The row and the fields that are extracted from others."""
-        extended = dict(row)
-        for name, (source, pattern) in self.extract.items():
-            value = self.field(source, row, place, f"extract.{name}")
-            text = as_text(value) if _is_text(value) else str(value)
-            match = regex.search(pattern, text, timeout=REGEX_SECONDS)
-            if match is None:
-                raise TaskError(
-                    f"jsonl: {place}: field {source!r} is {_shown(text)}, without {pattern!r} "
-                    f"(task.extract.{name}); allowed: text with it"
-                )
-            extended[name] = match[1] if match.re.groups else match[0]
-        return extended
 
     def value(self, role: str, row: Row, place: str) -> Any:
-        """The value that a row has for a role; None where no field has the role."""
+        """None where no field has the role."""
         name = self.fields.get(role)
         if name is None:
             return None
@@ -66,7 +45,6 @@ class FieldReader:
 
     @staticmethod
     def field(name: str, row: Row, place: str, option: str = "breakdowns") -> Any:
-        """The value of a row's field, which `option` names."""
         if name not in row:
             fields_of_row = [str(key) for key in row]
             hint = nearest(name, fields_of_row)
@@ -77,7 +55,7 @@ class FieldReader:
         return row[name]
 
     def text(self, role: str, row: Row, place: str) -> str:
-        """The text that a row has for a role; empty where no field has the role."""
+        """Empty where no field has the role."""
         value = self.value(role, row, place)
         if value is None and self.fields.get(role) is None:
             return ""
@@ -86,8 +64,8 @@ class FieldReader:
         return as_text(self._listed(role, value, place)[0])
 
     def choices(self, row: Row, place: str) -> Sequence[str | float]:
-        """A row's options: a list of texts or numbers, one of these, or an object with the list ``text``
-        (ARC) or with a text by letter (MedQA). Empty where no field has the role."""
+        """A list of texts or numbers, one of these, or an object with the list ``text`` (ARC) or with a
+        text by letter (MedQA)."""
         value = self.value("choices", row, place)
         if value is None and self.fields.get("choices") is None:
             return ()
@@ -96,9 +74,9 @@ class FieldReader:
         return self._listed("choices", value, place)
 
     def answers(self, row: Row, place: str, metric: str) -> tuple[str, ...]:
-        """The acceptable answers of a row: a text or number, a list of these, or an object with the list
-        ``text`` (SQuAD). The index from 0 of one of the `choices` (MMLU), or its ``label`` (ARC), is the
-        option's letter under a metric of `OF_LETTERS`, else its text."""
+        """A text or number, a list of these, or an object with the list ``text`` (SQuAD). The index from
+        0 of one of the `choices` (MMLU), or its ``label`` (ARC), is the option's letter under a metric
+        of `OF_LETTERS`, else its text."""
         value = self.value("answers", row, place)
         if isinstance(value, Mapping) and metric in OF_OBJECTS:
             return (json.dumps(value, ensure_ascii=False),)
@@ -136,12 +114,9 @@ class FieldReader:
             )
 
     def questions(self, row: Row, place: str) -> list[Row]:
-        """Split a row into rows of one question each.
-
-        A row has several questions where a field has the role ``questions`` (a list of objects, whose
-        fields are added to those of the row), or where ``question`` is a list of texts and ``answers`` a
-        list of as many answers. Any other row has one question.
-        """
+        """Split a row into rows of one question each: by the role ``questions`` (a list of objects,
+        whose fields are added to those of the row), or where ``question`` and ``answers`` are lists of
+        one length."""
         objects = self.value("questions", row, place)
         if objects is not None:
             parsed = parsed_literal(objects) if isinstance(objects, str) else objects
@@ -164,7 +139,7 @@ class FieldReader:
         ]
 
     def _listed(self, role: str, value: Any, place: str) -> list[str | float]:
-        """The texts and numbers of a value that is one, a list, or an object with the list ``text``."""
+        """The texts and numbers of one, of a list, or of an object with the list ``text``."""
         inner: Any = value.get("text") if isinstance(value, Mapping) else value
         values = list(inner) if isinstance(inner, list | tuple) else [inner]
         if not values or not all(map(_is_text, values)):
@@ -203,7 +178,7 @@ def option_key(answer: str | float, options: Sequence[str | float]) -> str | Non
 
 
 def _option_text(answer: str | float, options: Sequence[str | float]) -> str | None:
-    """An answer, or the text of the option whose index it is; None for an index that is too large."""
+    """The text of the option whose index an answer is (None if that is too large), else the answer."""
     if _index(answer) == math.inf:
         return as_text(answer)
     key = option_key(answer, options)
@@ -213,16 +188,14 @@ def _option_text(answer: str | float, options: Sequence[str | float]) -> str | N
 
 
 def _index(answer: str | float) -> Any:
-    """The whole number from 0 that an answer is, else infinity."""
+    """Infinity where an answer is no whole number from 0."""
     return int(answer) if str(answer).isdecimal() else math.inf
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is a text or a number; NaN is none."""
     return isinstance(value, str | int | float) and value == value
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, at most 60 characters long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -33,13 +33,6 @@ from kvbench.tasks.metrics import check_metric
 
 @dataclass(frozen=True, kw_only=True)
 class LongBenchExample(Example):
-    """An example with what its score needs.
-
-    Attributes:
-        all_classes: the names of the classes (trec, lsht).
-        answer: a function that returns the part of a prediction that is scored.
-    """
-
     all_classes: tuple[str, ...]
     answer: Callable[[str], str]
 
@@ -87,18 +80,14 @@ class LongBench(Task):
 
     @cached_property
     def _sources(self) -> Mapping[str, Source]:
-        """The source of each data set, by the name of its file."""
         suffix = "_e" if self.split == "e" else ""
         files = [name + suffix for name in self.datasets or ()]
         return {file: source_of(file, self.data, self.revision) for file in files}
 
     def digests(self) -> Mapping[str, str]:
-        """The sha256 of each data set's file, or the commit of a mirror on the Hub, by the file's
-        name."""
         return {name: " ".join(source.digests().values()) for name, source in self._sources.items()}
 
     def metric_name(self) -> str:
-        """See `Task.metric_name`."""
         metrics = {DATASETS[name].metric for name in self.datasets or ()}
         if len(metrics) > 1:
             return "LongBench's metrics"
@@ -106,12 +95,6 @@ class LongBench(Task):
         return "ROUGE-L" if metric.startswith("rouge_l") else metric
 
     def examples(self, encoder: PromptEncoder) -> Sequence[LongBenchExample]:
-        """One example of each data set in turn; the examples of a data set are sorted by ``_id``.
-
-        Raises:
-            TaskError: data that are missing or wrong; a model that the protocol cannot prompt; a metric
-                whose package is not installed.
-        """
         names = self.datasets or ()
         for name in names:
             check_metric(DATASETS[name].metric)
@@ -159,7 +142,6 @@ class LongBench(Task):
         )
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
-        """LongBench's score of the part of a prediction that the protocol scores."""
         assert isinstance(example, LongBenchExample)
         text = example.answer(prediction)
         return {"score": score(example.dataset, text, example.answers, example.all_classes)}

@@ -27,13 +27,6 @@ from kvbench.tasks.metrics_text import Key
 
 
 class Dataset(NamedTuple):
-    """The settings of one data set.
-
-    Attributes:
-        metric: the name of its score in `METRICS`.
-        new_tokens: the most tokens of an answer.
-    """
-
     metric: str
     new_tokens: int
 
@@ -92,7 +85,7 @@ BUCKETS = ("0-4k", "4-8k", "8k+")
 
 
 def bucket(length: int) -> str:
-    """The length bucket of an example: below 4000, below 8000, or the rest."""
+    """Below 4000, below 8000, or the rest."""
     if length < 4000:
         return BUCKETS[0]
     if length < 8000:
@@ -106,17 +99,11 @@ def score(
     answers: Sequence[str],
     all_classes: Sequence[str] | None = None,
 ) -> float:
-    """LongBench's score of one prediction, 0 to 1: the best over the answers.
+    """LongBench's score of one prediction, 0 to 1: the best over the answers; `all_classes` are those of
+    trec and lsht.
 
     Of a prediction on a few-shot data set the first line is scored, after leading line ends are
     dropped (lm-eval drops all white space at both ends).
-
-    Args:
-        dataset: one of `DATASETS`, without ``_e``.
-        all_classes: the names of the classes, for trec and lsht only.
-
-    Raises:
-        TaskError: an unknown data set; trec or lsht without classes.
     """
     if dataset not in DATASETS:
         raise TaskError(f"longbench: dataset {dataset!r} unknown; allowed: {', '.join(DATASETS)}")
@@ -136,18 +123,14 @@ CONTEXT, INPUT = "{context}", "{input}"
 
 @cache
 def prompt_templates() -> Mapping[str, str]:
-    """Read the prompt template of every data set, with the fields ``{context}`` and ``{input}``."""
     file = files(__package__) / "longbench_prompts.yaml"
     templates: Mapping[str, str] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return templates
 
 
 def fill(template: str, context: str, question: str) -> tuple[str, int]:
-    """Fill the fields of a prompt template. Braces in the texts themselves are left as they are.
-
-    Returns:
-        the prompt, and the number of its characters up to the end of the context.
-    """
+    """The prompt, and the number of its characters up to the end of the context. Braces in the texts
+    themselves are left as they are."""
     before, _, after = template.partition(CONTEXT)
     head = before + context
     return head + after.replace(INPUT, question), len(head)
@@ -176,12 +159,6 @@ ANSWER_PATTERNS = {
 
 
 def source_of(file: str, data: str | None = None, revision: str | None = None) -> Source:
-    """The source of one data set's rows.
-
-    Args:
-        file: the name of the data set's file without the suffix, e.g. ``qasper_e``.
-        data, revision: see `LongBench`.
-    """
     if data is not None and data.startswith(HUB):
         repository = data.removeprefix(HUB)
         return Source("longbench", dataset=repository, config=file, revision=revision)
@@ -196,11 +173,7 @@ def source_of(file: str, data: str | None = None, revision: str | None = None) -
 
 
 def rows_of(source: Source, dataset: str) -> list[dict[str, Any]]:
-    """Read the rows of a data set, each with all fields of `HINTS`, sorted by ``_id``.
-
-    Raises:
-        TaskError: one line that names the file, the row and the field that is wrong.
-    """
+    """The rows of a data set, each with all fields of `HINTS`, sorted by ``_id``."""
     rows = [_checked(dict(row), dataset, place) for place, _, row in source.rows()]
     name = f"{source.data or source.dataset} {dataset}"
     if not rows:
@@ -213,14 +186,7 @@ def rows_of(source: Source, dataset: str) -> list[dict[str, Any]]:
 
 
 def _checked(row: dict[str, Any], dataset: str, place: str) -> dict[str, Any]:
-    """Return a row under the names of `HINTS`, with a placeholder for classes that no metric reads.
-
-    Args:
-        place: the file and the row, for messages.
-
-    Raises:
-        TaskError: a field is missing or has a wrong value.
-    """
+    """A row under the names of `HINTS`, with a placeholder for classes that no metric reads."""
     if "input" not in row and "question" in row:  # the name of the field in parquet mirrors
         row["input"] = row["question"]
     if dataset not in CLASSIFIED:

@@ -15,13 +15,8 @@ from kvbench.tasks.longbench_datasets import CODE, DATASETS, FEW_SHOT
 
 
 class EncodedPrompt(NamedTuple):
-    """The token ids of a prompt.
-
-    Attributes:
-        ids: all tokens that the model sees, special ones included.
-        cut: the number of leading tokens that are context (what `compress_after=context` compresses).
-        truncated: the number of tokens that were left out of the middle.
-    """
+    """All token ids that the model sees, how many of them are context, and how many were left out of the
+    middle."""
 
     ids: list[int]
     cut: int
@@ -40,15 +35,10 @@ class OfficialProtocol:
     def encode(
         self, encoder: PromptEncoder, dataset: str, prompt: str, cut: int, limit: int | None
     ) -> EncodedPrompt:
-        """Encode a filled prompt template.
+        """Encode a filled template, whose first `cut` characters are context.
 
         Args:
-            cut: the number of the prompt's characters up to the end of the context.
             limit: the most tokens of a prompt (`task.max_input`); None for the protocol's own limit.
-
-        Raises:
-            TaskError: the protocol does not say how to prompt the model, or the model's maximum is not
-                known.
         """
         chat = encoder.chat and dataset not in FEW_SHOT | CODE
         most_tokens = self._most_tokens(encoder, dataset, chat, limit)
@@ -88,7 +78,6 @@ class OfficialProtocol:
         return None, True
 
     def answer(self, encoder: PromptEncoder, dataset: str, prediction: str) -> str:
-        """The part of a prediction that is scored."""
         return prediction
 
     def settled(self, encoder: PromptEncoder, dataset: str, text: str) -> bool:
@@ -116,18 +105,12 @@ class BalanceKVProtocol(OfficialProtocol):
     def encode(
         self, encoder: PromptEncoder, dataset: str, prompt: str, cut: int, limit: int | None
     ) -> EncodedPrompt:
-        """See `OfficialProtocol.encode`."""
         chat = self._uses_chat(encoder, dataset)
         ids, context_tokens = _encoded(encoder, prompt, cut, chat=chat)
         limits = [size for size in (limit, encoder.max_input, self.max_input) if size is not None]
         return truncate_middle(ids, context_tokens, min(limits))
 
     def _uses_chat(self, encoder: PromptEncoder, dataset: str) -> bool:
-        """Whether the prompt goes into the model's chat template.
-
-        Raises:
-            TaskError: a chat model of a family that the release does not prompt.
-        """
         family = encoder.family or ""
         if not encoder.chat or family in ("llama", "mistral", "ministral"):
             return False
@@ -140,11 +123,9 @@ class BalanceKVProtocol(OfficialProtocol):
         )
 
     def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, bool]:
-        """See `OfficialProtocol.end_ids`."""
         return encoder.end_ids, True
 
     def answer(self, encoder: PromptEncoder, dataset: str, prediction: str) -> str:
-        """See `OfficialProtocol.answer`."""
         text = prediction.strip()
         if dataset not in CODE or encoder.family == "llama":
             text = text.split("\n")[0].split("  ")[0]
@@ -164,17 +145,8 @@ PROTOCOLS: dict[str, OfficialProtocol] = {
 
 
 def _encoded(encoder: PromptEncoder, prompt: str, cut: int, *, chat: bool) -> tuple[list[int], int]:
-    """Encode a prompt in its chat template, or with the tokenizer's own special tokens (BOS).
-
-    Args:
-        cut: the number of the prompt's characters up to the end of the context.
-
-    Returns:
-        the token ids, and how many of them lie before the cut.
-
-    Raises:
-        TaskError: the chat template changes the text of the prompt.
-    """
+    """Token ids in the chat template, or with the tokenizer's own special tokens (BOS), and how many lie
+    before `cut`, a number of characters."""
     if not chat:
         return encoder.encode_prompt(prompt, cut, special=True)
     text = encoder.render_chat(prompt)
@@ -190,11 +162,8 @@ def _encoded(encoder: PromptEncoder, prompt: str, cut: int, *, chat: bool) -> tu
 
 
 def truncate_middle(ids: list[int], cut: int, limit: int) -> EncodedPrompt:
-    """Keep the first and the last `limit` // 2 tokens of a prompt that has more than `limit`.
-
-    Args:
-        cut: the number of leading tokens that are context.
-    """
+    """Keep the first and the last `limit` // 2 tokens of a prompt that has more than `limit`; the first
+    `cut` are context."""
     if len(ids) <= limit:
         return EncodedPrompt(ids, cut, 0)
     half = limit // 2

@@ -57,17 +57,8 @@ def parse_number(text: str) -> int:
 
 
 class LineCase(NamedTuple):
-    """A record of lines and a question about one of them.
-
-    Attributes:
-        record, question: the prompt up to the end of the record, and the rest.
-        key: the key of the line that is asked for.
-        place: the index of that line.
-        number: the number of that line.
-        line: that line.
-        num_lines: the number of different lines.
-        total: the number of lines, repeated ones included.
-    """
+    """A record of lines and a question about one of them: the one with this key and number, at `place`.
+    `total` counts repeated lines, `num_lines` does not."""
 
     record: str
     question: str
@@ -80,8 +71,8 @@ class LineCase(NamedTuple):
 
 
 def _official_case(row: Any) -> LineCase | None:
-    """The test case of a row of an official file; None if the row is in another format. The question
-    is empty where the prompt has no question as the lines task asks it."""
+    """None if the row is in another format. The question is empty where the prompt has none as the lines
+    task asks it."""
     try:
         prompt, (key, place) = row["prompt"], row["random_idx"]
         num_lines = int(row.get("num_lines") or prompt.count(": REGISTER_CONTENT is <"))
@@ -106,8 +97,6 @@ class LongEvalLines(Task):
     Attributes:
         num_lines: the numbers of different lines of a record. Each is a data set of its own, as each
             official file is, and so a stratum of every interval and average.
-        num_examples: the number of examples of each number of lines.
-        seed: the seed of the generated records.
         number_range: the smallest and the largest number of a line.
         repeats: how often every line stands in the record; the copies are shuffled.
         files: official JSON-lines files that are read in place of generated records.
@@ -138,19 +127,12 @@ class LongEvalLines(Task):
             )
 
     def digests(self) -> Mapping[str, str]:
-        """See `file_digests`."""
         return file_digests(self.files)
 
     def metric_name(self) -> str:
-        """See `Task.metric_name`."""
         return "right number"
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """One example of each number of lines (or file) in turn.
-
-        Raises:
-            TaskError: a file that is missing or wrong.
-        """
         del encoder
         if self.files:
             groups = self._read_files()
@@ -167,7 +149,6 @@ class LongEvalLines(Task):
         return {"score": float(parse_number(prediction) == int(example.answers[0]))}
 
     def _generate(self, num_lines: int, number: int) -> Example:
-        """Generate example `number` of records of `num_lines` different lines."""
         adjectives, nouns = words_of("adjective"), words_of("noun")
         rng = random.Random(f"kvbench longeval_lines {self.seed} {num_lines} {number}")
         numbers: dict[str, int] = {}
@@ -195,11 +176,6 @@ class LongEvalLines(Task):
         return self._example(f"lines{num_lines}-{number:04d}", f"{num_lines} lines", case)
 
     def _read_files(self) -> list[list[Example]]:
-        """Read the examples of each official file.
-
-        Raises:
-            TaskError: a file is missing or wrong, or two have the same name.
-        """
         paths = [Path(file) for file in self.files]
         if len({path.stem for path in paths}) != len(paths):
             raise TaskError(
@@ -209,11 +185,6 @@ class LongEvalLines(Task):
         return [self._read(path) for path in paths]
 
     def _read(self, path: Path) -> list[Example]:
-        """Read the examples of one official file.
-
-        Raises:
-            TaskError: the file is missing, has no test case, or a line of it is wrong.
-        """
         if not path.is_file():
             raise TaskError(
                 f"longeval_lines: no file {path}; the official ones come with: git clone "
@@ -238,7 +209,6 @@ class LongEvalLines(Task):
         return examples
 
     def _example(self, label: str, dataset: str, case: LineCase) -> Example:
-        """The example of a test case, with the id `label`."""
         return Example(
             id=label,
             context=case.record,

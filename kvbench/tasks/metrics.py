@@ -33,6 +33,26 @@ from kvbench.tasks.metrics_text import (
     match_pattern,
 )
 
+LONGBENCH: Mapping[str, Metric] = {
+    "f1_zh": best_of_answers(longbench("qa_f1_zh_score")),
+    "rouge_l_zh": best_of_answers(longbench_rouge("rouge_zh_score")),
+    "classification": classification,
+    "count": best_of_answers(longbench("count_score")),
+    "retrieval": best_of_answers(longbench("retrieval_score")),
+    "retrieval_zh": best_of_answers(longbench("retrieval_zh_score")),
+}
+INFINITEBENCH: Mapping[str, Metric] = {
+    "first_integer": infinitebench("process_results_int_match"),
+    "word": infinitebench("process_results_kv"),
+    "first_number": infinitebench("process_results_math"),
+    "last_integer": infinitebench("process_results_code_run"),
+    "code_debug": infinitebench("process_results_code_debug"),
+    "last_letter": infinitebench("process_results_choice"),
+    "substring": infinitebench("process_results"),
+    "token_f1": infinitebench("process_results_qa_en"),
+    "token_f1_zh": infinitebench("process_results_qa_chn"),
+    "rouge_lsum": infinitebench("process_results_rouge"),
+}
 METRICS: Mapping[str, Metric] = {
     # for any data
     "contains": best_of_answers(containment),
@@ -45,26 +65,12 @@ METRICS: Mapping[str, Metric] = {
     # of benchmarks
     "boxed": boxed,
     "contains_all": contains_all,
-    "f1_zh": best_of_answers(longbench("qa_f1_zh_score")),
-    "rouge_l_zh": best_of_answers(longbench_rouge("rouge_zh_score")),
-    "classification": classification,
-    "count": best_of_answers(longbench("count_score")),
-    "retrieval": best_of_answers(longbench("retrieval_score")),
-    "retrieval_zh": best_of_answers(longbench("retrieval_zh_score")),
+    **LONGBENCH,
     "code_similarity": best_of_answers(code_similarity),
     "longbench_v2": longbench_v2,
-    "first_integer": infinitebench("process_results_int_match"),
-    "word": infinitebench("process_results_kv"),
-    "first_number": infinitebench("process_results_math"),
-    "last_integer": infinitebench("process_results_code_run"),
+    **INFINITEBENCH,
     "math_calc": math_calc,
-    "code_debug": infinitebench("process_results_code_debug"),
     "first_letter": first_letter,
-    "last_letter": infinitebench("process_results_choice"),
-    "substring": infinitebench("process_results"),
-    "token_f1": infinitebench("process_results_qa_en"),
-    "token_f1_zh": infinitebench("process_results_qa_chn"),
-    "rouge_lsum": infinitebench("process_results_rouge"),
     "rouge_geometric": rouge_geometric,
     "letter": best_of_answers(letter_accuracy),
     "exponential_similarity": best_of_answers(exponential_similarity),
@@ -77,47 +83,17 @@ METRICS: Mapping[str, Metric] = {
 OF_LETTERS = frozenset(("choice", "longbench_v2"))
 """The metrics by which an answer is the letter of an option."""
 
-LM_EVAL: Mapping[str, frozenset[str]] = {
-    "longbench.metrics": frozenset(
-        (
-            "f1",
-            "rouge_l",
-            "rouge_2",
-            "f1_zh",
-            "rouge_l_zh",
-            "classification",
-            "count",
-            "retrieval",
-            "retrieval_zh",
-            "loogle",
-        )
-    ),
-    "hendrycks_math.utils": frozenset(("boxed",)),
-    "infinitebench.utils": frozenset(
-        (
-            "first_integer",
-            "word",
-            "first_number",
-            "last_integer",
-            "code_debug",
-            "last_letter",
-            "substring",
-            "token_f1",
-            "token_f1_zh",
-            "rouge_lsum",
-        )
-    ),
+LM_EVAL = {
+    "longbench.metrics": {*LONGBENCH, "f1", "rouge_l", "rouge_2", "loogle"},
+    "hendrycks_math.utils": {"boxed"},
+    "infinitebench.utils": {*INFINITEBENCH},
 }
 """By module of lm-eval, the metrics that call it (or, of `longbench.metrics`, the packages that it
 needs)."""
 
 
 def check_metric(metric: str) -> None:
-    """Import the module of lm-eval that a metric needs, so that its absence is known before a run.
-
-    Raises:
-        TaskError: lm-eval or one of its packages is not installed.
-    """
+    """Import the module of lm-eval that a metric needs, so that its absence is known before a run."""
     for module, metrics in LM_EVAL.items():
         if metric in metrics:
             lm_eval_module(module)

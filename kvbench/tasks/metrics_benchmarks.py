@@ -25,11 +25,7 @@ from kvbench.tasks.metrics_text import Key, Metric, Pairwise, best_of_answers, r
 
 @cache
 def lm_eval_module(name: str) -> Any:
-    """Import a module of lm-eval's tasks, e.g. ``longbench.metrics``.
-
-    Raises:
-        TaskError: lm-eval or a package that the module needs is not installed.
-    """
+    """Import a module of lm-eval's tasks, e.g. ``longbench.metrics``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fuzzywuzzy warns about a package that it does not find
         try:

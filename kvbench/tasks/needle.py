@@ -3,8 +3,8 @@
 Protocol: G. Kamradt, "Needle In A Haystack - Pressure Testing LLMs" (2023),
 github.com/gkamradt/LLMTest_NeedleInAHaystack: filler text, a needle inserted at a percentage of its
 length after the nearest sentence end at or before (at 100 per cent: last, wherever the filler was
-cut), and a question about it at the end. The default filler is generated
-(:mod:`kvbench.tasks.haystack`); text files or a Hugging Face dataset can be used.
+cut), and a question about it at the end. The filler is generated (:mod:`kvbench.tasks.haystack`) or
+comes from text files.
 
 Prompts with the same filler are not independent, since the tokens that a method keeps of a text decide
 about all of them. Intervals therefore resample fillers (record field ``filler``), and every prompt has
@@ -32,13 +32,12 @@ from kvbench.tasks.base import (
     Example,
     Many,
     NewTokens,
-    Repeats,
     Task,
     TaskError,
     Tokens,
     balanced_order,
 )
-from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
+from kvbench.tasks.data import file_digests, texts_of_files
 from kvbench.tasks.encoding import check_template
 from kvbench.tasks.haystack import Filler, make_filler, place_needles
 from kvbench.tasks.metrics_text import Pairwise, containment, released_recall, rouge1, word_recall
@@ -63,23 +62,12 @@ SCORES: Mapping[str, Pairwise] = {
 
 
 class HiddenNeedle(NamedTuple):
-    """A needle of one context.
-
-    Attributes:
-        depth: the percentage of the haystack before it.
-        text: the text that is hidden.
-    """
-
     depth: float
     text: str
 
 
 class NeedleQuestion(NamedTuple):
-    """A question about one needle of a context.
-
-    Attributes:
-        needle: the index of the needle.
-    """
+    """About the needle of this index."""
 
     needle: int
     question: str
@@ -108,15 +96,9 @@ class Needle(Task):
             and needle have `buffer` tokens less than that, whatever template and question have.
         begin_tokens: whether the tokens that the tokenizer puts before any text (BOS) also stand twice
             before the haystack and once before each needle, as in the released code of BalanceKV.
-        haystack: ``generated``, ``files`` or ``dataset``.
-        haystack_files: a glob or a list of globs of text files; each example begins with another file.
-        dataset_name, dataset_config, dataset_split, dataset_column: for ``dataset``.
-        facts: how many different facts generated filler states; fewer facts are repeated more often.
-        repeats: the number of copies of the needle. The first is at the depth, the others are spread
-            evenly.
-        seed: the seed of the filler.
+        haystack: ``generated`` or ``files``.
+        haystack_files: globs of text files; each example begins with another file.
         primary: the name of the score that is the `score` of the tables.
-        max_new_tokens, stop: generation limits.
         end_tokens: texts; the last token of each ends the generation, as the model's end token does.
     """
 
@@ -137,14 +119,8 @@ class Needle(Task):
     template: str = "{haystack}\n\n{question}"
     buffer: Annotated[int, Ge(0), Le(10_000_000)] | None = None
     begin_tokens: bool = False
-    haystack: Literal["generated", "files", "dataset"] = "generated"
+    haystack: Literal["generated", "files"] = "generated"
     haystack_files: Sequence[str] = ()
-    dataset_name: str | None = None
-    dataset_config: str | None = None
-    dataset_split: str = "train"
-    dataset_column: str = "text"
-    facts: Many = 24
-    repeats: Repeats = 1
     together: bool = False
     seed: int = 0
     primary: Literal["containment", "word_recall", "released_recall", "rouge1"] = "containment"
@@ -159,10 +135,6 @@ class Needle(Task):
             raise TaskError(
                 "task.haystack_files is empty; allowed with haystack=files: globs of text files"
             )
-        if self.haystack == "dataset" and not self.dataset_name:
-            raise TaskError(
-                "task.dataset_name is null; allowed with haystack=dataset: a Hugging Face dataset"
-            )
         for option, names in PARTS.items():
             text = getattr(self, option)
             if self.together and not all(name in text for name in names):
@@ -170,25 +142,16 @@ class Needle(Task):
                     f"task.{option} is {text!r}; allowed with together=true: text with "
                     f"{' and '.join(names)}"
                 )
-        if self.together and self.repeats > 1:
-            raise TaskError(
-                f"task.repeats is {self.repeats}; allowed with together=true: 1 (a needle per depth)"
-            )
 
     def digests(self) -> Mapping[str, str]:
-        """See `file_digests`; of the haystack."""
         return file_digests(self.haystack_files) if self.haystack == "files" else {}
 
     def metric_name(self) -> str:
-        """See `Task.metric_name`."""
         return self.primary
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Every length at every depth `num_examples` times. In every prefix the lengths and the depths
         occur equally often, to within one example (one context, where all depths are `together`).
-
-        Raises:
-            TaskError: a length that is too short; a haystack that cannot be read.
         """
         texts = self._texts()
         begin = encoder.begin_ids if self.begin_tokens else []
@@ -197,9 +160,7 @@ class Needle(Task):
         @cache
         def filler(number: int) -> Filler:
             tokens = max(self.lengths)
-            return make_filler(
-                texts, self.seed, number, tokens, 2 * begin, encoder, self.facts, head
-            )
+            return make_filler(texts, self.seed, number, tokens, 2 * begin, encoder, head)
 
         num_lengths = len(self.lengths)
         num_depths = 1 if self.together else len(self.depths)
@@ -214,51 +175,30 @@ class Needle(Task):
         return examples
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
-        """All four scores; the primary one again as ``score``."""
         scores = {name: score(prediction, example.answers[0]) for name, score in SCORES.items()}
         return {"score": scores[self.primary], **scores}
 
     def _texts(self) -> list[tuple[str, str]]:
-        """The names and texts of the haystack's documents; empty for generated filler.
-
-        Raises:
-            TaskError: they cannot be read, or all of them are blank.
-        """
         if self.haystack == "generated":
             return []
-        if self.haystack == "files":
-            texts = texts_of_files("haystack_files", self.haystack_files, ESSAYS)
-        else:
-            texts = texts_of_dataset(
-                "haystack_files",
-                str(self.dataset_name),
-                self.dataset_config,
-                self.dataset_split,
-                self.dataset_column,
-            )
+        texts = texts_of_files("haystack_files", self.haystack_files, ESSAYS)
         texts = [(name, text.strip()) for name, text in texts if text.strip()]
         if not texts:
-            raise TaskError(f"needle: the {self.haystack} haystack holds no text")
+            raise TaskError("needle: the haystack of files holds no text")
         return texts
 
     def _needles(
         self, number: int, length: int, depth: float
     ) -> tuple[list[HiddenNeedle], list[NeedleQuestion]]:
-        """The needles of a context and the questions about them: the needle, its copies and one
-        question, or a needle and a question for every depth."""
+        """One, or one for every depth."""
         if self.together:
             return self._needles_together(number, length)
-        needles = [HiddenNeedle(depth, self.needle)]
-        for copy in range(self.repeats - 1):
-            place = 100.0 * (copy + 0.5) / (self.repeats - 1)
-            needles.append(HiddenNeedle(place, self.needle))
-        return needles, [NeedleQuestion(0, self.question, self.answer)]
+        return [HiddenNeedle(depth, self.needle)], [NeedleQuestion(0, self.question, self.answer)]
 
     def _needles_together(
         self, number: int, length: int
     ) -> tuple[list[HiddenNeedle], list[NeedleQuestion]]:
-        """A needle with a key and a value of its own at every depth, and the questions in random
-        order."""
+        """A key and a value at every depth, and the questions in random order."""
         rng = random.Random(f"kvbench needles {self.seed} {number} {length}")
         num_needles = len(self.depths)
         keys = rng.sample([word for word in words_of("noun") if word.isalpha()], num_needles)
@@ -280,8 +220,7 @@ class Needle(Task):
     def _context_examples(
         self, encoder: PromptEncoder, filler: Filler, number: int, length: int, depth: float
     ) -> list[Example]:
-        """The examples of one context. The prompt of the longest question has exactly `length`
-        tokens."""
+        """The prompt of the longest question has exactly `length` tokens."""
         needles, questions = self._needles(number, length, depth)
         before, _, after = self.template.partition(HAYSTACK)
         texts = [after.replace(QUESTION, question.question) for question in questions]
@@ -326,7 +265,6 @@ class Needle(Task):
                         "needle_start": start + len(before_ids),
                         "needle_tokens": tokens,
                         "haystack": self.haystack,
-                        "repeats": self.repeats,
                     },
                 )
             )

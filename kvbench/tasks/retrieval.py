@@ -48,8 +48,6 @@ class HiddenKeys(Task):
         num_examples: the number of contexts of each size.
         queries: the number of questions about each context. The context is divided into as many parts,
             and one key of each part is asked for.
-        seed: the seed of keys, values and places.
-        max_new_tokens: generation limit.
     """
 
     template: Text
@@ -74,7 +72,7 @@ class HiddenKeys(Task):
 
 
 def _depth(place: int, last: int) -> int:
-    """The depth of a place among 0 .. `last`, in per cent rounded to tens."""
+    """Of a place among 0 .. `last`, in per cent rounded to tens."""
     return int(10 * round(10 * place / last))
 
 
@@ -104,7 +102,6 @@ class KeyValue(HiddenKeys):
             )
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """Every size in turn, with all questions about an object together."""
         del encoder
         examples: list[Example] = []
         for number in range(self.num_examples):
@@ -113,7 +110,6 @@ class KeyValue(HiddenKeys):
         return examples
 
     def _object_examples(self, size: int, number: int) -> list[Example]:
-        """The questions about object `number` of `size` pairs."""
         rng = random.Random(f"kvbench key_value {self.seed} {size} {number}")
         pairs = [(_uuid(rng), _uuid(rng)) for _ in range(size)]
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in pairs)
@@ -138,12 +134,10 @@ class KeyValue(HiddenKeys):
         return examples
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
-        """1 if the prediction contains the value, whatever its case."""
         return {"score": float(occurs(prediction, example.answers[0]))}
 
 
 def _uuid(rng: random.Random) -> str:
-    """Draw a version 4 UUID."""
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
@@ -190,11 +184,6 @@ class Passkey(HiddenKeys):
                 )
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """Every length in turn, with all questions about a text together.
-
-        Raises:
-            TaskError: a length that is too short.
-        """
         lines_of = dict.fromkeys(self.lengths, 1)
         examples: list[Example] = []
         for number in range(self.num_examples):
@@ -207,16 +196,8 @@ class Passkey(HiddenKeys):
     def _most_lines(
         self, examples_of: Callable[[int], list[Example]], length: int, guess: int
     ) -> int:
-        """Find the number of lines of noise in the longest text whose prompts have at most `length`
-        tokens.
-
-        Args:
-            examples_of: makes the examples of a text with a number of lines.
-            guess: the number of lines to try first.
-
-        Raises:
-            TaskError: the length is too short for the shortest text.
-        """
+        """Of noise in the longest text whose prompts have at most `length` tokens; `guess` is tried
+        first."""
 
         def tokens(lines: int) -> int:
             examples = examples_of(lines)
@@ -236,7 +217,6 @@ class Passkey(HiddenKeys):
     def _text_examples(
         self, encoder: PromptEncoder, length: int, number: int, num_lines: int
     ) -> list[Example]:
-        """The questions about text `number` of a length, with `num_lines` lines of noise."""
         rng = random.Random(f"kvbench passkey {self.seed} {length} {number}")
         names = [""]
         if self.queries > 1:
@@ -276,7 +256,6 @@ class Passkey(HiddenKeys):
         return examples
 
     def _key(self, rng: random.Random) -> str:
-        """Draw the digits of a key."""
         num_repeated = self.digits // 2 if self.runs else 0
         digits = [str(rng.randint(0, 9)) for _ in range(self.digits - num_repeated)]
         for _ in range(num_repeated):
@@ -285,7 +264,6 @@ class Passkey(HiddenKeys):
         return "".join(digits)
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
-        """1 if the first number of the prediction is the key."""
         return METRICS["first_integer"](prediction, Key(example.answers))
 
 

@@ -108,7 +108,6 @@ class _Sizes:
     last_tokens: int = 0
 
     def tokens(self, size: int) -> int:
-        """Make the prompt of `size` units, and count its tokens."""
         draft = self.generator.draft(size, self.number, random.Random(self.seed))
         ids = encode_split(self.encoder, draft.context, draft.question, draft.prefix)
         self.prompts[size] = (draft, ids)
@@ -125,7 +124,6 @@ class Ruler(Task):
         lengths: the most tokens of prompt and answer together, with all that the model sees: chat
             template and begin token included, which RULER's own tools do not count.
         num_examples: the number of samples of each task and length (500 as published).
-        seed: the seed of keys, values, words and places.
         essays: a file or a glob of text files, or of JSON objects with a field ``text``. None:
             generated sentences take the place of the essays.
         squad, hotpotqa: the files of qa_1 and qa_2.
@@ -168,20 +166,15 @@ class Ruler(Task):
 
     @cached_property
     def _collections(self) -> dict[str, Collection]:
-        """The documents and questions of each task about documents that is run."""
         readers = {"qa_1": squad, "qa_2": hotpotqa}
         return {task: readers[task](getattr(self, QA[task])) for task in self.tasks if task in QA}
 
     def metric_name(self) -> str:
-        """See `Task.metric_name`."""
         return "references found"
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Every task at every length. In every prefix the tasks and the lengths occur equally often,
         to within one example.
-
-        Raises:
-            TaskError: a length that is too short for a task; a file that is missing or wrong.
         """
         # One object for each token id: a set of prompts may have a hundred million tokens.
         shared_ids: dict[int, int] = {}
@@ -195,8 +188,7 @@ class Ruler(Task):
     def _group(
         self, encoder: PromptEncoder, task: str, length: int, shared_ids: dict[int, int]
     ) -> list[Example]:
-        """The examples of one task and length. The search for the size of each begins at the size of
-        the example before it."""
+        """The search for the size of each begins at the size of the example before it."""
         generator = self._generator(encoder, task, length)
         examples: list[Example] = []
         units = max(generator.least, length // 20)
@@ -230,14 +222,7 @@ class Ruler(Task):
         number: int,
         guess: int,
     ) -> tuple[int, Draft, SplitIds]:
-        """Find the largest prompt of sample `number` that fits, beginning at a size of `guess` units.
-
-        Returns:
-            its units, its text and its token ids.
-
-        Raises:
-            TaskError: the shortest prompt does not fit.
-        """
+        """Units, text and token ids of the largest prompt of sample `number` that fits."""
         new_tokens = PROMPTS[generator.name].new_tokens
         room = length - new_tokens
         for draw in range(DRAWS):
@@ -258,11 +243,6 @@ class Ruler(Task):
         )
 
     def _generator(self, encoder: PromptEncoder, task: str, length: int) -> Generator:
-        """The generator of a task's prompts of a length.
-
-        Raises:
-            TaskError: the length is too short for fwe; the file of a task is missing or wrong.
-        """
         if task in NIAH:
             return Niah(NIAH[task], self._essays)
         if task == "vt":

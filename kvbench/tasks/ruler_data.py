@@ -21,30 +21,19 @@ has."""
 
 @cache
 def sorted_words(*kinds: str) -> tuple[str, ...]:
-    """The distinct words of these kinds (see `words_of`), sorted."""
     return tuple(sorted(set(words_of(*kinds))))
 
 
 @dataclass(frozen=True)
 class Essays:
-    """The text in which needles are hidden.
-
-    Attributes:
-        files: a file or a glob of text files, or of JSON objects with a field ``text``. None: generated
-            text.
-        seed: the seed of generated text.
-    """
+    """The text in which needles are hidden: text files, JSON objects with a field ``text``, or
+    generated."""
 
     files: str | None
     seed: int
 
     @cached_property
     def words(self) -> Sequence[str]:
-        """All words of all essays, in order.
-
-        Raises:
-            TaskError: the files are missing, unreadable or without words.
-        """
         if self.files is None:
             return _generated_words(self.seed)
         # RULER joins its essays without a separator.
@@ -55,8 +44,7 @@ class Essays:
         return words
 
     def text(self, count: int) -> str:
-        """The first `count` words, separated by blanks. After the last word the first one follows
-        again."""
+        """The first `count` words, again from the first after the last."""
         return " ".join(islice(cycle(self.words), count))
 
 
@@ -69,11 +57,6 @@ def _generated_words(seed: int) -> Sequence[str]:
 
 
 def _read_essay(path: str) -> str:
-    """Read a text file, or the field ``text`` of a JSON file.
-
-    Raises:
-        TaskError: the file cannot be read, or its JSON has no such field.
-    """
     if not path.endswith(".json"):
         return read_text("ruler", path)
     content = parsed_json("ruler", path, read_text("ruler", path).encode())
@@ -86,11 +69,6 @@ def _read_essay(path: str) -> str:
 
 
 def _matching_files(option: str, pattern: str) -> list[str]:
-    """The files that match the pattern of a task's option.
-
-    Raises:
-        TaskError: there is none.
-    """
     paths = matching([pattern])
     if not paths:
         raise TaskError(f"ruler: no file matches {option}={pattern!r}; allowed: a file or a glob")
@@ -99,12 +77,8 @@ def _matching_files(option: str, pattern: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a collection of documents.
-
-    Attributes:
-        gold: the indices of the documents that hold the answer.
-        same_article: the indices of other documents of the same article.
-    """
+    """A question and the indices of the documents that hold the answer, and of others of their
+    article."""
 
     text: str
     answers: tuple[str, ...]
@@ -114,8 +88,6 @@ class Question:
 
 @dataclass(frozen=True)
 class Collection:
-    """Documents and the questions about them."""
-
     documents: Sequence[str]
     questions: Sequence[Question]
 
@@ -139,9 +111,6 @@ class Collection:
 def squad(pattern: str) -> Collection:
     """Read SQuAD 2.0: its distinct paragraphs, sorted, and the questions that have an answer, in the
     order of the file.
-
-    Raises:
-        TaskError: there is no such file, or it is none of SQuAD.
     """
     return _read_collection("squad", pattern, "SQuAD 2.0", _squad_collection)
 
@@ -164,11 +133,7 @@ def _squad_collection(content: Any) -> Collection:
 
 
 def hotpotqa(pattern: str) -> Collection:
-    """Read HotpotQA's distractor setting. All ten paragraphs of a question count as gold.
-
-    Raises:
-        TaskError: there is no such file, or it is none of HotpotQA.
-    """
+    """Read HotpotQA's distractor setting. All ten paragraphs of a question count as gold."""
     return _read_collection("hotpotqa", pattern, "HotpotQA", _hotpotqa_collection)
 
 
@@ -188,15 +153,7 @@ def _hotpotqa_collection(content: Any) -> Collection:
 def _read_collection(
     option: str, pattern: str, name: str, collection_of: Callable[[Any], Collection]
 ) -> Collection:
-    """Read a collection from the first JSON file that matches the pattern of a task's option.
-
-    Args:
-        name: the name of the data set, for messages.
-        collection_of: makes the collection from the content of the file.
-
-    Raises:
-        TaskError: no file matches, or the file is not in the data set's format or has no question.
-    """
+    """From the first JSON file that matches the pattern of a task's option."""
     path = _matching_files(option, pattern)[0]
     content = parsed_json("ruler", path, read_text("ruler", path).encode())
     try:

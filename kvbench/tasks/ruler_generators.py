@@ -29,13 +29,8 @@ from kvbench.tasks.ruler_data import Collection, Essays, sorted_words
 
 
 class Prompt(NamedTuple):
-    """The strings of one generator.
-
-    Attributes:
-        template: the user's text, with the field ``{context}`` and others.
-        prefix: the beginning of the answer. It follows the assistant's header of a chat template.
-        new_tokens: the most tokens of an answer.
-    """
+    """The strings of one generator: the user's text with its fields, the beginning of the answer behind
+    the assistant's header, and the most tokens of an answer."""
 
     template: str
     prefix: str
@@ -90,16 +85,8 @@ PROMPTS = {
 
 @dataclass(frozen=True)
 class Draft:
-    """The text of a prompt, which may turn out to be too long.
-
-    Attributes:
-        context: the text before the question.
-        question: the rest of the user's text.
-        prefix: the beginning of the answer.
-        answers: the reference answers.
-        fields: further fields of the record.
-        evidence: the sentence of the context that holds the first answer; empty if there is none.
-    """
+    """The text of a prompt, which may turn out to be too long; `evidence` is the sentence of the context
+    that holds the first answer."""
 
     context: str
     question: str
@@ -110,7 +97,6 @@ class Draft:
 
     @property
     def text(self) -> str:
-        """The whole prompt of a model without a chat template."""
         return self.context + self.question + self.prefix
 
 
@@ -125,7 +111,6 @@ def _draft(
 
 
 def _filled(prompt: Prompt, **fields: str) -> Prompt:
-    """Fill all fields of a prompt but ``{context}``."""
     template = prompt.template.format(context="{context}", **fields)
     return Prompt(template, prompt.prefix.format(**fields), prompt.new_tokens)
 
@@ -172,7 +157,6 @@ class NeedleSettings:
 
     @property
     def num_needles(self) -> int:
-        """The number of needles in a prompt."""
         return self.num_keys * self.values_per_key
 
 
@@ -215,7 +199,6 @@ class Niah:
         return _draft(prompt, text, answers, evidence=evidence, haystack=haystack)
 
     def _prompt(self, keys: list[str]) -> Prompt:
-        """The strings that ask for these keys."""
         query = keys[0]
         if len(keys) > 1:
             query = ", ".join(keys[:-1]) + ", and " + keys[-1]
@@ -286,7 +269,6 @@ def _distinct(count: int, draw: Callable[[], str], used: Sequence[str] = ()) -> 
 
 
 def _letters(alphabet: str, count: int, rng: random.Random) -> str:
-    """Draw a text of `count` letters."""
     return "".join(rng.choices(alphabet, k=count))
 
 
@@ -438,11 +420,7 @@ class DocumentQuestions:
         return len(self.collection.documents)
 
     def draft(self, size: int, number: int, rng: random.Random) -> Draft:
-        """A prompt of `size` documents that asks question `number`.
-
-        Raises:
-            TaskError: there are not so many questions.
-        """
+        """A prompt of `size` documents that asks question `number`."""
         questions = self.collection.questions
         if number >= len(questions):
             raise TaskError(

@@ -21,12 +21,8 @@ MOST_EXACT = 2**53
 
 
 def whole(value: str | float) -> str | float:
-    """A text or number, and a float that is a whole number as one: a column with gaps makes 4711.0 of
-    4711.
-
-    Raises:
-        ValueError: a float that cannot hold all digits of the number.
-    """
+    """A float that is a whole number as one: a column with gaps makes 4711.0 of 4711. One that cannot
+    hold all digits is a ValueError."""
     if isinstance(value, float) and value.is_integer():
         if abs(value) > MOST_EXACT:
             raise ValueError(f"{value!r} has lost digits; allowed: the number as text")
@@ -40,7 +36,7 @@ def as_text(value: str | float) -> str:
 
 
 def _printed(value: Any) -> Any:
-    """What an expression of a template prints: no Python's list, None or function."""
+    """No Python's list, None or function."""
     if isinstance(value, Undefined):
         return value  # which is an error of its own
     if isinstance(value, str | int | float):
@@ -71,11 +67,10 @@ class PromptTemplate:
             ) from problem
 
     def render(self, fields: Mapping[str, Any], place: str) -> str:
-        """The text for the fields of a row, which is at `place`."""
         return str(self._made(self._template.render, fields, place))
 
     def value(self, fields: Mapping[str, Any], place: str) -> Any:
-        """The value of the only expression where the template is ``{{ expression }}``, else its text."""
+        """Of the only expression where the template is ``{{ expression }}``, else its text."""
         value = self._made(self._only or self._template.render, fields, place)
         if isinstance(value, Undefined):
             return self.render(fields, place)  # and its error
@@ -93,5 +88,4 @@ class PromptTemplate:
 
 @cache
 def template(name: str, text: str) -> PromptTemplate:
-    """A template that is made once for all rows."""
     return PromptTemplate(name, text)

@@ -91,15 +91,9 @@ class RunningText(TextSource, Task):
     max_new_tokens: NewTokens = 64
 
     def digests(self) -> Mapping[str, str]:
-        """See `Task.digests`."""
         return file_digests(self.files)
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """See `Task.examples`.
-
-        Raises:
-            TaskError: texts cannot be read, or none is long enough.
-        """
         begin = encoder.begin_ids
         room = self.tokens - len(begin)
         documents = self.texts("text", self.rows, self.num_examples)
@@ -142,5 +136,4 @@ class RunningText(TextSource, Task):
         return examples[: self.num_examples]
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
-        """See `Task.score`."""
         return METRICS["f1"](prediction, Key(example.answers))

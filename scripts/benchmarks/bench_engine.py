@@ -31,7 +31,6 @@ from unittest import mock
 
 import torch
 from _shared import LLAMA_8B, SHIPPED
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import compress
@@ -47,7 +46,6 @@ from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.row import Row
 from kvbench.engine.scoring import read, score
 from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
-from kvbench.kernels.qjl import QJL, group_products
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
@@ -233,32 +231,12 @@ def bench_layer(options: argparse.Namespace) -> None:
 
     names = ["exact", *(options.methods or ("snapkv", "turboquant", "qjl"))]
     steps = {name: step_of(name) for name in names}
-    if "qjl" in names:
-        steps["(signs of qjl)"] = products_of_signs(keys[0], values[0])
     runs = {name: partial(repeated, step) for name, step in steps.items()}
     seconds = medians(runs, options.runs)
     for name, seconds_of_steps in seconds.items():
         ms = 1000 * seconds_of_steps / new
         ratio = seconds_of_steps / seconds["exact"]
         print(f"{name:16} {ms:7.2f} ms a token, {ratio:.2f} times exact's")
-
-
-def products_of_signs(keys: Tensor, values: Tensor) -> Callable[[], object]:
-    """A function that does what reading QJL's packed keys [heads, n, dim] cannot go without.
-
-    It restores their signs as numbers and multiplies them with four queries of each group of tokens.
-    """
-    codec, _ = QJL().codecs(keys, values, layer=0, seed=0)
-    (block,) = codec.whole
-    parts = [part.flatten(0, 1) for part in (block.bits, block.outlier_bits)]
-    queries = [keys.new_ones(len(part), 4, 8 * part.shape[2]) for part in parts]
-    out = keys.new_empty(len(parts[0]), 4, parts[0].shape[1])
-
-    def step() -> None:
-        for group_queries, bits in zip(queries, parts, strict=True):
-            group_products(group_queries, bits, out=out)
-
-    return step
 
 
 def bench_compression(options: argparse.Namespace) -> None:

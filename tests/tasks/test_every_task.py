@@ -55,14 +55,12 @@ REQUIRED: dict[type[Task], dict[str, Any]] = {
 REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
     Needle: [
         ({"depths": [101]}, "depths is [101]; allowed: less than or equal to 100"),
-        ({"haystack": "wiki"}, "'generated', 'files' or 'dataset'"),
+        ({"haystack": "wiki"}, "'generated' or 'files'"),
         ({"haystack": "files"}, "task.haystack_files is empty"),
-        ({"haystack": "dataset"}, "task.dataset_name is null"),
         ({"template": "{question} {haystack}"}, "{haystack} and, after it, {question}, each once"),
         ({"together": True, "needle": "A {key}."}, "together=true: text with {key} and {value}"),
         ({"together": True, "question": "What?"}, "together=true: text with {key}"),
         ({"together": True, "answer": "5"}, "together=true: text with {value}"),
-        ({"together": True, "repeats": 2}, "together=true: 1 (a needle per depth)"),
     ],
     RunningText: [({"files": ["a"], "dataset_name": "b"}, "one of them at most")],
     LongEvalLines: [
@@ -89,7 +87,6 @@ REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
         ({"fields": {"answers": None}}, "fields.answers is null"),
         ({"metric": "rouge"}, "task.metric is 'rouge' (did you mean 'rouge_"),
         ({"metric": "regex", "pattern": "("}, "pattern is '(', which is no regular expression"),
-        ({"extract": {"a": ["x"]}}, "task.extract.a is ['x']; allowed: a field and a regular"),
         ({"files": []}, "no data; allowed: task.files"),
         ({"max_input": "modell"}, "task.max_input is 'modell'; allowed: "),
         ({"subsets": {"a": {}}}, "task.files is ['x.jsonl'] and the task has 1 data sets"),

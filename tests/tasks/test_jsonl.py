@@ -211,8 +211,7 @@ def test_fields_and_the_prompt_may_be_templates(file: str) -> None:
     made = examples(
         file,
         fields={**FIELDS, "context": "{{ text[:3] }}!", "question": None, "dataset": "level"},
-        template="{% if nr > 2 %}Late. {% endif %}{{ context }} {{ name }} ({{ nr }})",
-        extract={"name": ["text", r"^(\w+)"]},
+        template="{% if nr > 2 %}Late. {% endif %}{{ context }} {{ text.split()[0] }} ({{ nr }})",
         answer_prefix="",
     )
     assert texts(made) == ["Ann! Ann (1)", "Bob! Bob (2)", "Late. Ann! Ann (3)"]
@@ -305,7 +304,6 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, messa
     ({"template": "{{ question }}"}, ROWS, "prints the context 0 times"),
     ({"template": "{{ context }} {{ context }}"}, ROWS, "prints the context 2 times"),
     ({"breakdowns": ["lvl"]}, ROWS, r"no field 'lvl' \(task.breakdowns\)"),
-    ({"extract": {"name": ["text", "x"]}}, ROWS, r"without 'x' \(task.extract.name\)"),
     ({"chat": True}, ROWS, "chat is true and the model has no chat template"),
     ({"max_input": 12}, ROWS, r"max_input=12 leaves -?\d+ tokens to the context of my-"),
     ({}, [[1]], "row 1 is not an object"),
