@@ -1,5 +1,5 @@
-"""Drawing with matplotlib: figures with panels, numbers with intervals in rows (`forest`) and against x
-(`lines`), and what a figure's file is made of (`Drawn`).
+"""Drawing with matplotlib, for files and W&B: figures with panels, numbers with intervals in rows
+(`forest`) and against x (`lines`), and what a figure's file is made of (`Drawn`).
 
 Figures are built as objects, without pyplot. A name that records hold is drawn as it is, whatever it
 holds: "$" begins no formula.
@@ -7,7 +7,6 @@ holds: "$" begins no formula.
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import re
@@ -27,6 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvbench.errors import printable
+from kvbench.records.store import safe_name
 from kvbench.report.experiment import Group
 from kvbench.report.labels import words
 from kvbench.report.style import style_of
@@ -52,8 +52,6 @@ GAP = 0.008
 """Between the points of two lines at one x, as a share of the axis."""
 _RC: Any = {
     "text.parse_math": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "kvbench",
     "pdf.fonttype": 42,  # TrueType: many venues refuse Type 3 fonts
     "font.size": SMALL,
     "axes.titlesize": TEXT,
@@ -77,6 +75,7 @@ class Drawn:
         name: file name stem, unique within an experiment.
         caption: what is shown, how it was measured, what the marks mean.
         kind: what sort of figure it is; "memory" shows the score against the bytes held.
+        chart: what a page shows of it; None where the chart of scores shows it (`scores_chart`).
     """
 
     name: str
@@ -84,6 +83,11 @@ class Drawn:
     caption: str
     figure: Figure
     kind: FigureKind = "other"
+    chart: Mapping[str, Any] | None = None
+
+    def file(self, file_type: str) -> str:
+        """The path of its file in the experiment's folder."""
+        return f"figures/{safe_name(self.name)}.{file_type}"
 
     def say_above(self, sentence: str) -> None:
         """Put a sentence above the figure."""
@@ -91,22 +95,16 @@ class Drawn:
         heading = self.figure.get_suptitle()
         self.figure.suptitle("\n".join([*lines, heading] if heading else lines), fontsize=7)
 
-    def encoded(self, file_type: str) -> bytes:
-        """The figure's file as svg, png or pdf (with embedded fonts); the same bytes for the same
-        records."""
+    def encoded(self, file_type: Literal["png", "pdf"]) -> bytes:
+        """The figure's file (PDF with embedded fonts); the same bytes for the same records."""
         buffer = io.BytesIO()
         dpi = min(DOTS_PER_INCH, MOST_PIXELS / max(self.figure.get_size_inches()))
-        dated = {"svg": "Date", "pdf": "CreationDate", "png": "Software"}[file_type]
+        dated = {"pdf": "CreationDate", "png": "Software"}[file_type]
         with rc_context(_RC), warnings.catch_warnings():
             # matplotlib warns of names that no font has, and of axes without room
             warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
             self.figure.savefig(buffer, format=file_type, dpi=dpi, metadata={dated: None})
         return buffer.getvalue()
-
-    @property
-    def address(self) -> str:
-        """The figure as a data: address of an SVG image."""
-        return f"data:image/svg+xml;base64,{base64.b64encode(self.encoded('svg')).decode()}"
 
 
 def stem(group: Group) -> str:

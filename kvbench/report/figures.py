@@ -1,7 +1,7 @@
 """Which figures a report has of one model and task, and what each shows.
 
-In: a group's records and its tidy frame. Out: `Drawn`, a figure with its caption. The drawing itself is
-in `kvbench.report.drawing` and `kvbench.report.panels`.
+In: a group's records and its tidy frame. Out: `Drawn`, a figure with its caption and what a page shows
+of it. The drawing itself is in `kvbench.report.drawing` and `kvbench.report.panels`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 
 from kvbench.errors import one_line
 from kvbench.records.figures import Bars, Curve, Heatmap
+from kvbench.report.charts import panels_chart
 from kvbench.report.drawing import (
     AXIS_LABELS,
     Drawn,
@@ -246,7 +247,8 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
         f"Means; error bars: one standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
     )
     title = f"{group.task}: {ylabel} by {words(spec.x)}"
-    return Drawn(f"{stem(group)}-bars", title, text, figure, kind="bars")
+    chart = panels_chart(group, panels, xlabel, ylabel, ticks=names)
+    return Drawn(f"{stem(group)}-bars", title, text, figure, "bars", chart)
 
 
 def _rate_ticks(group: Group, rates: Sequence[str]) -> list[str]:
@@ -276,4 +278,5 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     title = f"{group.task}: {words(spec.y)} against {words(spec.x)}"
     text = "Means with 95 % intervals; dashed in grey: slopes of the papers' bounds."
     figure = lines(panels, xlabel, ylabel, log="xy", also=guides)
-    return [Drawn(f"{stem(group)}-scaling", title, text, figure, kind="scaling")]
+    chart = panels_chart(group, panels, xlabel, ylabel, log=True, guides=spec.guides)
+    return [Drawn(f"{stem(group)}-scaling", title, text, figure, "scaling", chart)]

@@ -57,9 +57,8 @@ class Section:
     Attributes:
         verdict: the sentences that sum it up.
         tables: the first is open, the others are folded.
-        figures: those that the chart does not draw are pictures of the page: the first and heatmaps are
-            open, the others are folded.
-        chart: the interactive figure of the scores against the bytes held, over all examples or a part.
+        figures: all are named as files; the page shows the `chart` of each that has one.
+        chart: the scores against the bytes held, or against a field.
         answers: how many examples' answers are shown, at most.
     """
 
@@ -69,23 +68,6 @@ class Section:
     figures: Sequence[Drawn] = ()
     chart: Chart | None = None
     answers: int = LIMIT
-
-    @property
-    def charted(self) -> list[Drawn]:
-        """Figures that the chart draws, which the page has as files alone."""
-        return [d for d in self.figures if self.chart and d.kind in ("memory", "breakdown")]
-
-    @property
-    def leading(self) -> list[Drawn]:
-        """Pictures that are open."""
-        pictures = [d for d in self.figures if d not in self.charted]
-        first = () if self.chart else pictures[:1]
-        return [d for d in pictures if d in first or d.kind == "heatmap"]
-
-    @property
-    def folded(self) -> list[Drawn]:
-        """Pictures that are folded."""
-        return [d for d in self.figures if d not in self.charted and d not in self.leading]
 
     @cached_property
     def sample(self) -> tuple[list[ExampleAnswers], int]:
@@ -120,7 +102,7 @@ def render_page(
         published: tables of published numbers beside ours.
         warnings: what the report had to leave out, one line each.
     """
-    charts = [section.chart.as_json() if section.chart else None for section in sections]
+    has_charts = any(s.chart or any(drawn.chart for drawn in s.figures) for s in sections)
     leaderboards = [table for table in tables if table.kind == "overview"]
     notes = dict.fromkeys(note for table in (*tables, *published) for note in table.notes)
     notes |= dict.fromkeys(_notes_of(sections))
@@ -137,11 +119,10 @@ def render_page(
         sections=sections,
         leaderboards=leaderboards,
         tables=[table for table in tables if table.kind != "overview"],
-        charts=charts if any(charts) else [],
         published=published,
         warnings=warnings,
         reproduce=how_to_reproduce(experiment),
-        libraries=[vega_script(), _template("charts.js")] if any(charts) else [],
+        libraries=[vega_script(), _template("charts.js")] if has_charts else [],
     )
 
 
