@@ -38,12 +38,10 @@ class ReportPaths:
     """The files of a report, and the data that W&B logs of it.
 
     Attributes:
-        page: the file of the page.
-        tables: the files of the tables.
-        drawn: the figures themselves.
-        warnings: one line for each part that the report lacks.
+        drawn: the figures whose files are `figures`.
+        warnings: a line for each part that the report lacks.
         scores: the tidy frames of all groups whose methods are ranked, as one frame.
-        manifest: the manifest of the run that was started last.
+        manifest: of the run that was started last.
     """
 
     page: Path
@@ -134,7 +132,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
 
 
 def incomplete(experiment: Experiment) -> Iterator[str]:
-    """The line on runs that lack records of examples that they were asked for; none where all are there."""
+    """A line on the runs that lack records of examples they were asked for; none where all are there."""
     short = []
     for run in experiment.runs:
         asked = run.asked or frozenset()
@@ -149,12 +147,10 @@ def incomplete(experiment: Experiment) -> Iterator[str]:
 
 
 def _started(manifest: Mapping[str, Any]) -> str:
-    """When the run of a manifest was started, in ISO format."""
     return str(manifest.get("started"))
 
 
 def _write_figures(drawn: Sequence[Drawn], folder: Path, types: Sequence[str]) -> list[Path]:
-    """Write every figure as files of these types, and return them."""
     paths = []
     for figure in drawn:
         for file_type in types:
@@ -188,7 +184,6 @@ def is_ranked(group: Group) -> bool:
 
 
 def _grouped(parts: Sequence[Part], key: Literal["model", "task"]) -> list[list[Part]]:
-    """The parts of each model, or of each task."""
     by_name: dict[str, list[Part]] = {}
     for part in parts:
         by_name.setdefault(getattr(part[0], key), []).append(part)

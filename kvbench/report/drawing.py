@@ -108,18 +108,17 @@ class Drawn:
 
 
 def stem(group: Group) -> str:
-    """The beginning of the file names of a group's figures."""
+    """What the file names of a group's figures begin with."""
     names = (re.sub(r"[^\w.]+", "-", name).strip("-")[:80] for name in (group.task, group.model))
     return "-".join(names)
 
 
 def score_axis(group: Group) -> str:
-    """The label of an axis that shows scores."""
     return "score (%)" if group.percent else words(group.meta.score_unit)
 
 
 def in_shown_unit(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a tidy frame with scores in the unit that readers see: fractions as per cent."""
+    """Rows of a tidy frame with fractions as per cent."""
     scale = 100.0 if group.percent else 1.0
     return rows.assign(**{key: scale * rows[key] for key in ("mean", "low", "high")})
 
@@ -127,13 +126,9 @@ def in_shown_unit(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
 def new_panels(
     count: int, columns: int, size: tuple[float, float], around: tuple[float, float], **share: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` axes in at most `columns` columns, and these axes.
-
-    Args:
-        size: width and height of each panel, in inches.
-        around: room beside and above all panels, in inches.
-        share: keyword arguments of `Figure.subplots`.
-    """
+    """A figure of `count` axes in at most `columns` columns, and these axes. `size` is the width and
+    height of each panel, `around` the room beside and above all, in inches; `share` is for
+    `Figure.subplots`."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     width, height = around[0] + size[0] * columns, around[1] + size[1] * rows
@@ -146,7 +141,6 @@ def new_panels(
 
 
 def shown_name(text: str) -> str:
-    """A name as figures show it: one line, cut where it is too long."""
     return printable(text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…")
 
 
@@ -171,13 +165,8 @@ def label_axes(figure: Figure, axes: Sequence[Axes], x: str, y: str) -> None:
 
 
 def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: Any) -> None:
-    """Draw means with their intervals.
-
-    Args:
-        at: where each row's point lies, on the axis that shows no scores.
-        across: whether scores are on the x axis; else on the y axis.
-        more: keyword arguments of `Axes.errorbar`, before those of the method's own style.
-    """
+    """Draw means with their intervals, along x where `across`, else along y; `at` is where the points
+    lie on the other axis, `more` goes before the method's own style."""
     mean, low, high = (rows[key].to_numpy(float) for key in ("mean", "low", "high"))
     x, y = (mean, at) if across else (at, mean)
     style = style_of(str(rows["method"].iloc[0]))
@@ -190,11 +179,8 @@ def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: An
 
 @styled
 def forest(frame: pd.DataFrame, xlabel: str) -> Figure:
-    """Numbers with intervals, a named row for each.
-
-    Args:
-        frame: columns ``row`` (the name), ``method``, ``mean``, ``low``, ``high``.
-    """
+    """Numbers with intervals, a named row for each: columns ``row`` (the name), ``method``, ``mean``,
+    ``low``, ``high``."""
     names = list(frame["row"])
     figure, (ax,) = new_panels(1, 1, (5.6, 0.4 + 0.21 * len(names)), (1.2, 0.5))
     for place, row in enumerate(frame.index):
@@ -269,7 +255,6 @@ def _baseline(ax: Axes, rows: pd.DataFrame, label: str) -> None:
 
 
 def _line(ax: Axes, label: str, x: Any, rows: pd.DataFrame, *, joined: bool) -> None:
-    """Draw one label's points in its method's colour, with intervals and rings."""
     look: dict[str, Any] = {"linewidth": 1.4} if joined else {"linestyle": "none"}
     _errorbar(ax, x, rows, across=False, label=shown_name(label), **look)
     if "ringed" in rows:
@@ -279,14 +264,13 @@ def _line(ax: Axes, label: str, x: Any, rows: pd.DataFrame, *, joined: bool) -> 
 
 
 def _grey_line(ax: Axes, label: str, rows: pd.DataFrame, *, joined: bool) -> None:
-    """Draw one label's points thin and grey, behind the others and without intervals."""
+    """Draw one label's points behind the others and without intervals."""
     look: dict[str, Any] = {"color": LIGHT_GREY, "marker": ".", "yerr": None, "zorder": 1}
     look |= {"linewidth": 0.8} if joined else {"linestyle": "none"}
     _errorbar(ax, rows["x"].to_numpy(float), rows, across=False, label=label, **look)
 
 
 def _scales(ax: Axes, frame: pd.DataFrame, log: str) -> None:
-    """Make the axes that `log` names logarithmic, with plain numbers at their ticks."""
     if "x" in log:
         ax.set_xscale("log", base=2)
         few = frame["x"].max() < 4 * frame["x"].min()
@@ -316,7 +300,6 @@ def _beside(points: pd.DataFrame, step: float, *, log: bool) -> pd.Series:
 
 
 def _plain_ticks(axis: Any, locator: LogLocator) -> None:
-    """Ticks at these places of an axis, named by plain numbers."""
     axis.set_major_locator(locator)
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())

@@ -277,6 +277,29 @@ def test_the_command_makes_a_report_and_lists_its_files(
     assert len(out) > 5
 
 
+def test_records_that_are_gone_are_said_in_the_terminal_and_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [
+        write_run(tmp_path, method=m, records=lines_records(m)[:3]) for m in ("exact", "snapkv")
+    ]
+    for folder in folders:
+        ids = [record["example_id"] for record in lines_records("exact")[:3]]
+        (folder / "examples.json").write_text(json.dumps(ids))
+    assert main([str(tmp_path / "demo")]) == 0
+    assert capsys.readouterr().err == ""
+    records = folders[1] / "records.jsonl"
+    records.write_bytes(b"\n".join(records.read_bytes().split(b"\n")[:2]) + b'\n{"torn')
+    for there in (2, 0):
+        said = (
+            f"records are missing: recall_mini/t/{folders[1].name} has {there} of 3; their command"
+        )
+        assert main([str(tmp_path / "demo")]) == 0
+        assert capsys.readouterr().err.startswith(f"kvbench-report: warning: {said}")
+        assert said in (tmp_path / "demo" / "report.html").read_text()
+        records.unlink(missing_ok=True)
+
+
 def test_several_reports_have_an_index(experiments: Path) -> None:
     assert main([str(experiments / name) for name in NAMES]) == 0
     index = (experiments / "index.html").read_text()
