@@ -99,11 +99,14 @@ class Drawn:
         """The figure's file (PDF with embedded fonts); the same bytes for the same records."""
         buffer = io.BytesIO()
         dpi = min(DOTS_PER_INCH, MOST_PIXELS / max(self.figure.get_size_inches()))
-        dated = {"pdf": "CreationDate", "png": "Software"}[file_type]
         with rc_context(_RC), warnings.catch_warnings():
             # matplotlib warns of names that no font has, and of axes without room
             warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
-            self.figure.savefig(buffer, format=file_type, dpi=dpi, metadata={dated: None})
+            if file_type == "pdf":
+                self.figure.savefig(buffer, format="pdf", dpi=dpi, metadata={"CreationDate": None})
+            else:  # savefig would lay out and draw twice
+                self.figure.set_dpi(dpi)
+                FigureCanvasAgg(self.figure).print_png(buffer, metadata={"Software": None})
         return buffer.getvalue()
 
 
