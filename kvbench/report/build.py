@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,7 +59,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     They are made from the records alone; the same records give the same files.
 
     Args:
-        for_print: figures as PDF, too.
+        for_print: every figure as PNG and PDF; else as PNG those that the page names as files.
 
     Raises:
         StoreError: the folder has no runs, or a broken one, or cannot be written to.
@@ -83,8 +83,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         only_in_files += [table for table in tables if not table.columns]
         figures = figures_of(group, frame)
         if experiment.small:
-            for figure in figures:
-                figure.say_above(" ".join(experiment.small))
+            figures = [replace(drawn, above=" ".join(experiment.small)) for drawn in figures]
         sections.append(
             Section(
                 group,
@@ -114,8 +113,11 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
             scores = summary([frame for _, frame in ranked])
             write_text(experiment.folder / SUMMARY, scores, SUMMARY_MARK)
         table_files = write_tables([*shown, *only_in_files], experiment.folder, experiment.small)
-        types = ("png", "pdf") if for_print else ("png",)
-        figure_files = _write_figures(drawn, experiment.folder, types)
+        if for_print:
+            figure_files = _write_figures(drawn, experiment.folder, ("png", "pdf"))
+        else:
+            with_file = [figure for figure in drawn if figure.has_file]
+            figure_files = _write_figures(with_file, experiment.folder, ("png",))
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"

@@ -14,6 +14,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from kvbench.errors import printable
+from kvbench.errors import one_line, printable
 from kvbench.records.store import safe_name
 from kvbench.report.experiment import Group
 from kvbench.report.labels import words
@@ -74,26 +75,42 @@ class Drawn:
     Attributes:
         name: file name stem, unique within an experiment.
         caption: what is shown, how it was measured, what the marks mean.
+        draw: draws it, once it is asked for.
         kind: what sort of figure it is; "memory" shows the score against the bytes held.
         chart: what a page shows of it; None where the chart of scores shows it (`scores_chart`).
+        above: a sentence that stands above it.
     """
 
     name: str
     title: str
     caption: str
-    figure: Figure
+    draw: Callable[[], Figure]
     kind: FigureKind = "other"
     chart: Mapping[str, Any] | None = None
+    above: str = ""
 
     def file(self, file_type: str) -> str:
         """The path of its file in the experiment's folder."""
         return f"figures/{safe_name(self.name)}.{file_type}"
 
-    def say_above(self, sentence: str) -> None:
-        """Put a sentence above the figure."""
-        lines = textwrap.wrap(sentence, width=round(14 * self.figure.get_figwidth()))
-        heading = self.figure.get_suptitle()
-        self.figure.suptitle("\n".join([*lines, heading] if heading else lines), fontsize=7)
+    @property
+    def has_file(self) -> bool:
+        """Whether every report has its file: not of what a page says in words (kept tokens) or draws as
+        one choice of many (a breakdown), which are files where all are asked for."""
+        return self.kind not in ("kept", "breakdown")
+
+    @cached_property
+    def figure(self) -> Figure:
+        """What `draw` draws. Where a record's values make that impossible, nothing but a note of it, so
+        that the rest of the report is still written."""
+        try:
+            figure = self.draw()
+        except Exception as failure:  # noqa: BLE001 - whatever a record's values do to matplotlib
+            figure = note_figure(f"Not drawn: {one_line(failure)}")
+        if self.above:
+            lines = textwrap.wrap(self.above, width=round(14 * figure.get_figwidth()))
+            figure.suptitle("\n".join(lines), fontsize=7)
+        return figure
 
     def encoded(self, file_type: Literal["png", "pdf"]) -> bytes:
         """The figure's file (PDF with embedded fonts); the same bytes for the same records."""
@@ -141,6 +158,13 @@ def new_panels(
     for ax in axes[count:]:
         ax.remove()
     return figure, axes[:count]
+
+
+def note_figure(text: str) -> Figure:
+    """A figure that only says something."""
+    figure = Figure(figsize=(5, 1), facecolor="white")
+    figure.text(0.5, 0.5, "\n".join(textwrap.wrap(text, width=70)), ha="center", va="center")
+    return figure
 
 
 def shown_name(text: str) -> str:

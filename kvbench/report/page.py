@@ -54,8 +54,8 @@ _KEPT = ", always kept and not counted in the rate"
 class Section:
     """What a page shows of one model and task.
 
-    The first table is open, the others are folded. All figures are named as files; of each that has a
-    `chart` the page shows that, below the chart of scores.
+    The first table is open, the others are folded. Of each figure that has a `chart` the page shows
+    that, below the chart of scores.
     """
 
     group: Group
@@ -64,6 +64,11 @@ class Section:
     figures: Sequence[Drawn] = ()
     chart: Chart | None = None
     answers: int = LIMIT
+
+    @property
+    def files(self) -> list[Drawn]:
+        """Figures that the page names as files, for print and without script."""
+        return [drawn for drawn in self.figures if drawn.has_file]
 
     @cached_property
     def sample(self) -> tuple[list[ExampleAnswers], int]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from kvbench.errors import printable
 from kvbench.records.figures import Heatmap
@@ -89,7 +90,6 @@ def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
     )
 
 
-@styled
 def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
     """Mean scores by two record fields, a panel for each variant, on one colour scale that all share;
     None where the records lack one of the fields."""
@@ -99,26 +99,32 @@ def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
     grids = {label: grid_of(group, label, spec) * scale for label in group.labels}
     grids = {label: grid for label, grid in grids.items() if grid.notna().any(axis=None)}
     ordered = best_first(group, grids)
-    shown = ordered[:MOST_PANELS]
     values = np.concatenate([grid.to_numpy(float).ravel() for grid in grids.values()])
-    low, high = (0.0, 100.0) if group.percent else (np.nanmin(values), np.nanmax(values))
-    figure, axes = new_panels(len(shown), 4, (2.3, 2.05), (0.9, 0.6), sharex=True, sharey=True)
-    titles = {v.label: _panel_title(label_with_ratio(group, v)) for v in shown}
-    for ax, variant in zip(axes, shown, strict=True):
-        image = _heat(ax, grids[variant.label], float(low), float(high))
-        ax.set_title(titles[variant.label])
-    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
-    bar.ax.set_ylabel(score_axis(group), fontsize=TEXT)
-    assert bar.solids is not None
-    bar.solids.set_rasterized(True)  # hundreds of shades, one picture
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    if group.percent:
+        low, high = 0.0, 100.0
+    shown = {variant.label: grids[variant.label] for variant in ordered[:MOST_PANELS]}
+    titles = {v.label: _panel_title(label_with_ratio(group, v)) for v in ordered[:MOST_PANELS]}
     labels = AXIS_LABELS.get(spec.x, words(spec.x)), AXIS_LABELS.get(spec.y, words(spec.y))
-    label_axes(figure, axes, *labels)
-    shown_grids = {variant.label: grids[variant.label] for variant in shown}
-    chart = heatmap_chart(group, shown_grids, titles, labels, (float(low), float(high)))
+
+    @styled
+    def draw() -> Figure:
+        figure, axes = new_panels(len(shown), 4, (2.3, 2.05), (0.9, 0.6), sharex=True, sharey=True)
+        for ax, (label, grid) in zip(axes, shown.items(), strict=True):
+            image = _heat(ax, grid, low, high)
+            ax.set_title(titles[label])
+        bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
+        bar.ax.set_ylabel(score_axis(group), fontsize=TEXT)
+        assert bar.solids is not None
+        bar.solids.set_rasterized(True)  # hundreds of shades, one picture
+        label_axes(figure, axes, *labels)
+        return figure
+
+    chart = heatmap_chart(group, shown, titles, labels, (low, high))
     title = f"{group.task}: score by {words(spec.x)} and {words(spec.y)}"
     text = "Means on one colour scale; grey cells have no scored example."
     text += left_out_text(group, ordered)
-    return Drawn(f"{stem(group)}-heatmap", title, text, figure, "heatmap", chart)
+    return Drawn(f"{stem(group)}-heatmap", title, text, draw, "heatmap", chart)
 
 
 def _panel_title(label: str) -> str:
@@ -154,7 +160,6 @@ def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
     return image
 
 
-@styled
 def kept_figure(group: Group) -> Drawn | None:
     """Which tokens of one example's prompt each method kept, a panel of strips for each variant, some
     layers from top to bottom; None where no record says it (`kvbench.engine.kept.strips_of`).
@@ -175,11 +180,17 @@ def kept_figure(group: Group) -> Drawn | None:
     kept = with_kept[same].set_index("variant")["kept"]
     ordered = best_first(group, set(kept.index))
     shown = ordered[:MOST_PANELS]
-    most = max(min(MOST_LAYERS, len(kept[variant.label]["layers"])) for variant in shown)
-    figure, axes = new_panels(len(shown), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
-    for ax, variant in zip(axes, shown, strict=True):
-        _strips(ax, variant, kept[variant.label], label_with_ratio(group, variant))
-    axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
+
+    @styled
+    def draw() -> Figure:
+        most = max(min(MOST_LAYERS, len(kept[variant.label]["layers"])) for variant in shown)
+        size = (7.4, 0.34 + 0.17 * most)
+        figure, axes = new_panels(len(shown), 1, size, (0.0, 0.55), sharex=True)
+        for ax, variant in zip(axes, shown, strict=True):
+            _strips(ax, variant, kept[variant.label], label_with_ratio(group, variant))
+        axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
+        return figure
+
     about = f"Example {printable(str(example['example_id']))}. "
     caption = (
         f"{about}The x axis is the prompt, from its first token to its last. The height of a strip is"
@@ -207,7 +218,7 @@ def kept_figure(group: Group) -> Drawn | None:
             for variant in shown
         ],
     }
-    return Drawn(f"kept-{stem(group)}", title, caption + left_out, figure, "kept", chart)
+    return Drawn(f"kept-{stem(group)}", title, caption + left_out, draw, "kept", chart)
 
 
 def _shades(kept: Mapping[str, Any]) -> dict[str, Any]:
