@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--list",
         action="store_true",
-        help="also every figure as PNG and PDF, in figures/; print every file's name",
+        help="every figure as PNG and PDF; print every file's name",
     )
     options = parser.parse_args(arguments)
     folders = [Path(folder) for folder in options.folders]
@@ -94,7 +94,7 @@ def _rebuild(folder: Path, *, every: bool = False) -> None:
     """Rebuild an experiment's report, or the page of a folder of claims, and print where it is.
 
     Args:
-        every: also write the figures' files, and print every file's name.
+        every: write every figure as PNG and PDF, and print every file's name.
     """
     from kvbench.report.build import build_report
     from kvbench.report.claims_page import CLAIMS, write_claims_page

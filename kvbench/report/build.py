@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Part = tuple[Group, pd.DataFrame]
 """A group with its tidy frame (`tidy`)."""
+MOST_NAMES = 4
+"""Runs that a warning names."""
 SUMMARY, SUMMARY_MARK = "summary.json", '"score":'
 
 
@@ -36,13 +38,10 @@ class ReportPaths:
     """The files of a report, and the data that W&B logs of it.
 
     Attributes:
-        page: the file of the page.
-        tables: the files of the tables.
-        figures: the files of the figures; none unless they were asked for.
-        drawn: the figures themselves.
-        warnings: one line for each part that the report lacks.
+        drawn: the figures whose files are `figures`.
+        warnings: a line for each part that the report lacks.
         scores: the tidy frames of all groups whose methods are ranked, as one frame.
-        manifest: the manifest of the run that was started last.
+        manifest: of the run that was started last.
     """
 
     page: Path
@@ -55,24 +54,23 @@ class ReportPaths:
 
 
 def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> ReportPaths:
-    """Write report.html, summary.json and tables/ into the experiment's folder.
+    """Write report.html, summary.json, tables/ and figures/ into the experiment's folder.
 
     They are made from the records alone; the same records give the same files.
 
     Args:
-        for_print: write every figure to figures/, as PNG and PDF; else as PNG those alone that the page
-            draws as charts, and names as files.
+        for_print: every figure as PNG and PDF; else as PNG those that the page names as files.
 
     Raises:
         StoreError: the folder has no runs, or a broken one, or cannot be written to.
     """
-    from kvbench.report.charts import chart_of
+    from kvbench.report.charts import scores_chart
     from kvbench.report.figures import figures_of
     from kvbench.report.page import LIMIT, PAGE, Section, render_page
 
     experiment = load_experiment(Path(experiment_folder))
     parts = [(group, tidy(group)) for group in experiment.groups]
-    warnings: list[str] = []
+    warnings = list(incomplete(experiment))
     published: list[Table] = []
     try:
         published = published_tables(beside(experiment))
@@ -85,15 +83,14 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         only_in_files += [table for table in tables if not table.columns]
         figures = figures_of(group, frame)
         if experiment.small:
-            for figure in figures:
-                figure.say_above(" ".join(experiment.small))
+            figures = [replace(drawn, above=" ".join(experiment.small)) for drawn in figures]
         sections.append(
             Section(
                 group,
                 verdict(group, frame),
                 [table for table in tables if table.columns],
                 figures,
-                chart_of(group, frame) if is_ranked(group) else None,
+                scores_chart(group, frame) if is_ranked(group) else None,
                 answers=max(3, LIMIT // len(parts)),
             )
         )
@@ -116,9 +113,11 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
             scores = summary([frame for _, frame in ranked])
             write_text(experiment.folder / SUMMARY, scores, SUMMARY_MARK)
         table_files = write_tables([*shown, *only_in_files], experiment.folder, experiment.small)
-        charted = [figure for section in sections for figure in section.charted]
-        types = ("png", "pdf") if for_print else ("png",)
-        figure_files = _write_figures(drawn if for_print else charted, experiment.folder, types)
+        if for_print:
+            figure_files = _write_figures(drawn, experiment.folder, ("png", "pdf"))
+        else:
+            with_file = [figure for figure in drawn if figure.has_file]
+            figure_files = _write_figures(with_file, experiment.folder, ("png",))
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
@@ -134,21 +133,31 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     )
 
 
+def incomplete(experiment: Experiment) -> Iterator[str]:
+    """A line on the runs that lack records of examples they were asked for; none where all are there."""
+    short = []
+    for run in experiment.runs:
+        asked = run.asked or frozenset()
+        there = len(asked & set(run.records["example_id"]))
+        if there < len(asked) or run.records.empty:
+            name = run.folder.relative_to(experiment.folder)
+            short.append(f"{name} has {there} of {len(asked)}" if asked else f"{name} has none")
+    if short:
+        named = "; ".join(short[:MOST_NAMES])
+        more = f" and {len(short) - MOST_NAMES} more runs" if len(short) > MOST_NAMES else ""
+        yield f"records are missing: {named}{more}; their command again runs what is missing"
+
+
 def _started(manifest: Mapping[str, Any]) -> str:
-    """When the run of a manifest was started, in ISO format."""
     return str(manifest.get("started"))
 
 
-def _write_figures(
-    drawn: Sequence[Drawn], experiment_folder: Path, types: Sequence[str]
-) -> list[Path]:
-    """Write every figure to figures/, as files of these types, and return them."""
-    folder = experiment_folder / "figures"
+def _write_figures(drawn: Sequence[Drawn], folder: Path, types: Sequence[str]) -> list[Path]:
     paths = []
     for figure in drawn:
-        folder.mkdir(parents=True, exist_ok=True)
         for file_type in types:
-            paths.append(folder / f"{safe_name(figure.name)}.{file_type}")
+            paths.append(folder / figure.file(file_type))
+            paths[-1].parent.mkdir(parents=True, exist_ok=True)
             paths[-1].write_bytes(figure.encoded(file_type))
     return paths
 
@@ -177,7 +186,6 @@ def is_ranked(group: Group) -> bool:
 
 
 def _grouped(parts: Sequence[Part], key: Literal["model", "task"]) -> list[list[Part]]:
-    """The parts of each model, or of each task."""
     by_name: dict[str, list[Part]] = {}
     for part in parts:
         by_name.setdefault(getattr(part[0], key), []).append(part)

@@ -1,16 +1,17 @@
-"""The interactive figure of a page: scores against the bytes held, drawn by Vega-Lite in the browser.
+"""The charts of a page, which Vega-Lite draws in the browser.
 
-In: a group's records and its tidy frame. Out: a `Chart`, the data of one figure as JSON; the page's own
-script (templates/charts.js) chooses rows of it, and Vega-Lite draws them. The package vl-convert-python
-holds Vega-Lite; every page with a chart gets a copy of it, so that it opens without a network.
+In: a group's records and its tidy frame, or the rows of a figure. Out: a `Chart`, JSON of one of three
+kinds: "scores" (against the bytes held or a record field, as the reader chooses), "panels", "heatmap".
+The page's own script (templates/charts.js) makes Vega-Lite's specification of it. The package
+vl-convert-python holds Vega-Lite; every page with a chart gets a copy: it opens without a network.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,10 +24,16 @@ from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.labels import as_text, words
 from kvbench.report.style import OF_THE_PAPERS, style_of
 
-FIELDS = ("name", "rate", "part", "measure", "mean", "low", "high", "n", "ratio", "bytes")
-"""Of a chart's rows: the method without its rate, the rate (null where it has none), the examples that
-the score is of, what is measured, the mean with its interval in the shown unit, the number of examples,
-the measured ratio of bytes and the bytes held, averaged over examples."""
+Chart = dict[str, Any]
+"""JSON that the page's script draws; ``kind`` says how."""
+FIELDS = ("name", "rate", "by", "part", "measure", "mean", "low", "high", "n", "ratio", "bytes")
+"""Of the rows of a chart of scores: the method without its rate, the rate (null where it has none), the
+record field and its value whose examples the score is of, what is measured, the mean with its interval
+in the shown unit, the number of examples, the measured ratio of bytes and the bytes held, averaged over
+examples."""
+PANEL_FIELDS = ("panel", "name", "line", "x", "mean", "low", "high")
+"""Of the rows of a chart of panels: the panel's title, the method without its rate (null for what is no
+method), the line that joins the points, then the point."""
 COSTS = ["ratio", "cache_bytes"]
 """Record fields of what a method held."""
 ALL = "all examples"
@@ -50,30 +57,6 @@ SHAPES = {
     "8": "M-.4,-1L.4,-1L1,-.4L1,.4L.4,1L-.4,1L-1,.4L-1,-.4Z",
 }
 """Vega's shape for each marker of `kvbench.report.style`: a name of its own, or a path."""
-
-
-@dataclass(frozen=True)
-class Chart:
-    """The data of one interactive figure.
-
-    Attributes:
-        methods: name, colour and shape of each method, in table order, and whether it has a colour
-            before others.
-        rows: values of `FIELDS`; the script shows those of one part and measure.
-        axis: what the scores are measured in, by measure.
-        lower: whether lower scores are better.
-        baseline: the name whose score is drawn as a line across.
-    """
-
-    methods: list[dict[str, Any]]
-    rows: list[list[Any]]
-    axis: dict[str, str]
-    lower: bool
-    baseline: str = BASELINE
-
-    def as_json(self) -> dict[str, Any]:
-        """What the page's script reads."""
-        return {**vars(self), "fields": FIELDS, "all": ALL}
 
 
 @cache
@@ -100,28 +83,119 @@ def vega_script() -> str:
     return script
 
 
-def chart_of(group: Group, frame: pd.DataFrame) -> Chart | None:
-    """The chart of one model and task; None where no method saves memory, or nothing was scored."""
-    rows = [*_by_variant(group, frame), *_by_recorded_rate(group, frame)]
-    known = [row for row in rows if row["mean"] is not None and row["ratio"] is not None]
-    if not group.compressed & set(frame["variant"]) or not known:
-        return None
-    methods: dict[str, dict[str, Any]] = {}
+def looks_of(group: Group) -> list[dict[str, Any]]:
+    """Name, colour and shape of each method, in table order, and whether it comes first in colour."""
+    looks = {}
     for variant in group.variants:
         style = style_of(variant.method)
-        look: dict[str, Any] = {
+        looks[variant.without_rate] = {
+            "name": variant.without_rate,
             "color": style.color,
             "shape": SHAPES.get(style.marker, "circle"),
             "first": variant.method in OF_THE_PAPERS,
         }
-        methods.setdefault(variant.without_rate, {"name": variant.without_rate} | look)
-    axis = {row["measure"]: score_axis(group) for row in known}
-    return Chart(
-        list(methods.values()),
-        [[row[field] for field in FIELDS] for row in known],
-        axis,
-        group.meta.lower_is_better,
-    )
+    return list(looks.values())
+
+
+def scores_chart(group: Group, frame: pd.DataFrame) -> Chart | None:
+    """The scores of one model and task against the bytes held, and against each field that splits the
+    examples; None where no method saves memory and nothing splits them."""
+    rows = [*_by_variant(group, frame), *_by_recorded_rate(group, frame)]
+    known = [row for row in rows if row["mean"] is not None]
+    memory = bool(group.compressed & set(frame["variant"]))
+    memory = memory and any(row["ratio"] is not None for row in known)
+    parts = {row["part"] for row in known} - {ALL}
+    if not memory and len(parts) < 2:
+        return None
+    return {
+        "kind": "scores",
+        "memory": memory,
+        "methods": looks_of(group),
+        "rows": [[row[field] for field in FIELDS] for row in known],
+        "fields": FIELDS,
+        "all": ALL,
+        "axis": {row["measure"]: score_axis(group) for row in known},
+        "lower": group.meta.lower_is_better,
+        "baseline": BASELINE,
+    }
+
+
+def panels_chart(
+    group: Group,
+    panels: Mapping[str, pd.DataFrame],
+    xlabel: str,
+    ylabel: str,
+    *,
+    log: bool = False,
+    ticks: Sequence[str] = (),
+    guides: Sequence[float] = (),
+) -> Chart:
+    """Numbers with intervals, a panel for each frame, of the frames that `drawing.lines` draws.
+
+    Args:
+        log: whether both axes are logarithmic and the points of a label joined; else x = 0, 1, ... are
+            named by `ticks`.
+        guides: slopes of straight lines through the first point of each panel.
+    """
+    rows = []
+    for title, frame in panels.items():
+        for row in frame.dropna(subset=["mean"]).to_dict("records"):
+            x = _number(row["x"]) if log else ticks[int(row["x"])]
+            numbers = [_number(row[key]) for key in ("mean", "low", "high")]
+            rows.append([title, group.names[row["label"]], row["label"], x, *numbers])
+        if guides:
+            first, most = frame.iloc[0], float(frame["x"].max())
+            for slope in guides:
+                last = first["mean"] * (most / first["x"]) ** slope
+                for x, y in ((first["x"], first["mean"]), (most, last)):
+                    label = f"slope {slope:g}"
+                    rows.append([title, None, label, _number(x), _number(y), None, None])
+    return {
+        "kind": "panels",
+        "methods": looks_of(group),
+        "rows": rows,
+        "fields": PANEL_FIELDS,
+        "xlabel": xlabel,
+        "ylabel": ylabel,
+        "log": log,
+        "ticks": list(ticks),
+        "lower": group.meta.lower_is_better,
+    }
+
+
+def heatmap_chart(
+    group: Group,
+    grids: Mapping[str, pd.DataFrame],
+    titles: Mapping[str, str],
+    labels: tuple[str, str],
+    limits: tuple[float, float],
+) -> Chart:
+    """Mean scores by two fields, a panel for each variant, on one colour scale.
+
+    Args:
+        grids: by the variant's label the means in the shown unit, [values of y, values of x], NaN where
+            nothing was scored. titles: of the panels, the same keys, a line each.
+        labels: of x and y. limits: of the scale.
+    """
+    first = next(iter(grids.values()))
+    panels = [
+        {
+            "name": group.names[label],
+            "title": titles[label],
+            "values": [[_number(value) for value in row] for row in grid.to_numpy(float)],
+        }
+        for label, grid in grids.items()
+    ]
+    return {
+        "kind": "heatmap",
+        "panels": panels,
+        "x": [as_text(value) for value in first.columns],
+        "y": [as_text(value) for value in first.index],
+        "xlabel": labels[0],
+        "ylabel": labels[1],
+        "axis": score_axis(group),
+        "limits": [_number(limit) for limit in limits],
+    }
 
 
 def _by_variant(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -132,23 +206,23 @@ def _by_variant(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
     shown = frame[frame["measure"].isin(["score", "difference"])]
     shown = shown[shown["by"].ne("rate")]
     if len(recorded):  # of these a mean over all rates says nothing
-        shown = shown[~shown["variant"].isin(group.compressed)]
+        shown = shown[~shown["variant"].isin(group.compressed) & shown["by"].isin(["dataset", ""])]
     last = shown[shown["by"].eq("dataset")].drop_duplicates(["variant", "measure"], keep="last")
     rows = []
     for index, row in shown.iterrows():
         measure = "score" if row["measure"] == "score" else f"difference to {BASELINE}"
-        part = f"{words(str(row['by']))} {row['value']}"
+        by, part = words(str(row["by"])), str(row["value"])
         if row["by"] == "measure":
-            measure, part = f"{measure}: {row['value']}", ALL
+            measure, by, part = f"{measure}: {row['value']}", "", ALL
         elif index in last.index:
-            part = ALL
+            by, part = "", ALL
         label = row["variant"]
         if part == ALL:
             costs = totals_by_variant.reindex([label]).iloc[0]
         else:
             costs = _mean_costs(group, row["by"]).reindex([(label, row["value"])]).iloc[0]
         rate = row["rate"] if label in group.compressed else None
-        rows.append(_row(group, row, part, measure) | _costs_in_row(rate, costs))
+        rows.append(_row(group, row, by, part, measure) | _costs_in_row(rate, costs))
     return rows
 
 
@@ -160,7 +234,8 @@ def _by_recorded_rate(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]
     rows = []
     for _, row in recorded[recorded["variant"].isin(group.compressed)].iterrows():
         costs = _mean_costs(group, "rate").reindex([(row["variant"], row["value"])]).iloc[0]
-        rows.append(_row(group, row, ALL, "score") | _costs_in_row(float(row["value"]), costs))
+        held = _costs_in_row(float(row["value"]), costs)
+        rows.append(_row(group, row, "", ALL, "score") | held)
     return rows
 
 
@@ -182,15 +257,15 @@ def _recorded_rates(frame: pd.DataFrame) -> pd.DataFrame:
     return rates if rates["value"].nunique() > 1 else rates.iloc[:0]
 
 
-def _row(group: Group, row: pd.Series, part: str, measure: str) -> dict[str, Any]:
+def _row(group: Group, row: pd.Series, by: str, part: str, measure: str) -> dict[str, Any]:
     scale = 100.0 if group.percent else 1.0
     numbers = {key: _number(scale * row[key]) for key in ("mean", "low", "high")}
-    about = {"name": group.names[row["variant"]], "part": part, "measure": measure}
+    about = {"name": group.names[row["variant"]], "by": by, "part": part, "measure": measure}
     return about | numbers | {"n": int(row["n"])}
 
 
 def _number(value: Any) -> float | None:
-    """Six digits of a number, as JSON can hold it."""
+    """Six digits of a number; null for what JSON cannot hold."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")

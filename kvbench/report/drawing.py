@@ -1,5 +1,5 @@
-"""Drawing with matplotlib: figures with panels, numbers with intervals in rows (`forest`) and against x
-(`lines`), and what a figure's file is made of (`Drawn`).
+"""Drawing with matplotlib, for files and W&B: figures with panels, numbers with intervals in rows
+(`forest`) and against x (`lines`), and what a figure's file is made of (`Drawn`).
 
 Figures are built as objects, without pyplot. A name that records hold is drawn as it is, whatever it
 holds: "$" begins no formula.
@@ -7,7 +7,6 @@ holds: "$" begins no formula.
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import re
@@ -15,6 +14,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,8 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from kvbench.errors import printable
+from kvbench.errors import one_line, printable
+from kvbench.records.store import safe_name
 from kvbench.report.experiment import Group
 from kvbench.report.labels import words
 from kvbench.report.style import style_of
@@ -52,8 +53,6 @@ GAP = 0.008
 """Between the points of two lines at one x, as a share of the axis."""
 _RC: Any = {
     "text.parse_math": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "kvbench",
     "pdf.fonttype": 42,  # TrueType: many venues refuse Type 3 fonts
     "font.size": SMALL,
     "axes.titlesize": TEXT,
@@ -76,52 +75,70 @@ class Drawn:
     Attributes:
         name: file name stem, unique within an experiment.
         caption: what is shown, how it was measured, what the marks mean.
+        draw: draws it, once it is asked for.
         kind: what sort of figure it is; "memory" shows the score against the bytes held.
+        chart: what a page shows of it; None where the chart of scores shows it (`scores_chart`).
+        above: a sentence that stands above it.
     """
 
     name: str
     title: str
     caption: str
-    figure: Figure
+    draw: Callable[[], Figure]
     kind: FigureKind = "other"
+    chart: Mapping[str, Any] | None = None
+    above: str = ""
 
-    def say_above(self, sentence: str) -> None:
-        """Put a sentence above the figure."""
-        lines = textwrap.wrap(sentence, width=round(14 * self.figure.get_figwidth()))
-        heading = self.figure.get_suptitle()
-        self.figure.suptitle("\n".join([*lines, heading] if heading else lines), fontsize=7)
+    def file(self, file_type: str) -> str:
+        """The path of its file in the experiment's folder."""
+        return f"figures/{safe_name(self.name)}.{file_type}"
 
-    def encoded(self, file_type: str) -> bytes:
-        """The figure's file as svg, png or pdf (with embedded fonts); the same bytes for the same
-        records."""
+    @property
+    def has_file(self) -> bool:
+        """Whether every report has its file: not of what a page says in words (kept tokens) or draws as
+        one choice of many (a breakdown), which are files where all are asked for."""
+        return self.kind not in ("kept", "breakdown")
+
+    @cached_property
+    def figure(self) -> Figure:
+        """What `draw` draws. Where a record's values make that impossible, nothing but a note of it, so
+        that the rest of the report is still written."""
+        try:
+            figure = self.draw()
+        except Exception as failure:  # noqa: BLE001 - whatever a record's values do to matplotlib
+            figure = note_figure(f"Not drawn: {one_line(failure)}")
+        if self.above:
+            lines = textwrap.wrap(self.above, width=round(14 * figure.get_figwidth()))
+            figure.suptitle("\n".join(lines), fontsize=7)
+        return figure
+
+    def encoded(self, file_type: Literal["png", "pdf"]) -> bytes:
+        """The figure's file (PDF with embedded fonts); the same bytes for the same records."""
         buffer = io.BytesIO()
         dpi = min(DOTS_PER_INCH, MOST_PIXELS / max(self.figure.get_size_inches()))
-        dated = {"svg": "Date", "pdf": "CreationDate", "png": "Software"}[file_type]
         with rc_context(_RC), warnings.catch_warnings():
             # matplotlib warns of names that no font has, and of axes without room
             warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
-            self.figure.savefig(buffer, format=file_type, dpi=dpi, metadata={dated: None})
+            if file_type == "pdf":
+                self.figure.savefig(buffer, format="pdf", dpi=dpi, metadata={"CreationDate": None})
+            else:  # savefig would lay out and draw twice
+                self.figure.set_dpi(dpi)
+                FigureCanvasAgg(self.figure).print_png(buffer, metadata={"Software": None})
         return buffer.getvalue()
-
-    @property
-    def address(self) -> str:
-        """The figure as a data: address of an SVG image."""
-        return f"data:image/svg+xml;base64,{base64.b64encode(self.encoded('svg')).decode()}"
 
 
 def stem(group: Group) -> str:
-    """The beginning of the file names of a group's figures."""
+    """What the file names of a group's figures begin with."""
     names = (re.sub(r"[^\w.]+", "-", name).strip("-")[:80] for name in (group.task, group.model))
     return "-".join(names)
 
 
 def score_axis(group: Group) -> str:
-    """The label of an axis that shows scores."""
     return "score (%)" if group.percent else words(group.meta.score_unit)
 
 
 def in_shown_unit(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a tidy frame with scores in the unit that readers see: fractions as per cent."""
+    """Rows of a tidy frame with fractions as per cent."""
     scale = 100.0 if group.percent else 1.0
     return rows.assign(**{key: scale * rows[key] for key in ("mean", "low", "high")})
 
@@ -129,13 +146,9 @@ def in_shown_unit(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
 def new_panels(
     count: int, columns: int, size: tuple[float, float], around: tuple[float, float], **share: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` axes in at most `columns` columns, and these axes.
-
-    Args:
-        size: width and height of each panel, in inches.
-        around: room beside and above all panels, in inches.
-        share: keyword arguments of `Figure.subplots`.
-    """
+    """A figure of `count` axes in at most `columns` columns, and these axes. `size` is the width and
+    height of each panel, `around` the room beside and above all, in inches; `share` is for
+    `Figure.subplots`."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     width, height = around[0] + size[0] * columns, around[1] + size[1] * rows
@@ -147,8 +160,14 @@ def new_panels(
     return figure, axes[:count]
 
 
+def note_figure(text: str) -> Figure:
+    """A figure that only says something."""
+    figure = Figure(figsize=(5, 1), facecolor="white")
+    figure.text(0.5, 0.5, "\n".join(textwrap.wrap(text, width=70)), ha="center", va="center")
+    return figure
+
+
 def shown_name(text: str) -> str:
-    """A name as figures show it: one line, cut where it is too long."""
     return printable(text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…")
 
 
@@ -173,13 +192,8 @@ def label_axes(figure: Figure, axes: Sequence[Axes], x: str, y: str) -> None:
 
 
 def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: Any) -> None:
-    """Draw means with their intervals.
-
-    Args:
-        at: where each row's point lies, on the axis that shows no scores.
-        across: whether scores are on the x axis; else on the y axis.
-        more: keyword arguments of `Axes.errorbar`, before those of the method's own style.
-    """
+    """Draw means with their intervals, along x where `across`, else along y; `at` is where the points
+    lie on the other axis, `more` goes before the method's own style."""
     mean, low, high = (rows[key].to_numpy(float) for key in ("mean", "low", "high"))
     x, y = (mean, at) if across else (at, mean)
     style = style_of(str(rows["method"].iloc[0]))
@@ -192,11 +206,8 @@ def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: An
 
 @styled
 def forest(frame: pd.DataFrame, xlabel: str) -> Figure:
-    """Numbers with intervals, a named row for each.
-
-    Args:
-        frame: columns ``row`` (the name), ``method``, ``mean``, ``low``, ``high``.
-    """
+    """Numbers with intervals, a named row for each: columns ``row`` (the name), ``method``, ``mean``,
+    ``low``, ``high``."""
     names = list(frame["row"])
     figure, (ax,) = new_panels(1, 1, (5.6, 0.4 + 0.21 * len(names)), (1.2, 0.5))
     for place, row in enumerate(frame.index):
@@ -271,7 +282,6 @@ def _baseline(ax: Axes, rows: pd.DataFrame, label: str) -> None:
 
 
 def _line(ax: Axes, label: str, x: Any, rows: pd.DataFrame, *, joined: bool) -> None:
-    """Draw one label's points in its method's colour, with intervals and rings."""
     look: dict[str, Any] = {"linewidth": 1.4} if joined else {"linestyle": "none"}
     _errorbar(ax, x, rows, across=False, label=shown_name(label), **look)
     if "ringed" in rows:
@@ -281,14 +291,13 @@ def _line(ax: Axes, label: str, x: Any, rows: pd.DataFrame, *, joined: bool) -> 
 
 
 def _grey_line(ax: Axes, label: str, rows: pd.DataFrame, *, joined: bool) -> None:
-    """Draw one label's points thin and grey, behind the others and without intervals."""
+    """Draw one label's points behind the others and without intervals."""
     look: dict[str, Any] = {"color": LIGHT_GREY, "marker": ".", "yerr": None, "zorder": 1}
     look |= {"linewidth": 0.8} if joined else {"linestyle": "none"}
     _errorbar(ax, rows["x"].to_numpy(float), rows, across=False, label=label, **look)
 
 
 def _scales(ax: Axes, frame: pd.DataFrame, log: str) -> None:
-    """Make the axes that `log` names logarithmic, with plain numbers at their ticks."""
     if "x" in log:
         ax.set_xscale("log", base=2)
         few = frame["x"].max() < 4 * frame["x"].min()
@@ -318,7 +327,6 @@ def _beside(points: pd.DataFrame, step: float, *, log: bool) -> pd.Series:
 
 
 def _plain_ticks(axis: Any, locator: LogLocator) -> None:
-    """Ticks at these places of an axis, named by plain numbers."""
     axis.set_major_locator(locator)
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())

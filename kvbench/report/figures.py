@@ -1,7 +1,7 @@
 """Which figures a report has of one model and task, and what each shows.
 
-In: a group's records and its tidy frame. Out: `Drawn`, a figure with its caption. The drawing itself is
-in `kvbench.report.drawing` and `kvbench.report.panels`.
+In: a group's records and its tidy frame. Out: `Drawn`, a figure with its caption and what a page shows
+of it. The drawing itself is in `kvbench.report.drawing` and `kvbench.report.panels`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from matplotlib.axes import Axes
 
 from kvbench.errors import one_line
 from kvbench.records.figures import Bars, Curve, Heatmap
+from kvbench.report.charts import panels_chart
 from kvbench.report.drawing import (
     AXIS_LABELS,
     Drawn,
     forest,
     in_shown_unit,
     lines,
-    new_panels,
+    note_figure,
     score_axis,
     shown_name,
     stem,
@@ -72,14 +73,14 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
 
 
 def drawn_or_note(group: Group, what: str, draw: Callable[[], Drawn | None]) -> Drawn | None:
-    """What `draw` draws. Where a record's values make that impossible, an empty figure whose caption
-    says so, so that the rest of the report is still written."""
+    """The figure that `draw` gives. Where a record's values make that impossible, one that says so, so
+    that the rest of the report is still written."""
     try:
         return draw()
-    except Exception as failure:  # noqa: BLE001 - whatever a record's values do to matplotlib
-        figure, _ = new_panels(1, 1, (3, 1), (0, 0))
+    except Exception as failure:  # noqa: BLE001 - whatever a record's values do to pandas
         name = f"{stem(group)}-{re.sub(r'[^a-z]+', '-', what)}"
-        return Drawn(name, what, f"Not drawn: {one_line(failure)}.", figure)
+        text = f"Not drawn: {one_line(failure)}."
+        return Drawn(name, what, text, partial(note_figure, text))
 
 
 def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
@@ -98,7 +99,7 @@ def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
     if one_point_each and others["x"].max() <= ABOUT_ONE_RATIO * others["x"].min():
         rows = rows.sort_values("mean", ascending=lower, kind="stable")
         named = rows.assign(row=rows["label"] + rows["x"].map(lambda x: f"  ({x:.2f})"))
-        figure = forest(named, f"{score_axis(group)}; beside the name the ratio")
+        draw = partial(forest, named, f"{score_axis(group)}; beside the name the ratio")
     else:
         text += (
             " The dashed line with its band is the exact cache. Ringed and joined points are the Pareto"
@@ -108,7 +109,8 @@ def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
         grey = rest_of(rows[rows["label"] != BASELINE], lower=lower)
         if grey:
             text += f" {RULE_OF_COLOURS}"
-        figure = lines(
+        draw = partial(
+            lines,
             {"": rows},
             RATIO_AXIS,
             score_axis(group),
@@ -118,7 +120,7 @@ def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
             also=partial(frontier, grey=grey),
         )
     title = f"{group.task}: score against memory"
-    return Drawn(f"{stem(group)}-ratio", title, text, figure, kind="memory")
+    return Drawn(f"{stem(group)}-ratio", title, text, draw, kind="memory")
 
 
 def frontier(ax: Axes, rows: pd.DataFrame, grey: Collection[str] = ()) -> None:
@@ -194,7 +196,8 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
         text += f" At {rate_texts(group)[lowest]}" + (", the lowest." if several else ".")
     if grey:
         text += f" {RULE_OF_COLOURS}"
-    figure = lines(
+    draw = partial(
+        lines,
         {"": rows},
         AXIS_LABELS.get(by, words(by)),
         score_axis(group),
@@ -203,7 +206,7 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
         grey=grey,
     )
     title = f"{group.task}: score by {words(by)}"
-    return Drawn(f"{stem(group)}-by-{by}", title, text, figure, kind="breakdown")
+    return Drawn(f"{stem(group)}-by-{by}", title, text, draw, kind="breakdown")
 
 
 def bars(group: Group, spec: Bars) -> Drawn | None:
@@ -241,12 +244,13 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     names = [as_text(tick) for tick in ticks]
     if spec.x == "rate":
         names = _rate_ticks(group, names)
-    figure = lines(panels, xlabel, ylabel, ticks=names, joined=False)
+    draw = partial(lines, panels, xlabel, ylabel, ticks=names, joined=False)
     text = (
         f"Means; error bars: one standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
     )
     title = f"{group.task}: {ylabel} by {words(spec.x)}"
-    return Drawn(f"{stem(group)}-bars", title, text, figure, kind="bars")
+    chart = panels_chart(group, panels, xlabel, ylabel, ticks=names)
+    return Drawn(f"{stem(group)}-bars", title, text, draw, "bars", chart)
 
 
 def _rate_ticks(group: Group, rates: Sequence[str]) -> list[str]:
@@ -275,5 +279,6 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     xlabel, ylabel = spec.xlabel or words(spec.x), spec.ylabel or words(spec.y)
     title = f"{group.task}: {words(spec.y)} against {words(spec.x)}"
     text = "Means with 95 % intervals; dashed in grey: slopes of the papers' bounds."
-    figure = lines(panels, xlabel, ylabel, log="xy", also=guides)
-    return [Drawn(f"{stem(group)}-scaling", title, text, figure, kind="scaling")]
+    draw = partial(lines, panels, xlabel, ylabel, log="xy", also=guides)
+    chart = panels_chart(group, panels, xlabel, ylabel, log=True, guides=spec.guides)
+    return [Drawn(f"{stem(group)}-scaling", title, text, draw, "scaling", chart)]

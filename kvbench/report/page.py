@@ -54,13 +54,8 @@ _KEPT = ", always kept and not counted in the rate"
 class Section:
     """What a page shows of one model and task.
 
-    Attributes:
-        verdict: the sentences that sum it up.
-        tables: the first is open, the others are folded.
-        figures: those that the chart does not draw are pictures of the page: the first and heatmaps are
-            open, the others are folded.
-        chart: the interactive figure of the scores against the bytes held, over all examples or a part.
-        answers: how many examples' answers are shown, at most.
+    The first table is open, the others are folded. Of each figure that has a `chart` the page shows
+    that, below the chart of scores.
     """
 
     group: Group
@@ -71,25 +66,13 @@ class Section:
     answers: int = LIMIT
 
     @property
-    def charted(self) -> list[Drawn]:
-        """Figures that the chart draws, which the page has as files alone."""
-        return [d for d in self.figures if self.chart and d.kind in ("memory", "breakdown")]
-
-    @property
-    def leading(self) -> list[Drawn]:
-        """Pictures that are open."""
-        pictures = [d for d in self.figures if d not in self.charted]
-        first = () if self.chart else pictures[:1]
-        return [d for d in pictures if d in first or d.kind == "heatmap"]
-
-    @property
-    def folded(self) -> list[Drawn]:
-        """Pictures that are folded."""
-        return [d for d in self.figures if d not in self.charted and d not in self.leading]
+    def files(self) -> list[Drawn]:
+        """Figures that the page names as files, for print and without script."""
+        return [drawn for drawn in self.figures if drawn.has_file]
 
     @cached_property
     def sample(self) -> tuple[list[ExampleAnswers], int]:
-        """The examples whose answers are shown, and how many examples there are in all."""
+        """Examples whose answers are shown, and how many examples there are in all."""
         return sample_of(self.group, self.answers)
 
     @property
@@ -101,7 +84,6 @@ class Section:
 
     @property
     def failures(self) -> pd.DataFrame:
-        """Every failed example: the method, the example, and why it failed."""
         columns = ["variant", "dataset", "example_id", "status", "error"]
         return self.group.records.loc[self.group.records["status"] != "ok", columns]
 
@@ -116,11 +98,11 @@ def render_page(
     """The page's HTML.
 
     Args:
-        tables: tables of several models or tasks; leaderboards among them stand before the sections.
-        published: tables of published numbers beside ours.
-        warnings: what the report had to leave out, one line each.
+        tables: those of several models or tasks; leaderboards among them stand before the sections.
+        published: published numbers beside ours.
+        warnings: what the report had to leave out, a line each.
     """
-    charts = [section.chart.as_json() if section.chart else None for section in sections]
+    has_charts = any(s.chart or any(drawn.chart for drawn in s.figures) for s in sections)
     leaderboards = [table for table in tables if table.kind == "overview"]
     notes = dict.fromkeys(note for table in (*tables, *published) for note in table.notes)
     notes |= dict.fromkeys(_notes_of(sections))
@@ -137,11 +119,10 @@ def render_page(
         sections=sections,
         leaderboards=leaderboards,
         tables=[table for table in tables if table.kind != "overview"],
-        charts=charts if any(charts) else [],
         published=published,
         warnings=warnings,
         reproduce=how_to_reproduce(experiment),
-        libraries=[vega_script(), _template("charts.js")] if any(charts) else [],
+        libraries=[vega_script(), _template("charts.js")] if has_charts else [],
     )
 
 
@@ -170,11 +151,8 @@ def _template(name: str) -> str:
 
 
 def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
-    """A page made from one of the templates. Every value is escaped; an unknown name is an error.
-
-    Args:
-        libraries: sources of scripts that the page holds beside page.js.
-    """
+    """A page made from one of the templates, with the sources of `libraries` as scripts beside page.js.
+    Every value is escaped; an unknown name is an error."""
     made = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
@@ -200,8 +178,7 @@ def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
 
 
 def facts_of(experiment: Experiment) -> dict[str, str]:
-    """An experiment in a few lines, by name: what was run with which settings on which device, and how
-    much of it failed."""
+    """By name what was run with which settings on which device, and how much of it failed."""
     manifests = [run.manifest for run in experiment.runs]
     statuses = Counter(s for g in experiment.groups for s in g.records["status"].astype(str))
     variants = [variant for group in experiment.groups for variant in group.variants]
@@ -229,12 +206,8 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
 
 
 def _by_task(manifests: Sequence[Any], texts: Sequence[str], ending: str = "") -> list[str]:
-    """What was said of each run, once; with the names of the tasks where it differs between them.
-
-    Args:
-        manifests: of the runs, one for each text.
-        ending: what follows, where there is a text.
-    """
+    """What was said of each run, once, and then the ending; with the names of the tasks where it differs
+    between them."""
     tasks_of: dict[str, dict[str, None]] = {}
     for manifest, text in zip(manifests, texts, strict=True):
         if text:
@@ -255,8 +228,7 @@ def _kept_by_probe(identity: Mapping[str, Any]) -> int | None:
 
 
 def _ends(identity: Mapping[str, Any]) -> str:
-    """The first and last tokens of a prompt that a run keeps beside its rate; empty where they are not
-    known."""
+    """The first and last tokens that a run keeps beside its rate; empty where they are not known."""
     budget = identity.get("budget") or {}
     kept = _kept_by_probe(identity)
     sink, window = (budget.get("sink"), budget.get("window")) if kept is None else (kept, kept)
@@ -264,15 +236,14 @@ def _ends(identity: Mapping[str, Any]) -> str:
 
 
 def _protocol(identity: Mapping[str, Any]) -> str:
-    """What a run's prompts were compressed after; empty where it is not known."""
     if _kept_by_probe(identity) is not None:
         return "the cache of each layer by itself"
     return _PROTOCOLS.get(str(identity.get("compress_after")), "")
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
-    """What the runs were made with: by name the distinct values, a line each. Commands are without the
-    place of the results on the machine that ran them."""
+    """What the runs were made with: by name the distinct values. Commands are without the place of the
+    results on the machine that ran them."""
     lines = []
     for key in ("command", "seed", "code_revision", "versions", "hardware"):
         values = [run.manifest.get(key) for run in experiment.runs]
@@ -284,7 +255,6 @@ def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
 
 
 def _plain(value: object) -> str:
-    """A manifest's value as text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items() if item is not None)
     return " ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)

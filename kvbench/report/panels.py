@@ -1,4 +1,5 @@
-"""Two figures with a panel for each method: heatmaps of scores, and which tokens each cache kept.
+"""Two figures with a panel for each method: heatmaps of scores, and which tokens each cache kept; each
+as a picture for files and as what a page shows.
 
 Of more methods than there are panels, both show the best ones at the lowest rate, and say which are left
 out (`best_first`).
@@ -7,15 +8,18 @@ out (`best_first`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from kvbench.errors import printable
 from kvbench.records.figures import Heatmap
+from kvbench.report.charts import Chart, heatmap_chart
 from kvbench.report.drawing import (
     AXIS_LABELS,
     SMALL,
@@ -37,6 +41,10 @@ from kvbench.report.variants import Variant
 MOST_PANELS = 16
 MOST_LAYERS = 4
 """Layers that the figure of kept tokens shows of each method."""
+FULL_SHADE = 9
+"""Steps in which a page shows how much of a piece of a prompt is kept."""
+MOST_BESIDE = 150
+"""Characters of a prompt that a page shows at both ends and on both sides of the answer."""
 MOST_NAMES = 12
 """Methods that a caption names as left out."""
 FEW_CELLS = 64
@@ -82,7 +90,6 @@ def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
     )
 
 
-@styled
 def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
     """Mean scores by two record fields, a panel for each variant, on one colour scale that all share;
     None where the records lack one of the fields."""
@@ -92,22 +99,32 @@ def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
     grids = {label: grid_of(group, label, spec) * scale for label in group.labels}
     grids = {label: grid for label, grid in grids.items() if grid.notna().any(axis=None)}
     ordered = best_first(group, grids)
-    shown = ordered[:MOST_PANELS]
     values = np.concatenate([grid.to_numpy(float).ravel() for grid in grids.values()])
-    low, high = (0.0, 100.0) if group.percent else (np.nanmin(values), np.nanmax(values))
-    figure, axes = new_panels(len(shown), 4, (2.3, 2.05), (0.9, 0.6), sharex=True, sharey=True)
-    for ax, variant in zip(axes, shown, strict=True):
-        image = _heat(ax, grids[variant.label], float(low), float(high))
-        ax.set_title(_panel_title(label_with_ratio(group, variant)))
-    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
-    bar.ax.set_ylabel(score_axis(group), fontsize=TEXT)
-    assert bar.solids is not None
-    bar.solids.set_rasterized(True)  # hundreds of shades, one picture
-    label_axes(figure, axes, *(AXIS_LABELS.get(name, words(name)) for name in (spec.x, spec.y)))
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    if group.percent:
+        low, high = 0.0, 100.0
+    shown = {variant.label: grids[variant.label] for variant in ordered[:MOST_PANELS]}
+    titles = {v.label: _panel_title(label_with_ratio(group, v)) for v in ordered[:MOST_PANELS]}
+    labels = AXIS_LABELS.get(spec.x, words(spec.x)), AXIS_LABELS.get(spec.y, words(spec.y))
+
+    @styled
+    def draw() -> Figure:
+        figure, axes = new_panels(len(shown), 4, (2.3, 2.05), (0.9, 0.6), sharex=True, sharey=True)
+        for ax, (label, grid) in zip(axes, shown.items(), strict=True):
+            image = _heat(ax, grid, low, high)
+            ax.set_title(titles[label])
+        bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
+        bar.ax.set_ylabel(score_axis(group), fontsize=TEXT)
+        assert bar.solids is not None
+        bar.solids.set_rasterized(True)  # hundreds of shades, one picture
+        label_axes(figure, axes, *labels)
+        return figure
+
+    chart = heatmap_chart(group, shown, titles, labels, (low, high))
     title = f"{group.task}: score by {words(spec.x)} and {words(spec.y)}"
     text = "Means on one colour scale; grey cells have no scored example."
     text += left_out_text(group, ordered)
-    return Drawn(f"{stem(group)}-heatmap", title, text, figure, kind="heatmap")
+    return Drawn(f"{stem(group)}-heatmap", title, text, draw, "heatmap", chart)
 
 
 def _panel_title(label: str) -> str:
@@ -143,7 +160,6 @@ def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
     return image
 
 
-@styled
 def kept_figure(group: Group) -> Drawn | None:
     """Which tokens of one example's prompt each method kept, a panel of strips for each variant, some
     layers from top to bottom; None where no record says it (`kvbench.engine.kept.strips_of`).
@@ -164,21 +180,88 @@ def kept_figure(group: Group) -> Drawn | None:
     kept = with_kept[same].set_index("variant")["kept"]
     ordered = best_first(group, set(kept.index))
     shown = ordered[:MOST_PANELS]
-    most = max(min(MOST_LAYERS, len(kept[variant.label]["layers"])) for variant in shown)
-    figure, axes = new_panels(len(shown), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
-    for ax, variant in zip(axes, shown, strict=True):
-        _strips(ax, variant, kept[variant.label], label_with_ratio(group, variant))
-    axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
+
+    @styled
+    def draw() -> Figure:
+        most = max(min(MOST_LAYERS, len(kept[variant.label]["layers"])) for variant in shown)
+        size = (7.4, 0.34 + 0.17 * most)
+        figure, axes = new_panels(len(shown), 1, size, (0.0, 0.55), sharex=True)
+        for ax, variant in zip(axes, shown, strict=True):
+            _strips(ax, variant, kept[variant.label], label_with_ratio(group, variant))
+        axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
+        return figure
+
+    about = f"Example {printable(str(example['example_id']))}. "
     caption = (
-        f"Example {printable(str(example['example_id']))}. The x axis is the prompt, from its first"
-        " token to its last. The height of a strip is the weight that a layer's cache gives to a piece"
-        " of the prompt, per token and averaged over KV heads; full height is the number behind the"
-        " name (the exact cache has 1 everywhere). Yellow: where the answer stands. Entries that stand"
-        " for no single token are not shown."
+        f"{about}The x axis is the prompt, from its first token to its last. The height of a strip is"
+        " the weight that a layer's cache gives to a piece of the prompt, per token and averaged over KV"
+        " heads; full height is the number behind the name (the exact cache has 1 everywhere). Yellow:"
+        " where the answer stands. Entries that stand for no single token are not shown."
+    )
+    on_page = (
+        f"{about}The fuller the colour, the more of a piece of the prompt is kept, averaged over layers"
+        " and KV heads; fullest: as much weight as the exact cache gives it, or more. Underlined: where"
+        " the answer stands. Each strip is the whole prompt."
     )
     title = f"What each method kept: {group.task} on {group.model}"
-    caption += left_out_text(group, ordered)
-    return Drawn(f"kept-{stem(group)}", title, caption, figure, kind="kept")
+    left_out = left_out_text(group, ordered)
+    chart: Chart = {
+        "kind": "kept",
+        "caption": on_page + left_out,
+        "panels": [
+            {
+                "name": variant.without_rate,
+                "title": label_with_ratio(group, variant),
+                "color": style_of(variant.method).color,
+                **_shades(kept[variant.label]),
+            }
+            for variant in shown
+        ],
+    }
+    return Drawn(f"kept-{stem(group)}", title, caption + left_out, draw, "kept", chart)
+
+
+def _shades(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """How a page shows what one variant kept.
+
+    Returns:
+        ``strip``: for each piece of the prompt its shade, 0 to `FULL_SHADE`, and whether the answer
+        stands in it. ``words``: text, shade and the same of successive parts; a gap's shade is None.
+    """
+    weights = np.mean([np.array(layer, float) for layer in kept["layers"].values()], axis=0) / 100
+    shades = np.ceil(FULL_SHADE * np.nan_to_num(weights).clip(0, 1)).astype(int)
+    start, end = kept.get("answer") or (0, 0)
+    first_tokens = np.arange(len(shades)) * kept["width"]
+    has_answer = (first_tokens < end) & (first_tokens + kept["width"] > start)
+    texts = [str(text) for text in kept.get("texts") or ()][: len(shades)]
+    return {
+        "strip": list(zip(shades.tolist(), has_answer.tolist(), strict=True)),
+        "words": _words(texts, shades, has_answer, kept["width"]),
+    }
+
+
+def _words(
+    texts: Sequence[str], shades: Any, has_answer: Any, width: int
+) -> list[tuple[str, int | None, bool]]:
+    """The beginning of a prompt, what is around the answer, and the end (`MOST_BESIDE`), in parts of one
+    shade; gaps say how many tokens they are."""
+    ends = np.cumsum([len(text) for text in texts])
+    starts = ends - [len(text) for text in texts]
+    shown = (starts < MOST_BESIDE) | (ends > ends[-1:].sum() - MOST_BESIDE)
+    answer = np.flatnonzero(has_answer[: len(texts)])
+    if answer.size:
+        near = ends > starts[answer[0]] - MOST_BESIDE
+        shown |= near & (starts < ends[answer[-1]] + MOST_BESIDE)
+    parts: list[tuple[str, int | None, bool]] = []
+    keys = [(int(shades[i]), bool(has_answer[i])) if shown[i] else None for i in range(len(texts))]
+    for key, same in groupby(range(len(texts)), keys.__getitem__):
+        places = list(same)
+        if key is None:
+            parts.append((f" … {len(places) * width} tokens … ", None, False))
+        else:
+            text = "".join(texts[i] for i in places).replace("\n", "↵ ")
+            parts.append((text, *key))
+    return parts
 
 
 def _strips(ax: Axes, variant: Variant, kept: dict[str, Any], title: str) -> None:

@@ -22,24 +22,19 @@ NAME = "name"
 
 @dataclass
 class Section:
-    """Runs of one model and task with the same settings of the task.
-
-    Attributes:
-        settings: by dotted key the value as text. Runs that were made before an option existed lack it,
-            and are taken to have the value of the others.
-    """
+    """Runs of one model and task with the same settings of the task: by dotted key the value as text.
+    Runs that were made before an option existed are taken to have the value of the others."""
 
     settings: dict[str, str]
     runs: list[Run] = field(default_factory=list)
 
     @property
     def first_start(self) -> tuple[str, str]:
-        """When its first run was started, and by which command."""
         return min(map(first_start, self.runs))
 
 
 def first_start(run: Run) -> tuple[str, str]:
-    """When a run was started for the first time, and by which command."""
+    """When and by which command a run was started for the first time."""
     starts = (run.manifest, *run.manifest.get("earlier_starts", ()))
     return min((str(start.get("started")), str(start.get("command"))) for start in starts)
 
@@ -86,7 +81,6 @@ def task_settings(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def agree(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
-    """Whether every setting that both have is the same."""
     return all(first[key] == second[key] for key in first.keys() & second.keys())
 
 

@@ -8,8 +8,8 @@ from what its run is about, so that logging again replaces what was logged.
 
 from __future__ import annotations
 
+import gc
 import hashlib
-import io
 import json
 import logging
 import math
@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 from filelock import FileLock
+from markupsafe import escape
 
 from kvbench.errors import first_line
 from kvbench.records.figures import Heatmap
 from kvbench.records.read import Run
 from kvbench.report.experiment import BASELINE, Group, group_runs
 from kvbench.report.frame import tidy, totals
-from kvbench.report.labels import as_text
+from kvbench.report.labels import as_text, words
 from kvbench.report.ratios import measures_several_rates, rate_text
 
 if TYPE_CHECKING:
@@ -106,7 +107,6 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
 
     def write() -> Iterator[Path]:
         import wandb
-        from PIL import Image
 
         rows = pd.concat([totals(paths.scores, measure) for measure in _TOTALS], ignore_index=True)
         cells = rows.assign(column=rows["task"] + ": " + rows["measure"])
@@ -118,9 +118,8 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
         }
         for drawn in paths.drawn:
             if drawn.kind in ("memory", "heatmap"):
-                picture = Image.open(io.BytesIO(drawn.encoded("png")))
                 caption = f"{drawn.title}. {drawn.caption}"
-                values[drawn.name] = wandb.Image(picture, caption=caption)
+                values[drawn.name] = wandb.Image(str(folder / drawn.file("png")), caption=caption)
         with _opened(folder, run_id(name, OVERVIEW), paths.manifest, about) as run:
             run.log(values)
         yield Path(run.dir).parent
@@ -150,6 +149,8 @@ def _written(
     if mode == "disabled":
         return written
     place = folder / "wandb"
+    collects = gc.isenabled()
+    gc.disable()  # model and figures are millions of objects, and live on
     for name, value in (("WANDB_ERROR_REPORTING", "false"), ("WANDB_SILENT", "true")):
         os.environ.setdefault(name, value)  # before wandb is imported
     try:
@@ -158,6 +159,9 @@ def _written(
             written.extend(write())
     except Exception as error:  # noqa: BLE001 - W&B's, whatever it is
         log.warning("W&B: %s was not logged: %s", folder.name, first_line(error))
+    finally:
+        if collects:
+            gc.enable()
     if mode == "online" and written and folder not in _unsent:
         environment = {**os.environ, "WANDB_MODE": "online", "WANDB_DIR": str(folder)}
         silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -295,11 +299,16 @@ def _heatmap(records: pd.DataFrame, spec: Heatmap) -> wandb.Html:
 
     grid = records.pivot_table("score", spec.y, spec.x)
     least, most = min(0.0, float(np.nanmin(grid))), float(np.nanmax(grid))
-    colours = ((grid - least) / ((most - least) or 1.0)).map(
-        "background: rgba(33, 145, 140, {:.2f})".format
-    )
-    styled = grid.style.apply(lambda _: colours, axis=None).format(precision=2)
-    return wandb.Html(styled.to_html(), inject=False)
+    shades = (grid - least) / ((most - least) or 1.0)
+    rows = [f"<th>{escape(words(spec.y))} / {escape(words(spec.x))}</th>"]
+    rows[0] += "".join(f"<th>{escape(as_text(x))}</th>" for x in grid)
+    for y, values in grid.iterrows():
+        cells = (
+            f'<td style="background: rgba(33, 145, 140, {shade:.2f})">{value:.2f}</td>'
+            for value, shade in zip(values, shades.loc[y], strict=True)
+        )
+        rows.append(f"<th>{escape(as_text(y))}</th>{''.join(cells)}")
+    return wandb.Html(f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>", inject=False)
 
 
 def _columns(records: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
@@ -308,7 +317,14 @@ def _columns(records: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
 
 
 def _table(frame: pd.DataFrame) -> wandb.Table:
+    """A table whose columns have the types of their values. W&B takes a type from every cell; two rows
+    have them all: the first values, and nothing where a column lacks one."""
     import wandb
 
     cells = frame.astype(object).where(frame.notna(), None)
-    return wandb.Table(columns=list(map(str, cells)), data=cells.to_numpy())
+    known = frame.notna()
+    typical = [next(iter(cells.loc[known[name], name]), None) for name in cells]
+    gaps = [typical[i] if known[name].all() else None for i, name in enumerate(cells)]
+    table = wandb.Table(columns=list(map(str, cells)), data=[typical, gaps][: len(cells)])
+    table.data = cells.to_numpy().tolist()
+    return table

@@ -21,7 +21,7 @@ setTimeout(() => {
   found.groups = [...board.querySelectorAll("tr.part")].filter((row) => row.checkVisibility()).length;
   const chart = document.querySelector(".chart");
   const points = () => chart.querySelectorAll(".mark-symbol path").length;
-  found.pictures = document.querySelectorAll("figure.memory, figure.breakdown").length;
+  found.pictures = document.querySelectorAll("img").length;
   found.pointsBefore = points();
   chart.querySelector("button[data-name=h2o]").click();
   setTimeout(() => {
@@ -33,7 +33,20 @@ setTimeout(() => {
     rate.dispatchEvent(new Event("change"));
     setTimeout(() => {
       found.pointsAtOneRate = points();
-      document.body.dataset.found = JSON.stringify(found);
+      const texts = (place) => [...place.querySelectorAll("svg text")].map((one) => one.textContent);
+      found.heatmaps = texts(document.querySelector(".heatmap")).filter((text) => /^[a-z]+(kv|2o|form|act)$/.test(text));
+      const choose = (label, value) => {
+        const one = [...chart.querySelectorAll("select")].find((select) => select.parentNode.textContent.startsWith(label));
+        one.value = value;
+        one.dispatchEvent(new Event("change"));
+      };
+      choose("measure", "difference to exact");
+      choose("against", "num lines");
+      setTimeout(() => {
+        found.zeroLines = chart.querySelectorAll(".mark-rule line[stroke-dasharray]").length;
+        found.against = texts(chart).includes("num lines");
+        document.body.dataset.found = JSON.stringify(found);
+      }, 500);
     }, 500);
   }, 500);
 }, 1000);

@@ -155,12 +155,20 @@ def test_a_click_on_a_head_sorts_by_its_column(clicked: dict[str, Any]) -> None:
 
 
 def test_a_click_in_a_legend_hides_a_method_everywhere(clicked: dict[str, Any]) -> None:
-    assert clicked["pictures"] == 0, "what the chart draws is drawn once"
+    assert clicked["pictures"] == 0, "Vega-Lite draws all charts"
     assert clicked["pointsBefore"] == 3 + 3 + 3 + 1
     assert clicked["pointsAfter"] == clicked["pointsBefore"] - 3
     assert set(clicked["pressed"]) == {"false"}, "in every legend"
     assert clicked["rowsLeft"] == 0, "and in every table"
     assert clicked["pointsAtOneRate"] == 3
+    assert sorted(clicked["heatmaps"]) == ["balancekv", "exact", "snapkv", "uniform"]
+
+
+def test_a_difference_is_drawn_around_a_line_at_zero_and_against_what_is_chosen(
+    clicked: dict[str, Any],
+) -> None:
+    assert clicked["zeroLines"] == 1
+    assert clicked["against"], "a field's name stands below the x axis"
 
 
 @pytest.mark.parametrize("name", ["report", "errors"])
@@ -178,7 +186,7 @@ def test_a_phone_shows_the_difference_and_the_page_does_not_scroll_sideways(
         document.body.dataset.found = JSON.stringify({
           width: document.body.scrollWidth,
           right: heads.map((one) => one.getBoundingClientRect().right),
-          heatmaps: [...document.querySelectorAll(".heatmap img")]
+          heatmaps: [...document.querySelectorAll(".heatmap svg")]
             .map((one) => one.getBoundingClientRect().width),
         });
       }, 1000);"""
@@ -186,5 +194,5 @@ def test_a_phone_shows_the_difference_and_the_page_does_not_scroll_sideways(
     assert found["width"] <= 390
     assert found["right"]
     assert max(found["right"]) <= 390
-    assert all(width > 390 for width in found["heatmaps"]), "numbers keep their size; it scrolls"
+    assert all(200 < width <= 390 for width in found["heatmaps"]), "in fewer columns"
     assert bool(found["heatmaps"]) == (name == "report")

@@ -54,7 +54,7 @@ def test_every_kind_of_task_has_its_figures_and_they_are_the_same_bytes(tmp_path
         known = {name for several in names.values() for name in several}
         assert [name for name in figures if name in known] == expected
     once, again = (drawn(group_of(folder, "longeval_lines"))["ratio"] for _ in range(2))
-    for kind in ("png", "svg", "pdf"):
+    for kind in ("png", "pdf"):
         assert once.encoded(kind) == again.encoded(kind)
     assert b"/Type3" not in once.encoded("pdf"), "many venues refuse Type 3 fonts"
     assert "by-length_bucket" in drawn(group_of(write_longbench(tmp_path)))
@@ -127,6 +127,10 @@ def test_heatmaps_share_one_scale_and_leave_gaps_where_nothing_was_scored(tmp_pa
     assert {ax.collections[0].get_clim() for ax in panels} == {(0.0, 100.0)}
     labels = [label.get_text() for label in panels[0].get_xticklabels()]
     assert labels == ["256", "512", "1024", "2048"]
+    assert one.chart is not None
+    assert (one.chart["x"], one.chart["limits"]) == (labels, [0.0, 100.0]), "the page's, too"
+    assert [panel["title"] for panel in one.chart["panels"]] == ["exact", "snapkv"]
+    assert one.chart["panels"][1]["values"][0][0] is None
 
 
 def test_a_forest_has_its_intervals_along_the_scores() -> None:
@@ -141,7 +145,7 @@ def test_a_name_that_no_font_has_is_drawn_without_a_warning() -> None:
     figure = Figure()
     figure.suptitle("\U00012000")
     with warnings.catch_warnings(action="error"):
-        assert Drawn("name", "title", "caption", figure).encoded("svg")
+        assert Drawn("name", "title", "caption", lambda: figure).encoded("png")
 
 
 def test_a_figure_that_lacks_a_field_is_named() -> None:
@@ -184,7 +188,7 @@ def test_a_column_without_one_scored_example_still_draws(tmp_path: Path) -> None
         write_run(tmp_path, method=method, records=records)
     assert drawn(group_of(tmp_path / "demo")) == {}
     write_run(tmp_path, method="h2o", records=lines_records("h2o"))
-    assert all(one.encoded("svg") for one in drawn(group_of(tmp_path / "demo")).values())
+    assert all(one.encoded("png") for one in drawn(group_of(tmp_path / "demo")).values())
 
 
 SPEC = Curve(
@@ -240,7 +244,12 @@ def test_slopes_are_a_table_a_figure_and_a_sentence(tmp_path: Path) -> None:
     table = slope_table(group, SPEC)
     assert shown(table)[0] == ["uniform", "−0.500", *2 * ["−0.500 [−0.500, −0.500]"]]
     assert len(data(table)) == 4
-    assert list(drawn(group)) == ["scaling"]
+    (figure,) = drawn(group).values()
+    assert figure.chart is not None
+    rows = pd.DataFrame(figure.chart["rows"], columns=list(figure.chart["fields"]))
+    assert set(rows["line"]) == {"uniform", "balancekv", "slope -0.5", "slope -1"}
+    last = rows[rows["panel"].eq("a") & rows["line"].eq("balancekv")].iloc[-1]
+    assert list(last[["x", "mean"]]) == pytest.approx([1.1 * 2048, 1 / 2048])
     text = verdict(group, tidy(group))
     assert "balancekv (predicted −1.00): as predicted on 2 of 2" in text
 

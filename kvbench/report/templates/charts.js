@@ -1,8 +1,11 @@
-// Interactive figures: Vega-Lite draws the rows that the reader chooses. A page without script, and a
-// printed one, names the files of matplotlib's figures instead.
+// Charts: Vega-Lite draws what the reader chooses. A page without script, and a printed one, names the
+// files of matplotlib's figures instead.
 "use strict";
 const MOST_LINES = 8;  // methods that have a colour at once
 const ABOUT_ONE_RATIO = 1.5;  // the largest ratio over the smallest where methods hold about as much
+const FEW_CELLS = 64;  // a heatmap of so many cells has their numbers in it
+const BLACK = "#000000";  // the exact cache's colour, which is the text's own in the dark
+const BYTES = "";  // what scores are drawn against, beside the fields of records
 const hiddenMethods = new Set();
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -20,6 +23,7 @@ function rowsOf(chart) {  // each row as an object, with the texts that a pointe
     const row = Object.fromEntries(chart.fields.map((field, i) => [field, values[i]]));
     row.value = digits(row.mean);
     row.interval = row.low === null ? "none" : "[" + digits(row.low) + ", " + digits(row.high) + "]";
+    if (chart.kind !== "scores") return row;
     row.held = sizeText(row.bytes);
     row.at = row.rate === null ? "none" : String(row.rate);
     return row;
@@ -45,8 +49,8 @@ function coloured(chart, rows) {  // names of the papers' methods, then those of
 }
 
 function inks() {  // text, lines and what is less important, in the page's own colours
-  return isDark.matches ? { text: "#e4e8ed", line: "#343c47", soft: "#9aa6b4" }
-    : { text: "#1c2430", line: "#d9dde3", soft: "#5a6573" };
+  return isDark.matches ? { text: "#e4e8ed", line: "#343c47", soft: "#9aa6b4", ground: "#14181d" }
+    : { text: "#1c2430", line: "#d9dde3", soft: "#5a6573", ground: "#ffffff" };
 }
 function tooltipOf(axis) {
   return [
@@ -56,17 +60,31 @@ function tooltipOf(axis) {
     { field: "held", title: "bytes held" },
   ];
 }
-function framed(spec) {  // a figure's layers with what all figures share
+function framed(spec) {  // a chart with what all charts share
   const { text, line } = inks();
   return {
-    width: "container", background: null, resolve: { scale: { color: "shared" } },
-    ...spec, layer: spec.layer.filter((part) => part.data.values.length),
+    background: null, ...spec,
     config: {
       aria: false, mark: { aria: false }, view: { stroke: null }, font: "system-ui, sans-serif",
       axis: { aria: false, labelColor: text, titleColor: text, gridColor: line, domainColor: line, tickColor: line,
-        titleFontWeight: "normal", titleFontSize: 12, labelFontSize: 12, titleLimit: 600 },
+        titleFontWeight: "normal", titleFontSize: 12, labelFontSize: 12, titleLimit: 600, labelOverlap: true, labelPadding: 6 },
+      legend: { aria: false, labelColor: text, titleColor: text, titleFontWeight: "normal", titleFontSize: 12, labelFontSize: 12 },
+      header: { labelColor: text, labelFontSize: 12, titleColor: text, title: null },
     },
   };
+}
+const layered = (height, layer) => framed({
+  width: "container", height, resolve: { scale: { color: "shared" } }, layer: layer.filter((part) => part.data.values.length),
+});
+const ofMethods = (methods, key) => ({ field: "name", type: "nominal", legend: null,
+  scale: { domain: methods.map((method) => method.name), range: methods.map((method) => method[key] === BLACK ? inks().text : method[key]) } });
+const POINT = { type: "point", filled: true, size: 90, opacity: 1, strokeWidth: 0.6 };
+const INTERVAL = { type: "rule", strokeWidth: 2, opacity: 0.55 };
+const withInterval = (rows) => rows.filter((row) => row.low !== null);
+function exactOf(chart, rows) {  // where the exact cache is drawn as a line across: of differences at 0
+  const isDifference = rows.some((row) => row.measure.startsWith("difference"));
+  return isDifference ? [{ name: chart.baseline, mean: 0, value: "0", interval: "none" }]
+    : rows.filter((row) => row.name === chart.baseline).slice(0, 1);
 }
 const compressedOf = (chart, rows) => rows.filter((row) => row.name !== chart.baseline);
 function holdAsMuch(chart, rows) {  // whether each method has one point, and all are of about one ratio
@@ -81,61 +99,128 @@ function rowsSpec(chart, rows, axis) {  // a row for each method, the best first
   const sign = chart.lower ? 1 : -1;
   const named = (row) => ({ ...row, row: row.name + "  (" + row.ratio.toPrecision(2) + ")" });
   const shown = compressedOf(chart, rows).sort((a, b) => sign * (a.mean - b.mean)).map(named);
-  const exact = rows.filter((row) => row.name === chart.baseline).slice(0, 1);
   const methods = chart.methods.filter((method) => shown.some((row) => row.name === method.name));
-  const scale = (key) => ({ domain: methods.map((m) => m.name), range: methods.map((m) => m[key]) });
-  const color = { field: "name", type: "nominal", legend: null, scale: scale("color") };
-  const shape = { field: "name", type: "nominal", legend: null, scale: scale("shape") };
-  const x = { field: "mean", type: "quantitative", title: axis, scale: { zero: false } };
+  const color = ofMethods(methods, "color");
+  const x = { field: "mean", type: "quantitative", title: axis, scale: { zero: false }, axis: { tickCount: 8 } };
   const y = { field: "row", type: "nominal", sort: shown.map((row) => row.row),
-    title: null, axis: { grid: true, labelLimit: 260 } };
+    title: null, axis: { grid: true, labelLimit: 260, labelPadding: 10 } };
   const tooltip = tooltipOf(axis);
+  return layered(24 * shown.length, [
+    { data: { values: exactOf(chart, rows) }, mark: { type: "rule", strokeDash: [6, 4], color: text }, encoding: { x, tooltip } },
+    { data: { values: withInterval(shown) }, mark: INTERVAL, encoding: { y, x: { ...x, field: "low" }, x2: { field: "high" }, color } },
+    { data: { values: shown }, mark: { ...POINT, stroke: soft },
+      encoding: { x, y, color, shape: ofMethods(methods, "shape"), tooltip } },
+  ]);
+}
+
+function linesSpec(chart, rows, axis, by) {  // the measure against the ratio or a field, a line for each method
+  const { text, soft } = inks();
+  const ofBytes = by === BYTES;
+  const isJoined = ofBytes || rows.every((row) => /^\d/.test(row.part));
+  const shown = compressedOf(chart, rows);
+  const names = coloured(chart, shown);
+  const bright = (ofBytes ? shown : rows).filter((row) => names.has(row.name) || row.name === chart.baseline);
+  const grey = shown.filter((row) => !names.has(row.name));
+  const methods = chart.methods.filter((method) => bright.some((row) => row.name === method.name));
+  const least = Math.min(...shown.map((row) => row.low ?? row.mean));
+  const log = chart.lower && least > 0 && axis === chart.axis.score;
+  const x = ofBytes ? { field: "ratio", type: "quantitative", title: "ratio: bytes held / bytes of the exact cache",
+    scale: { type: "log", base: 2 }, axis: { format: ".2~r", labelSeparation: 8 } }
+    : { field: "part", type: "ordinal", title: by, sort: distinct(rows, "part"),
+      scale: { paddingInner: isJoined ? 0.8 : 0.2 }, axis: { labelAngle: 0, labelLimit: 120 } };
+  const y = { field: "mean", type: "quantitative", title: axis, scale: log ? { type: "log", nice: false } : { zero: false } };
+  const beside = ofBytes ? {} : { xOffset: { field: "name", sort: methods.map((method) => method.name) } };
+  const color = ofMethods(methods, "color");
+  const tooltip = tooltipOf(axis);
+  const exact = exactOf(chart, rows).filter((row) => (ofBytes || row.value === "0") && !(log && row.mean <= 0));
+  return layered(340, [
+    { data: { values: exact }, mark: { type: "rule", strokeDash: [6, 4], color: text }, encoding: { y, tooltip } },
+    { data: { values: ofBytes ? frontierOf(shown, chart.lower) : [] },
+      mark: { type: "line", interpolate: "step-after", strokeDash: [2, 3], strokeWidth: 2, color: soft }, encoding: { x, y } },
+    { data: { values: grey }, mark: { type: "point", filled: true, size: 30, color: soft, opacity: 0.6 }, encoding: { x, y, tooltip } },
+    { data: { values: isJoined ? bright : [] }, mark: { type: "line", strokeWidth: 1.4 }, encoding: { x, y, color, ...beside } },
+    { data: { values: withInterval(bright) }, mark: { ...INTERVAL, strokeWidth: 1 },
+      encoding: { x, y: { ...y, field: "low" }, y2: { field: "high" }, color, ...beside } },
+    { data: { values: bright }, mark: { ...POINT, stroke: soft },
+      encoding: { x, y, color, shape: ofMethods(methods, "shape"), tooltip, ...beside } },
+  ]);
+}
+
+function faceted(place, titles, most, around, xlabel, spec) {  // panels beside each other, as many as there is room for
+  const width = Math.min(960, place.clientWidth) - around;
+  const columns = Math.max(1, Math.min(most, titles.length, Math.floor(width / 135)));
   return framed({
-    height: 24 * shown.length,
-    layer: [
-      { data: { values: exact }, mark: { type: "rule", strokeDash: [6, 4], color: text }, encoding: { x, tooltip } },
-      { data: { values: shown.filter((row) => row.low !== null) }, mark: { type: "rule", strokeWidth: 2, opacity: 0.55 },
-        encoding: { y, x: { ...x, field: "low" }, x2: { field: "high" }, color } },
-      { data: { values: shown }, mark: { type: "point", filled: true, size: 90, opacity: 1, stroke: soft, strokeWidth: 0.6 },
-        encoding: { x, y, color, shape, tooltip } },
-    ],
+    ...spec.top, columns, spacing: 14,
+    title: { text: xlabel, orient: "bottom", anchor: "middle", fontSize: 12, fontWeight: "normal", color: inks().text },
+    facet: { field: "title", type: "nominal", sort: titles, title: null, header: { labelExpr: "split(datum.label, '\\n')", labelFontSize: 11, labelLineHeight: 13 } },
+    spec: spec.panel(Math.floor(width / columns) - 14),
   });
 }
 
-function ratioSpec(chart, rows, axis) {  // the measure against the ratio, a line for each method
-  const { text, soft } = inks();
-  const shown = compressedOf(chart, rows);
-  const names = coloured(chart, shown);
-  const bright = shown.filter((row) => names.has(row.name));
-  const grey = shown.filter((row) => !names.has(row.name));
-  const methods = chart.methods.filter((method) => names.has(method.name));
-  const tooltip = tooltipOf(axis);
-  const least = Math.min(...shown.map((row) => row.low ?? row.mean));
-  const log = chart.lower && least > 0 && axis === chart.axis.score;
-  const x = { field: "ratio", type: "quantitative", title: "ratio: bytes held / bytes of the exact cache",
-    scale: { type: "log", base: 2 }, axis: { format: ".2~r", labelSeparation: 8 } };
-  const y = { field: "mean", type: "quantitative", title: axis,
-    scale: log ? { type: "log", nice: false } : { zero: false } };
-  const color = { field: "name", type: "nominal", legend: null,
-    scale: { domain: methods.map((m) => m.name), range: methods.map((m) => m.color) } };
-  const shape = { field: "name", type: "nominal", legend: null,
-    scale: { domain: methods.map((m) => m.name), range: methods.map((m) => m.shape) } };
-  const exact = rows.filter((row) => row.name === chart.baseline && !(log && row.mean <= 0)).slice(0, 1);
-  const layer = [
-    { data: { values: exact }, mark: { type: "rule", strokeDash: [6, 4], color: text },
-      encoding: { y: { ...y, field: "mean" }, tooltip } },
-    { data: { values: frontierOf(shown, chart.lower) },
-      mark: { type: "line", interpolate: "step-after", strokeDash: [2, 3], strokeWidth: 2, color: soft },
-      encoding: { x, y } },
-    { data: { values: grey }, mark: { type: "point", filled: true, size: 30, color: soft, opacity: 0.6 },
-      encoding: { x, y, tooltip } },
-    { data: { values: bright }, mark: { type: "line", strokeWidth: 1.4 }, encoding: { x, y, color } },
-    { data: { values: bright.filter((row) => row.low !== null) }, mark: { type: "rule", opacity: 0.55 },
-      encoding: { x, y: { ...y, field: "low" }, y2: { field: "high" }, color } },
-    { data: { values: bright }, mark: { type: "point", filled: true, size: 90, opacity: 1, stroke: soft, strokeWidth: 0.6 },
-      encoding: { x, y, color, shape, tooltip } },
-  ];
-  return framed({ height: 340, layer });
+function panelsSpec(chart, place) {  // numbers with intervals against x, a panel for each title
+  const { soft } = inks();
+  const rows = rowsOf(chart).map((row) => ({ ...row, title: row.panel }));
+  const shown = rows.filter((row) => row.name !== null && !hiddenMethods.has(row.name));
+  if (shown.length === 0) return null;
+  const guides = rows.filter((row) => row.name === null);
+  const methods = chart.methods.filter((method) => shown.some((row) => row.name === method.name));
+  const ends = shown.flatMap((row) => [row.mean, row.low, row.high]).filter((end) => end !== null && (!chart.log || end > 0));
+  const domain = [Math.min(...ends), Math.max(...ends)];
+  const x = chart.log ? { field: "x", type: "quantitative", title: null, scale: { type: "log", base: 2 }, axis: { format: ".4~r", labelSeparation: 8, tickCount: 5 } }
+    : { field: "x", type: "ordinal", title: null, sort: chart.ticks, axis: { labelAngle: 0, labelLimit: 90, labelExpr: "split(datum.label, '\\n')" } };
+  const y = { field: "mean", type: "quantitative", title: chart.ylabel, axis: { tickCount: 5 },
+    scale: chart.log ? { type: "log", domain } : { domain, nice: true, zero: false } };
+  const color = ofMethods(methods, "color");
+  const beside = chart.log ? {} : { xOffset: { field: "line", sort: distinct(shown, "line") } };
+  const tooltip = [{ field: "line", title: "method" }, { field: "x", title: chart.xlabel }, { field: "value", title: chart.ylabel },
+    { field: "interval", title: chart.log ? "95 % interval" : "mean ± one standard deviation" }];
+  const of = (test) => [{ filter: test }];
+  const panel = (width) => ({
+    width, height: Math.min(260, Math.max(170, width)),
+    layer: [
+      { transform: of("datum.name === null"), mark: { type: "line", clip: true, strokeDash: [6, 4], strokeWidth: 1, color: soft },
+        encoding: { x, y, detail: { field: "line" } } },
+      { transform: of(chart.log ? "datum.name !== null" : "false"), mark: { type: "line", strokeWidth: 1.4 },
+        encoding: { x, y, color, detail: { field: "line" } } },
+      { transform: of("datum.low !== null"), mark: { ...INTERVAL, strokeWidth: 1, clip: true },
+        encoding: { x, y: { ...y, field: "low" }, y2: { field: "high" }, color, ...beside } },
+      { transform: of("datum.name !== null"), mark: { ...POINT, size: 50, stroke: soft },
+        encoding: { x, y, color, shape: ofMethods(methods, "shape"), tooltip, ...beside } },
+    ],
+  });
+  return faceted(place, distinct(shown, "title"), 3, 70, chart.xlabel, { top: { data: { values: [...guides, ...shown] } }, panel });
+}
+
+function heatmapSpec(chart, place) {  // mean scores by two fields, a panel for each method, one scale
+  const { line, ground } = inks();
+  const panels = chart.panels.filter((panel) => !hiddenMethods.has(panel.name));
+  if (panels.length === 0) return null;
+  const [low, high] = chart.limits;
+  const cells = panels.flatMap(({ title, values }) => values.flatMap((row, j) => row.map((value, i) => ({
+    title, x: chart.x[i], y: chart.y[j], value, text: value === null ? "" : high === 100 ? value.toFixed(0) : String(Number(value.toPrecision(2))),
+  }))));
+  const x = { field: "x", type: "ordinal", sort: chart.x, title: null };
+  const y = { field: "y", type: "ordinal", sort: chart.y, title: chart.ylabel };
+  const color = { field: "value", type: "quantitative", title: chart.axis, scale: { scheme: "viridis", domain: [low, high] },
+    legend: { orient: "top", gradientLength: 160, gradientThickness: 10 } };
+  const tooltip = [{ field: "title", title: "method" }, { field: "x", title: chart.xlabel }, { field: "y", title: chart.ylabel },
+    { field: "text", title: chart.axis }];
+  const ink = { value: "#111111", condition: { test: "datum.value < " + (low + high) / 2, value: "#fdfdfd" } };
+  const cell = { type: "rect", stroke: ground, strokeWidth: 1 };
+  const few = chart.x.length * chart.y.length <= FEW_CELLS;
+  const longest = Math.max(...chart.x.map((name) => name.length));
+  const panel = (width) => ({
+    width, height: Math.min(24 * chart.y.length, 200),
+    layer: [
+      { transform: [{ filter: "datum.value === null" }], mark: { ...cell, color: line }, encoding: { x, y } },
+      { transform: [{ filter: "datum.value !== null" }], mark: cell, encoding: { x, y, color, tooltip } },
+      ...(few ? [{ transform: [{ filter: "datum.value !== null" }], mark: { type: "text", fontSize: 11 },
+        encoding: { x, y, text: { field: "text" }, color: ink } }] : []),
+    ],
+  });
+  x.axis = { labelAngle: longest > 4 ? -45 : 0, labelLimit: 90 };
+  y.axis = { labelLimit: 90 };
+  return faceted(place, panels.map(({ title }) => title), 4, 70, chart.xlabel, { top: { data: { values: cells }, resolve: { scale: { color: "shared" } } }, panel });
 }
 
 function option(select, value, text) {
@@ -161,7 +246,25 @@ function rateText(rate, rows) {  // a rate with the ratios that were measured at
 }
 const distinct = (rows, field) => [...new Set(rows.map((row) => row[field]))];
 
-function buildChart(place, chart) {
+function drawn(place, spec) {  // Vega-Lite's picture of a specification; nothing of null
+  if (spec === null) place.replaceChildren();
+  else vegaEmbed(place, spec, { actions: false, renderer: "svg", ast: true, tooltip: { theme: isDark.matches ? "dark" : "light" } });
+}
+function canvasOf(place) {
+  const canvas = document.createElement("div");
+  canvas.className = "canvas";
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", place.dataset.title + "; the numbers stand in the tables");
+  return canvas;
+}
+function drawAlways(draw) {  // now, and after every change of methods, colours and room
+  document.addEventListener("methods", draw);
+  isDark.addEventListener("change", draw);
+  addEventListener("resize", draw);
+  draw();
+}
+
+function buildScores(place, chart) {
   const rows = rowsOf(chart);
   const controls = document.createElement("div");
   controls.className = "controls";
@@ -169,41 +272,56 @@ function buildChart(place, chart) {
   const rateChoices = rates.map((rate) => [String(rate), rateText(rate, rows)]);
   const rate = chooser(controls, "rate", rates.length > 1 ? [["", "all"], ...rateChoices] : rateChoices);
   const measure = chooser(controls, "measure", distinct(rows, "measure").map((name) => [name, name]));
-  const parts = distinct(rows, "part").sort((a, b) => (b === chart.all) - (a === chart.all));
+  const split = rows.filter((row) => row.part !== chart.all);
+  const fields = distinct(split, "by").filter((by) => distinct(split.filter((row) => row.by === by), "part").length > 1);
+  const against = chooser(controls, "against", [...(chart.memory ? [[BYTES, "bytes held"]] : []), ...fields.map((by) => [by, by])]);
+  const parts = [chart.all, ...new Set(split.map((row) => row.by + " " + row.part))];
   const part = chooser(controls, "examples", parts.map((name) => [name, name]));
-  const canvas = document.createElement("div");
-  canvas.className = "canvas";
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", place.dataset.title + "; the numbers stand in the tables");
+  const partLabel = part.parentNode;
+  const canvas = canvasOf(place);
   const told = document.createElement("output");
   told.className = "soft";
+  place.prepend(controls, canvas, legendOf(chart), told);
+  drawAlways(() => {
+    const by = against.value;
+    const lowest = by !== BYTES && rate.value === "" && rates.length ? String(rates[rates.length - 1]) : rate.value;
+    const wanted = rows.filter((row) => row.measure === measure.value && !hiddenMethods.has(row.name)
+      && (by === BYTES ? row.ratio !== null && (row.part === chart.all ? row.part : row.by + " " + row.part) === part.value
+        : row.by === by && row.part !== chart.all)
+      && (lowest === "" || row.rate === null || String(row.rate) === lowest));
+    if (partLabel) partLabel.hidden = by !== BYTES;
+    const compressed = new Set(wanted.map((row) => row.name).filter((name) => name !== chart.baseline));
+    const inRows = by === BYTES && compressed.size > 0 && holdAsMuch(chart, wanted);
+    const nothing = by === BYTES ? compressed.size === 0 : wanted.length === 0;
+    const notes = [];
+    if (nothing) notes.push("No such numbers: choose others, or show a method.");
+    if (by !== BYTES && lowest !== rate.value) notes.push("At rate " + lowest + ", the lowest.");
+    if (inRows) notes.push("All hold about as many bytes (the ratio stands behind the name): a row for each method, the best first; dashed: exact.");
+    else if (compressed.size > MOST_LINES) {
+      notes.push("In colour: " + MOST_LINES + " of " + compressed.size + " methods shown: BalanceKV, SubGen and H2O before others, then those of the best mean over all points. Grey points say on hover what they are.");
+    }
+    told.textContent = notes.join(" ");
+    const axis = measure.value.startsWith("difference") ? measure.value + ", " + chart.axis.score : chart.axis.score;
+    drawn(canvas, nothing ? null : inRows ? rowsSpec(chart, wanted, axis) : linesSpec(chart, wanted, axis, by));
+  });
+}
+
+function buildPanels(place, chart) {
+  const canvas = canvasOf(place);
+  const isHeatmap = chart.kind === "heatmap";  // its panels bear the methods' names
+  place.prepend(canvas, ...(isHeatmap ? [] : [legendOf(chart)]));
+  const specOf = isHeatmap ? heatmapSpec : panelsSpec;
+  drawAlways(() => drawn(canvas, specOf(chart, place)));
+}
+
+function legendOf(chart) {
   const legend = document.createElement("div");
   legend.className = "legend";
   legend.setAttribute("role", "group");
   legend.setAttribute("aria-label", "Methods, shown or hidden everywhere on this page");
-  place.append(controls, canvas, legend, told);
-  for (const method of chart.methods) legend.append(methodButton(method));
-  legend.append(wholeButton("show all", false, chart), wholeButton("hide all", true, chart));
-  const draw = () => {
-    const wanted = rows.filter((row) => row.part === part.value && row.measure === measure.value
-      && (rate.value === "" || row.rate === null || String(row.rate) === rate.value)
-      && !hiddenMethods.has(row.name));
-    const compressed = new Set(wanted.map((row) => row.name).filter((name) => name !== chart.baseline));
-    const inRows = compressed.size > 0 && holdAsMuch(chart, wanted);
-    told.textContent = compressed.size === 0 ? "No such numbers: choose others, or show a method."
-      : inRows ? "All hold about as many bytes (the ratio stands behind the name): a row for each method, the best first; dashed: exact."
-      : compressed.size > MOST_LINES ? "In colour: " + MOST_LINES + " of " + compressed.size + " methods shown: BalanceKV, SubGen and H2O before others, then those of the best mean over all points. Grey points say on hover what they are."
-      : "";
-    const axis = measure.value.startsWith("difference") ? measure.value + ", " + chart.axis.score : chart.axis.score;
-    if (compressed.size === 0) { canvas.replaceChildren(); return; }
-    vegaEmbed(canvas, (inRows ? rowsSpec : ratioSpec)(chart, wanted, axis), { actions: false, renderer: "svg", ast: true, tooltip: { theme: isDark.matches ? "dark" : "light" } });
-  };
-  for (const select of [rate, measure, part]) select.addEventListener("change", draw);
-  document.addEventListener("methods", draw);
-  isDark.addEventListener("change", draw);
-  draw();
+  legend.append(...chart.methods.map(methodButton), wholeButton("show all", false, chart), wholeButton("hide all", true, chart));
+  return legend;
 }
-
 function methodButton(method) {
   const button = document.createElement("button");
   button.type = "button";
@@ -231,18 +349,18 @@ function wholeButton(text, hides, chart) {
   });
   return button;
 }
-function showMethods() {  // everywhere: figures, legends, rows of tables
+function showMethods() {  // everywhere: charts, legends, rows of tables, kept tokens
   for (const button of document.querySelectorAll(".legend button[data-name]")) {
     button.setAttribute("aria-pressed", String(!hiddenMethods.has(button.dataset.name)));
   }
-  for (const row of document.querySelectorAll("tr[data-name]")) {
-    row.classList.toggle("off", hiddenMethods.has(row.dataset.name));
+  for (const one of document.querySelectorAll("tr[data-name], .kept [data-name]")) {
+    one.classList.toggle("off", hiddenMethods.has(one.dataset.name));
   }
   document.dispatchEvent(new Event("methods"));
 }
 
-const charts = document.getElementById("charts");
-if (charts && window.vegaEmbed) {
-  const all = JSON.parse(charts.textContent);
-  for (const place of document.querySelectorAll(".chart")) buildChart(place, all[place.dataset.chart]);
+for (const place of document.querySelectorAll(".chart")) {
+  const chart = JSON.parse(place.querySelector("script").textContent);
+  place.hidden = false;
+  (chart.kind === "scores" ? buildScores : buildPanels)(place, chart);
 }
