@@ -266,6 +266,6 @@ def _table(source: str, field: str, part: pd.DataFrame) -> Table:
         f"{', '.join(part['task'].unique())}{of}: ours beside {source}{unit_text(unit)}",
         frame,
         tuple(columns),
-        (*notes, *legend(frame)),
+        (*notes, *legend(frame, columns)),
         part,
     )
