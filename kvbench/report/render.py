@@ -153,8 +153,8 @@ def _escape(text: str) -> str:
 def terminal(tables: Iterable[Table], console: rich.console.Console | None = None) -> None:
     """Print tables one below the other, each below what it says, then their notes, each once.
 
-    A table that is too wide lacks columns at its end that have no intervals, or else all intervals, or
-    both, or at last any columns at its end; a note says so.
+    A table that is too wide lacks columns at its end that have no intervals, or else the intervals, but
+    for the last column's where there is room, or at last any columns at its end; a note says so.
     """
     out = console or rich.console.Console()
     notes: dict[str, None] = {}
@@ -183,6 +183,7 @@ def _fitting(table: Table, console: rich.console.Console) -> list[Column]:
         count -= 1
     bare = [replace(column, bounds=False) for column in full]
     choices = [full[:n] for n in range(len(full), count - 1, -1)]
+    choices.append([*bare[:-1], *full[-1:]])
     choices += [bare[:n] for n in range(len(full), 1, -1)]
     unlimited = console.options.update(width=10_000)
     for columns in choices:

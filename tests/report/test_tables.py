@@ -267,6 +267,9 @@ def test_several_rates_are_one_table_that_ends_with_the_ratio_that_is_enough(
         "95 % of the exact cache's score is kept from ratio 0.300 [0, ∞] on by snapkv; it is not kept"
         " within these rates by h2o."
     )
+    narrow = " ".join(printed(table, width=72))
+    assert " 0.300 [0, ∞]" in narrow, "the last column's interval is the last to go"
+    assert rows["snapkv"][0] not in narrow
     frame = tidy(group_of(tmp_path / "demo"))
     found = totals(frame, "ratio_at_95")
     assert found["mean"].to_dict() == pytest.approx({"snapkv": 0.3, "h2o": 0.5})
