@@ -22,7 +22,8 @@ from typing import Any
 import pandas as pd
 
 from kvbench.cli.catalogue import paper_items
-from kvbench.report.table import MARKS
+from kvbench.report.enough import MEASURE
+from kvbench.report.table import LIMITS, MARKS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -76,10 +77,12 @@ class Column:
         """The cell of a row: the number with its interval, marked as best or tied."""
         if pd.isna(row["mean"]):
             return ""
-        text = f"{row['mean']:.{self.digits}f}"
+        marks = str(row["mark"]).split()
+        limit = "".join(LIMITS.get(mark, "") for mark in marks)
+        text = f"{limit}{row['mean']:.{self.digits}f}"
         if not (pd.isna(row["low"]) or pd.isna(row["high"])):
             text += f" [{row['low']:.{self.digits}f}, {row['high']:.{self.digits}f}]"
-        marks = str(row["mark"]).split()
+        text = text.replace("inf", "∞")
         if "best" in marks:
             return f"**{text}**"
         return f"{text} {MARKS['tied']}" if "tied" in marks else text
@@ -114,7 +117,9 @@ SCORES: dict[str, Sequence[Column]] = {
     "leaderboard": (
         Column("ratio, 0.25", f"leaderboard/needle-{MODEL}", {"rate": 0.25}, "ratio", 3),
         *(_score_at_rate("needle", "needle", rate) for rate in (0.5, 0.25, 0.125)),
+        Column("needle, 95 % at ratio", f"leaderboard/needle-{MODEL}", {}, MEASURE, 2),
         *(_score_at_rate("RULER", "ruler", rate) for rate in (0.5, 0.25, 0.125)),
+        Column("RULER, 95 % at ratio", f"leaderboard/ruler-{MODEL}", {}, MEASURE, 2),
         _at_quarter("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
         _at_quarter("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),
         _at_quarter("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}),
@@ -187,11 +192,14 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def scores(columns: Sequence[Column]) -> str:
     """The columns side by side, methods in the order of the first one; an empty cell where a method
-    was not run."""
-    cells_of = [column.cells() for column in columns]
-    methods = list(dict.fromkeys(method for cells in cells_of for method in cells.index))
-    rows = [["method", *(column.heading for column in columns)]]
-    rows += [[method, *(cells.get(method, "") for cells in cells_of)] for method in methods]
+    was not run. A column that results made before it do not have is left out."""
+    cells_of = {column.heading: column.cells() for column in columns}
+    cells_of = {heading: cells for heading, cells in cells_of.items() if len(cells)}
+    methods = list(dict.fromkeys(method for cells in cells_of.values() for method in cells.index))
+    rows = [["method", *cells_of]]
+    rows += [
+        [method, *(cells.get(method, "") for cells in cells_of.values())] for method in methods
+    ]
     return markdown(rows)
 
 

@@ -25,8 +25,6 @@ NAME = "kvbench-report"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Usage errors in one line."""
-
     def error(self, message: str) -> NoReturn:
         complain(f"{message}; see {self.prog} --help", self.prog)
         raise SystemExit(USAGE)
@@ -48,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--list",
         action="store_true",
-        help="every figure as PNG and PDF; print every file's name",
+        help="also every figure as PNG and PDF, in figures/; print every file's name",
     )
     options = parser.parse_args(arguments)
     folders = [Path(folder) for folder in options.folders]
@@ -91,11 +89,8 @@ def in_a_line(work: Callable[[], None], folders: Sequence[str], program: str) ->
 
 
 def _rebuild(folder: Path, *, every: bool = False) -> None:
-    """Rebuild an experiment's report, or the page of a folder of claims, and print where it is.
-
-    Args:
-        every: write every figure as PNG and PDF, and print every file's name.
-    """
+    """Rebuild an experiment's report, or the page of a folder of claims, and print where it is; with
+    `every` also the figures' files, and every file's name."""
     from kvbench.report.build import build_report
     from kvbench.report.claims_page import CLAIMS, write_claims_page
 

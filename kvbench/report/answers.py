@@ -25,11 +25,10 @@ class Answer:
     """One variant's answer to one example.
 
     Attributes:
-        label, color: the variant's name, and its method's colour.
         ratio: the ratio measured on this example, as text, where the label names a rate; else empty.
         text: the prediction, or the error.
-        verdict: "right", "wrong", "part" (a score in between), "failed", or "none" (no verdict:
-            the score is not a fraction).
+        verdict: "right", "wrong", "part" (a score in between), "failed", or "none" (the score is no
+            fraction).
         differs: whether the text is another than the baseline's.
     """
 
@@ -49,9 +48,7 @@ class ExampleAnswers:
 
     Attributes:
         fields: record fields that the page filters examples by.
-        prompt_tail: the end of the prompt.
         evidence: the part of the prompt that holds the answer; empty where the task does not tell it.
-        expected: the reference answers.
     """
 
     example_id: str
@@ -64,16 +61,12 @@ class ExampleAnswers:
 
     @property
     def disagree(self) -> bool:
-        """Whether the variants' scores differ."""
         return len({answer.verdict for answer in self.answers}) > 1
 
 
 def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[ExampleAnswers], int]:
-    """Examples spread evenly over the records: the same number from each dataset, and at least one.
-
-    Returns:
-        At most about `limit` examples, and how many there are in all; none where a task has no answers.
-    """
+    """About `limit` examples at most, spread evenly over the records, the same number from each dataset
+    and at least one, and how many there are in all; none where a task has no answers."""
     records = group.records[group.records["prediction"].notna() | (group.records["status"] != "ok")]
     if group.records["prediction"].isna().all():
         return [], 0
@@ -91,8 +84,7 @@ def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[ExampleAnswers], i
 
 
 def verdict_of(score: float) -> str:
-    """Whether a score between 0 and 1 is of a right, a wrong or a partly right answer; "none" where
-    there is no score."""
+    """The verdict of an `Answer` with a score between 0 and 1."""
     if math.isnan(score):
         return "none"
     if score >= 1:
@@ -101,7 +93,6 @@ def verdict_of(score: float) -> str:
 
 
 def _answers_to(group: Group, part: pd.DataFrame) -> ExampleAnswers:
-    """One example with every variant's answer, of the records `part` of that example."""
     first = part.iloc[0]
     by_variant = {str(row["variant"]): row for _, row in part.iterrows()}
     answers = []

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -20,7 +20,7 @@ from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
 from kvbench.report.render import PAGE_MARK, csv, latex, markdown, write_text
 from kvbench.report.table import Table
-from kvbench.report.tables import overview_table, paper_table, score_table, tables_of
+from kvbench.report.tables import overview_tables, paper_table, score_table, tables_of
 from kvbench.report.verdicts import verdict
 
 if TYPE_CHECKING:
@@ -76,6 +76,9 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         published = published_tables(beside(experiment))
     except PaperError as error:
         warnings.append(str(error))
+    ranked = [part for part in parts if is_ranked(part[0])]
+    overviews = overview_tables([part for part in ranked if len(totals(part[1]))])
+    said = bool(overviews) and len(parts) == 1  # at the top, of the only task
     sections: list[Section] = []
     only_in_files: list[Table] = []
     for group, frame in parts:
@@ -87,20 +90,19 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         sections.append(
             Section(
                 group,
-                verdict(group, frame),
+                "" if said else verdict(group, frame),
                 [table for table in tables if table.columns],
                 figures,
                 scores_chart(group, frame) if is_ranked(group) else None,
                 answers=max(3, LIMIT // len(parts)),
             )
         )
-    ranked = [part for part in parts if is_ranked(part[0])]
     shared = [
         paper_table(parts_of_task)
-        for parts_of_task in _grouped(ranked, "task")
+        for parts_of_task in _by_task(ranked)
         if len(parts_of_task) > 1 or AVERAGE in set(parts_of_task[0][1]["value"])
     ]
-    shared += _overviews(ranked)
+    shared += overviews
     drawn = [figure for section in sections for figure in section.figures]
     shown = [*shared, *published, *(table for section in sections for table in section.tables)]
     try:
@@ -185,25 +187,19 @@ def is_ranked(group: Group) -> bool:
     return group.meta.kind != "throughput" and group.meta.figure(Curve) is None
 
 
-def _grouped(parts: Sequence[Part], key: Literal["model", "task"]) -> list[list[Part]]:
+def _by_task(parts: Sequence[Part]) -> list[list[Part]]:
     by_name: dict[str, list[Part]] = {}
     for part in parts:
-        by_name.setdefault(getattr(part[0], key), []).append(part)
+        by_name.setdefault(part[0].task, []).append(part)
     return list(by_name.values())
 
 
-def _overviews(ranked: Sequence[Part]) -> list[Table]:
-    """A table over all tasks of each model that has scores of several tasks."""
-    scored = [part for part in ranked if len(totals(part[1]))]
-    return [overview_table(parts) for parts in _grouped(scored, "model") if len(parts) > 1]
-
-
 def tables_to_print(experiment: Experiment) -> list[Table]:
-    """The tables that are printed after a job: one for each model and task, then one over all tasks of
-    each model that has several."""
+    """The tables that are printed after a job: one for each model and task, then those over all."""
     parts = [(group, tidy(group)) for group in experiment.groups]
     tables = [score_table(*part) if is_ranked(part[0]) else tables_of(*part)[0] for part in parts]
-    return tables + _overviews([part for part in parts if is_ranked(part[0])])
+    ranked = [part for part in parts if is_ranked(part[0]) and len(totals(part[1]))]
+    return tables + overview_tables(ranked)
 
 
 def write_tables(tables: Sequence[Table], folder: Path, comments: Sequence[str]) -> list[Path]:

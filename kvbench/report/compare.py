@@ -9,6 +9,7 @@ prompt and expected answers are; of one with several seeds the mean score counts
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,18 @@ from kvbench.report.table import (
     score_format,
     unit_text,
     whole,
+    wide,
     with_values,
 )
 from kvbench.report.variants import Variant
 
 SIDES = ("first", "second")
 _NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]
+CHANGE = (
+    "change: second minus first, paired over the examples that both scored; p is adjusted by Holm's"
+    " method for all methods and tasks. Bold: p is below 0.05. seconds: median of compressing and"
+    " decoding."
+)
 CSV_MARK = "model,task,dataset,unit,"
 """How compare.csv begins."""
 Side = tuple[Group, Variant]
@@ -46,8 +53,8 @@ Side = tuple[Group, Variant]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two experiments have in common and what differs: their names, tables (of each
-    task, of runs that one lacks), and a row per variant and dataset."""
+    """What two experiments have in common: tables of each task and of runs that one lacks, and a row per
+    variant and dataset."""
 
     names: tuple[str, str]
     tables: tuple[Table, ...]
@@ -60,49 +67,42 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     Raises:
         StoreError: they have no run in common.
     """
-    matched = matched_sides(first, second)
+    sides = [
+        [(group, variant) for group in experiment.groups for variant in group.variants]
+        for experiment in (first, second)
+    ]
+    matched = matched_sides(*sides)
     if not matched:
         raise StoreError(
             f"{first.folder} and {second.folder} have no model, task and method in common"
         )
     frame = pd.concat([_changes(*match) for match in matched], ignore_index=True)
     last = ~frame.duplicated(["model", "task", "variant"], keep="last")
-    p = frame["p"].to_numpy(float, copy=True)
-    p[last] = holm(p[last])
-    frame = frame.assign(p=p)
+    frame.loc[last, "p"] = holm(frame.loc[last, "p"])
     names = first.name, second.name
     if names[0] == names[1]:
         names = str(first.folder), str(second.folder)
     paired = {side for match in matched for side in match}
     only = [
         {"run": f"{group.model} / {group.task} / {variant.label}", "in": name}
-        for name, experiment in zip(names, (first, second), strict=True)
-        for group, variant in sides_of(experiment)
+        for name, own in zip(names, sides, strict=True)
+        for group, variant in own
         if (group, variant) not in paired
     ]
-    groups = frame[last].groupby(["task", "model"], sort=False)
-    tables = [_task_table(part) for _, part in groups]
+    tables = [_task_table(part) for _, part in frame[last].groupby(["task", "model"], sort=False)]
     columns = Column("run"), Column("in", "only in")
     tables.append(Table("only", "Runs that one of them lacks", pd.DataFrame(only), columns))
     return Comparison(names, tuple(t for t in tables if len(t.frame)), in_percent(frame, _NUMBERS))
 
 
-def sides_of(experiment: Experiment) -> list[Side]:
-    return [(group, variant) for group in experiment.groups for variant in group.variants]
-
-
-def matched_sides(first: Experiment, second: Experiment) -> list[tuple[Side, Side]]:
-    """The variants of the two experiments that stand for the same run, in the order of the first one: by
+def matched_sides(mine: Sequence[Side], theirs: Sequence[Side]) -> list[tuple[Side, Side]]:
+    """The variants of two experiments that stand for the same run, in the order of the first one: by
     hash, label, method and rate, or method, where that names one variant on each side."""
-    mine, theirs = sides_of(first), sides_of(second)
-    one_model = (
-        len({group.model for group, _ in mine}) == len({group.model for group, _ in theirs}) == 1
-    )
+    one_model = all(len({group.model for group, _ in sides}) == 1 for sides in (mine, theirs))
 
     def names(side: Side) -> list[Any]:
         group, variant = side
-        of_variant = group.records["variant"] == variant.label
-        hashes = group.records.loc[of_variant, "config_hash"].dropna()
+        hashes = group.records["config_hash"][group.records["variant"] == variant.label].dropna()
         task = ("" if one_model else group.model, group.task, group.meta.score_unit)
         method = (*task, variant.method)
         by_hash = (group.model, hashes.min()) if len(hashes) else side
@@ -125,33 +125,32 @@ def _changes(first: Side, second: Side) -> pd.DataFrame:
     """A row per dataset, and for their average: means, the paired difference and its test, on how many
     examples the second is better or worse, and what each side cost."""
     both = _one_group(first, second)
-    sign = -1.0 if both.meta.lower_is_better else 1.0
-    rows = []
-    for value, part in scores(both).groupby("value", sort=False):
-        row: dict[str, Any] = {"model": both.model, "task": both.task, "dataset": value}
-        row["unit"] = both.meta.score_unit
-        for line in part.to_dict("records"):
-            name = line["variant"] if line["measure"] == "score" else "difference"
-            row |= {name: line["mean"], f"{name}_low": line["low"], f"{name}_high": line["high"]}
-            row |= {"p": line["p"]} if name == "difference" else {}
-        of_value = both.records["dataset"].map(as_text).eq(value)
-        records = both.records if value == AVERAGE else both.records[of_value]
-        good = records[records["status"] == "ok"]
-        by_example = good.pivot(index="example_id", columns="variant", values="score")
-        by_example = by_example.reindex(columns=list(SIDES)).dropna().astype(float)
-        gains = sign * (by_example["second"] - by_example["first"])
-        row |= {
-            "common_examples": len(gains),
-            "better": (gains > 0).sum(),
-            "worse": (gains < 0).sum(),
-        }
-        for side in SIDES:
-            own = good[good["variant"] == side]
-            row[f"{side}_ratio"] = own["ratio"].mean()
-            row[f"{side}_seconds"] = (own["compress_s"].fillna(0.0) + own["decode_s"]).median()
-            row[f"{side}_failed"] = failures_text(failures_of(records[records["variant"] == side]))
-        rows.append(row)
-    return pd.DataFrame(rows).assign(variant=second[1].label, method=second[1].method)
+    frame = scores(both)
+    change = frame[frame["measure"].eq("difference")].set_index("value")
+    frame["shown"] = frame["variant"].where(frame["measure"].eq("score"), "difference")
+    rows = wide(frame, ["value"], "shown").set_index("value").assign(p=change["p"])
+    of_parts = both.records.assign(value=both.records["dataset"].map(as_text))
+    records = pd.concat([of_parts, of_parts.assign(value=AVERAGE)])
+    good = records[records["status"] == "ok"].assign(
+        seconds=lambda own: own["compress_s"].fillna(0.0) + own["decode_s"]
+    )
+    paired = good.pivot(index=["value", "example_id"], columns="variant", values="score")
+    paired = paired.reindex(columns=list(SIDES)).dropna().astype(float)
+    gains = (paired["second"] - paired["first"]) * (-1 if both.meta.lower_is_better else 1)
+    counts = {"common_examples": gains == gains, "better": gains > 0, "worse": gains < 0}
+    for name, is_so in counts.items():
+        rows[name] = is_so.groupby("value").sum().reindex(rows.index, fill_value=0)
+    for side in SIDES:
+        own = good[good["variant"] == side].groupby("value")
+        rows[f"{side}_ratio"] = own["ratio"].mean()
+        rows[f"{side}_seconds"] = own["seconds"].median()
+        every = records[records["variant"] == side].groupby("value")
+        rows[f"{side}_failed"] = pd.Series({v: failures_text(failures_of(p)) for v, p in every})
+    about = {"model": both.model, "task": both.task, "dataset": rows.index}
+    about |= {"unit": both.meta.score_unit}
+    rows = pd.concat([pd.DataFrame(about, index=rows.index), rows], axis=1)
+    marks = [name for name in rows if str(name).endswith("_mark")]
+    return rows.drop(columns=marks).assign(variant=second[1].label, method=second[1].method)
 
 
 def _one_group(first: Side, second: Side) -> Group:
@@ -170,16 +169,14 @@ def _one_group(first: Side, second: Side) -> Group:
     unit = b.meta.unit if all(b.meta.unit in part for part in parts) else "example_id"
     records = pd.concat([part[part["dataset"].isin(shared)] for part in parts], ignore_index=True)
     model = a.model if a.model == b.model else f"{a.model} → {b.model}"
-    variants = tuple(Variant(side) for side in SIDES)
     meta = replace(b.meta, unit="unit")
     baseline = {SIDES[0]: None, SIDES[1]: SIDES[0]}
+    variants = tuple(map(Variant, SIDES))
     return Group(model, b.task, meta, variants, records.assign(unit=records[unit]), baseline)
 
 
 def _task_table(total: pd.DataFrame) -> Table:
-    """The table of one task: every method's totals on both sides, and their difference."""
     unit, task, model = (total[key].iloc[0] for key in ("unit", "task", "model"))
-    shown = (total["p"] < ALPHA).map({True: "shown", False: ""})
     text, signed = score_format(unit), score_format(unit, signed=True)
     columns = [
         Column("variant", "method"),
@@ -192,27 +189,18 @@ def _task_table(total: pd.DataFrame) -> Table:
         *(Column(f"{side}_seconds", f"{side} seconds", number) for side in SIDES),
         *(Column(f"{side}_failed", f"{side} failed") for side in SIDES),
     ]
+    few = [LEGEND["few"]] if total["p"].isna().any() else []
     return Table(
         f"compare-{task}-{model}",
         f"{task} on {model}: score{unit_text(unit)}",
-        total.assign(difference_mark=shown),
+        total.assign(difference_mark=(total["p"] < ALPHA).map({True: "shown", False: ""})),
         with_values(total, columns),
-        (
-            INTERVAL,
-            "change: second minus first, paired over the examples that both scored; p is adjusted by"
-            " Holm's method for all methods and tasks. Bold: p is below 0.05. seconds: median of"
-            " compressing and decoding.",
-            *([LEGEND["few"]] if total["p"].isna().any() else []),
-        ),
+        (INTERVAL, CHANGE, *few),
     )
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write compare.html and compare.csv; returns their paths.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write compare.html and compare.csv; returns their paths."""
     page = html(
         "tables.html.j2",
         title=" → ".join(comparison.names),

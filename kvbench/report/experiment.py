@@ -21,7 +21,7 @@ from kvbench.errors import first_line, printable
 from kvbench.records.figures import Figure, TaskKind, figures_in, task_kind
 from kvbench.records.read import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.labels import natural_order, short_name
-from kvbench.report.sections import first_start, on_the_same_prompts, sections_of
+from kvbench.report.sections import on_the_same_prompts, sections_of
 from kvbench.report.variants import Variant, variants_of
 
 F = TypeVar("F")
@@ -38,10 +38,8 @@ class TaskMeta:
     """How the scores of a task are read (manifest key ``task_meta``).
 
     Attributes:
-        kind: what the task measures.
-        metric: the name of the score's metric; empty where the task names none.
+        metric: empty where the task names none.
         breakdown: the record fields by whose values tables split the examples.
-        figures: the figures that the task asks for.
         unit: the record field with the name of the independent unit that a record belongs to.
         measures: the record fields with further scores, which a table shows side by side.
     """
@@ -70,7 +68,6 @@ class TaskMeta:
         return TaskMeta(**known | {"kind": task_kind(meta), "figures": figures_in(meta)})
 
     def figure(self, kind: type[F]) -> F | None:
-        """The first figure of this type that the task asks for."""
         return next((figure for figure in self.figures if isinstance(figure, kind)), None)
 
 
@@ -101,12 +98,11 @@ class Group:
 
     @cached_property
     def labels(self) -> list[str]:
-        """The labels of the variants, in the order of tables."""
         return [variant.label for variant in self.variants]
 
     @property
     def names(self) -> dict[str, str]:
-        """By label the name of each variant in figures, which is the label without the rate."""
+        """By label the label without the rate."""
         return {variant.label: variant.without_rate for variant in self.variants}
 
     @cached_property
@@ -146,14 +142,11 @@ class Group:
 
     @cached_property
     def good(self) -> pd.DataFrame:
-        """The records with status ok."""
         return self.records[self.records["status"].eq("ok")]
 
 
 @dataclass(frozen=True, eq=False)
 class Experiment:
-    """Everything below one experiment folder."""
-
     name: str
     folder: Path
     runs: tuple[Run, ...]
@@ -168,11 +161,6 @@ class Experiment:
 
 
 def load_experiment(folder: Path) -> Experiment:
-    """Read all runs of an experiment.
-
-    Raises:
-        StoreError: the folder is missing, holds no runs, or a run is broken.
-    """
     runs = load_runs(folder)
     if not runs:
         inner = sorted({path.parents[3].name for path in folder.glob(f"*/*/*/*/{MANIFEST}")})
@@ -190,9 +178,6 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     Groups are sorted by the time at which the first run of their model was started; of one model, groups
     with scores that are fractions come first. Where the numbers of a task are not about the model, its
     subject (`task_meta.subject`) takes the place of the model.
-
-    Raises:
-        StoreError: a task whose scores are fractions has a score outside 0 to 1.
     """
     by_model_and_task: dict[tuple[str, str], list[Run]] = defaultdict(list)
     starts: dict[str, str] = {}
@@ -200,8 +185,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         subject = (run.manifest.get("task_meta") or {}).get("subject")
         model = short_name(str(subject or run.manifest.get("model")))
         by_model_and_task[model, short_name(str(run.manifest.get("task")))].append(run)
-        started, _ = first_start(run)
-        starts[model] = min(started, starts.get(model, started))
+        every = (run.manifest, *run.manifest.get("earlier_starts", ()))
+        first = min(str(start.get("started")) for start in every)
+        starts[model] = min(first, starts.get(model, first))
     groups = [
         _group(model, f"{task}, {settings}" if settings else task, runs_of_section)
         for (model, task), runs_of_task in by_model_and_task.items()
@@ -211,7 +197,6 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _group(model: str, task: str, runs_of_section: Sequence[Run]) -> Group:
-    """The group of the runs of one section (`sections_of`)."""
     runs, left_out = on_the_same_prompts(runs_of_section)
     variants = variants_of(runs)
     try:

@@ -1,7 +1,9 @@
 """The tidy frame from which tables, figures and files are made. It has a row for each variant and
 measure, and for each part of the examples that the measure is taken over.
 
-measure    "score"; "difference", paired, of the score from that of the exact cache; or one of `COSTS`
+measure    "score"; "difference", paired, of the score from that of the exact cache; one of `COSTS`; or,
+           of a method run at several rates, "ratio_at_95" (`kvbench.report.enough`), whose variant is
+           the method without its rate
 by, value  the part: a record field, such as "dataset", and the value that it has in all examples of
            the part. The value "average" of "dataset" is the mean over datasets with equal weights
 unit       the unit of the score
@@ -15,7 +17,7 @@ units      the number of independent units that have a score
 mark       words. Total scores, and the scores at each rate of a probe that measures several in one
            run, have a mark of `kvbench.report.marks.standing` among the compressed methods: "best",
            "tied", "worse", "better" or "few". Any score may be "incomplete", where fewer examples
-           than expected are scored
+           than expected are scored. A ratio_at_95 may be "at_most" this or "more_than" this
 failures   the number of failed examples by status, such as "2 oom"
 """
 
@@ -30,6 +32,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvbench.report import enough
 from kvbench.report.experiment import PROMPT, Group
 from kvbench.report.labels import as_text, natural_order
 from kvbench.report.marks import standing
@@ -80,28 +83,26 @@ measures those of each method."""
 
 
 def tidy(group: Group) -> pd.DataFrame:
-    """The tidy frame of a group: scores and differences by dataset and by each field of the task's
-    breakdown, and costs."""
+    """Scores and differences by dataset and by each field of the task's breakdown, costs, and the
+    ratios that are enough."""
     parts = [scores(group)]
     parts += [scores(group, name) for name in group.meta.breakdown if name in group.records]
     measures = [name for name in group.meta.measures if name in group.records]
     if measures:
         parts.append(scores(group, "measure", fields=measures))
-    return pd.concat([*parts, costs(group)], ignore_index=True)
+    return pd.concat([*parts, costs(group), _enough(group)], ignore_index=True)
 
 
 @lru_cache(maxsize=16)
 def comparisons(group: Group) -> dict[Pair, Estimate]:
-    """The differences of total scores, by pair of variants, over the datasets of `compared_strata`."""
     return comparisons_over(group, compared_strata(group))
 
 
 def comparisons_over(group: Group, strata: Sequence[Scores]) -> dict[Pair, Estimate]:
     """The differences of the mean scores over these datasets, by pair of variants.
 
-    P-values are adjusted within a family. At each rate the differences between any two compressed
-    variants are a family, and those between each of these and its exact variant. The other variants'
-    differences from their exact variants are one more.
+    P-values are adjusted within a family: the differences between any two compressed variants at a rate,
+    those between these and their exact variants, and those of the other variants from theirs.
     """
     baselines = {
         i: group.labels.index(baseline)
@@ -188,8 +189,21 @@ def costs(group: Group) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
+def _enough(group: Group) -> pd.DataFrame:
+    method_of = {group.names[variant.label]: variant.method for variant in group.variants}
+    rows = [
+        {
+            **{"model": group.model, "task": group.task, "method": method_of[name]},
+            **{"variant": name, "measure": enough.MEASURE, "by": "", "value": "", "unit": ""},
+            **{"mean": found.value, "low": found.low, "high": found.high, "mark": found.mark},
+            "failures": "",
+        }
+        for name, found in enough.enough_ratios(group, compared_strata(group)).items()
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
 def _columns_of_variant(group: Group, label: str) -> dict[str, Any]:
-    """The columns that are the same in all rows of a variant, and an empty mark and failures."""
     variant = group.variants[group.labels.index(label)]
     return {
         "model": group.model,
@@ -205,12 +219,8 @@ def _columns_of_variant(group: Group, label: str) -> dict[str, Any]:
 def _rows(
     group: Group, strata: Sequence[Scores], tests: Mapping[Pair, Estimate] | None
 ) -> list[dict[str, Any]]:
-    """The rows of the score and the difference of every variant, as the mean over these datasets.
-
-    Args:
-        tests: the differences that `comparisons` or `comparisons_over` returned for these scores, which
-            then have marks; None for scores without marks, whose p-values are not adjusted.
-    """
+    """The rows of the score and the difference of every variant, as the mean over these datasets; of
+    scores without `tests` there are no marks, and p-values are not adjusted."""
     labels = group.labels
     baselines = [labels.index(group.baseline[label] or label) for label in labels]
     by_unit = [dataset.by_unit(dataset.values) for dataset in strata]
@@ -246,12 +256,11 @@ def _rows(
 
 
 def _numbers(estimate: Estimate) -> dict[str, float]:
-    """The columns of the tidy frame that hold an estimate."""
     return dict(zip(("mean", "low", "high", "p"), estimate, strict=True))
 
 
 def failures_text(failures: Mapping[str, int]) -> str:
-    """The failures of each status as a text, such as ``2 oom, 1 missing``; empty where none failed."""
+    """Such as ``2 oom, 1 missing``."""
     return ", ".join(f"{count} {status}" for status, count in failures.items())
 
 
@@ -266,12 +275,8 @@ def totals(frame: pd.DataFrame, measure: str = "score") -> pd.DataFrame:
 def strata_of(
     group: Group, records: pd.DataFrame | None = None, by: str = "dataset"
 ) -> list[Scores]:
-    """The scores of all variants for each value of the record field `by`: datasets in the order of the
-    task, other values in their natural order.
-
-    Args:
-        records: records of the group; None: all of them.
-    """
+    """The scores of all variants, in all records of the group or in these, for each value of the record
+    field `by`: datasets in the order of the task, other values in their natural order."""
     records = group.records if records is None else records
     unit = group.meta.unit if group.meta.unit in records else "example_id"
     needed = dict.fromkeys(["variant", "seed", "example_id", "status", "score", *PROMPT, unit, by])
@@ -282,12 +287,8 @@ def strata_of(
 
 
 def _scores(group: Group, records: pd.DataFrame, unit: str, value: str) -> Scores:
-    """The scores in these records, which are those of one part.
-
-    Args:
-        unit: the record field that names the independent unit.
-        value: the name of the part.
-    """
+    """The scores in these records, which are those of the part `value`; the field `unit` names the
+    independent unit."""
     labels = group.labels
     pairs = records["seed"].astype(str) + "/" + records["example_id"].astype(str)
     codes, keys = pd.factorize(pairs, sort=True)

@@ -12,9 +12,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
+from kvbench.report.labels import words
 from kvbench.report.page import PAGE, html
 from kvbench.report.papers import HEADING, paper_folders
 from kvbench.report.render import PAGE_MARK, write_text
@@ -26,16 +28,12 @@ COMMENT = "#"
 
 @dataclass(frozen=True)
 class RunNote:
-    """How one run of a script is drawn, and what it was made with.
+    """How one run of a script is drawn, and what made it: the column `y` of its CSV against `x`, a line
+    for each value of `by`, a panel for each of `panel`.
 
     Attributes:
         subject: what was measured: a model, or synthetic data.
-        command: the command that makes the run again.
-        y, x: columns of the CSV: what is measured, and against what.
-        by, panel: columns of the CSV: the figure has a line for each value of `by`, and a panel for
-            each value of `panel`.
-        small: the sentence that says by how much the run is smaller than the paper's; empty where it
-            is not.
+        small: by how much the run is smaller than the paper's; empty where it is not.
     """
 
     subject: str
@@ -47,32 +45,14 @@ class RunNote:
     small: str = ""
 
     def write(self, place: Path) -> None:
-        """Write the note beside the run's CSV and PNG, at the same path with another ending."""
         write_text(Path(f"{place}.json"), json.dumps(asdict(self), indent=1) + "\n")
-
-
-@dataclass(frozen=True)
-class Part:
-    """What the page shows of one run."""
-
-    subject: str
-    command: str
-    caption: str
-    address: str
-    table: Table
 
 
 def write_item_page(
     folder: Path, *, title: str, paper: str, shows: str, differs: Sequence[str]
 ) -> Path:
-    """Write the page of the item whose runs lie in a folder; returns its path.
-
-    Args:
-        title: the item's name; published numbers are in the file of results/paper with this name.
-        paper: the paper's title.
-        shows: what the paper's table or figure shows.
-        differs: how the settings differ from the paper's, a line each.
-    """
+    """Write the page of the item whose runs lie in a folder. Published numbers are in the file of
+    results/paper that is called as the item is (`title`)."""
     notes = [
         (path, RunNote(**json.loads(path.read_text("utf-8")))) for path in folder.glob("*.json")
     ]
@@ -95,7 +75,8 @@ def means_of(frame: pd.DataFrame, note: RunNote) -> pd.DataFrame:
     return frame.pivot_table(note.y, rows, note.by, sort=False)
 
 
-def _part(path: Path, note: RunNote) -> Part:
+def _part(path: Path, note: RunNote) -> dict[str, Any]:
+    """What the page shows of one run."""
     frame = pd.read_csv(path.with_suffix(".csv"), comment=COMMENT)
     means = means_of(frame, note).reset_index()
     means.columns = means.columns.map(str)
@@ -104,14 +85,13 @@ def _part(path: Path, note: RunNote) -> Part:
         Column(name) if name in first else Column(name, text=number) for name in means.columns
     )
     picture = base64.b64encode(path.with_suffix(".png").read_bytes()).decode()
-    caption = f"Mean {note.y} against {note.x}, by {note.by}"
-    return Part(
-        note.subject,
-        note.command,
-        caption.replace("_", " "),
-        f"data:image/png;base64,{picture}",
-        Table(path.stem, f"mean {note.y.replace('_', ' ')}", means, columns),
-    )
+    return {
+        "subject": note.subject,
+        "command": note.command,
+        "caption": words(f"Mean {note.y} against {note.x}, by {note.by}"),
+        "address": f"data:image/png;base64,{picture}",
+        "table": Table(path.stem, words(f"mean {note.y}"), means, columns),
+    }
 
 
 def _published(name: str) -> list[Table]:

@@ -5,76 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-NOT_IN_LABELS = frozenset(
-    {
-        "command",
-        "device",
-        "dry_run",
-        "experiment",
-        "hydra",
-        "launcher",
-        "limit",
-        "lock_timeout",
-        "logger",
-        "name",
-        "results_dir",
-        "seed",
-        "shard",
-        "shards",
-        "verbose",
-    }
-)
-"""Config keys that say how a run was made rather than what was compared."""
-_LONGEST, _VALUE = 80, 40
-"""Most characters of a name, and of an option's value in a label."""
+_LONGEST = 80
+"""Most characters of a name."""
 
 
-def shortest(values: Sequence[str | None]) -> dict[str | None, str]:
-    """A short text for each of an option's values, by value: of a path its last part, of a long text its
-    beginning. Where that would give two values one text, each keeps its whole text, or a digest of it.
-    """
-    short: dict[str | None, str] = {}
-    for value in values:
-        text = "unset" if value is None else value
-        parts = [json.loads(text)] if text[:1] == '"' else re.findall(r'"([^"]*)"', text) or [text]
-        short[value] = " ".join(part.rstrip("/").rsplit("/", 1)[-1] for part in parts)[:_VALUE]
-    if len(set(short.values())) == len(short):
-        return short
-    return {value: short_name("unset" if value is None else value, _VALUE) for value in values}
-
-
-def flat(
-    config: Mapping[str, Any], prefix: str = "", without: Collection[str] = NOT_IN_LABELS
-) -> dict[str, str]:
-    """A nested config as one mapping, from dotted keys to values as text.
-
-    Args:
-        without: keys that are left out at any depth, by default those that belong in no label.
-    """
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A nested config as one mapping, from dotted keys to values as text, without names."""
     texts: dict[str, str] = {}
     for key, value in config.items():
-        if key in without:
-            continue
         if isinstance(value, Mapping):
-            texts |= flat(value, f"{prefix}{key}.", without)
-        else:
+            texts |= flat(value, f"{prefix}{key}.")
+        elif key != "name":
             texts[prefix + key] = value if isinstance(value, str) else json.dumps(value)
     return texts
 
 
 def words(name: str) -> str:
-    """A field's name in words."""
     return name.replace("_", " ")
 
 
-def short_name(text: str, longest: int = _LONGEST) -> str:
+def short_name(text: str) -> str:
     """The text, or its beginning and a digest of the whole where it is too long for a label."""
-    return text if len(text) <= longest else f"{text[: longest - 9]}…{digest(text)}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 9]}…{digest(text)}"
 
 
 def digest(text: str) -> str:
@@ -83,12 +40,8 @@ def digest(text: str) -> str:
 
 
 def natural_order(value: object, before: str = "") -> tuple[str, int, float, str]:
-    """A sort key: numbers first, by size, then texts that begin with a number, by that number, then
-    other texts.
-
-    Args:
-        before: a text that comes first in the key, so that values are sorted by it before all else.
-    """
+    """A sort key: by the text `before`, then numbers by size, then texts that begin with a number, by
+    that number, then other texts."""
     if isinstance(value, int | float | np.number):
         return before, 0, float(value), ""
     leading = re.match(r"\d+(\.\d+)?", str(value))

@@ -25,20 +25,13 @@ COLUMNS = (
 
 
 def load(folder: str | Path) -> pd.DataFrame:
-    """Read every record below a folder: of one run, of an experiment, or of several experiments.
+    """Read every record below a folder, of one run, of an experiment, or of several experiments: a row
+    for each, with `COLUMNS` and the fields of the task.
 
-    The frame has a row for each record. Its columns are `COLUMNS`, then the fields of the task, among
-    them:
-
-    - ``variant``: the label in tables;
-    - ``rate``: the rate of the record where a task has several, else that of the run's budget (NaN for a
-      budget that is a number of entries);
-    - ``ratio``: bytes of the cache over the bytes of the exact cache;
-    - ``entries_mean``, ``entries_max``: entries held per layer and KV head;
-    - ``run``: the folder of the run.
-
-    Times are seconds. Values are numbers, texts, truth values or lists of texts; other values are JSON,
-    so that ``load(folder).to_parquet("x.parquet")`` works.
+    ``variant`` is the label in tables; ``rate`` the record's where a task has several, else that of the
+    run's budget (NaN for a number of entries); ``ratio`` bytes over those of the exact cache; entries
+    are per layer and KV head, times in seconds. Values are numbers, texts, truth values or lists of
+    texts; others are JSON, so that ``load(folder).to_parquet("x.parquet")`` works.
 
     Raises:
         StoreError: the folder has no runs, or a broken one.
@@ -70,7 +63,6 @@ def load(folder: str | Path) -> pd.DataFrame:
 
 
 def _simple(value: Any, *, is_answers: bool) -> Any:
-    """The value as `load` shows it: answers as a list of texts, other lists and mappings as JSON."""
     if isinstance(value, list) and is_answers:
         return [answer if isinstance(answer, str) else json.dumps(answer) for answer in value]
     return json.dumps(value) if isinstance(value, dict | list) else value

@@ -23,15 +23,11 @@ def standing(
     none where every mean is 0. The others are marked by their test against the best: "worse" or "better"
     where its p-value is below 5 %, else "tied", and "few" where there are too few units for a test.
     Where there are too few at all, every mark is "few". A variant may be "better" than the best if it is
-    not rankable, or scored examples that others lack.
+    not rankable, or scored examples that others lack. Empty where there is nothing to rank.
 
     Args:
-        peers: the indices of the variants.
         tests: what `kvbench.report.stats.compared` returned for every pair of `peers`.
         lower: whether lower scores are better.
-
-    Returns:
-        The mark of each variant, by index; empty where there is nothing to rank.
     """
     sign = -1.0 if lower else 1.0
     scored = [
@@ -63,7 +59,6 @@ def _scored_by(scores: Scores, variants: Sequence[int]) -> Flags:
 
 
 def _units(strata: Sequence[Scores], variants: Sequence[int]) -> int:
-    """The number of independent units that all of these variants scored."""
     return sum(len(set(dataset.units[_scored_by(dataset, variants)])) for dataset in strata)
 
 
@@ -87,11 +82,7 @@ def _against(
     tests: Mapping[Pair, Estimate],
     sign: float,
 ) -> str:
-    """The mark of `other` by its test against `winner`; empty where there was no test.
-
-    Args:
-        sign: 1 where higher scores are better, -1 where lower ones are.
-    """
+    """The mark of `other` by its test against `winner`; empty where there was no test."""
     swapped = (winner, other) not in tests
     change = tests.get((other, winner) if swapped else (winner, other), NOTHING)
     if math.isnan(change.value):

@@ -5,7 +5,6 @@ Under ``paper_table`` stands the name of a CSV of results/paper, a mapping, or a
 
     file: subgen_table1        results/paper/subgen_table1.csv
     where: {shots: 5}          only these of its rows
-    rescored: 0.05             the share of examples that two honest runs answer anew
     model: opt_6_7b            the model taken where the paper names none (others: no difference)
     statistic: minimum         what the paper prints of repeated runs; mean if it is not said
 
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kvbench.errors import UserError
-from kvbench.errors.options import Fraction, check_options, only
+from kvbench.errors.options import check_options, only
 
 HEADING = "differs from the paper"
 _NAME = re.compile(r"[\w+=@,-][\w.+=@,-]{0,119}")
@@ -38,7 +37,6 @@ class PaperTable:
 
     file: Annotated[str, only(_NAME.fullmatch, "the name of a file of results/paper")]
     where: Mapping[str, Any] | None = None
-    rescored: Fraction | None = None
     model: str | None = None
     statistic: Literal["mean", "minimum"] = "mean"
 
@@ -53,11 +51,7 @@ def paper_folders() -> list[Path]:
 
 
 def specs_of(paper_table: Any) -> list[PaperTable]:
-    """The published tables that ``paper_table`` names.
-
-    Raises:
-        PaperError: it is of a wrong type, names what is no file's name, or has an unknown key.
-    """
+    """The published tables that ``paper_table`` names."""
     named = [paper_table] if isinstance(paper_table, str | Mapping) else paper_table or []
     if not isinstance(named, Sequence) or not all(
         isinstance(table, str | Mapping) for table in named

@@ -4,21 +4,10 @@ A file of results/paper is tidy and in our names: ``method`` (``a|b``: the best 
 every column), ``model`` and ``rate`` where they matter, ``by`` the record field (or fields, joined by
 ``+``) whose ``value`` a number is of, ``field`` the record field that it measures, ``unit``, and
 ``printed``, the number as the paper prints it (a fraction where the unit says so; of a field in bytes
-GiB, in which ours are shown then). A value such as
-``qasper+hotpotqa`` is the sum of those datasets' scores; no value is everything. ``models.csv`` says
-which of our models a published name means. A number of another model or of other lengths than ours
-stands beside ours without a difference, and the table says of what it is.
-
-A paper prints one run's mean and no interval. Of two honest runs of one experiment on the same
-examples (another dtype, batch size or GPU), some answers differ. Let f be the share of examples that
-are in effect answered anew; then the difference of the two means has the variance 2 f p (1 - p) / n, and
-
-    margin = 1.96 sqrt(2 f p (1 - p) / n) + half a unit of the last printed digit
-
-``paper_table.rescored`` gives f as running an experiment twice has shown it. Where nobody measured it,
-f is at most 1: a number further away than that is flagged, of another it cannot be told; nor can it of
-fewer than `LEAST` examples. The margin is descriptive: other prompts, templates and library versions
-move a mean too.
+GiB, in which ours are shown then). A value such as ``qasper+hotpotqa`` is the sum of those datasets'
+scores; no value is everything. ``models.csv`` says which of our models a published name means. A number
+of another model or of other lengths than ours stands beside ours without a difference, and the table
+says of what it is. A paper prints one run's mean and no interval: the interval beside it is ours alone.
 """
 
 from __future__ import annotations
@@ -37,15 +26,8 @@ from kvbench.report.experiment import Experiment, Group
 from kvbench.report.frame import AVERAGE, scores
 from kvbench.report.labels import as_text
 from kvbench.report.papers import PaperError, PaperTable, paper_folders, specs_of
-from kvbench.report.stats import margin_of
 from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, unit_text
 
-LEAST = 50
-"""Examples; of fewer nothing is flagged."""
-MARGIN = (
-    "±: how far the means of two runs of one experiment with our number of examples may differ, plus the"
-    " rounding of the printed number. It is given where the models are the same, and is no test."
-)
 LENGTH = "prompt_tokens"
 """The field of prompts' lengths, which tables of times and throughputs have in ``by``."""
 _KEYS = ("source", "task", "model", "published_model", "method", "variant")
@@ -54,25 +36,19 @@ _KEYS = ("source", "task", "model", "published_model", "method", "variant")
 def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
     """A row for each of our numbers that has a published number beside it, fractions in per cent.
 
-    Args:
-        folder: where the CSV files are; by default ``paper`` beside the experiment's folder, or the
-            repository's results/paper.
-
-    Raises:
-        PaperError: the table is not there, or cannot be compared.
+    The CSV files are in `folder`, by default ``paper`` beside the experiment's, or the repository's
+    results/paper. Raises PaperError: the table is not there, or cannot be compared.
     """
     parts = []
     for group in experiment.groups:
         configs = [manifest.get("config") or {} for manifest in group.manifests]
-        limited = any(config.get("limit") for config in configs)
         specs: list[PaperTable] = []
         for config in configs:
             specs += [s for s in specs_of(config.get("paper_table")) if s not in specs]
         for spec in specs:
-            f = math.nan if limited or spec.rescored is None else spec.rescored
             theirs = _read(spec, folder or experiment.folder.resolve().parent / "paper")
             try:
-                parts += _joined(group, spec, theirs, f)
+                parts += _joined(group, spec, theirs)
             except (LookupError, TypeError, ValueError) as error:
                 why = f"cannot be compared with {group.task}: {first_line(error)}"
                 raise PaperError(f"paper_table {spec.file} {why}") from error
@@ -110,7 +86,7 @@ def _plain(text: object) -> str:
         return str(text)
 
 
-def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float) -> list[pd.DataFrame]:
+def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame) -> list[pd.DataFrame]:
     """The published rows of our methods beside our numbers, one frame per record field and split.
 
     Where none of the published prompt lengths is ours, a method's rows stand beside each other although
@@ -124,16 +100,16 @@ def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float) -> l
     same = theirs["model"].eq(name) | (theirs["model"].eq("") & is_model_taken)
     model = theirs["model"].where(theirs["model"] != "", spec.model or "")
     theirs = theirs.assign(model=model, same=same, published_at="")
-    frames = _beside(group, spec, theirs, f, ["method", "value"])
+    frames = _beside(group, spec, theirs, ["method", "value"])
     lengths = theirs["by"].str.contains(LENGTH)
     if not frames and lengths.any():
         others = theirs[lengths].assign(same=False, published_at=theirs["value"])
-        frames = _beside(group, spec, others, f, ["method"])
+        frames = _beside(group, spec, others, ["method"])
     return frames
 
 
 def _beside(
-    group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float, keys: list[str]
+    group: Group, spec: PaperTable, theirs: pd.DataFrame, keys: list[str]
 ) -> list[pd.DataFrame]:
     """The published rows beside those of ours that have the same `keys`."""
     frames, records = [], group.records
@@ -148,7 +124,7 @@ def _beside(
         both = both[~compared | (both["rate_paper"] == "") | ((asked - both["rate"]).abs() < 1e-9)]
         both = pd.concat([both, *_best(part, ours, group.meta.lower_is_better)], ignore_index=True)
         if len(both):
-            both = both.assign(source=spec.file.removesuffix(".csv"), field=field, f=f)
+            both = both.assign(source=spec.file.removesuffix(".csv"), field=field)
             frames.append(_compared(both))
     return frames
 
@@ -161,12 +137,8 @@ def _ours(
     part: pd.DataFrame,
     statistic: str,
 ) -> pd.DataFrame:
-    """Our scores of the values that the published rows name.
-
-    ``parts`` holds what a margin is made of, (mean, units) of each dataset, and ``summed`` says whether
-    these are summed. Where the paper prints the minimum of repeated runs, ours is a minimum, too, and
-    has no interval; the median stands beside it.
-    """
+    """Our scores of the values that the published rows name. Where the paper prints the minimum of
+    repeated runs, ours is a minimum, too, and has no interval; the median stands beside it."""
     unit = group.meta.score_unit if field == "score" else part["unit"].iloc[0]
     meta = replace(group.meta, score_unit="fraction" if unit in ("%", "fraction") else unit)
     split, records = _split(group, records, [name for name in by.split("+") if name])
@@ -178,15 +150,7 @@ def _ours(
     values = [v for v in ours["value"].unique() if v != AVERAGE and v not in sums]
     if set(part["value"]) - {AVERAGE} != set(values):  # an average over others is another number
         ours = ours[ours["value"] != AVERAGE]
-    datasets_of = {value: [value] for value in ours["value"]} | {AVERAGE: values} | sums
-    ours["datasets"] = ours["value"].map(datasets_of)
-    by_dataset = ours.set_index(["variant", "value"])[["mean", "units"]].apply(tuple, axis=1)
-    ours["parts"] = [
-        [by_dataset[variant, dataset] for dataset in datasets]
-        for variant, datasets in zip(ours["variant"], ours["datasets"], strict=True)
-    ]
-    ours["summed"] = ours["value"].isin(sums)
-    count = ours["datasets"].map(len).where(ours["summed"], 1)
+    count = ours["value"].map(lambda value: len(sums.get(value, [value])))
     ours = ours.assign(**{key: ours[key] * count for key in ("mean", "low", "high")})
     ours["median"] = math.nan
     if statistic == "minimum":
@@ -200,11 +164,7 @@ def _ours(
 
 
 def _split(group: Group, records: pd.DataFrame, fields: Sequence[str]) -> tuple[str, pd.DataFrame]:
-    """The record field that splits examples as these fields together do, and records that have it.
-
-    Raises:
-        PaperError: no field is given, and our records have several settings.
-    """
+    """The record field that splits examples as these fields together do, and records that have it."""
     if len(fields) == 1:
         return fields[0], records
     if not fields:
@@ -233,44 +193,23 @@ def _best(part: pd.DataFrame, ours: pd.DataFrame, lower: bool) -> list[pd.DataFr
 
 
 def _compared(both: pd.DataFrame) -> pd.DataFrame:
-    """The join with differences and margins, in the shown unit."""
-    percent = both["our_unit"].eq("fraction")
+    """The join with differences, in the shown unit."""
+    percent, is_fraction = both["our_unit"].eq("fraction"), both["unit"].eq("fraction")
     factor = 1.0 + 99.0 * percent
-    is_fraction = both["unit"].eq("fraction")
-    published = pd.to_numeric(both["printed"], errors="coerce") * (1.0 + 99.0 * is_fraction)
-    margins = []
-    for row in both.assign(published=published, percent=percent).to_dict("records"):
-        margin = math.nan
-        if row["percent"] and row["same"] and not math.isnan(row["published"]):
-            digits = len(row["printed"].partition(".")[2])
-            parts = [(mean, int(units)) for mean, units in row["parts"]]
-            f = 1.0 if math.isnan(row["f"]) else row["f"]
-            unit = 10.0**-digits / (1 if row["unit"] == "fraction" else 100)
-            margin = 100 * margin_of(parts, f, total=bool(row["summed"]), unit=unit)
-        margins.append(margin)
     numbers = {"score": "mean", "score_low": "low", "score_high": "high", "median": "median"}
     compared = both.assign(
         model=both["our_model"],
         published_model=both["model"],
         unit=both["our_unit"].where(~percent, "%"),
         printed_unit=both["unit"],
-        published=published,
-        margin=margins,
+        published=pd.to_numeric(both["printed"], errors="coerce") * (1.0 + 99.0 * is_fraction),
         **{key: both[of] * factor for key, of in numbers.items()},
     )
     compared["difference"] = (compared["score"] - compared["published"]).where(compared["same"])
     other_model = compared["published_model"].where(~compared["same"], "")
     compared["published_of"] = (other_model + " " + compared["published_at"]).str.strip()
-    enough = compared["n"] >= LEAST
-    compared["beyond_margin"] = (compared["difference"].abs() > compared["margin"]) & enough
-    untold = (
-        compared["margin"].notna() & (compared["f"].isna() | ~enough) & ~compared["beyond_margin"]
-    )
-    marks = compared["beyond_margin"].map({True: "beyond", False: ""})
-    compared["mark"] = marks.where(~untold, "untold")
     keys = [*_KEYS, "value", "field", "unit", "printed", "printed_unit", "published", *numbers]
-    about = ["difference", "margin", "beyond_margin", "mark", "n", "expected", "published_of"]
-    return compared[[*keys, *about]]
+    return compared[[*keys, "difference", "n", "expected", "published_of"]]
 
 
 def published_tables(frame: pd.DataFrame) -> list[Table]:
@@ -294,7 +233,7 @@ def _in_per_cent(printed: str) -> str:
 def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     unit = "fraction" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
     scale = 0.01 if unit == "fraction" else 1.0
-    keys = ("score", "score_low", "score_high", "median", "difference", "margin")
+    keys = ("score", "score_low", "score_high", "median", "difference")
     frame = part.assign(**{key: scale * part[key] for key in keys})
     frame["group"] = [
         f"{task} on {ours}" + (f"; published: {theirs}" if theirs else "")
@@ -305,7 +244,6 @@ def _table(source: str, field: str, part: pd.DataFrame) -> Table:
         _in_per_cent(printed) if printed_unit == "fraction" else printed
         for printed, printed_unit in part[["printed", "printed_unit"]].itertuples(index=False)
     ]
-    frame["printed_mark"] = part["mark"]
     frame["score_mark"] = (part["n"] < part["expected"]).map({True: "incomplete", False: ""})
     text, signed = (score_format(unit, signed=s) for s in (False, True))
     repeated = frame["median"].notna().any()  # a minimum and a median of repeated runs
@@ -320,16 +258,14 @@ def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     if (frame["published_of"] != "").any():
         columns.append(Column("published_of", "published of"))
     if frame["difference"].notna().any():
-        columns += [Column("difference", text=signed), Column("margin", "±", text)]
+        columns.append(Column("difference", text=signed))
     notes = [] if repeated else [INTERVAL]
-    if frame["margin"].notna().any():
-        notes.append(MARGIN)
     of = "" if field == "score" or unit == "s" else f", {field.replace('_', ' ')}"
     return Table(
         f"{source}{'' if field == 'score' else '-' + field}-published",
         f"{', '.join(part['task'].unique())}{of}: ours beside {source}{unit_text(unit)}",
         frame,
         tuple(columns),
-        (*notes, *legend(frame)),
+        (*notes, *legend(frame, columns)),
         part,
     )

@@ -17,15 +17,12 @@ from kvbench.report.variants import Variant
 
 
 def ratios_of(group: Group, labels: Collection[str] | None = None) -> pd.DataFrame:
-    """Mean measured ratios: a row for each variant, rate and dataset, with the columns ``variant``,
-    ``rate`` and ``ratio``.
+    """Mean measured ratios: a row for each variant (by default the compressed ones), rate and dataset,
+    with the columns ``variant``, ``rate`` and ``ratio``.
 
     The rate is the record's own where a run measured several rates, else the variant's. A variant that
     has no rate is left out: the exact cache, and one that holds the same bytes at every rate of its run,
     as few bits of all entries do.
-
-    Args:
-        labels: only these variants; by default the compressed ones.
     """
     labels = group.compressed if labels is None else labels
     good = group.good[group.good["variant"].isin(labels)]
@@ -55,7 +52,7 @@ def ratio_text(ratios: Iterable[float]) -> str:
 
 
 def rate_text(rate: float, ratios: Iterable[float]) -> str:
-    """ "rate 0.25, ratio 0.31": a rate with the ratios that were measured at it."""
+    """ "rate 0.25, ratio 0.31"."""
     return ", ".join(filter(None, [f"rate {rate:g}", ratio_text(ratios)]))
 
 
@@ -70,7 +67,7 @@ def rate_texts(*groups: Group) -> dict[float, str]:
 
 
 def headings(rates: Iterable[float], texts: Mapping[float, str]) -> list[str]:
-    """For each row of a table the heading of its group, given its rate; empty where it has none."""
+    """By rate what the group of a table's row is called; empty for a row without one."""
     return ["" if math.isnan(rate) else texts.get(rate, f"rate {rate:g}") for rate in rates]
 
 
@@ -83,8 +80,8 @@ def label_with_ratio(group: Group, variant: Variant) -> str:
 
 
 def rate_in_title(group: Group) -> str:
-    """What a title says of the rate: the only one of all methods, or the rates that the numbers are
-    means over; empty where methods were run at several, which then are headings, or at none."""
+    """What a title says of the rate: the only one of all methods, or those that numbers are means over;
+    empty where methods were run at several, which then are headings, or at none."""
     if measures_several_rates(group):
         return f", {mean_over_rates(group)}"
     texts = rate_texts(group)
@@ -92,7 +89,7 @@ def rate_in_title(group: Group) -> str:
 
 
 def mean_over_rates(group: Group) -> str:
-    """ "mean over rates 0.5, 0.25 and 0.125", of a group whose runs each measure several."""
+    """ "mean over rates 0.5, 0.25 and 0.125"."""
     rates = sorted(pd.to_numeric(group.good["rate"]).dropna().unique(), reverse=True)
     *first, last = [f"{rate:g}" for rate in rates]
     return f"mean over rates {', '.join(first)} and {last}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +19,38 @@ from pandas.api.types import is_numeric_dtype
 from rich import box
 from rich.markup import escape as escape_markup
 from rich.measure import Measurement
+from rich.padding import Padding
 
 from kvbench.errors import printable, printable_lines
-from kvbench.records.durable import replace
+from kvbench.records import durable
 from kvbench.records.read import StoreError
 from kvbench.report.table import Cell, Column, Table, footer
 
 PAGE_MARK = " · kvbench</title>"
 """How the title of every page ends (templates/macros.html.j2), by which kvbench knows its own
 (`write_text`)."""
+_HEADING = 12
+"""Characters in a line of a heading in the terminal."""
 _FORMULA = tuple("=+-@\t\n＝＋－＠")
 """Characters that a formula begins with in some spreadsheet."""
-_LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": "$<$",
-    ">": "$>$",
-    "|": "$|$",
-    "[": "{[}",
-    "−": "$-$",
-    "–": "--",
-    "…": r"\dots{}",
-    "Δ": r"$\Delta$",
-    "±": r"$\pm$",
-    "σ": r"$\sigma$",
-    "∞": r"$\infty$",
-    "×": r"$\times$",
-    "†": r"$^\dagger$",
-    "≈": r"$^\approx$",
-    "‡": r"$^\ddagger$",
-    "▲": r"$^\triangle$",
-    "↓": r"$\downarrow$",
+_MATH = {
+    "Δ": "Delta",
+    "±": "pm",
+    "σ": "sigma",
+    "∞": "infty",
+    "×": "times",
+    "≤": "leq",
+    "≈": "approx",
+    "†": "dagger",
+    "▲": "triangle",
+    "↓": "downarrow",
 }
+_LATEX = (
+    {character: f"\\{character}" for character in "&%$#_{}"}
+    | {character: f"$\\{name}$" for character, name in _MATH.items()}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"<": "$<$", ">": "$>$", "|": "$|$", "[": "{[}", "−": "$-$", "–": "--", "…": r"\dots{}"}
+)
 """How LaTeX writes characters that mean something to it, or that its fonts lack."""
 
 
@@ -67,7 +67,7 @@ def write_text(path: Path, text: str, mark: str = "") -> Path:
     """
     if mark and path.exists() and mark.encode() not in path.read_bytes():
         raise StoreError(f"{path} is not kvbench's and stays as it is; allowed: move or rename it")
-    replace(path, text.encode("utf-8", errors="replace"))
+    durable.replace(path, text.encode("utf-8", errors="replace"))
     return path
 
 
@@ -151,34 +151,57 @@ def _escape(text: str) -> str:
 
 
 def terminal(tables: Iterable[Table], console: rich.console.Console | None = None) -> None:
-    """Print tables one below the other, then their notes, each once, in at most three lines. A table
-    that is too wide lacks its last columns, which a note names."""
+    """Print tables one below the other, each below what it says, then their notes, each once.
+
+    A table that is too wide lacks columns at its end that have no intervals, or else the intervals, but
+    for the last column's where there is room, or at last any columns at its end; a note says so.
+    """
     out = console or rich.console.Console()
     notes: dict[str, None] = {}
     hidden: dict[str, None] = {}
-    wide = out.options.update(width=10_000)
     for table in tables:
-        columns = list(table.columns)
-        made = _rich_table(table, columns)
-        while len(columns) > 2 and Measurement.get(out, wide, made).maximum > out.width:
-            hidden[columns.pop().name] = None
-            made = _rich_table(table, columns)
-        out.print(made)
-        notes |= dict.fromkeys(table.notes)
+        columns = _fitting(table, out)
+        for line in table.answer:
+            out.print(escape(line), highlight=False)
+        out.print(_rich_table(table, columns))
+        notes |= dict.fromkeys(table.notes_on(columns))
+        shown = {column.key: column.bounds for column in columns}
+        hidden |= {column.name: None for column in table.columns if column.key not in shown}
+        if any(column.bounds and not shown.get(column.key, True) for column in table.columns):
+            hidden["intervals"] = None
     if hidden:
         notes[f"On a wider terminal also: {', '.join(hidden)}."] = None
     for line in footer(notes):
-        out.print(f"  {escape(line)}", style="dim", highlight=False)
+        out.print(Padding(escape(line), (0, 0, 0, 2)), style="dim", highlight=False)
+
+
+def _fitting(table: Table, console: rich.console.Console) -> list[Column]:
+    """The columns of a table that a terminal of this width shows."""
+    full = list(table.columns)
+    count = len(full)
+    while count > 2 and f"{full[count - 1].key}_low" not in table.frame:
+        count -= 1
+    bare = [replace(column, bounds=False) for column in full]
+    choices = [full[:n] for n in range(len(full), count - 1, -1)]
+    choices.append([*bare[:-1], *full[-1:]])
+    choices += [bare[:n] for n in range(len(full), 1, -1)]
+    unlimited = console.options.update(width=10_000)
+    for columns in choices:
+        made = _rich_table(table, columns)
+        if Measurement.get(console, unlimited, made).maximum <= console.width:
+            return columns
+    return choices[-1]
 
 
 def _rich_table(table: Table, columns: Sequence[Column]) -> rich.table.Table:
     look = {"title_justify": "left", "title_style": "italic", "box": box.SIMPLE_HEAD}
     made = rich.table.Table(title=escape(table.title), pad_edge=False, **look)  # type: ignore[arg-type]
     for i, column in enumerate(columns):
-        made.add_column(escape(column.name), justify="right" if i else "left", overflow="fold")
+        name = _broken(escape(column.name))
+        made.add_column(name, justify="right" if i else "left", overflow="fold", vertical="bottom")
     for heading, rows in table.groups():
         if heading:
-            made.add_row(f"[italic]{escape(heading)}[/italic]")
+            made.add_row(f"[italic]{escape(heading)}[/italic]".replace(", ", ",\n"))
         for row in rows:
             cells = [table.cell(row, column) for column in columns]
             texts = (
@@ -187,6 +210,16 @@ def _rich_table(table: Table, columns: Sequence[Column]) -> rich.table.Table:
             made.add_row(*texts)
         made.add_section()
     return made
+
+
+def _broken(name: str) -> str:
+    """A heading in lines of about `_HEADING` characters, broken at blanks and behind underscores."""
+    lines = [""]
+    for part in re.findall(r"[^ _]*_|[^ _]* ?", name):
+        if len(lines[-1] + part.rstrip()) > _HEADING and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def escape(text: str) -> str:

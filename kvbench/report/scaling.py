@@ -34,8 +34,7 @@ class Curve:
     Attributes:
         facet: the panel's value of the field that panels are split by.
         frame: a row per level, ascending: ``x`` (mean), ``mean``, ``low`` and ``high`` of y.
-        parts: [repetitions of the panel, levels] each repetition's contribution to the logarithm of the
-            mean.
+        parts: [repetitions of the panel, levels] what each contributes to the logarithm of the mean.
         units: the number of the curve's repetitions.
     """
 

@@ -1,4 +1,4 @@
-"""Statistics of scores: means and paired differences with intervals, tests, medians, margins.
+"""Statistics of scores: means and paired differences with intervals, tests, medians.
 
 One convention in every table, page and file:
 
@@ -58,10 +58,9 @@ NOTHING = Estimate(math.nan)
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of all variants on one part of the examples, such as a dataset.
+    """The scores of all variants on one part of the examples, such as a dataset, which `value` names.
 
     Attributes:
-        value: the value of the record field that splits the examples into parts, in this part.
         values: [pairs, variants] scores, NaN where missing; a pair is one (seed, example). For a seed
             that a variant was not run with, this is its mean over its own seeds, if all seeds have the
             same prompt.
@@ -163,12 +162,7 @@ def mean_intervals(
     parts: Sequence[Array], *, fraction: bool, signed: bool = False
 ) -> list[Estimate]:
     """The mean of each column over datasets [units, columns], with its interval, which is NaN below two
-    units.
-
-    Args:
-        fraction: whether scores are in [0, 1].
-        signed: whether they may be negative.
-    """
+    units; of scores in [0, 1] (`fraction`), of others, or of others that may be negative (`signed`)."""
     moments = _moments(parts, (0.0, 1.0) if fraction else None)
     mean, half = moments.mean, moments.half
     if fraction:
@@ -250,11 +244,17 @@ def compared(
     }
 
 
-def paired(strata: Sequence[Scores], pairs: Sequence[Pair], *, fraction: bool) -> list[Estimate]:
-    """The difference of each pair as `compared` has it, with p-values that are not adjusted."""
+def paired(
+    strata: Sequence[Scores], pairs: Sequence[Pair], *, fraction: bool, share: float = 1.0
+) -> list[Estimate]:
+    """The difference of each pair as `compared` has it, with p-values that are not adjusted; from this
+    `share` of the second variant's score."""
+    if not pairs:
+        return []
     first, second = np.array(pairs).T
     parts = [
-        dataset.by_unit(dataset.values[:, first] - dataset.values[:, second]) for dataset in strata
+        dataset.by_unit(dataset.values[:, first] - share * dataset.values[:, second])
+        for dataset in strata
     ]
     largest = max(np.nanmax(dataset.values, initial=0.0) for dataset in strata)
     return differences(parts, reach=float(largest or 1.0) if fraction else None)
@@ -274,24 +274,3 @@ def median_of(values: pd.Series) -> Estimate:
     heads = bdtr(np.arange(len(known), dtype=float), len(known), 0.5)
     middle, k = float(np.median(known)), int((heads < (1 - LEVEL) / 2).sum())
     return Estimate(middle, float(known[k - 1]), float(known[-k])) if k else Estimate(middle)
-
-
-def margin_of(parts: Sequence[tuple[float, int]], f: float, *, total: bool, unit: float) -> float:
-    """How far apart the published results of two correct runs may be, in 95 of 100 cases.
-
-    Args:
-        parts: for each dataset the mean score, as a fraction, and its number of examples.
-        f: the share of examples whose answers differ, in effect, between two runs.
-        total: whether the result is the sum of the datasets' means, rather than their average.
-        unit: the value of the last printed digit, as a fraction.
-
-    Returns:
-        The margin, as a fraction; NaN where a dataset has no examples or no mean.
-    """
-    variance = 0.0
-    for mean, n in parts:
-        if math.isnan(mean) or n == 0:
-            return math.nan
-        p = (mean * n + 1) / (n + 2)  # never 0 or 1, since some answers may always change
-        variance += 2 * f * p * (1 - p) / n
-    return _Z * math.sqrt(variance) / (1 if total else len(parts)) + unit / 2

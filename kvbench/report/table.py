@@ -14,8 +14,10 @@ from typing import Any
 import pandas as pd
 
 MISSING = "–"
-MARKS = {"incomplete": "†", "tied": "≈", "better": "▲", "beyond": "‡", "untold": "?"}
+MARKS = {"incomplete": "†", "tied": "≈", "better": "▲"}
 """The sign of a mark behind a value; "best" and "shown" set it in bold, others are for files."""
+LIMITS = {"at_most": "≤", "more_than": ">"}
+"""The sign of a mark before a value."""
 LEGEND = {
     "best": "Bold: the best mean of the compressed methods at its rate.",
     "tied": "≈: not shown to differ from the best (adjusted p of 0.05 or more).",
@@ -23,9 +25,8 @@ LEGEND = {
     "worse": "No mark: shown to be worse than the best (adjusted p below 0.05).",
     "few": "Differences are not tested where there are fewer than ten prompts.",
     "incomplete": "†: some examples failed or are missing; the mean is over the others.",
-    "beyond": "‡: the published number differs from ours by more than the margin (±).",
-    "untold": "?: not decided: there are fewer than 50 examples, or it was not measured which share of"
-    " the answers changes when a run is repeated (paper_table.rescored).",
+    "at_most": "≤: at the lowest rate that was run, too.",
+    "more_than": ">: not within these rates.",
 }
 """What each mark means, one sentence each."""
 INTERVAL = "[low, high]: 95 % confidence interval over prompts, of each number by itself."
@@ -34,18 +35,19 @@ TESTED = (
     " all pairs at one rate, as marks are."
 )
 DIFFERENCE = "Δ exact: paired difference to the exact cache, over the examples that both scored."
+ENOUGH = (
+    "95 % at ratio: the bytes, over the exact cache's, from which on a method keeps 95 % of its score;"
+    " between the rates that were run by a straight line. 0 or ∞ in its interval: beyond these rates."
+)
+LOWER = "↓: lower is better."
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column that readers see.
+    """A column that readers see, under its heading or the key.
 
-    Attributes:
-        key: the frame's column with the values. Where the frame has them, ``<key>_low`` and
-            ``<key>_high`` hold the interval and ``<key>_mark`` the marks, words separated by blanks.
-        heading: by default the key.
-        text: how a value is written.
-        bounds: whether the interval is shown.
+    ``frame[key]`` has the values. Where the frame has them, ``<key>_low`` and ``<key>_high`` hold the
+    interval, which is shown if `bounds`, and ``<key>_mark`` the marks, words separated by blanks.
     """
 
     key: str
@@ -55,7 +57,6 @@ class Column:
 
     @property
     def name(self) -> str:
-        """The heading, or the key."""
         return self.heading or self.key
 
 
@@ -71,15 +72,8 @@ def with_values(frame: pd.DataFrame, columns: Sequence[Column]) -> tuple[Column,
 
 @dataclass(frozen=True)
 class Cell:
-    """A value as readers see it.
-
-    Attributes:
-        value: the written value.
-        interval: "[low, high]"; empty where none is shown.
-        signs: the signs of its marks.
-        is_bold: whether a mark sets it in bold.
-        number: the value as a number, by which rows are sorted; None for text.
-    """
+    """A value as readers see it: the written value, "[low, high]" and the signs of its marks. By the
+    number rows are sorted; it is None for text."""
 
     value: str
     interval: str = ""
@@ -89,7 +83,6 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """Value, interval and signs in one line."""
         return " ".join(filter(None, (self.value, self.interval, self.signs)))
 
 
@@ -102,6 +95,7 @@ class Table:
         frame: the rows. A column ``group`` holds the headings of row groups, ``method`` the method
             whose colour a row has.
         notes: sentences that explain what stands in the table (`footer` puts them below it).
+        answer: sentences that say what the table shows, above it in the terminal and on the page.
         data: the numbers that the table's CSV file holds; None: there is no such file.
         kind: "overview" of a table of one model on all tasks.
     """
@@ -113,9 +107,9 @@ class Table:
     notes: tuple[str, ...] = ()
     data: pd.DataFrame | None = None
     kind: str = ""
+    answer: tuple[str, ...] = ()
 
     def cell(self, row: Mapping[str, Any], column: Column) -> Cell:
-        """What readers see of one row in one column."""
         value = row.get(column.key)
         if _is_missing(value):
             return Cell(MISSING if f"{column.key}_low" in row else "")
@@ -128,8 +122,9 @@ class Table:
         number_of: float | None = None
         if isinstance(value, int | float) and not isinstance(value, bool):
             number_of = float(value)
+        limit = "".join(LIMITS.get(mark, "") for mark in marks)
         return Cell(
-            column.text(value),
+            limit + column.text(value),
             interval,
             signs,
             is_bold="best" in marks or "shown" in marks,
@@ -143,6 +138,16 @@ class Table:
             heading = str(row.get("group", ""))
             rows_of.setdefault(heading, []).append({str(key): row[key] for key in row})
         return list(rows_of.items())
+
+    def notes_on(self, columns: Sequence[Column]) -> list[str]:
+        """The notes that apply where these columns alone are shown, with intervals where they say so."""
+        keys = {column.key for column in columns}
+        explained = legend(self.frame, columns)
+        rows = self.frame.to_dict("records")
+        has_interval = any(self.cell(row, c).interval for row in rows for c in columns)  # type: ignore[arg-type]
+        about = {INTERVAL: has_interval, DIFFERENCE: "difference" in keys}
+        about |= {text: text in explained for word, text in LEGEND.items() if word != "few"}
+        return [note for note in self.notes if about.get(note, True)]
 
 
 def _is_missing(value: Any) -> bool:
@@ -180,9 +185,9 @@ def wide(rows: pd.DataFrame, index: Sequence[str], columns: str) -> pd.DataFrame
     return pd.concat(parts, axis=1)
 
 
-def legend(frame: pd.DataFrame) -> list[str]:
-    """The meaning of the marks in a frame."""
-    marks = [column for column in frame if str(column).endswith("mark")]
+def legend(frame: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
+    """What the marks in these columns mean."""
+    marks = [name for column in columns if (name := f"{column.key}_mark") in frame]
     words = set(" ".join(frame[marks].fillna("").astype(str).to_numpy().ravel()).split())
     return [text for word, text in LEGEND.items() if word in words]
 
@@ -197,7 +202,6 @@ def in_percent(
 
 
 def score_format(unit: str, *, signed: bool = False) -> Callable[[float], str]:
-    """The format of a score of this unit."""
     return partial(value_text, unit=unit, signed=signed)
 
 
@@ -219,8 +223,8 @@ def number(value: float) -> str:
     """Three significant digits, no exponent within reason."""
     if math.isnan(value):
         return MISSING
-    if value == 0:
-        return "0"
+    if value == 0 or math.isinf(value):
+        return "0" if value == 0 else "∞"
     if not 1e-4 <= abs(value) < 1e6:
         return f"{value:.2e}"
     digits = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
@@ -230,6 +234,9 @@ def number(value: float) -> str:
 def whole(value: float) -> str:
     """A count; infinite where there is nothing to find."""
     return "∞" if math.isinf(value) else f"{value:,.0f}"
+
+
+ENOUGH_COLUMN = Column("ratio_at_95", "95 % at ratio", number)
 
 
 def size(value: float) -> str:
@@ -242,5 +249,4 @@ def size(value: float) -> str:
 
 
 def p_text(p: float) -> str:
-    """A p-value to two digits."""
     return "<0.001" if p < 0.001 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.records.figures import Curve
+from kvbench.report.enough import MEASURE, MORE_THAN
 from kvbench.report.experiment import Group
 from kvbench.report.frame import (
     AVERAGE,
@@ -31,8 +32,11 @@ from kvbench.report.scaling import slopes
 from kvbench.report.stats import FEWEST, Estimate
 from kvbench.report.table import (
     DIFFERENCE,
+    ENOUGH,
+    ENOUGH_COLUMN,
     INTERVAL,
     LEGEND,
+    LOWER,
     METHOD,
     TESTED,
     Column,
@@ -47,6 +51,7 @@ from kvbench.report.table import (
     wide,
     with_values,
 )
+from kvbench.report.verdicts import headlines, verdict
 
 MOST_WITH_INTERVALS = 4
 """A table with more columns than this shows intervals for the average only."""
@@ -103,20 +108,23 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     if group.baseline_name:
         text = score_format(unit, signed=True)
         columns.append(Column("difference", f"Δ {group.baseline_name}", text))
+    if table["failures"].any():
+        columns.append(Column("failures", "failed"))
     for key in costs:
         if table[key].notna().any():
             name = key.removesuffix("_mean").replace("_", " ")
             columns.append(Column(key, name, whole if name == "entries" else number))
-    if table["failures"].any():
-        columns.append(Column("failures", "failed"))
     columns.append(Column("scored"))
     return Table(
         f"{group.task}-{group.model}",
         f"{group.task} on {group.model}{rate_in_title(group)}: score{unit_text(unit)}",
         table,
         tuple(columns),
-        tuple(dict.fromkeys([*_interval_notes(group, table), *legend(table), *_notes(group)])),
+        tuple(
+            dict.fromkeys([*_interval_notes(group, table), *legend(table, columns), *_notes(group)])
+        ),
         in_percent(frame[frame["by"].isin(["dataset", ""])]),
+        answer=tuple(verdict(group, frame).splitlines()),
     )
 
 
@@ -131,7 +139,6 @@ def _in_groups_by_rate(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def split_table(group: Group, frame: pd.DataFrame, by: str) -> Table:
-    """Scores of every variant by the values of a record field."""
     rows = frame[frame["by"].eq(by) & frame["measure"].eq("score")]
     rows = _in_groups_by_rate(group, rows)
     title = f"{group.task} on {group.model}: score by {by.replace('_', ' ')}"
@@ -152,8 +159,6 @@ def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
     if 0 < table["units"].max() < FEWEST:
         yield LEGEND["few"]
     elif comparisons(group):
-        if group.peers and max(map(len, group.peers)) > 1:
-            yield TESTED
         used, every = len(compared_strata(group)), len(strata_of(group))
         if used < every:
             yield (
@@ -233,7 +238,7 @@ def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -
     unit, many = group.meta.score_unit, len(names) > MOST_WITH_INTERVALS
     text = score_format(unit)
     columns = [Column(value, value, text, not many or value == AVERAGE) for value in names]
-    notes = (INTERVAL, *legend(table), *_notes(group))
+    notes = (INTERVAL, *legend(table, columns), *_notes(group))
     return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
 
 
@@ -251,37 +256,110 @@ def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     return _pivot(first, f"{first.task}-paper", f"{first.task}: score", pd.concat(parts), "value")
 
 
-def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
-    """The leaderboard of one model: every method on all of its tasks, a group of rows for each rate.
+def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
+    """What an experiment of several tasks, rates or models says, which stands at the top of the page and
+    of the terminal: methods by tasks, else by rates, else by models, with the ratios that are enough.
 
-    Rows are in the order of the first task's scores, best first. Methods without a rate (the exact
-    cache) stand above all rates.
+    None of one model on one task at one rate, whose ranking says it all; tables for each model where
+    there are several of everything. Methods without a rate (the exact cache) stand above the others,
+    which are best first: by the ratio that is enough, then by the score.
     """
-    rows = pd.concat([_overview_rows(*part) for part in groups], ignore_index=True)
-    rows["group"] = headings(rows["rate"], rate_texts(*(group for group, _ in groups)))
-    table = wide(rows, ["group", "rate", "method", "variant"], "task")
-    first, _ = groups[0]
-    loss = table[first.task] if first.meta.lower_is_better else -table[first.task]
-    order = table.assign(minus_rate=-table["rate"], loss=loss)
-    order = order.sort_values(["minus_rate", "loss"], na_position="last", kind="stable")
-    table = pd.concat([table[table["rate"].isna()], table.loc[order.dropna(subset="rate").index]])
-    table = table.dropna(subset=[group.task for group, _ in groups], how="all")
-    ratios = rows.groupby(["group", "variant"])["ratio"].mean()
-    table["ratio"] = [ratios[key] for key in zip(table["group"], table["variant"], strict=True)]
-    columns = [METHOD, Column("ratio", "ratio, mean of tasks", number)]
-    for group, _ in groups:
-        better = ", lower is better" if group.meta.lower_is_better else ""
-        unit = group.meta.score_unit
-        heading = f"{group.task}{metric_text(group)}{unit_text(unit)}{better}"
-        columns.append(Column(group.task, heading, score_format(unit)))
-    return Table(
-        f"overview-{first.model}",
-        f"{first.model}: all tasks",
-        table,
-        tuple(columns),
-        (INTERVAL, *legend(table)),
-        kind="overview",
+    groups = [group for group, _ in parts]
+    rows = pd.concat([_overview_rows(*part) for part in parts] or [pd.DataFrame()])
+    several = [key for key in ("task", "rate", "model") if key in rows and rows[key].nunique() > 1]
+    if len(several) == 3:
+        of_models = itertools.groupby(parts, key=lambda part: part[0].model)
+        return [table for _, of_model in of_models for table in overview_tables(list(of_model))]
+    if not several:
+        return []
+    across, meta = several[0], groups[0].meta
+    texts = rate_texts(*groups)
+    enough = pd.concat([totals(frame, MEASURE) for _, frame in parts])
+    rows = rows.assign(minus_rate=(-rows["rate"]).fillna(-np.inf))
+    if across == "rate":  # what has no rate has the same score at each
+        rates = sorted(rows["rate"].dropna().unique(), reverse=True)
+        columns = [Column(str(rate), texts[rate], score_format(meta.score_unit)) for rate in rates]
+        above = [rows[rows["rate"].isna()].assign(rate=rate) for rate in rates]
+        rows = pd.concat([*above, rows.dropna(subset="rate").assign(minus_rate=0.0)])
+        rows = rows.assign(group="", rate=rows["rate"].map(str))
+    else:
+        columns = [_overview_column(group, across) for group in groups]
+        columns = list({column.key: column for column in columns}.values())
+        rows = rows.assign(group=headings(rows["rate"], texts))
+    if "model" in several[1:]:
+        rows = rows.assign(group=rows["model"])
+    keys = [key for key in ("model", "group", "minus_rate", "method", "variant") if key != across]
+    scored = [column.key for column in columns]
+    table = wide(rows, keys, across).dropna(subset=scored, how="all")
+    first = table[scored].mean(axis=1) if across == "rate" else table[scored[0]]
+    table = table.assign(loss=first if meta.lower_is_better else -first)
+    order = ["minus_rate", "loss"]
+    if across != "rate":
+        table = table.join(rows.groupby(keys)["ratio"].mean(), on=keys)
+        columns.append(Column("ratio", f"ratio, mean of {across}s", number))
+    elif len(enough):
+        named = {"mean": MEASURE} | {end: f"{MEASURE}_{end}" for end in ("low", "high", "mark")}
+        found = enough.set_index(["model", "variant"])[[*named]].rename(columns=named)
+        table = table.join(found, on=["model", "variant"])
+        missed = table[f"{MEASURE}_mark"].eq(MORE_THAN)
+        table = table.assign(enough=table[MEASURE].where(~missed, np.inf))
+        columns.append(ENOUGH_COLUMN)
+        order.insert(1, "enough")
+    table = table.sort_values(order, kind="stable")
+    model = "" if "model" in several else groups[0].model
+    what = (
+        f"{groups[0].task}: score{unit_text(meta.score_unit)}" if across != "task" else "all tasks"
     )
+    shown = with_values(table, (METHOD, *columns))
+    lower = across == "task" and any(group.meta.lower_is_better for group in groups)
+    tables = [
+        Table(
+            f"overview-{model}" if model else "overview",
+            ": ".join(filter(None, [model, what])),
+            table,
+            shown,
+            (INTERVAL, *legend(table, shown), *[ENOUGH] * (MEASURE in table), *[LOWER] * lower),
+            kind="overview",
+            answer=_answer(parts, several),
+        )
+    ]
+    if across == "task" and len(enough):
+        table = wide(enough, ["method", "variant"], "task")
+        tasks = [replace(ENOUGH_COLUMN, key=task, heading=task) for task in enough["task"].unique()]
+        table = table.sort_values([task.key for task in tasks], kind="stable")
+        tables.append(
+            Table(
+                f"{tables[0].name}-{MEASURE}",
+                f"{model}: {ENOUGH_COLUMN.name}",
+                table,
+                (METHOD, *tasks),
+                (*legend(table, tasks), ENOUGH),
+                kind="overview",
+            )
+        )
+    return tables
+
+
+def _answer(parts: Sequence[tuple[Group, pd.DataFrame]], several: Sequence[str]) -> tuple[str, ...]:
+    """The sentences above the tables over these tasks and models."""
+    if len(parts) == 1:
+        return tuple(verdict(*parts[0]).splitlines())
+    lines = []
+    for group, frame in parts:
+        names = {"task": group.task, "model": group.model}
+        name = " on ".join(text for key, text in names.items() if key in several)
+        lines += headlines(group, frame, name)
+    return tuple(lines)
+
+
+def _overview_column(group: Group, across: str) -> Column:
+    """The column of a group in a table over several tasks or models."""
+    text = score_format(group.meta.score_unit)
+    if across == "model":
+        return Column(group.model, text=text)
+    better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
+    heading = f"{group.task}{metric_text(group)}{unit_text(group.meta.score_unit)}{better}"
+    return Column(group.task, heading, text)
 
 
 def _overview_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:

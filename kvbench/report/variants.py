@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvbench.records.read import Run
-from kvbench.report.labels import digest, flat, natural_order, short_name, shortest
+from kvbench.report.labels import digest, flat, natural_order, short_name
 from kvbench.report.style import order_of
 
 RATES = ("rate", "total_rate")
@@ -17,23 +17,21 @@ RATES = ("rate", "total_rate")
 
 
 class Option(NamedTuple):
-    """An option in which the runs of one method differ, e.g. rate 0.25."""
+    """An option as the config calls it, e.g. rate 0.25."""
 
     name: str
     value: str
 
     @property
     def text(self) -> str:
-        """The option as it stands in labels."""
         return short_name(f"{self.name} {self.value}".strip())
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of a comparison: a method with the options that it was run with.
+    """One row of a comparison: a method with the options in which its runs differ.
 
     Attributes:
-        options: only the options in which the runs of this method differ.
         rate: the share of the middle, or of the whole prompt, that the budget keeps; None where the
             method has no budget, or a budget that is a number of entries.
     """
@@ -49,7 +47,7 @@ class Variant:
 
     @property
     def without_rate(self) -> str:
-        """The label without the rate, for places that show the rate by other means."""
+        """The label for places that show the rate by other means."""
         others = [option.text for option in self.options if option.name not in RATES]
         return ", ".join([self.method, *others])
 
@@ -62,40 +60,30 @@ class Variant:
 
 
 def variants_of(runs: Sequence[Run]) -> list[Variant]:
-    """The variant of each run. Runs that differ only in their seed have equal variants.
-
-    The variants of one method are named by the options in which its runs differ. If the method keeps the
-    whole cache, options of the budget are ignored.
-    """
-    by_method: dict[str, list[int]] = defaultdict(list)
-    for index, run in enumerate(runs):
-        by_method[short_name(str(run.manifest.get("method")))].append(index)
-    variants: dict[int, Variant] = {}
-    for method, indices in by_method.items():
-        for i, variant in zip(indices, _variants(method, [runs[i] for i in indices]), strict=True):
-            variants[i] = variant
-    return [variants[i] for i in range(len(runs))]
-
-
-def _variants(method: str, runs: Sequence[Run]) -> list[Variant]:
-    """The variant of each run; all runs are of one method."""
-    whole_cache = all(_keeps_whole_cache(run) for run in runs)
-    options = [_options_of(run, with_budget=not whole_cache) for run in runs]
-    names = sorted(set().union(*options))
-    differing = [name for name in names if len({values.get(name) for values in options}) > 1]
-    short = {name: shortest([values.get(name) for values in options]) for name in differing}
+    """The variant of each run. Runs that differ only in their seed have equal variants; a method that
+    keeps the whole cache has no budget."""
+    of_method: dict[str, list[Run]] = defaultdict(list)
+    methods = [short_name(str(run.manifest.get("method"))) for run in runs]
+    for run, method in zip(runs, methods, strict=True):
+        of_method[method].append(run)
+    whole = {method: all(map(_keeps_whole_cache, mine)) for method, mine in of_method.items()}
+    settings = [_settings(run, whole[method]) for run, method in zip(runs, methods, strict=True)]
+    values: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for method, own in zip(methods, settings, strict=True):
+        for key in set().union(*settings):
+            values[method][key].add(own.get(key, "unset"))
     variants = []
-    for run, values in zip(runs, options, strict=True):
-        shown = (Option(name.split(".")[-1], short[name][values.get(name)]) for name in differing)
-        rate = None if whole_cache else rate_of(run.manifest)
-        variants.append(Variant(method, tuple(shown), rate))
-    if whole_cache:
-        return variants
+    for run, method, own in zip(runs, methods, settings, strict=True):
+        differing = sorted(key for key, each in values[method].items() if len(each) > 1)
+        shown = [Option(key.rsplit(".", 1)[-1], own.get(key, "unset")) for key in differing]
+        variants.append(
+            Variant(method, tuple(shown), None if whole[method] else rate_of(run.manifest))
+        )
     # Different versions of kvbench made runs that agree in label and seed but not in their hashes.
     keys = [(v.label, str(r.manifest.get("seed"))) for v, r in zip(variants, runs, strict=True)]
     counts = Counter(keys)
     for i, run in enumerate(runs):
-        if counts[keys[i]] > 1:
+        if counts[keys[i]] > 1 and not whole[methods[i]]:
             version = Option("", str(run.manifest.get("config_hash")))
             variants[i] = replace(variants[i], options=(*variants[i].options, version))
     return variants
@@ -107,20 +95,20 @@ def _keeps_whole_cache(run: Run) -> bool:
     return len(saves_memory) > 0 and not saves_memory.astype(bool).any()
 
 
-def _options_of(run: Run, *, with_budget: bool) -> dict[str, str]:
-    """The settings of a run that change a score, by dotted key, with a digest of the data files."""
-    identity = dict(run.manifest.get("identity") or run.manifest.get("config") or {})
+def _settings(run: Run, whole_cache: bool) -> dict[str, str]:
+    """The settings of a run that change a score, but for its seed, by dotted key, with a digest of the
+    data files."""
+    identity = dict(run.manifest.get("identity") or {})
+    for key in ("seed", *(["budget"] if whole_cache else [])):
+        identity.pop(key, None)
     if identity.get("data"):
         identity["data"] = digest(json.dumps(identity["data"], sort_keys=True))
-    options = flat(identity)
-    if with_budget:
-        return options
-    return {key: value for key, value in options.items() if not key.startswith("budget.")}
+    return flat(identity)
 
 
 def rate_of(manifest: Mapping[str, Any]) -> float | None:
     """The share of the middle, or of the whole prompt, that the budget of a run keeps; None where the
     budget is a number of entries."""
-    budget = (manifest.get("identity") or manifest.get("config") or {}).get("budget") or {}
+    budget = (manifest.get("identity") or {}).get("budget") or {}
     share = budget.get("total_rate") or budget.get("rate")
     return None if share is None or budget.get("size") is not None else float(share)

@@ -1,5 +1,5 @@
-"""Sentences that sum up a table: which method is best at each rate, and which are shown to differ from
-it."""
+"""Sentences that sum up a table: which methods are best at each rate, all of them where several are,
+which are shown to differ from them, and which ratios are enough."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from kvbench.records.figures import Curve
+from kvbench.report.enough import MEASURE
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import totals
 from kvbench.report.labels import words
@@ -20,7 +21,7 @@ from kvbench.report.ratios import (
 )
 from kvbench.report.scaling import slopes
 from kvbench.report.stats import FEWEST
-from kvbench.report.table import score_format, value_text
+from kvbench.report.table import LIMITS, MISSING, number, score_format, value_text
 
 MOST_RATES = 3
 """Rates that a verdict speaks of: the lowest ones."""
@@ -29,22 +30,57 @@ MOST_NAMES = 4
 
 
 def verdict(group: Group, frame: pd.DataFrame) -> str:
-    """A line for each of the lowest rates, made of the marks and intervals of the total scores; empty
-    where methods are not compared by a score."""
+    """A line for each of the lowest rates, made of the marks and intervals of the total scores, and one
+    on the ratios that are enough; empty where methods are not compared by a score."""
     curve = group.meta.figure(Curve)
     if group.meta.kind == "throughput":
         return ""
     if curve is not None and curve.y in group.records:
         return slope_verdict(slopes(group, curve))
+    return "\n".join([*_at_rates(group, frame)[-MOST_RATES:], *_enough(group, frame)])
+
+
+def headlines(group: Group, frame: pd.DataFrame, name: str) -> list[str]:
+    """What the top of a report says of one of several tasks or models, whose name a line begins with:
+    the verdict at the middle rate, and on the ratios that are enough."""
+    lines = _at_rates(group, frame)
+    chosen = [*lines[(len(lines) - 1) // 2 :][:1], *_enough(group, frame)]
+    return [f"{name}: {line[0].lower()}{line[1:]}" for line in chosen]
+
+
+def _at_rates(group: Group, frame: pd.DataFrame) -> list[str]:
+    """A line on the methods at each rate, the largest first."""
     by_rate = sorted(group.peers, key=lambda peers: -(group.variants[peers[0]].rate or 0))
     total, change = totals(frame), totals(frame, "difference")
     lines = []
-    for peers in by_rate[-MOST_RATES:]:
+    for peers in by_rate:
         scored = total.reindex([group.labels[i] for i in peers]).dropna(subset=["mean"])
         if len(scored):
             scored = scored.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
             lines.append(_where(group, peers) + _verdict_on(group, scored, change))
-    return "\n".join(lines)
+    return lines
+
+
+def _enough(group: Group, frame: pd.DataFrame) -> list[str]:
+    """The line on the ratios that are enough, where there are any."""
+    found = totals(frame, MEASURE)
+    if not len(found):
+        return []
+    kept = found[found["mark"].ne("more_than")].sort_values("mean", kind="stable")
+    missed = [name for name in found["variant"] if name not in kept.index]
+    parts = []
+    for row in kept.to_dict("records"):
+        low, value, high = (number(row[key]) for key in ("low", "mean", "high"))
+        interval = "" if low == MISSING else f" [{low}, {high}]"
+        parts.append(
+            f"from ratio {LIMITS.get(row['mark'], '')}{value}{interval} on by {row['variant']}"
+        )
+    line = f"95 % of the {group.baseline_name} cache's score is"
+    if parts:
+        line += f" kept {listed(parts)}"
+    if missed:
+        line += f"{'; it is' if parts else ''} not kept within these rates by {listed(missed)}"
+    return [f"{line}."]
 
 
 def _where(group: Group, peers: Sequence[int]) -> str:
@@ -73,28 +109,39 @@ def _verdict_on(group: Group, scored: pd.DataFrame, change: pd.DataFrame) -> str
     first = marked["best"][0] if marked["best"] else str(scored.index[0])
     text = score_format(group.meta.score_unit)
     signed = score_format(group.meta.score_unit, signed=True)
-    units = int(scored["units"].max())
+    score, units = text(scored["mean"][first]), int(scored["units"].max())
+    apart = marked["better"] + marked["worse"]
+    same = [str(label) for label, mean in scored["mean"].items() if text(mean) == score]
+    equal = [first, *(label for label in same if label not in (first, *apart))]
     unit = "%" if group.percent else words(group.meta.score_unit)
-    line = f"{group.names[first]} has {text(scored['mean'][first])} {unit} ({units} prompts)"
+    line = f"{_named(group, equal)} {'has' if len(equal) == 1 else 'have'} {score} {unit}"
+    line += f" ({units} prompts)"
     if units < FEWEST:
         return f"{line}: too few prompts to say more."
     if first in change.index and not math.isnan(change["low"][first]):
         low, value, high = (signed(change[key][first]) for key in ("low", "mean", "high"))
-        line += f", {value} [{low}, {high}] against {group.baseline_name or BASELINE}"
-    alike = [label for label in marked["best"] if label != first] + marked["tied"]
-    line += _listed(group, "shown better", marked["better"])
-    line += _listed(group, "not shown to differ", alike)
-    line += _listed(group, "shown worse", marked["worse"])
+        interval = f" [{low}, {high}]" if len(equal) == 1 else ""
+        line += f", {value}{interval} against {group.baseline_name or BASELINE}"
+    alike = [label for label in marked["best"] + marked["tied"] if label not in equal]
+    for heading, labels in (
+        ("shown better", marked["better"]),
+        ("not shown to differ", alike),
+        ("shown worse", marked["worse"]),
+    ):
+        line += f"; {heading}: {_named(group, labels)}" if labels else ""
     return f"{line}."
 
 
-def _listed(group: Group, heading: str, labels: Sequence[str]) -> str:
-    """The part of a verdict that lists these methods; empty where there are none."""
-    if not labels:
-        return ""
-    named = ", ".join(group.names[label] for label in labels[:MOST_NAMES])
-    rest = len(labels) - MOST_NAMES
-    return f"; {heading}: {named}" + (f" and {rest} more" if rest > 0 else "")
+def _named(group: Group, labels: Sequence[str]) -> str:
+    return listed([group.names[label] for label in labels])
+
+
+def listed(names: Sequence[str]) -> str:
+    """At most `MOST_NAMES` names in a sentence, and how many others there are."""
+    *some, last = names
+    if len(names) > MOST_NAMES:
+        some, last = list(names[:MOST_NAMES]), f"{len(names) - MOST_NAMES} more"
+    return f"{', '.join(some)} and {last}" if some else last
 
 
 def slope_verdict(data: pd.DataFrame) -> str:

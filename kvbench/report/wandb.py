@@ -32,6 +32,7 @@ from markupsafe import escape
 from kvbench.errors import first_line
 from kvbench.records.figures import Heatmap
 from kvbench.records.read import Run
+from kvbench.report import enough
 from kvbench.report.experiment import BASELINE, Group, group_runs
 from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import as_text, words
@@ -108,8 +109,10 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     def write() -> Iterator[Path]:
         import wandb
 
-        rows = pd.concat([totals(paths.scores, measure) for measure in _TOTALS], ignore_index=True)
+        measures = (*_TOTALS, enough.MEASURE)
+        rows = pd.concat([totals(paths.scores, measure) for measure in measures], ignore_index=True)
         cells = rows.assign(column=rows["task"] + ": " + rows["measure"])
+        cells = cells[cells["mark"].ne(enough.MORE_THAN)]  # no number that others can stand beside
         wide = cells.pivot_table("mean", ["model", "variant"], "column", sort=False)
         values = {
             "page": wandb.Html(paths.page.read_text(encoding="utf-8"), inject=False),

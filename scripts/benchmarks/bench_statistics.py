@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
+from kvbench.report.enough import SHARE, crossing, enough
 from kvbench.report.marks import standing
 from kvbench.report.stats import (
     ALPHA,
@@ -32,7 +33,6 @@ from kvbench.report.stats import (
     Scores,
     compared,
     differences,
-    margin_of,
     mean_intervals,
 )
 
@@ -76,7 +76,7 @@ def figures(studies: int, sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
     yield from mark_figures(studies, sizes)
     yield from average_mark_figures(studies)
     yield from power_figures(studies // 4)
-    yield from margin_figures(studies)
+    yield from enough_figures(studies)
 
 
 def interval_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
@@ -183,35 +183,20 @@ def power_figures(studies: int) -> Iterator[Figure]:
         yield Figure(name, float(np.mean(found)), 0.0)
 
 
-def margin_figures(studies: int) -> Iterator[Figure]:
-    """How often a published number of the same examples lies beyond the margin of honest reruns, where
-    the share of examples that a rerun answers anew is measured by a third run."""
+def enough_figures(studies: int) -> Iterator[Figure]:
+    """Coverage of the ratio from which on a method keeps 95 % of the exact cache's score."""
     rng = np.random.default_rng(6)
-    for n in (100, 300):
-        for p, anew in ((0.6, 0.05), (0.6, 0.3), (0.9, 0.1)):
-            for loss, bound in ((0.0, 0.06), (0.04, 1.0)):
-                beyond = [_beyond(rng, n, p, anew, loss) for _ in range(studies)]
-                name = f"published number beyond the margin, n = {n}, p = {p}, {anew:.0%} anew"
-                name += f", ours {loss:.0%} worse" if loss else ", equal"
-                yield Figure(name, float(np.mean(beyond)), bound, most=True)
-
-
-def _beyond(rng: Generator, n: int, p: float, anew: float, loss: float) -> bool:
-    """Whether one published number lies beyond the margin: of n examples with mean p, of which a rerun
-    answers the share `anew` again by chance, and ours loses the share `loss`."""
-    ability = rng.beta(2 * p, 2 * (1 - p), n)
-    first = rng.random(n) < ability
-    runs = [first]
-    for _ in range(2):
-        runs.append(np.where(rng.random(n) < anew, rng.random(n) < ability, first))
-    ours, again, theirs = (run.astype(float) for run in runs)
-    mean = (ours.mean() + again.mean()) / 2
-    moved, by_chance = float(np.square(ours - again).sum()), n * 2 * mean * (1 - mean)
-    # With 1 and 2 added, so that no change among few examples does not count as none at all.
-    share_anew = min(1.0, (moved + 1) / (by_chance + 2))
-    ours = ours * (rng.random(n) >= loss / p)
-    margin = margin_of([(float(ours.mean()), n)], share_anew, total=False, unit=0.001)
-    return bool(abs(ours.mean() - round(float(theirs.mean()), 3)) > margin)
+    ratios = [0.2, 0.3, 0.6]
+    for n in (10, 30, 100, 300):
+        for exact, right in ((0.98, (0.5, 0.9, 0.97)), (0.6, (0.3, 0.5, 0.59))):
+            truth = crossing(ratios, np.array(right) - SHARE * exact)
+            tables = [answers(rng, n, [*right, exact]).values for _ in range(studies)]
+            values = np.stack(tables, axis=1)
+            margins = values[..., :-1] - SHARE * values[..., -1:]
+            found = differences([margins.reshape(n, -1)], reach=1.0)
+            each = [enough(ratios, found[i : i + 3]) for i in range(0, len(found), 3)]
+            covered = float(np.mean([one.low <= truth <= one.high for one in each]))
+            yield Figure(f"ratio that is enough, n = {n}, exact {exact}", covered, HOLDS)
 
 
 def _mean(name: str, parts: Sequence[Array], truth: float) -> Figure:

@@ -20,7 +20,7 @@ from kvbench.report.experiment import Group, group_runs, load_experiment
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
 from kvbench.report.loading import COLUMNS
 from kvbench.report.page import facts_of
-from kvbench.report.table import INTERVAL, LEGEND, TESTED
+from kvbench.report.table import INTERVAL, LEGEND
 from kvbench.report.tables import pairs_table, score_table
 from kvbench.report.verdicts import verdict
 
@@ -105,12 +105,12 @@ NOTES: list[tuple[dict[str, list[float | None]], set[str]]] = [
     ({"exact": [1] * 20, "snapkv": [1, 0] * 10}, {"interval", "delta"}),
     (
         {"snapkv": [1] * 20, "uniform": [0] * 20},
-        {"interval", "family", "best", "worse", "no exact"},
+        {"interval", "best", "worse", "no exact"},
     ),
-    ({"snapkv": [1, 0] * 10, "uniform": [0, 1] * 10}, {"interval", "family", "best", "no exact"}),
+    ({"snapkv": [1, 0] * 10, "uniform": [0, 1] * 10}, {"interval", "best", "no exact"}),
     (
         {"snapkv": [1, 0.5] * 20, "h2o": [None, *[1] * 39], "uniform": [*[1] * 20, *[None] * 20]},
-        {"interval", "family", "best", "worse", "tied", "incomplete", "no exact"},
+        {"interval", "best", "worse", "tied", "incomplete", "no exact"},
     ),
 ]
 """Scores, and the notes of their table: none that explains what is not there."""
@@ -122,7 +122,7 @@ def test_a_note_stands_only_where_what_it_explains_is_in_the_table(
 ) -> None:
     group = group_from(tmp_path, **values)
     notes = score_table(group, tidy(group)).notes
-    known = LEGEND | {"interval": INTERVAL, "family": TESTED}
+    known = LEGEND | {"interval": INTERVAL}
     named = {text: name for name, text in known.items()}
     begins = {"Δ exact: paired": "delta", "The exact cache was not run": "no exact"}
     for begin, name in begins.items():
@@ -307,8 +307,7 @@ RECORD = [{"example_id": "a", "score": 1.0}]
     ("option", "values", "labels"),
     [
         ("budget.size", (64, 256), {"h2o, size 64", "h2o, size 256"}),
-        ("method.f", ("a/x.txt", "b/y.txt"), {"h2o, f x.txt", "h2o, f y.txt"}),
-        ("method.f", ("a/x", "b/x"), {"h2o, f a/x", "h2o, f b/x"}),
+        ("method.f", ("a/x.txt", "b/y.txt"), {"h2o, f a/x.txt", "h2o, f b/y.txt"}),
     ],
 )
 def test_variants_are_named_by_the_option_that_differs(

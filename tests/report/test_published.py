@@ -1,4 +1,4 @@
-"""Published numbers beside ours: the tables that ship, the join, margins, what cannot be joined."""
+"""Published numbers beside ours: the tables that ship, the join, what cannot be joined."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ def test_ours_are_joined_by_method_and_value_in_per_cent(tmp_path: Path) -> None
     assert heads(table) == ["method", "measured on", "ours", "published", "published of"]
     of_another = ["exact", "qasper", "50.0 [0.0, 100.0]", "42.87", "Llama-3.1-8B-Instruct"]
     assert shown(table)[0] == of_another
-    assert not any("±" in note for note in table.notes)
 
 
 def test_differences_are_from_numbers_of_the_same_model(tmp_path: Path) -> None:
@@ -74,8 +73,8 @@ def test_differences_are_from_numbers_of_the_same_model(tmp_path: Path) -> None:
     frame = joined(tmp_path)
     assert list(frame["difference"]) == pytest.approx([7.13, -2.05])
     (table,) = published_tables(frame)
-    assert heads(table) == ["method", "measured on", "ours", "published", "difference", "±"]
-    assert shown(table)[0][:5] == ["exact", "qasper", "50.0 [0.0, 100.0]", "42.87 ?", "+7.1"]
+    assert heads(table) == ["method", "measured on", "ours", "published", "difference"]
+    assert shown(table)[0] == ["exact", "qasper", "50.0 [0.0, 100.0]", "42.87", "+7.1"]
 
 
 def test_a_score_that_lacks_prompts_is_marked(tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ def test_a_printed_fraction_stands_in_the_unit_of_ours_and_is_compared_in_it(
     frame = joined(tmp_path, f"{HEAD}exact,dataset,qasper,score,fraction,0.830\n")
     assert list(frame["printed"]) == ["0.830"], "the file has what the paper prints"
     (table,) = published_tables(frame)
-    assert shown(table)[0][2:4] == ["50.0 [0.0, 100.0]", "83.0 ?"]
+    assert shown(table)[0][2:4] == ["50.0 [0.0, 100.0]", "83.0"]
     assert list(frame["difference"]) == pytest.approx([50.0 - 83.0])
     printed = {
         file: pd.read_csv(PAPER / f"{file}.csv", dtype=str).set_index("method")["printed"]
@@ -169,7 +168,7 @@ def test_rates_are_matched_and_of_several_names_the_best_is_taken(tmp_path: Path
     assert list(best["score"]) == [50.0, 50.0]
     assert list(best["printed"]) == ["86", "66"]
     table, sizes = published_tables(frame)
-    assert [row[3] for row in shown(table) if row[0] == "exact"] == ["98 ?", "100 ?"]
+    assert [row[3] for row in shown(table) if row[0] == "exact"] == ["98", "100"]
     assert sizes.title.endswith(", cache bytes: ours beside subgen_table1, GiB")
     assert [[row[2][:4], *row[3:5]] for row in shown(sizes) if row[0] == "exact"] == [
         ["2.50", "2.351", "+0.149"],
@@ -200,41 +199,6 @@ def test_fields_and_settings_stand_beside_what_records_have(tmp_path: Path) -> N
     assert set(frame["published_model"]) == {"OPT-6.7B"}, "models.csv knows its name"
 
 
-def test_a_margin_is_for_our_own_model_and_narrows_with_the_share_answered_anew(
-    tmp_path: Path,
-) -> None:
-    margins = []
-    for i, rescored in enumerate((None, 0.05)):
-        spec = {"file": "balancekv_table1", "rescored": rescored}
-        write_qa(tmp_path / f"{i}", spec, n=40, model="Qwen2.5-14B-Instruct")
-        frame = joined(tmp_path / f"{i}")
-        margins.append(frame["margin"].iloc[0])
-    # of 40 examples 1.96 sqrt(2 f p (1 - p) / n) with p = (19.5 + 1) / 42, and half of the last digit
-    p = 20.5 / 42
-    assert margins == pytest.approx(
-        [196 * (2 * f * p * (1 - p) / 40) ** 0.5 + 0.005 for f in (1, 0.05)], rel=1e-3
-    )
-    assert shown(published_tables(frame)[0])[1][3:] == ["64.06 ?", "−15.3", "4.9"]
-
-
-def test_of_few_examples_or_without_reruns_no_margin_is_known(tmp_path: Path) -> None:
-    """Our exact cache has .5; far from 99, near 52, and 20 examples say nothing."""
-    rows = HEAD + "exact,dataset,qasper,score,%,52\nexact,dataset,hotpotqa,score,%,99\n"
-    for n, rescored, marks in (
-        (60, 0.05, ["", "beyond"]),
-        (60, None, ["untold", "beyond"]),
-        (21, 0.05, ["untold"] * 2),
-    ):
-        folder = tmp_path / f"{n}{rescored}"
-        write_qa(folder, {"file": "mine", "rescored": rescored}, n=n)
-        frame = joined(folder, rows)
-        assert frame["mark"].tolist() == marks
-        assert frame["beyond_margin"].tolist() == [mark == "beyond" for mark in marks]
-        assert [row[3].endswith("?") for row in shown(published_tables(frame)[0])] == [
-            mark == "untold" for mark in marks
-        ]
-
-
 def test_known_differences_reach_the_page_with_and_without_a_published_table(
     tmp_path: Path,
 ) -> None:
@@ -259,7 +223,6 @@ NOT_JOINED: list[tuple[Any, bytes | None, str]] = [  # the spec, the file mine.c
     ({"file": "../secret"}, b"", "paper_table.file"),
     ({"file": "x", "scale": 100}, b"", "paper_table.scale is unknown"),
     ({"file": "x", "where": "y"}, b"", "paper_table.where is 'y'"),
-    ({"file": "x", "rescored": 7}, b"", "paper_table.rescored is 7"),
     ("nowhere", b"", "paper_table"),
     ({"file": "mine", "where": {"shots": 5}}, HEAD.encode(), "mine.csv has no column shots"),
     ("mine", b"\xff\xfe\x00", "mine.csv"),
@@ -286,4 +249,4 @@ def test_what_cannot_be_joined_is_a_warning_of_one_line(
     (warning,) = build_report(tmp_path / "demo").warnings
     assert "\n" not in warning
     assert said in warning
-    assert "paper_table" in warning or "mine.csv" in warning or "rescored" in warning
+    assert "paper_table" in warning or "mine.csv" in warning

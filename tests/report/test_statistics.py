@@ -19,15 +19,16 @@ from scipy.stats import binom, binomtest, multinomial, t
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
 
+from kvbench.report.enough import crossing, enough
 from kvbench.report.experiment import self_bleu
 from kvbench.report.marks import standing
 from kvbench.report.stats import (
     ALPHA,
+    Estimate,
     Scores,
     compared,
     differences,
     holm,
-    margin_of,
     mean_intervals,
     means,
     median_of,
@@ -246,6 +247,39 @@ def test_one_failed_record_does_not_make_the_best_a_tie() -> None:
     assert standing([scores(values)], [1, 2], tests, lower=False) == {2: "best", 1: "better"}
 
 
+CROSSINGS: list[tuple[list[float], float]] = [  # margins at the ratios .2, .3 and .5
+    ([-0.1, 0.1, 0.2], 0.25),
+    ([-0.3, -0.1, 0.3], 0.35),
+    ([-0.3, 0.0, 0.3], 0.3),
+    ([0.1, -0.1, 0.3], 0.35),  # what the lowest rate wins is chance
+    ([0.0, 0.1, 0.2], 0.0),  # at the lowest rate, too
+    ([0.3, 0.2, -0.1], np.inf),  # not within these rates
+    ([-0.1, np.nan, 0.2], np.nan),
+]
+
+
+@pytest.mark.parametrize(("margins", "expected"), CROSSINGS, ids=range(len(CROSSINGS)))
+def test_the_ratio_from_which_on_margins_are_nowhere_negative(
+    margins: list[float], expected: float
+) -> None:
+    assert crossing([0.2, 0.3, 0.5], margins) == pytest.approx(expected, nan_ok=True)
+
+
+def test_an_enough_ratio_has_the_crossings_of_the_bounds_and_says_what_is_beyond_the_rates() -> (
+    None
+):
+    ratios = [0.5, 0.2, 0.3]
+    within = [Estimate(0.3, 0.1, 0.5), Estimate(-0.1, -0.3, 0.1), Estimate(0.1, -0.1, 0.3)]
+    assert enough(ratios, within) == (pytest.approx(0.25), 0.0, pytest.approx(0.4), "")
+    always = [margin._replace(value=0.2) for margin in within]
+    assert enough(ratios, always)[::3] == (0.2, "at_most")
+    never = [Estimate(-0.1, -0.3, 0.1), *[Estimate(-0.2, -0.3, -0.1)] * 2]
+    assert enough(ratios, never) == (0.5, pytest.approx(0.4), np.inf, "more_than")
+    assert np.isnan(enough([0.2, 0.3], [Estimate(-0.1), Estimate(0.1)])[1:3]).all()
+    surely = [Estimate(-0.2, -0.3, -0.1)] * 3
+    assert np.isnan(enough(ratios, surely)[1:3]).all(), "all of the interval is beyond"
+
+
 def test_a_single_text_has_no_self_bleu_and_two_alike_have_the_highest() -> None:
     assert np.isnan(self_bleu(["the dog ran off"])).all()
     assert np.isnan(self_bleu(["word " * 1000] * 100)).all(), "too much to compare"
@@ -260,22 +294,12 @@ def test_the_interval_of_a_median_is_that_of_the_binomial_quantile(count: int) -
     assert (found.low, found.high) == (k, count + 1 - k) if k else np.isnan(found.low)
 
 
-def test_the_margin_of_an_average_is_that_of_its_datasets() -> None:
-    parts = [(0.5, 100), (0.9, 400)]
-    each = [margin_of([part], 0.3, total=False, unit=0.0) for part in parts]
-    mean = margin_of(parts, 0.3, total=False, unit=0.0)
-    assert mean == pytest.approx(np.hypot(*each) / 2)
-    assert margin_of(parts, 0.3, total=True, unit=0.02) == pytest.approx(2 * mean + 0.01)
-    p = (50 + 1) / 102
-    assert each[0] == pytest.approx(1.959964 * np.sqrt(2 * 0.3 * p * (1 - p) / 100))
-
-
 @pytest.mark.parametrize(
     "figures",
     [
         lambda: bench.interval_figures(400, (10, 20)),
         lambda: bench.difference_figures(400, (10, 20)),
-        lambda: bench.margin_figures(200),
+        lambda: bench.enough_figures(200),
     ],
 )
 def test_the_worst_cells_keep_their_bounds(figures: Callable[[], Iterable[bench.Figure]]) -> None:

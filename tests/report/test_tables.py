@@ -40,7 +40,7 @@ from kvbench.report.table import (
     number,
     value_text,
 )
-from kvbench.report.tables import overview_table, tables_of
+from kvbench.report.tables import overview_tables, tables_of
 from kvbench.report.verdicts import verdict
 
 TABLE = Table(
@@ -105,7 +105,7 @@ def test_latex() -> None:
         " & method & score, \\% & count \\\\\n"
         "\\midrule\n"
         "one\\_model & snapkv\\_a & \\textbf{50.0 {[}40.0, 60.0]} & 1 \\\\\n"
-        "one\\_model & {[}link](x) $|$ $<$b$>$ & 25.0 {[}10.0, 50.0] $^\\approx$$^\\dagger$"
+        "one\\_model & {[}link](x) $|$ $<$b$>$ & 25.0 {[}10.0, 50.0] $\\approx$$\\dagger$"
         " & 1,234 \\\\\n"
         "other & =cmd$|$x & -- & 0 \\\\\n"
         "\\bottomrule\n"
@@ -138,6 +138,25 @@ def test_terminal() -> None:
     narrow = printed(TABLE, width=42)
     assert " ".join(narrow).split()[-6:] == ["On", "a", "wider", "terminal", "also:", "count."]
     assert max(map(len, narrow)) <= 42
+    narrower = " ".join(" ".join(printed(TABLE, width=36)).split())
+    assert " 50.0 " in narrower, "the score stays, without its interval"
+    assert "[40.0" not in narrower
+    assert narrower.endswith("On a wider terminal also: intervals.")
+
+
+def test_the_terminal_explains_only_what_it_shows(tmp_path: Path) -> None:
+    methods = ("exact", "snapkv", "h2o")
+    for i in range(5):
+        for method in methods:
+            write_run(tmp_path, task=f"task_{i}", method=method, records=lines_records(method))
+    *_, overview = tables_to_print(load_experiment(tmp_path / "demo"))
+    wide, narrow = (" ".join(printed(overview, width=width)) for width in (200, 80))
+    assert "95 % confidence interval" in wide
+    assert "95 % confidence interval" not in narrow
+    assert narrow.count(" 72.0") >= 5, "every task's score"
+    assert "†: some examples failed" in narrow, "h2o, twice"
+    assert "▲" not in wide
+    assert "shown to be better" not in wide
 
 
 def test_a_footer_has_three_lines_at_most() -> None:
@@ -165,16 +184,16 @@ def test_a_task_has_its_scores_and_costs(tmp_path: Path) -> None:
         "method",
         "longeval_lines",
         "Δ exact",
+        "failed",
         "ratio",
         "entries",
-        "failed",
         "scored",
     ]
     rows = shown(found[""])
     assert [row[0] for row in rows[:3]] == ["exact", "snapkv", "pyramidkv"], "ranked"
     row = next(row for row in rows if row[0] == "h2o")
-    assert row[1:4] == ["47.9 [33.5, 62.6] ≈†", "−39.6 [−54.8, −24.3]", "0.371"]
-    assert row[-2:] == ["2 oom", "48/50"]
+    assert row[1:5] == ["47.9 [33.5, 62.6] ≈†", "−39.6 [−54.8, −24.3]", "2 oom", "0.371"]
+    assert row[-1] == "48/50"
     frame = data(found[""])
     assert not {name for name in frame["measure"] if "_s" in name}, "seconds are a probe's"
     assert frame["unit"].eq("%").sum() == 15, "scores and differences are saved as per cent"
@@ -201,7 +220,7 @@ def test_scores_of_a_task_that_says_nothing_else_are_better_the_higher(tmp_path:
 def test_the_verdict_is_one_sentence_a_rate_from_the_marks(tmp_path: Path) -> None:
     (group,) = load_experiment(write_sweep(tmp_path)).groups
     lines = verdict(group, tidy(group)).splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4, "three rates, and the ratios that are enough"
     assert lines[1] == (
         "At rate 0.25, ratio 0.37: snapkv has 72.0 % (50 prompts), −20.0 [−32.5, −7.5] against exact;"
         " not shown to differ: balancekv; shown worse: uniform."
@@ -213,6 +232,89 @@ def test_the_verdict_is_one_sentence_a_rate_from_the_marks(tmp_path: Path) -> No
     assert [heading for heading, _ in groups] == ["", *rates]
     assert groups[0][1] == ["exact"]
     assert groups[2][1] == ["snapkv", "balancekv", "uniform"], "by score"
+
+
+def test_several_rates_are_one_table_that_ends_with_the_ratio_that_is_enough(
+    tmp_path: Path,
+) -> None:
+    """Exact 20 of 20; 18, 19 and 20 of them at ratios .2, .3 and .5: 95 % from .3 on."""
+    for method, right in (("exact", [20] * 3), ("snapkv", [18, 19, 20]), ("h2o", [9, 12, 15])):
+        for rate, ratio, count in zip((0.1, 0.2, 0.4), (0.2, 0.3, 0.5), right, strict=True):
+            ratio = ratio if method != "exact" else 1.0
+            records = [
+                {"example_id": f"{i}", "score": float(i < count), "ratio": ratio} for i in range(20)
+            ]
+            write_run(tmp_path, method=method, records=records, options={"budget.rate": rate})
+    *_, table = tables_to_print(load_experiment(tmp_path / "demo"))
+    assert heads(table) == [
+        "method",
+        "rate 0.4, ratio 0.50",
+        "rate 0.2, ratio 0.30",
+        "rate 0.1, ratio 0.20",
+        "95 % at ratio",
+    ]
+    rows = {row[0]: row[1:] for row in shown(table)}
+    assert [text.partition(" [")[0] for text in rows["snapkv"]] == [
+        "100.0",
+        "95.0",
+        "90.0",
+        "0.300",
+    ]
+    assert list(rows) == ["exact", "snapkv", "h2o"]
+    assert rows["h2o"][3].startswith(">0.500 [")
+    assert rows["exact"][2:] == [rows["exact"][0], MISSING], "it is the same at each rate"
+    assert table.answer[-1] == (
+        "95 % of the exact cache's score is kept from ratio 0.300 [0, ∞] on by snapkv; it is not kept"
+        " within these rates by h2o."
+    )
+    narrow = " ".join(printed(table, width=72))
+    assert " 0.300 [0, ∞]" in narrow, "the last column's interval is the last to go"
+    assert rows["snapkv"][0] not in narrow
+    frame = tidy(group_of(tmp_path / "demo"))
+    found = totals(frame, "ratio_at_95")
+    assert found["mean"].to_dict() == pytest.approx({"snapkv": 0.3, "h2o": 0.5})
+    assert list(found["mark"]) == ["", "more_than"]
+    assert "ratio_at_95" in set(data(tables_of(group_of(tmp_path / "demo"), frame)[0])["measure"])
+
+
+@pytest.mark.parametrize("case", ["lower is better", "without exact", "one rate", "exact has 0"])
+def test_what_keeps_no_share_of_a_score_has_no_ratio_that_is_enough(
+    tmp_path: Path, case: str
+) -> None:
+    meta = ERROR_META if case == "lower is better" else LINES_META
+    rates = (0.5,) if case == "one rate" else (0.5, 0.25)
+    for method in ("snapkv",) if case == "without exact" else ("exact", "snapkv"):
+        for rate in rates:
+            score = 0.0 if method == "exact" and case == "exact has 0" else 1.0
+            records = [{"example_id": f"{i}", "score": score, "ratio": rate} for i in range(12)]
+            options = {"budget.rate": rate}
+            write_run(tmp_path, method=method, records=records, options=options, task_meta=meta)
+    group = group_of(tmp_path / "demo")
+    assert not len(totals(tidy(group), "ratio_at_95"))
+    assert "95 %" not in verdict(group, tidy(group))
+
+
+def test_several_models_stand_side_by_side(tmp_path: Path) -> None:
+    for model in ("one", "two"):
+        for method in ("exact", "snapkv", "h2o"):
+            write_run(tmp_path, model=model, method=method, records=lines_records(method))
+    *_, table = tables_to_print(load_experiment(tmp_path / "demo"))
+    assert heads(table) == ["method", "one", "two", "ratio, mean of models"]
+    assert table.answer[0].startswith("one: at rate 0.25, ratio 0.37: snapkv has 72.0 %")
+    assert len(table.answer) == 2
+
+
+@pytest.mark.parametrize("count", [6, 12])
+def test_all_that_have_the_best_score_are_named(tmp_path: Path, count: int) -> None:
+    for method, right in (("snapkv", 2), ("h2o", 2), ("balancekv", 2), ("uniform", 1)):
+        records = [
+            {"example_id": f"{i}", "score": float(i < right * count / 12)} for i in range(count)
+        ]
+        write_run(tmp_path, method=method, records=records)
+    group = group_of(tmp_path / "demo")
+    said = verdict(group, tidy(group))
+    assert "balancekv, snapkv and h2o have 16.7 %" in said or "snapkv, h2o and balancekv" in said
+    assert "best" not in said
 
 
 def test_a_verdict_names_four_methods_and_counts_the_others(tmp_path: Path) -> None:
@@ -235,15 +337,15 @@ def test_several_datasets_and_tasks_are_set_side_by_side(tmp_path: Path) -> None
     *_, overview = tables_to_print(several)
     assert overview.kind == "overview"
     ratio = "ratio, mean of tasks"
-    assert heads(overview) == ["method", ratio, "longeval_lines, %", "needle, %"]
-    assert [row[:2] for row in shown(overview)] == [["exact", "1.00"], ["snapkv", "0.369"]]
+    assert heads(overview) == ["method", "longeval_lines, %", "needle, %", ratio]
+    assert [row[::3] for row in shown(overview)] == [["exact", "1.00"], ["snapkv", "0.369"]]
 
 
 def test_a_task_that_has_only_begun_leaves_the_report_whole(tmp_path: Path) -> None:
     folder = write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines", "needle"))
     write_run(tmp_path, task="a_begun_one", method="snapkv", records=[])
     *_, overview = tables_to_print(load_experiment(folder))
-    assert heads(overview)[2:] == ["longeval_lines, %", "needle, %"]
+    assert heads(overview)[1:3] == ["longeval_lines, %", "needle, %"]
     assert build_report(folder).page.exists()
 
 
@@ -251,7 +353,7 @@ def test_no_column_is_empty_or_without_a_head(tmp_path: Path) -> None:
     groups = load_experiment(write_demo(tmp_path, ("exact", "h2o", "uniform"))).groups
     parts = [(group, tidy(group)) for group in groups]
     shown_tables = [table for part in parts for table in tables_of(*part)]
-    shown_tables.append(overview_table(parts[:2]))
+    shown_tables += overview_tables(parts[:2])
     assert len(shown_tables) > 8
     for table in shown_tables:
         assert all(name.strip() for name in heads(table)), table.name
@@ -275,19 +377,21 @@ def test_a_leaderboard_has_every_method_on_every_task_at_each_rate(tmp_path: Pat
             task_meta=meta,
         )
     parts = [(group, tidy(group)) for group in load_experiment(tmp_path / "demo").groups]
-    table = overview_table(parts)
+    table, ratios = overview_tables(parts)
     assert heads(table) == [
         "method",
-        "ratio, mean of tasks",
         "longeval_lines, %",
-        "layer_error: per query, relative error, lower is better",
+        "layer_error: per query, relative error ↓",
+        "ratio, mean of tasks",
     ]
+    assert heads(ratios) == ["method", "longeval_lines"], "an error has no 95 %"
+    assert {row[0] for row in shown(ratios)} == {"balancekv", "uniform"}
     groups = {heading: [row["variant"] for row in rows] for heading, rows in table.groups()}
     rates = ["rate 0.5", "rate 0.25", "rate 0.125", "rate 0.0625"]
     assert [heading.partition(",")[0] for heading in groups] == ["", *rates]
     assert groups[""] == ["exact"]
     assert sorted(groups["rate 0.25, ratio 0.25 to 0.37"]) == ["balancekv", "uniform"]
-    frame = table.frame.set_index(["rate", "variant"])
+    frame = table.frame.assign(rate=-table.frame["minus_rate"]).set_index(["rate", "variant"])
     for rate in (0.5, 0.25):
         of_lines = totals(parts[0][1])["mean"][f"uniform, rate {rate}"]
         assert frame["longeval_lines"][rate, "uniform"] == of_lines

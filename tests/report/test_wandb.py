@@ -132,19 +132,27 @@ def test_a_probe_has_its_score_at_every_rate_in_the_summary(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_an_experiment_has_a_run_with_its_page_and_charts(tmp_path: Path) -> None:
     folder = write(tmp_path / "results")
-    write_run(tmp_path / "results", task="lines", method="snapkv", records=lines_records("snapkv"),
-              options={"logger": LOGGER})  # fmt: skip
+    for method, rate in (("exact", 0.25), ("snapkv", 0.25), ("snapkv", 0.5)):
+        options = {"logger": LOGGER, "budget.rate": rate}
+        records = [{**record, "score": 1.0} for record in lines_records(method, rate)]
+        about: Any = {"task": "lines", "method": method, "options": options}
+        write_run(tmp_path / "results", records=records, **about)
     paths = build_report(folder)
     assert log_overview(folder, paths)
     ((place, messages),) = logged(folder).values()
     table = table_of(place, "task_by_method")
-    assert table["variant"] == ["snapkv", "exact"]
+    variants = ["exact", "snapkv", "snapkv, rate 0.25", "snapkv, rate 0.5"]
+    assert sorted(table["variant"]) == variants
+    enough = dict(zip(table["variant"], table["lines: ratio_at_95"], strict=True))
+    assert enough["snapkv"] == pytest.approx(0.37, abs=0.01), "at the lower rate, too"
     assert {"needle: score", "lines: score", "needle: ratio"} <= set(table)
     charts = {path.name.rsplit("_", 2)[0] for path in (place / "files/media/images").iterdir()}
     assert {"needle-recall_mini-ratio", "needle-recall_mini-heatmap"} <= charts
     (page,) = (place / "files/media/html").glob("page_*.html")
     assert page.read_text() == paths.page.read_text()
-    assert {"score", "difference", "ratio"} == set(table_of(place, "scores")["measure"])
+    assert set(table_of(place, "scores")["measure"]) == {
+        *("score", "difference", "ratio", "ratio_at_95")
+    }
     assert not [key for key in updates(messages, "summary") if "snapkv" in key]
     config = {**paths.manifest["config"], "logger": {**LOGGER, "mode": "disabled"}}
     none = dataclasses.replace(paths, manifest={**paths.manifest, "config": config})

@@ -25,6 +25,9 @@ SKILL = {
     "balancekv": 0.78,
 }
 
+IDENTITY = ("model", "task", "method", "budget", "seed", "sampling", "compress_after")
+"""Keys of a config that change a score."""
+
 
 def write_run(
     results: Path,
@@ -56,6 +59,7 @@ def write_run(
     folder = run_folder(results, experiment, model, task, method, code)
     about = {"experiment": experiment, "model": model, "task": task, "method": method}
     about |= {"config_hash": code, "seed": seed}
+    identity = {key: config[key] for key in config if key in IDENTITY}
     common = (
         dict.fromkeys(COMMON_FIELDS)
         | about
@@ -73,6 +77,7 @@ def write_run(
             store.append({**common, **record})
     made = {
         "config": config,
+        "identity": identity,
         "command": f"python -m kvbench experiment={experiment} method=[{','.join(SKILL)}]"
         " task=longeval_lines,needle budget.rate=0.5,0.25,0.125 results_dir=somewhere/else",
         "versions": {"kvbench": "0.1.0", "torch": "2.13.0", "transformers": "5.3.0"},
