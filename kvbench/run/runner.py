@@ -46,7 +46,9 @@ class Job:
     Attributes:
         experiment, task: their names in folders and tables.
         methods: the methods by label, each with its budget.
-        method_configs, task_config, budget_config: as in the config, for the hash and the manifest.
+        method_names: what records call them, by label; several labels are of one method under several
+            budgets.
+        method_configs, task_config, budget_configs: as in the config, for the hash and the manifest.
         limit: how many contexts are run, the first ones; None: all. (Examples that share no context are
             counted one by one.)
         shard: the part of these contexts that this job runs, while other processes run the others.
@@ -63,9 +65,10 @@ class Job:
     session: Session
     plan: Plan
     methods: Methods
+    method_names: Mapping[str, str]
     method_configs: Mapping[str, Mapping[str, Any]]
     task_config: Mapping[str, Any]
-    budget_config: Mapping[str, Any]
+    budget_configs: Mapping[str, Mapping[str, Any]]
     limit: int | None = None
     shard: Shard | None = None
     batch_size: int | str = 1
@@ -161,7 +164,7 @@ class Job:
             if method.version > 1:
                 own["method_version"] = method.version
             own["method"] = self.method_configs[label]
-            own["budget"] = self.budget_config if method.uses_budget else None
+            own["budget"] = self.budget_configs[label] if method.uses_budget else None
             settings[label] = own
         return settings
 
@@ -173,7 +176,7 @@ class Job:
         return {
             label: {
                 **names,
-                "method": label,
+                "method": self.method_names[label],
                 "config_hash": config_hash(without_defaults(settings)),
                 "seed": self.session.seed,
             }
@@ -228,6 +231,8 @@ class Job:
             "datasets_left_out": self.left_out,
             **self.extra,
         }
+        if "config" in self.extra:  # of a job with several budgets, the one of this run
+            manifest["config"] = {**self.extra["config"], "budget": self.budget_configs[label]}
         return redact(manifest)
 
     def record(self, fields: Fields) -> dict[str, Any]:
@@ -242,6 +247,7 @@ class Job:
             "status": "ok",
             "saves_memory": method.saves_memory or method.quantize is not None,
             **fields,
+            "method": self.method_names[label],
         }
 
 
@@ -291,9 +297,9 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
 
         for of_unit in Runner(job.plan, job.session, job.batch_size).run(work):
             for fields in of_unit:
-                record = job.record(fields)
-                written += stores[record["method"]].append(record)
-                progress.add(record["method"], {name: record.get(name) for name in measures})
+                record, label = job.record(fields), fields["method"]
+                written += stores[label].append(record)
+                progress.add(label, {name: record.get(name) for name in measures})
             progress.unit_done()
         own_ids = record_ids(job.units)
         failed = sum(len(store.failed & own_ids) for store in stores.values())
@@ -345,8 +351,10 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
         stores[label] = stack.enter_context(store)
         if job.retry_failed:
             store.drop_failed()
-        write_manifest(folder, job.manifest(label))
+        # In this order: a process that is killed between them leaves a manifest that asks for no more
+        # than the examples beside it.
         write_examples(folder, record_ids(job.within_limit))
+        write_manifest(folder, job.manifest(label))
     return stores
 
 

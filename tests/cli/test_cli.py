@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from support.cli_cases import ended
 from support.command import SHORT, composed, main, refusal_of
 
 from kvbench.catalogue import KINDS, catalogue, config_dir
+from kvbench.cli.config import Settings
+from kvbench.cli.finished import finished
 from kvbench.engine.prefill import Prefill
 from kvbench.errors import HIDDEN
 from kvbench.run import progress, session
@@ -143,18 +146,72 @@ def test_a_sweep_shows_its_progress_and_loads_a_model_once(
 
     monkeypatch.setattr(session, "load_model", load)
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
-    status, out, err = main(capsys, *SHORT, "-m", "budget.rate=0.5,0.25")
+    status, out, err = main(capsys, *SHORT, "-m", "compress_after=prompt,context")
     assert (status, loaded) == (0, ["tiny_random"]), err
     jobs = [line for line in out.splitlines() if line.startswith("job ")]
-    assert jobs == ["job 1 of 2: budget.rate=0.5", "job 2 of 2: budget.rate=0.25"]
+    assert jobs == [
+        "job 1 of 2: compress_after=prompt",
+        "job 2 of 2: compress_after=context",
+    ]
     assert out.count(": score, %") == 1, "the tables of all jobs, once, at the end"
     lines = [line.partition("longeval_lines: ")[2] for line in err.splitlines()]
     assert lines[0] == "loading the data and the model"
     prefill = re.compile(r"0/2, prefill of \d+ tokens: layer 1 of 6")
     assert any(map(prefill.fullmatch, lines))
     assert any(line.startswith("2/2, done, about 0 s left; exact ") for line in lines)
-    again = main(capsys, *SHORT, "budget.rate=0.25")[2]
+    again = main(capsys, *SHORT, "lock_timeout=9")[2]
     assert again.endswith("longeval_lines: 2/2, 2 of 2 on disk\n")
+
+
+def test_methods_and_rates_of_a_sweep_are_one_job(capsys: Any, tmp_path: Path) -> None:
+    """They share prefills with exact; each run's folder and records are those of a job of its own."""
+    task = [*SHORT[:2], *SHORT[3:]]
+    swept = ["-m", "method=h2o,snapkv", "budget.rate=0.5,0.25", f"results_dir={tmp_path}/one"]
+    status, out, err = main(capsys, *task, *swept)
+    assert (status, out.splitlines()[0].partition(": ")[2].partition(" ->")[0]) == (
+        0,
+        "tiny_random x longeval_lines, 3 methods at 2 rates",
+    ), err
+    for rate in (0.5, 0.25):
+        alone = [f"budget.rate={rate}", f"results_dir={tmp_path}/two"]
+        main(capsys, *task, "method=[exact,snapkv,h2o]", *alone)
+    one, two = (
+        {
+            path.parent.name: [
+                {key: record[key] for key in ("method", "example_id", "prediction", "cache_bytes")}
+                for record in map(json.loads, path.read_text().splitlines())
+            ]
+            for path in (tmp_path / name).rglob("records.jsonl")
+        }
+        for name in ("one", "two")
+    )
+    assert len(one) == 5
+    assert one == two
+
+
+def test_a_command_given_again_needs_no_torch(capsys: Any, tmp_path: Path) -> None:
+    """It prints the same tables and the page's path. Whatever may have changed is looked at by a job."""
+    words = [*SHORT, "budget.rate=0.5,0.25", f"results_dir={tmp_path}"]
+    first = main(capsys, *words)[1]
+    script = "import sys\nfrom kvbench.cli.main import main\ntry: main(sys.argv[1:])\n"
+    script += "finally: assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    command = [sys.executable, "-c", script, *words]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (0, first), process.stderr
+    assert process.stderr.endswith(": 6/6, all records on disk\n")
+    settings = Settings.of(composed(*words))
+    assert finished(settings) is not None
+    others = {"limit": 1, "seed": 1, "shard": "1/2", "device": "cuda:0", "batch_size": 2}
+    for key, value in others.items():
+        assert finished(replace(settings, **{key: value})) is None, key
+    page = next(tmp_path.glob("*/report.html"))
+    os.utime(page, (0, 0))  # older than kvbench's code
+    assert finished(settings) is None
+    os.utime(page)
+    (records, *_) = tmp_path.rglob("snapkv-*/records.jsonl")
+    records.write_text(records.read_text().splitlines(keepends=True)[0])
+    os.utime(page)
+    assert finished(settings) is None
 
 
 def test_the_time_left_is_estimated_from_the_first_tokens() -> None:
