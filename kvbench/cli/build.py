@@ -17,6 +17,7 @@ from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.errors import presentable
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
+from kvbench.records.log import write_log
 from kvbench.records.read import load_run
 from kvbench.records.shards import Shard
 from kvbench.run import provenance
@@ -118,20 +119,33 @@ def _labelled(settings: Settings) -> dict[str, tuple[str, Method, Budget, Keys]]
 
 
 def run_config(
-    config: DictConfig, shared: dict[str, Any], *, print_tables: bool = True
+    config: DictConfig,
+    shared: dict[str, Any],
+    *,
+    print_tables: bool = True,
+    since: float | None = None,
 ) -> JobResult:
     """Run one job, log it to W&B where the config asks for that, and print its tables.
 
     Args:
         config, shared: see `build_job`.
-        print_tables: False where the job is one of several, whose tables the command prints at its end.
+        print_tables: False where the command prints the tables at its end.
+        since: see `run_job`.
     """
     job = build_job(config, shared)
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}
     logs = logger.pop("name") == "wandb"
     with progress_display(title) as progress:
-        result = run_job(job, progress)
+        result = run_job(job, progress, since=since)
+    write_log(
+        job.results_dir / job.experiment,
+        model=job.session.spec.label,
+        task=job.task,
+        written=result.written,
+        seconds=result.seconds,
+        groups=progress.history,
+    )
     if print_tables:
         print_scores(job.results_dir / job.experiment, list(result.folders.values()))
     if logs and result.complete:  # of several shards, the one that ends last logs the run

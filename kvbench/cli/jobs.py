@@ -81,8 +81,8 @@ class Jobs:
         argv: the command line as typed, which manifests hold.
 
     Attributes:
-        names: of the jobs of a sweep. Each of several jobs is announced by its name in one line and
-            prints no tables: the command prints the tables of all jobs at its end.
+        names: of the jobs of a sweep. Each of several jobs is announced by its name in one line, and the
+            first prints its tables: the command prints those of all jobs at its end.
         outcomes: those of the jobs that have ended.
         print_tables: whether the command prints the tables: of several jobs, and of jobs that ran in
             other processes. A single job in this process has printed its own.
@@ -106,20 +106,21 @@ class Jobs:
             name = self.names[number]
             print(presentable(f"job {number + 1} of {len(self.names)}: {name}"), flush=True)
         try:
-            outcome = self._run(config, typed, print_tables=not several)
+            first = not self.outcomes  # its tables come at once, also where others follow
+            outcome = self._run(config, typed, print_tables=first or not several)
         except Exception as error:  # noqa: BLE001 - the next job goes on
             outcome = JobOutcome(typed, (), *report_error(error))
         self.outcomes.append(outcome)
 
     def _run(self, config: DictConfig, typed: Sequence[str], *, print_tables: bool) -> JobOutcome:
         """Run one job, unless all of it is on disk."""
-        settings = Settings.of(config)
+        since, settings = time.monotonic(), Settings.of(config)
         result: Any = finished(settings)
         if ran := result is None:
             methods_of(settings.methods)  # before the libraries of models are imported
             from kvbench.cli.build import run_config
 
-            result = run_config(config, self._shared, print_tables=print_tables)
+            result = run_config(config, self._shared, print_tables=print_tables, since=since)
             folders = list(result.folders.values())
         else:
             folders = result.folders

@@ -7,6 +7,7 @@ as long as a small job.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from filelock import FileLock
 
 from kvbench.cli.finished import PAGE
 from kvbench.errors import complain, printable
+from kvbench.records.log import write_log
 
 
 def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
@@ -49,11 +51,13 @@ def finish(folder: Path, *, changed: bool = True) -> None:
         from kvbench.report.build import build_report
         from kvbench.report.wandb import log_overview
 
+        begun = time.monotonic()
         with FileLock(folder / ".lock-report"):
             paths = build_report(folder)
         for warning in paths.warnings:
             complain(warning)
         log_overview(folder, paths)
+        write_log(folder, seconds={"report": time.monotonic() - begun})
     print(printable(f"page: {folder / PAGE}"))
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     if runs:

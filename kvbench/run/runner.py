@@ -6,6 +6,7 @@ All methods are treated alike: nothing here depends on which method it is.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -261,6 +262,7 @@ class JobResult:
         written: the number of records that were written now; the others were on disk before.
         records: the number of this job's records.
         complete: whether every unit, those of other shards included, has a record of every method.
+        seconds: of this job by phase, see `kvbench.records.log`.
     """
 
     folders: Mapping[str, Path]
@@ -268,11 +270,15 @@ class JobResult:
     written: int
     records: int
     complete: bool
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-def run_job(job: Job, progress: Progress | None = None) -> JobResult:
+def run_job(job: Job, progress: Progress | None = None, *, since: float | None = None) -> JobResult:
     """Run the units of a job that lack records. All records of a group of units are written before the
     next group starts.
+
+    Args:
+        since: the value of `time.monotonic` from which on it counts as loading; None: now.
 
     Raises:
         KVError, TaskError, ModelError: the job cannot be run; raised before the model is loaded where
@@ -280,6 +286,8 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         StoreError: another process writes to a run folder, or the disk is full.
         DeviceLost: nothing more can be run in this process.
     """
+    since = time.monotonic() if since is None else since
+    seconds: Counter[str] = Counter()
     if not device_is_usable(job.session.device):  # an earlier job of this process lost it
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     for warning in job.warnings:
@@ -294,13 +302,16 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         if work and work[0][0].examples:  # not for probes, since some measure seconds
             stack.enter_context(progress.watching(job.session.model))
         measures = ("score", *job.meta.get("measures", ()))
-
+        begun = time.monotonic()
+        seconds["load"] = begun - since
         for of_unit in Runner(job.plan, job.session, job.batch_size).run(work):
             for fields in of_unit:
                 record, label = job.record(fields), fields["method"]
                 written += stores[label].append(record)
                 progress.add(label, {name: record.get(name) for name in measures})
+            seconds.update(_passes(of_unit))
             progress.unit_done()
+        seconds["score"] = time.monotonic() - begun - seconds.total() + seconds["load"]
         own_ids = record_ids(job.units)
         failed = sum(len(store.failed & own_ids) for store in stores.values())
         records = sum(len(store.done & own_ids) for store in stores.values())
@@ -308,7 +319,19 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
     if job.shard is not None:
         all_ids = record_ids(job.within_limit)
         complete = all(all_ids <= recorded(folder) for folder in job.folders.values())
-    return JobResult(job.folders, failed, written, records, complete)
+    return JobResult(job.folders, failed, written, records, complete, dict(seconds))
+
+
+def _passes(records: Sequence[Fields]) -> dict[str, float]:
+    """The seconds of the passes of a unit: one prefill, one compression of each method, and the decoding
+    of each answer, whose steps are divided among the rows."""
+    prefill, compress = 0.0, dict[str, float]()
+    for fields in records:
+        prefill = max(prefill, fields.get("prefill_s") or 0)
+        label = fields["method"]
+        compress[label] = max(compress.get(label, 0), fields.get("compress_s") or 0)
+    decode = sum(fields.get("decode_s") or 0 for fields in records)
+    return {"prefill": prefill, "compress": sum(compress.values()), "decode": decode}
 
 
 def record_ids(units: Sequence[Unit]) -> set[str]:
