@@ -1,29 +1,24 @@
-"""Makes the job that a composed config describes, runs it, prints its tables and writes its page.
-
-The modules that read and draw results are imported when there are results, since importing them takes
-as long as a small job.
-"""
+"""Makes the job that a composed config describes, runs it and prints its tables."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from omegaconf import DictConfig
 
-from kvbench.cli.config import Settings
+from kvbench.cli.config import Keys, Settings
 from kvbench.cli.construct import constructed, methods_of
+from kvbench.cli.results import print_scores
 from kvbench.engine.answer import Sampling
 from kvbench.engine.loading import check_config_class
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
-from kvbench.errors import complain, presentable, printable
+from kvbench.errors import presentable
 from kvbench.kv import Budget, KVError
-from kvbench.records.read import Run, load_run
+from kvbench.methods.base import Method
+from kvbench.records.log import write_log
+from kvbench.records.read import load_run
 from kvbench.records.shards import Shard
 from kvbench.run import provenance
 from kvbench.run.plan import Plan, TaskPlan
@@ -69,8 +64,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     check_config_class(spec)
     if not re.search(r"\w", spec.label):  # its results' folder could not be named after it
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
-    budget = constructed(settings.budget, "budget", Budget)
-    methods = {label: (method, budget) for label, method in methods_of(settings.methods).items()}
+    of_label = _labelled(settings)
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
@@ -91,10 +85,11 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         results_dir=Path(settings.results_dir).expanduser(),
         session=session,
         plan=plan,
-        methods=methods,
-        method_configs=settings.methods,
+        methods={label: (method, budget) for label, (_, method, budget, _) in of_label.items()},
+        method_names={label: name for label, (name, *_) in of_label.items()},
+        method_configs={label: settings.methods[name] for label, (name, *_) in of_label.items()},
         task_config={key: value for key, value in settings.task.items() if key not in unhashed},
-        budget_config=settings.budget,
+        budget_configs={label: config for label, (*_, config) in of_label.items()},
         limit=settings.limit,
         shard=Shard.parse(settings.shard),
         batch_size=settings.batch_size,
@@ -110,69 +105,51 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     )
 
 
+def _labelled(settings: Settings) -> dict[str, tuple[str, Method, Budget, Keys]]:
+    """Each method under each budget, by a label: its name in records, the method, the budget and that
+    budget's config. A method that no budget changes is there once."""
+    several = next((key for key, value in settings.budget.items() if isinstance(value, list)), "")
+    labelled = {}
+    for name, method in methods_of(settings.methods).items():
+        for config in settings.budgets[: None if method.uses_budget else 1]:
+            at = f" at {several} {config[several]}" if several and method.uses_budget else ""
+            budget = constructed(config, "budget", Budget)
+            labelled[name + at] = (name, method, budget, config)
+    return labelled
+
+
 def run_config(
-    config: DictConfig, shared: dict[str, Any], *, print_tables: bool = True
+    config: DictConfig,
+    shared: dict[str, Any],
+    *,
+    print_tables: bool = True,
+    since: float | None = None,
 ) -> JobResult:
     """Run one job, log it to W&B where the config asks for that, and print its tables.
 
     Args:
         config, shared: see `build_job`.
-        print_tables: False where the job is one of several, whose tables the command prints at its end.
+        print_tables: False where the command prints the tables at its end.
+        since: see `run_job`.
     """
     job = build_job(config, shared)
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}
     logs = logger.pop("name") == "wandb"
     with progress_display(title) as progress:
-        result = run_job(job, progress)
-    runs = tuple(load_run(path) for path in result.folders.values())
+        result = run_job(job, progress, since=since)
+    write_log(
+        job.results_dir / job.experiment,
+        model=job.session.spec.label,
+        task=job.task,
+        written=result.written,
+        seconds=result.seconds,
+        groups=progress.history,
+    )
     if print_tables:
-        print_scores(job.results_dir / job.experiment, runs)
+        print_scores(job.results_dir / job.experiment, list(result.folders.values()))
     if logs and result.complete:  # of several shards, the one that ends last logs the run
         from kvbench.report.wandb import log_runs
 
-        log_runs(runs, **logger)
+        log_runs([load_run(path) for path in result.folders.values()], **logger)
     return result
-
-
-def print_scores(folder: Path, runs: Sequence[Run] = ()) -> None:
-    """Print the tables of an experiment's folder as the page shows them; of these runs, those that have
-    one of them. An experiment of several tasks has one table of methods by tasks for each model."""
-    from kvbench.report.build import tables_to_print
-    from kvbench.report.experiment import load_experiment
-    from kvbench.report.render import terminal
-
-    experiment = load_experiment(folder)
-    if runs:
-        hashes = {run.manifest["config_hash"] for run in runs}
-        groups = [
-            group
-            for group in experiment.groups
-            if hashes & {manifest["config_hash"] for manifest in group.manifests}
-        ]
-        experiment = replace(experiment, groups=tuple(groups))
-    tables = tables_to_print(experiment)
-    terminal([table for table in tables if table.kind == "overview"] or tables)
-
-
-def finish(folder: Path) -> None:
-    """Write an experiment's tables, figures and page from its records, and print the page's path and how
-    to send W&B's runs. A lock makes several processes take turns.
-
-    Raises:
-        StoreError: a record or a manifest cannot be read.
-    """
-    from kvbench.report.build import build_report
-    from kvbench.report.wandb import log_overview, not_sent
-
-    with FileLock(folder / ".lock-report"):
-        paths = build_report(folder)
-    for warning in paths.warnings:
-        complain(warning)
-    log_overview(folder, paths)
-    print(printable(f"page: {paths.page}"))
-    runs = sorted((folder / "wandb").glob("offline-run-*"))
-    if runs:
-        waiting = len(not_sent(runs))
-        state = f"{waiting} runs; to send them: wandb sync" if waiting else "all sent:"
-        print(printable(f"W&B: {state} {json.dumps(str(folder / 'wandb'))}"))

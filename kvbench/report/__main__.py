@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvbench.errors import UserError, complain, disk_line, first_line, printable
+from kvbench.records.log import seconds_by_phase
 from kvbench.records.read import MANIFEST, StoreError
 
 USAGE, FAILED = 2, 1
@@ -103,6 +104,8 @@ def _rebuild(folder: Path, *, every: bool = False) -> None:
     files = [*paths.tables, *paths.figures, paths.page] if every else [paths.page]
     for path in files:
         print(printable(str(path)))
+    if spent := seconds_by_phase(folder):
+        print(spent)
 
 
 def _link(folders: list[Path]) -> None:

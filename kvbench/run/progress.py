@@ -33,6 +33,8 @@ class Progress:
         doing: what happens now, in words.
         total: the number of units of the job.
         done: the number of units that have all their records.
+        history: of each group of units that was run, the seconds since `begin` at its end, the units
+            that were run by then, and `left` then.
     """
 
     def __init__(
@@ -43,9 +45,9 @@ class Progress:
         self.done = 0
         self._sums: dict[str, tuple[float, int]] = {}
         self._show = show
-        # The most tokens that each unit to run reads and generates, and the tokens so far.
+        self.history: list[tuple[float, int, float | None]] = []
+        # The most tokens that each unit to run reads and generates.
         self._tokens_of_units: list[float] = []
-        self._tokens_passed = 0.0
         self._began = time.monotonic()
         self._step = 0
         self._most_new_tokens = 0
@@ -87,20 +89,29 @@ class Progress:
         self.done += 1
         if self.done == self.total:
             self.doing = "done"
-        units_left = self.total - self.done
-        units_passed = len(self._tokens_of_units) - units_left
-        self._tokens_passed = sum(self._tokens_of_units[:units_passed])
+        seconds, passed = time.monotonic() - self._began, 1
+        if self.history:
+            passed += self.history[-1][1]
+            if self.history[-1][0] > 0.99 * seconds:  # of one group
+                self.history.pop()
+        self.history.append((seconds, passed, None))
+        self.history[-1] = seconds, passed, self.left
         self._show(self, self.done == self.total)
 
     @property
     def left(self) -> float | None:
-        """The seconds that the remaining tokens take at the speed so far; None before the first
-        token."""
-        total = sum(self._tokens_of_units)
-        passed = min(self._tokens_passed, total)
-        if not passed:
+        """The seconds that the remaining units take at the speed of the later half of the time so far:
+        the first ones compile and fill caches, and most answers end before their last token. None before
+        the end of the first unit: within it, a token that is read and one that is generated cannot be
+        set off against each other."""
+        if not self.history:
             return None
-        return (time.monotonic() - self._began) * (total - passed) / passed
+        seconds, count, _ = self.history[-1]
+        earlier = (group[:2] for group in reversed(self.history) if group[0] <= seconds / 2)
+        start, before = next(earlier, (0.0, 0))
+        passed = sum(self._tokens_of_units[before:count])
+        remaining = sum(self._tokens_of_units[count:]) * (seconds - start) / passed
+        return max(0.0, remaining - (time.monotonic() - self._began - seconds))
 
     def __str__(self) -> str:
         """One line: units done, what happens now, the time left, and each method's mean score so far."""
@@ -151,12 +162,11 @@ class Progress:
             if is_compiling() or (shape[1] == 1 and not methods):
                 return
             layer = numbers[module]
-            rows, tokens = shape
+            _, tokens = shape
             self.doing = f"prefill of {tokens:,} tokens: layer {layer} of {len(layers)}"
             if tokens == 1:
                 self.doing = f"decoding {methods}, token {self._step} of {self._most_new_tokens}"
             self._show(self, nothing_shown)
-            self._tokens_passed += rows * tokens / len(layers)
             nothing_shown = False
 
         hooks = [model.register_forward_pre_hook(pass_begins, with_kwargs=True)]

@@ -6,6 +6,7 @@ All methods are treated alike: nothing here depends on which method it is.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -46,7 +47,9 @@ class Job:
     Attributes:
         experiment, task: their names in folders and tables.
         methods: the methods by label, each with its budget.
-        method_configs, task_config, budget_config: as in the config, for the hash and the manifest.
+        method_names: what records call them, by label; several labels are of one method under several
+            budgets.
+        method_configs, task_config, budget_configs: as in the config, for the hash and the manifest.
         limit: how many contexts are run, the first ones; None: all. (Examples that share no context are
             counted one by one.)
         shard: the part of these contexts that this job runs, while other processes run the others.
@@ -63,9 +66,10 @@ class Job:
     session: Session
     plan: Plan
     methods: Methods
+    method_names: Mapping[str, str]
     method_configs: Mapping[str, Mapping[str, Any]]
     task_config: Mapping[str, Any]
-    budget_config: Mapping[str, Any]
+    budget_configs: Mapping[str, Mapping[str, Any]]
     limit: int | None = None
     shard: Shard | None = None
     batch_size: int | str = 1
@@ -161,7 +165,7 @@ class Job:
             if method.version > 1:
                 own["method_version"] = method.version
             own["method"] = self.method_configs[label]
-            own["budget"] = self.budget_config if method.uses_budget else None
+            own["budget"] = self.budget_configs[label] if method.uses_budget else None
             settings[label] = own
         return settings
 
@@ -173,7 +177,7 @@ class Job:
         return {
             label: {
                 **names,
-                "method": label,
+                "method": self.method_names[label],
                 "config_hash": config_hash(without_defaults(settings)),
                 "seed": self.session.seed,
             }
@@ -228,6 +232,8 @@ class Job:
             "datasets_left_out": self.left_out,
             **self.extra,
         }
+        if "config" in self.extra:  # of a job with several budgets, the one of this run
+            manifest["config"] = {**self.extra["config"], "budget": self.budget_configs[label]}
         return redact(manifest)
 
     def record(self, fields: Fields) -> dict[str, Any]:
@@ -242,6 +248,7 @@ class Job:
             "status": "ok",
             "saves_memory": method.saves_memory or method.quantize is not None,
             **fields,
+            "method": self.method_names[label],
         }
 
 
@@ -255,6 +262,7 @@ class JobResult:
         written: the number of records that were written now; the others were on disk before.
         records: the number of this job's records.
         complete: whether every unit, those of other shards included, has a record of every method.
+        seconds: of this job by phase, see `kvbench.records.log`.
     """
 
     folders: Mapping[str, Path]
@@ -262,11 +270,15 @@ class JobResult:
     written: int
     records: int
     complete: bool
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-def run_job(job: Job, progress: Progress | None = None) -> JobResult:
+def run_job(job: Job, progress: Progress | None = None, *, since: float | None = None) -> JobResult:
     """Run the units of a job that lack records. All records of a group of units are written before the
     next group starts.
+
+    Args:
+        since: the value of `time.monotonic` from which on it counts as loading; None: now.
 
     Raises:
         KVError, TaskError, ModelError: the job cannot be run; raised before the model is loaded where
@@ -274,6 +286,8 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         StoreError: another process writes to a run folder, or the disk is full.
         DeviceLost: nothing more can be run in this process.
     """
+    since = time.monotonic() if since is None else since
+    seconds: Counter[str] = Counter()
     if not device_is_usable(job.session.device):  # an earlier job of this process lost it
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     for warning in job.warnings:
@@ -288,13 +302,16 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
         if work and work[0][0].examples:  # not for probes, since some measure seconds
             stack.enter_context(progress.watching(job.session.model))
         measures = ("score", *job.meta.get("measures", ()))
-
+        begun = time.monotonic()
+        seconds["load"] = begun - since
         for of_unit in Runner(job.plan, job.session, job.batch_size).run(work):
             for fields in of_unit:
-                record = job.record(fields)
-                written += stores[record["method"]].append(record)
-                progress.add(record["method"], {name: record.get(name) for name in measures})
+                record, label = job.record(fields), fields["method"]
+                written += stores[label].append(record)
+                progress.add(label, {name: record.get(name) for name in measures})
+            seconds.update(_passes(of_unit))
             progress.unit_done()
+        seconds["score"] = time.monotonic() - begun - seconds.total() + seconds["load"]
         own_ids = record_ids(job.units)
         failed = sum(len(store.failed & own_ids) for store in stores.values())
         records = sum(len(store.done & own_ids) for store in stores.values())
@@ -302,7 +319,19 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
     if job.shard is not None:
         all_ids = record_ids(job.within_limit)
         complete = all(all_ids <= recorded(folder) for folder in job.folders.values())
-    return JobResult(job.folders, failed, written, records, complete)
+    return JobResult(job.folders, failed, written, records, complete, dict(seconds))
+
+
+def _passes(records: Sequence[Fields]) -> dict[str, float]:
+    """The seconds of the passes of a unit: one prefill, one compression of each method, and the decoding
+    of each answer, whose steps are divided among the rows."""
+    prefill, compress = 0.0, dict[str, float]()
+    for fields in records:
+        prefill = max(prefill, fields.get("prefill_s") or 0)
+        label = fields["method"]
+        compress[label] = max(compress.get(label, 0), fields.get("compress_s") or 0)
+    decode = sum(fields.get("decode_s") or 0 for fields in records)
+    return {"prefill": prefill, "compress": sum(compress.values()), "decode": decode}
 
 
 def record_ids(units: Sequence[Unit]) -> set[str]:
@@ -345,8 +374,10 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
         stores[label] = stack.enter_context(store)
         if job.retry_failed:
             store.drop_failed()
-        write_manifest(folder, job.manifest(label))
+        # In this order: a process that is killed between them leaves a manifest that asks for no more
+        # than the examples beside it.
         write_examples(folder, record_ids(job.within_limit))
+        write_manifest(folder, job.manifest(label))
     return stores
 
 

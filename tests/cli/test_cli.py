@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,11 @@ from support.cli_cases import ended
 from support.command import SHORT, composed, main, refusal_of
 
 from kvbench.catalogue import KINDS, catalogue, config_dir
+from kvbench.cli.config import Settings
+from kvbench.cli.finished import finished
 from kvbench.engine.prefill import Prefill
 from kvbench.errors import HIDDEN
+from kvbench.report.__main__ import main as report_main
 from kvbench.run import progress, session
 from kvbench.run.plan import TaskPlan
 from kvbench.run.progress import Progress
@@ -143,29 +147,86 @@ def test_a_sweep_shows_its_progress_and_loads_a_model_once(
 
     monkeypatch.setattr(session, "load_model", load)
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
-    status, out, err = main(capsys, *SHORT, "-m", "budget.rate=0.5,0.25")
+    status, out, err = main(capsys, *SHORT, "-m", "compress_after=prompt,context")
     assert (status, loaded) == (0, ["tiny_random"]), err
     jobs = [line for line in out.splitlines() if line.startswith("job ")]
-    assert jobs == ["job 1 of 2: budget.rate=0.5", "job 2 of 2: budget.rate=0.25"]
-    assert out.count(": score, %") == 1, "the tables of all jobs, once, at the end"
+    assert jobs == [
+        "job 1 of 2: compress_after=prompt",
+        "job 2 of 2: compress_after=context",
+    ]
+    assert out.count(": score, %") == 2, "the first job's table, and those of all jobs at the end"
     lines = [line.partition("longeval_lines: ")[2] for line in err.splitlines()]
     assert lines[0] == "loading the data and the model"
     prefill = re.compile(r"0/2, prefill of \d+ tokens: layer 1 of 6")
     assert any(map(prefill.fullmatch, lines))
     assert any(line.startswith("2/2, done, about 0 s left; exact ") for line in lines)
-    again = main(capsys, *SHORT, "budget.rate=0.25")[2]
+    again = main(capsys, *SHORT, "lock_timeout=9")[2]
     assert again.endswith("longeval_lines: 2/2, 2 of 2 on disk\n")
 
 
-def test_the_time_left_is_estimated_from_the_first_tokens() -> None:
-    """Each of two prompts has 100 tokens to read and 2 x 50 to generate; the first 100 + 2 took ten
-    seconds."""
+def test_methods_and_rates_of_a_sweep_are_one_job(capsys: Any, tmp_path: Path) -> None:
+    """They share prefills with exact; each run's folder and records are those of a job of its own."""
+    task = [*SHORT[:2], *SHORT[3:]]
+    swept = ["-m", "method=h2o,snapkv", "budget.rate=0.5,0.25", f"results_dir={tmp_path}/one"]
+    status, out, err = main(capsys, *task, *swept)
+    assert (status, out.splitlines()[0].partition(": ")[2].partition(" ->")[0]) == (
+        0,
+        "tiny_random x longeval_lines, 3 methods at 2 rates",
+    ), err
+    for rate in (0.5, 0.25):
+        alone = [f"budget.rate={rate}", f"results_dir={tmp_path}/two"]
+        main(capsys, *task, "method=[exact,snapkv,h2o]", *alone)
+    one, two = (
+        {
+            path.parent.name: [
+                {key: record[key] for key in ("method", "example_id", "prediction", "cache_bytes")}
+                for record in map(json.loads, path.read_text().splitlines())
+            ]
+            for path in (tmp_path / name).rglob("records.jsonl")
+        }
+        for name in ("one", "two")
+    )
+    assert len(one) == 5
+    assert one == two
+
+
+def test_a_command_given_again_needs_no_torch(capsys: Any, tmp_path: Path) -> None:
+    """It prints the same tables and the page's path. Whatever may have changed is looked at by a job."""
+    words = [*SHORT, "budget.rate=0.5,0.25", f"results_dir={tmp_path}"]
+    first = main(capsys, *words)[1]
+    script = "import sys\nfrom kvbench.cli.main import main\ntry: main(sys.argv[1:])\n"
+    script += "finally: assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    command = [sys.executable, "-c", script, *words]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (0, first), process.stderr
+    assert process.stderr.endswith(": 6/6, all records on disk\n")
+    settings = Settings.of(composed(*words))
+    assert finished(settings) is not None
+    job, report = map(json.loads, next(tmp_path.glob("*/log.jsonl")).read_text().splitlines())
+    assert (job["task"], list(report["seconds"])) == ("longeval_lines", ["report"])
+    assert job["groups"][-1][1:] == [2, 0]
+    assert set(job["seconds"]) == {"load", "prefill", "compress", "decode", "score"}
+    assert all(value >= 0 for value in job["seconds"].values())
+    assert report_main([str(next(tmp_path.glob("*")))]) == 0
+    assert "seconds: load " in capsys.readouterr().out
+    others = {"limit": 1, "seed": 1, "shard": "1/2", "device": "cuda:0", "batch_size": 2}
+    for key, value in others.items():
+        assert finished(replace(settings, **{key: value})) is None, key
+    page = next(tmp_path.glob("*/report.html"))
+    os.utime(page, (0, 0))  # older than kvbench's code
+    assert finished(settings) is None
+    os.utime(page)
+    (records, *_) = tmp_path.rglob("snapkv-*/records.jsonl")
+    records.write_text(records.read_text().splitlines(keepends=True)[0])
+    os.utime(page)
+    assert finished(settings) is None
+
+
+def test_progress_names_what_happens_in_a_long_prompt() -> None:
     shown: list[str] = []
     progress = Progress(lambda now, _: shown.append(str(now)))
     example = SimpleNamespace(n=100, example=SimpleNamespace(max_new_tokens=50))
-    units = [(SimpleNamespace(examples=(example,)), {"exact": 1, "h2o": 2})] * 2
-    progress.begin(units, 3)
-    progress._began -= 10
+    progress.begin([(SimpleNamespace(examples=(example,)), {"exact": 1, "h2o": 2})] * 2, 3)
     model = OneLayer()
     rows: Any = [SimpleNamespace(label=label, rescores=False) for label in ("exact", "h2o", "h2o")]
     state = Prefill(rows, [0])
@@ -173,13 +234,33 @@ def test_the_time_left_is_estimated_from_the_first_tokens() -> None:
         model(input_ids=torch.zeros(1, 100), kvbench=state)
         state.on_compress("h2o")
         model(input_ids=torch.zeros(2, 1), kvbench=SimpleNamespace(rows=rows))
-    assert shown[0] == "loading the data and the model"
-    assert shown[1:3] == ["1/3, 1 of 3 on disk", "1/3, prefill of 100 tokens: layer 1 of 1"]
-    assert shown[3].startswith("1/3, prefill of 100 tokens: h2o compresses layer 1 of 1, about ")
-    assert shown[4] == "1/3, decoding 2 methods, token 1 of 50, about 30 s left"
-    assert progress.left == pytest.approx(10 * 298 / 102, abs=0.1)
-    progress.unit_done()
-    assert progress.left == pytest.approx(10, abs=0.1)
+    assert shown == [
+        "loading the data and the model",
+        "1/3, 1 of 3 on disk",
+        "1/3, prefill of 100 tokens: layer 1 of 1",
+        "1/3, prefill of 100 tokens: h2o compresses layer 1 of 1",
+        "1/3, decoding 2 methods, token 1 of 50",
+    ]
+
+
+def test_the_time_left_is_true_within_a_third_once_two_groups_are_done(monkeypatch: Any) -> None:
+    """Groups of two prompts of 400 and 800 tokens in turn; the first takes twice as long."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    watched = Progress()
+    sizes = [400, 400, 800, 800] * 6
+    examples = [
+        SimpleNamespace(n=size, example=SimpleNamespace(max_new_tokens=25)) for size in sizes
+    ]
+    units = [(SimpleNamespace(examples=(example,)), {"exact": 1}) for example in examples]
+    watched.begin(units, len(units))
+    assert watched.left is None
+    for number, size in enumerate(sizes):
+        now += 0 if number % 2 else (2 if number == 0 else 1) * (size / 100 + 1)
+        watched.unit_done()
+    for seconds, _, left in watched.history[2:]:
+        assert left == pytest.approx(now - seconds, rel=1 / 3, abs=1)
+    assert watched.history[-1] == (now, len(units), 0)
 
 
 class OneLayer(torch.nn.Module):

@@ -22,11 +22,14 @@ REFUSED: list[tuple[list[str], str]] = [
     (["+methods.snapkv.kernl=3"], "unknown key 'kernl' of methods.snapkv (did you mean 'kernel_s"),
     (["methods.snapkv.kernel_size=8"], "methods.snapkv.kernel_size is 8; allowed: an odd integer"),
     (["-m", "budget.rate=0.5,2"], "budget.rate is 2; allowed: less than or equal to 1"),
-    (["budget.rate=0.5,0.25"], "To sweep over it, add --multirun"),
+    (["budget.rate=[0.5,0.5]"], "budget.rate is [0.5, 0.5]; allowed: different numbers"),
+    (["seed=0,1"], "To sweep over it, add --multirun"),
     (
         ["budget.rate=0.25", "budget.size=100"],
         "budget.rate is 0.25 and budget.size is 100; allowed:",
     ),
+    (["claims", "model=tiny_random", "claim=B1"], "unknown key 'claim' (did you mean 'claims'?)"),
+    (["claims", "model=tiny_randm"], "'model/tiny_randm' (did you mean 'tiny_random'?)"),
     (["shards=2", "shard=1/2"], "shards is 2 and shard is given, too; allowed: one of them"),
     (
         ["logger=wandb", "logger.mode=sometimes"],
@@ -50,7 +53,11 @@ def test_a_wrong_command_is_refused_in_one_line(
     row = json.dumps({"context": "a", "question": "b", "answers": "c"})
     (tmp_path / "rows.jsonl").write_text(f"{row}\nno\n")
     given = {word.partition("=")[0] for word in words}
-    base = [] if words[0] == "show" else [w for w in JOB if w.partition("=")[0] not in given]
+    base = (
+        []
+        if words[0] in ("show", "claims")
+        else [w for w in JOB if w.partition("=")[0] not in given]
+    )
     result = ended([*words, *base], folder=tmp_path)
     assert result.problem() is None, result
     assert result.status == 2, result

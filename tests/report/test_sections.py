@@ -11,7 +11,7 @@ import pytest
 from support.report_runs import write_run
 from support.tables import data
 
-from kvbench.cli.build import print_scores
+from kvbench.cli.results import print_scores
 from kvbench.records.read import EXAMPLES, StoreError, load_run
 from kvbench.records.store import write_examples
 from kvbench.report.experiment import Group, load_experiment
@@ -86,7 +86,7 @@ def test_terminal_and_page_say_which_row_is_of_which_command(
         about: dict[str, Any] = {"started": started, "command": f"kvbench {size}"}
         run = run_of(tmp_path, "snapkv", "abcd", options=options, **about)
     run_of(tmp_path, "exact", "ab", options={"task.num_lines": 9})
-    print_scores(tmp_path / "demo", [load_run(run)])
+    print_scores(tmp_path / "demo", [run])
     printed = capsys.readouterr().out
     group = groups_of(tmp_path)["t, num_lines 20"]
     note = "Of the last command: snapkv, kernel_size 7. Of earlier ones: snapkv, kernel_size 5."

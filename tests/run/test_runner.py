@@ -207,12 +207,13 @@ def test_whatever_changes_a_score_changes_the_hash_and_nothing_else_does(tmp_pat
 
     same = [{}, {"limit": 1}, {"batch_size": 4}, {"retry_failed": True}, {"extra": {"a": 1}}]
     assert len({folder(**changes) for changes in same}) == 1
-    other = [{"budget_config": {"rate": 0.5}}, {"task_config": {"name": "x"}}]
+    halves = {label: {"rate": 0.5} for label in job.methods}
+    other = [{"budget_configs": halves}, {"task_config": {"name": "x"}}]
     other += [{"session": with_session(job, seed=1).session}]
     other += [{"session": with_session(job, compress_after="context").session}]
     assert len({folder(**changes) for changes in [{}, *other]}) == 5
     # exact does not look at the budget: one run serves every rate
-    assert folder("exact", budget_config={"rate": 0.5}) == folder("exact")
+    assert folder("exact", budget_configs=halves) == folder("exact")
     changed = {**job.methods, "uniform": (Changed(), SMALL)}
     assert folder("uniform", methods=changed) != folder("uniform")
     assert folder(methods=changed) == folder()

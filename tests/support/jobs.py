@@ -83,9 +83,10 @@ def make_job(tmp_path: Path, methods: dict[str, Any] | None = None, **changes: A
         session=session,
         plan=changes.pop("plan", None) or TaskPlan(changes.pop("echo", Echo())),
         methods={label: (method, SMALL) for label, method in methods.items()},
+        method_names={label: label for label in methods},
         method_configs={label: {"name": label} for label in methods},
         task_config={"name": "echo"},
-        budget_config={"rate": 0.25},
+        budget_configs={label: {"rate": 0.25} for label in methods},
     )
     return replace(job, **changes)
 

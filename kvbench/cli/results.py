@@ -1,0 +1,68 @@
+"""Prints the tables of an experiment's folder and writes its page, from records alone: no torch.
+
+The modules that read and draw results are imported where there are results, since importing them takes
+as long as a small job.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from filelock import FileLock
+
+from kvbench.cli.finished import PAGE
+from kvbench.errors import complain, printable
+from kvbench.records.log import write_log
+
+
+def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
+    """Print the tables of an experiment's folder as the page shows them; where run folders are given,
+    those that have one of them. An experiment of several tasks has one table of methods by tasks for
+    each model."""
+    from kvbench.report.build import tables_to_print
+    from kvbench.report.experiment import load_experiment
+    from kvbench.report.render import terminal
+
+    experiment = load_experiment(folder)
+    if runs:
+        hashes = {run.name.rpartition("-")[2] for run in runs}
+        groups = [
+            group
+            for group in experiment.groups
+            if hashes & {manifest["config_hash"] for manifest in group.manifests}
+        ]
+        experiment = replace(experiment, groups=tuple(groups))
+    tables = tables_to_print(experiment)
+    terminal([table for table in tables if table.kind == "overview"] or tables)
+
+
+def finish(folder: Path, *, changed: bool = True) -> None:
+    """Write an experiment's tables, figures and page from its records where they have changed, and print
+    the page's path and how to send W&B's runs. A lock makes several processes take turns.
+
+    Raises:
+        StoreError: a record or a manifest cannot be read.
+    """
+    if changed:
+        from kvbench.report.build import build_report
+        from kvbench.report.wandb import log_overview
+
+        begun = time.monotonic()
+        with FileLock(folder / ".lock-report"):
+            paths = build_report(folder)
+        for warning in paths.warnings:
+            complain(warning)
+        log_overview(folder, paths)
+        write_log(folder, seconds={"report": time.monotonic() - begun})
+    print(printable(f"page: {folder / PAGE}"))
+    runs = sorted((folder / "wandb").glob("offline-run-*"))
+    if runs:
+        from kvbench.report.wandb import not_sent
+
+        waiting = len(not_sent(runs))
+        state = f"{waiting} runs; to send them: wandb sync" if waiting else "all sent:"
+        print(printable(f"W&B: {state} {json.dumps(str(folder / 'wandb'))}"))
