@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -131,13 +131,16 @@ class Rescoring:
         first: the instruction before the first chunk, plain text; empty for none.
         following: the instruction before each later chunk; the last `overlap` tokens of the previous
             chunk follow the instruction.
-        overlap: see `following`.
+        prompt_queries: whether `compress` is shown the prompt's queries, too; those of all layers are
+            then held until the second pass is over. Else `LayerKV.queries` is None. It changes nothing
+            of the pass, so methods that differ in it alone share one.
     """
 
     chunk: int
     first: str = ""
     following: str = ""
     overlap: int = 0
+    prompt_queries: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,6 @@ def least_squares(
 
     Returns:
         x, [t, k] float32.
-
-    Raises:
-        KVError: numbers that are not finite.
     """
     rows, count = columns.shape
     wide = rows < count
@@ -122,18 +119,13 @@ def extend_gram(gram: Tensor, columns: Tensor) -> Tensor:
 def cholesky(matrix: Tensor) -> Tensor:
     """The lower Cholesky factor of a matrix [t, t] of unit diagonal, which is raised where the matrix
     is singular (`JITTERS`). Writes to the diagonal of `matrix`.
-
-    Raises:
-        KVError: numbers that are not finite.
     """
     for jitter in JITTERS:
         matrix.diagonal().fill_(1.0 + jitter)
         factor, failed = torch.linalg.cholesky_ex(matrix)
         if not failed:
             return factor
-    raise KVError(
-        "attention matching met keys, values or queries that are not finite; allowed: numbers"
-    )
+    raise KVError("least squares of keys, values or queries that are not finite; allowed: numbers")
 
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:

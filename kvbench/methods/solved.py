@@ -27,6 +27,7 @@ from kvbench.methods._reference_queries import (
 from kvbench.methods._wrapped import Wrapper
 from kvbench.methods.base import HeldShape, Method, Repetition, Rescoring
 from kvbench.methods.kvzip import KVzip
+from kvbench.methods.recompress import Recompress
 
 HELD_OUT = 10
 """One of so many reference queries is held out of the fit and decides whether it helps."""
@@ -60,8 +61,8 @@ class Solved(Wrapper):
         queries: which queries are the reference queries: ``prompt``, the prompt's own, position encoded
             as though they followed it (`as_after_prompt`); ``repeat``, those of a second pass in which
             the model repeats the prompt, as for `kvzip`; null: ``repeat`` where the inner method has
-            such a pass, else ``prompt``. During that pass no method is shown the prompt's queries, so
-            ``repeat`` excludes inner methods that need them.
+            such a pass, else ``prompt``. With a second pass and prompt queries, whoever reads these,
+            they are held for all layers until it is over.
         log_weights: whether log-weights are solved for; they take a number for every entry.
         ridge: the penalty, as a share of the normal matrix's spectral norm.
         max_queries: the largest number of reference queries per KV head, evenly spread.
@@ -77,15 +78,13 @@ class Solved(Wrapper):
 
     @classmethod
     def can_wrap(cls, inner: type[Method]) -> bool:
-        """Whether the inner method keeps entries of the prompt, and chooses them once."""
         return (
             inner.keeps_entries
             and inner.saves_memory
             and inner.uses_budget
             and inner.evict is Method.evict
             and inner.restrict is Method.restrict
-            and inner.recompression is Method.recompression
-            and not issubclass(inner, Solved)
+            and not issubclass(inner, (Solved, Recompress))
         )
 
     def _check_inner(self, inner: Method) -> None:
@@ -94,22 +93,17 @@ class Solved(Wrapper):
             raise KVError(
                 f"solved.of is {self.of!r} with options that hold no cache; allowed: options that do"
             )
+        if inner.recompression is not None:
+            raise KVError(
+                f"solved.of is {self.of!r} with options that compress again while decoding; allowed: "
+                "options that do not (of rkv: every=null)"
+            )
         if inner.quantize is not None:
             raise KVError(
                 f"solved.options.quantize is {inner.quantize!r}; allowed: null, and solved.quantize"
             )
-        if self.queries == "prompt" and inner.rescoring is not None:
-            raise KVError(
-                f"solved.queries is 'prompt' and {self.of} has the prompt repeated, where no queries of "
-                "the prompt are held; allowed: repeat"
-            )
 
     # --- what is the inner method's ---------------------------------------------------------------
-
-    @property
-    def version(self) -> int:  # type: ignore[override]
-        """The inner method's, since its choice decides about the result."""
-        return self.inner.version
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         return self.inner.layer_capacity(budget, n, layer_index, num_layers)
@@ -125,24 +119,22 @@ class Solved(Wrapper):
 
     @property
     def rescoring(self) -> Rescoring | None:
-        if self.inner.rescoring is None and self.queries == "repeat":
-            return KVzip().rescoring
-        return self.inner.rescoring
+        inner = self.inner.rescoring
+        if inner is None:
+            # The inner method may read the prompt's queries.
+            wanted = self.queries == "repeat"
+            return replace(KVzip().rescoring, prompt_queries=True) if wanted else None
+        return replace(inner, prompt_queries=True) if self.queries == "prompt" else inner
 
     def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
         if self.inner.rescoring is not None:
             self.inner.rescore(layer, repeated, budget)
-        carry_queries("solved", layer, repeated, budget, self.max_queries)
+        if self.queries != "prompt":
+            carry_queries("solved", layer, repeated, budget, self.max_queries)
 
     # --- the solve --------------------------------------------------------------------------------
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Solve for the log-weights and values of what the inner method keeps.
-
-        Raises:
-            KVError: the inner method keeps what are no entries of the prompt, or there are no reference
-                queries.
-        """
         kept = self.inner.compress(layer, budget, generator)
         if kept.lengths is None and kept.positions.shape[2] == layer.n:
             return kept
@@ -162,9 +154,8 @@ class Solved(Wrapper):
                 f"solved.of is {self.of!r}, which keeps what are no entries of the prompt; allowed: a "
                 "method that chooses entries"
             )
-        queries = (
-            as_after_prompt(layer) if self.rescoring is None else carried_queries("solved", layer)
-        )
+        from_prompt = self.queries == "prompt" or self.rescoring is None
+        queries = as_after_prompt(layer) if from_prompt else carried_queries("solved", layer)
         if queries is None:
             raise KVError(
                 f"solved has no reference queries of layer {layer.layer_index}; allowed: queries=prompt "

@@ -23,6 +23,7 @@ from kvbench.methods._reference_queries import FUTURE, as_after_prompt
 from kvbench.prompts import PromptEncoder
 
 BUDGET = Budget(rate=0.3, sink=5, window=4)
+REPEATED = {"queries": "repeat", "instructed": False}
 INNER: list[tuple[str, dict[str, Any]]] = [
     ("snapkv", {}),
     ("snapkv", {"granularity": "query_head"}),
@@ -35,6 +36,7 @@ INNER: list[tuple[str, dict[str, Any]]] = [
     ("subgen", {}),
     ("pyramidkv", {}),
     ("expected_attention", {}),
+    ("rkv", {"every": None, "window": 4}),
     ("pages", {"size": 5}),
     ("adakv", {"safeguard": 0.0}),
     ("adakv", {"of": "attention_matching", "safeguard": 0.0}),
@@ -178,6 +180,15 @@ def test_a_head_that_keeps_nothing_is_left_alone() -> None:
     assert kept.values.isfinite().all()
 
 
+def test_a_change_of_either_part_is_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = [build_method("solved", of=of) for of in ("h2o", "subgen")]
+    versions = [method.version for method in methods]
+    monkeypatch.setattr(type(methods[0]), "own_version", 2)
+    versions += [method.version for method in methods]
+    assert versions[:2] == [1, build_method("subgen").version], "as before there were two parts"
+    assert len(set(versions)) == 4
+
+
 def test_a_method_that_evicts_goes_on_doing_so() -> None:
     inner, method = build_method("h2o"), build_method("solved", of="h2o")
     assert method.evicts
@@ -193,18 +204,21 @@ def test_a_method_that_evicts_goes_on_doing_so() -> None:
     "inner",
     [
         {"of": "kvzip", "options": {"instructed": False, "chunk": 70}},
-        {"of": "adakv"},
-        {"of": "h2o", "options": {"decode": "grow"}},
+        {"of": "kvzip", "options": {"instructed": False}, "queries": "prompt"},
+        {"of": "adakv", "options": {"of": "attention_matching", "options": REPEATED}},
+        {"of": "h2o", "options": {"decode": "grow"}, "queries": "repeat"},
+        {"of": "pyramidkv", "options": {"budgets": "released", "granularity": "query_head"}},
     ],
 )
 def test_the_engine_holds_what_was_solved_for(inner, options) -> None:
-    """Of kvzip: for the queries of the pass that kvzip asks for."""
+    """For the queries of the prompt or of the pass that repeats it, whichever of them the inner method
+    reads; beside a method of whose preset a wrapper may hold as much."""
     ids, model = prompt_ids(120), tiny_model("llama")
     method = build_method("solved", **inner, quantize=options.get("quantize"))
     plain = build_method(inner["of"], **inner.get("options", {}))
     rows = [Row("s", method, BUDGET, 0, "x"), Row("i", plain, BUDGET, 0, "x")]
     with kvbench_attention_on(model):
-        prefill(model, ids, rows)
+        prefill(model, ids, rows, encoder=PromptEncoder(Letters(), suffix_ids=(7,)))
     assert [row.failure for row in rows] == [None, None]
     held, without = (row.cost().record() for row in rows)
     assert held["entries"] == without["entries"]
@@ -220,7 +234,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"of": "recompress"}, "solved.of is 'recompress'; allowed: "),
     ({"of": "h2o", "options": {"semantics": "released_global"}}, "options that hold no cache"),
     ({"of": "h2o", "options": {"quantize": {"bits": 4}}}, "solved.options.quantize is {'bits': 4}"),
-    ({"queries": "prompt"}, "solved.queries is 'prompt' and kvzip has the prompt repeated"),
+    ({"of": "rkv"}, "solved.of is 'rkv' with options that compress again while decoding"),
 ]
 
 
