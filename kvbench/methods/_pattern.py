@@ -34,11 +34,6 @@ class Pattern(Method):
         """Choose `count` of the positions 0 .. older - 1: [count] int64, ascending."""
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep pattern and heavy hitters, ascending, then the recent tokens.
-
-        Raises:
-            KVError: with heavy_hitters, the layer does not hold all prompt queries.
-        """
         batch, heads, n = layer.keys.shape[:3]
         capacity = budget.capacity(n)
         older_kept = capacity // 2

@@ -46,11 +46,7 @@ class AttentionModule:
             self.hidden_states[0, n - queries.shape[1] :] = queries.transpose(0, 1).flatten(1)
 
     def q_proj(self, states: Tensor) -> Tensor:
-        """Return the queries that `states` are.
-
-        Raises:
-            KVError: the layer does not hold the queries of these tokens, or bounds its logits.
-        """
+        """Return the queries that `states` are."""
         scaled_queries(self._layer, f"press {self._press}")
         if states.isnan().any():
             queries = self._layer.queries
@@ -63,11 +59,7 @@ class AttentionModule:
 
     @property
     def o_proj(self) -> SimpleNamespace:
-        """The output projection, of which a press may read the weight.
-
-        Raises:
-            KVError: the layer does not show its weight, since it has another name or is quantised.
-        """
+        """The output projection, of which a press may read the weight."""
         if self._layer.output is None:
             raise KVError(
                 f"press {self._press} reads the output projection and layer {self.layer_idx} shows "

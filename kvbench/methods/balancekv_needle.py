@@ -47,11 +47,6 @@ class BalanceKVNeedle(BalanceKV):
     layer: Whole = 1
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep sink, protected tokens and survivors by position, and window.
-
-        Raises:
-            KVError: this prompt's layer `layer` has not been compressed before a later one.
-        """
         if layer.layer_index < self.layer:
             return super().compress(layer, budget, generator)
         means = self._means(layer, budget)

@@ -28,7 +28,6 @@ class Fixed(Pattern):
     summary: Count = 8
 
     def pattern(self, older: int, count: int) -> Tensor:
-        """Choose the `count` positions nearest to the end of their block."""
         blocks = max(1, round(count / self.summary))
         ends = torch.arange(1, blocks + 1) * older // blocks - 1
         positions = torch.arange(older)

@@ -48,14 +48,11 @@ class Recompress(Wrapper):
 
     @classmethod
     def can_wrap(cls, inner: type[Method]) -> bool:
-        """Whether `compress` of the inner method may be called on a compressed cache."""
         return inner.recompresses
 
     @property
     def recompression(self) -> Recompression:
-        """See `Method.recompression`."""
         return Recompression(self.every, self.to, self.queries, self.phase)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Compress by the inner method."""
         return self.inner.compress(layer, budget, generator)

@@ -23,5 +23,4 @@ class Strided(Pattern):
     """
 
     def pattern(self, older: int, count: int) -> Tensor:
-        """Choose the positions floor(i * older / count) - 1 for i = 1 .. count."""
         return torch.arange(1, count + 1) * older // max(count, 1) - 1
