@@ -1,5 +1,3 @@
-"""The base class of fixed sparse patterns: recent tokens, a pattern of older ones, and heavy hitters."""
-
 from __future__ import annotations
 
 from abc import abstractmethod

@@ -49,7 +49,6 @@ def carry_queries(
 
 
 def carried_queries(owner: str, layer: LayerKV) -> Tensor | None:
-    """What `carry_queries` stored for the layer."""
     return layer.carried.get(f"{owner}: queries {layer.layer_index}")
 
 

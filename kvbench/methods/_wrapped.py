@@ -1,5 +1,3 @@
-"""The base class of methods that use the scores or the choice of another method."""
-
 from __future__ import annotations
 
 import importlib
@@ -61,7 +59,6 @@ class Wrapper(Method):
         self.inner.rescore(layer, repeated, budget)
 
     def _check_inner(self, inner: Method) -> None:
-        """Refuse an inner method that cannot be wrapped."""
         if self.can_wrap(type(inner)):
             return
         allowed = [

@@ -1,6 +1,3 @@
-"""Attention matching: some keys of the middle are kept, with log-weights and values solved for so that
-they answer reference queries as the whole middle does."""
-
 from __future__ import annotations
 
 import itertools

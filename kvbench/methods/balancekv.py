@@ -199,7 +199,6 @@ class BalanceKV(Method):
     def _check_draws(
         self, uniforms: Sequence[Tensor], plan: Sequence[Halving], keys: Tensor
     ) -> None:
-        """Refuse draws of another shape than `plan` needs for keys [batch, kv_heads, n, dim]."""
         sizes = per_halving(self, "block_size", len(plan))
         for step, (halving, size) in enumerate(zip(plan, sizes, strict=True)):
             wanted = (*keys.shape[:2], math.ceil(halving.halved / size), size)
@@ -345,7 +344,6 @@ def plan_halvings(middle: int, rate: float, kept: int) -> list[Halving]:
 
 
 def whole_halvings(entries: int, count: int) -> list[Halving]:
-    """Plan `count` halvings, each of all the entries that are left."""
     return [Halving(entries >> step, entries >> step) for step in range(count)]
 
 

@@ -1,5 +1,3 @@
-"""BalanceKV that keeps exactly the tokens whose keys point away from the keys around them."""
-
 from __future__ import annotations
 
 import math

@@ -170,7 +170,6 @@ class Method(ABC):
         return sum(self.layer_capacities(budget, n, num_layers))
 
     def quantization(self) -> Scheme | None:
-        """The scheme that `quantize` describes, or None."""
         if self.quantize is None:
             return None
         name = f"{self.method_name()}.quantize"
@@ -191,14 +190,10 @@ class Method(ABC):
         return scheme
 
     def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
-        """Fields that the method adds to a record.
+        """Fields that the method adds to the record of a prompt of n tokens, by each layer's `held`.
 
         The default adds ``scheme_bytes``, the bytes of the random sketches and rotations that all
         prompts of a model share, for a scheme that has any.
-
-        Args:
-            n: the tokens of the prompt.
-            held: the size of each layer's compressed cache, by layer.
         """
         scheme = self.quantization()
         if scheme is None:
@@ -226,7 +221,6 @@ class Method(ABC):
         `Eviction` cannot express it, this hook. Called only when `evicts`.
 
         Args:
-            held: the layer's entries, the new token's last.
             attention: [kv_heads, c], this step's softmax attention to each entry, averaged over the
                 queries of the group.
 
@@ -258,7 +252,6 @@ class Method(ABC):
         Called only when `restricts`.
 
         Args:
-            held: the layer's entries, the tokens fed in this step last.
             logits: [kv_heads, queries, c], -inf where causality hides an entry.
 
         Returns:

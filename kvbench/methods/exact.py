@@ -1,5 +1,3 @@
-"""The uncompressed cache, the yardstick of every table."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

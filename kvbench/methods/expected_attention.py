@@ -1,5 +1,3 @@
-"""Expected Attention: entries are scored by the attention expected from future queries."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Fixed attention of the Sparse Transformer: a local window and the end of every block before it."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

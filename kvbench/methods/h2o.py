@@ -129,7 +129,6 @@ class H2O(TokenScoringMethod):
         return min(n, heavy + recent + own)
 
     def _ratios(self, budget: Budget) -> tuple[float, float]:
-        """The shares of the sequence that are heavy hitters and recent tokens."""
         if budget.share is None:
             raise KVError(
                 f"h2o.semantics is {self.semantics!r} and budget.size is {budget.size}; allowed: a "

@@ -68,7 +68,6 @@ _WRAPPED = ("press", "base_press")
 
 
 def _package() -> ModuleType:
-    """The kvpress package."""
     try:
         return importlib.import_module("kvpress")
     except ImportError as error:
@@ -279,7 +278,6 @@ class KVPress(Method):
 
 
 def _innermost(press: Any) -> Any:
-    """The press inside all wrappers of `press`."""
     for option in _WRAPPED:
         if hasattr(press, option):
             return _innermost(getattr(press, option))

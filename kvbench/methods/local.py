@@ -1,5 +1,3 @@
-"""Local attention: only the most recent tokens."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

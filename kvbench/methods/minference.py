@@ -92,7 +92,6 @@ class MInference(Method):
         return [budget.capacity(n)] * num_layers
 
     def _make(self, layer: LayerKV, budget: Budget) -> Any:
-        """Make the package's cluster for this layer."""
         file, name = CLUSTERS[self.cluster]
         cluster = getattr(_module(file), name)
         capacity = budget.capacity(layer.n)

@@ -1,5 +1,3 @@
-"""Eviction of whole pages that all heads of a layer share, as in paged serving engines."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""PyramidKV: SnapKV with more entries in the first layers than in the last ones."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""Compression while decoding: another method compresses the cache again every so many tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

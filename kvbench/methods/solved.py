@@ -1,6 +1,3 @@
-"""Solved values: the entries that another method keeps, with values and log-weights by which they answer
-reference queries as the whole prompt does."""
-
 from __future__ import annotations
 
 import itertools

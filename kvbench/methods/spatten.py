@@ -1,5 +1,3 @@
-"""SpAtten: one set of tokens for all heads, pruned further from layer to layer."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""StreamingLLM: attention sinks and the most recent tokens."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Strided attention of the Sparse Transformer: a local window and every k-th token before it."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Sparse attention over the exact cache: a decoding query sees only the keys of its largest logits."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -1,5 +1,3 @@
-"""Uniform sampling: a random subset of the middle."""
-
 from __future__ import annotations
 
 import math

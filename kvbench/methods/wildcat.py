@@ -40,7 +40,6 @@ class Bins(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """The number of tokens of each bin."""
         return [end - start for start, end in itertools.pairwise(self.edges)]
 
 
@@ -116,7 +115,6 @@ class WildCat(Method):
     normalise: bool = False
 
     def cut(self, budget: Budget, n: int) -> Bins:
-        """Cut the middle of an n-token prompt into bins."""
         middle, kept = budget.middle(n), budget.middle_kept(n)
         if self.bins == "even":
             count = max(1, kept // self.bin_size) if self.bin_size else 1
