@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from kvbench.errors.options import Count, Share
-from kvbench.kv import Budget, CompressedKV, LayerKV
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._wrapped import Wrapper
 from kvbench.methods.base import Method, Recompression
 
@@ -47,6 +47,14 @@ class Recompress(Wrapper):
     @classmethod
     def can_wrap(cls, inner: type[Method]) -> bool:
         return inner.recompresses
+
+    def _check_inner(self, inner: Method) -> None:
+        super()._check_inner(inner)
+        if inner.rescoring is not None:
+            raise KVError(
+                f"recompress.of is {self.of!r} with options that have the prompt repeated; allowed: "
+                "options that do not (of attention_matching: queries=prompt)"
+            )
 
     @property
     def recompression(self) -> Recompression:
