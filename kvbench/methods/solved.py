@@ -152,13 +152,16 @@ class Solved(Wrapper):
                 "method that chooses entries"
             )
         from_prompt = self.queries == "prompt" or self.rescoring is None
-        queries = as_after_prompt(layer) if from_prompt else carried_queries("solved", layer)
+        batch, heads, _, _ = kept.keys.shape
+        if from_prompt:
+            queries = as_after_prompt(layer, heads, self.max_queries)
+        else:
+            queries = carried_queries("solved", layer)
         if queries is None:
             raise KVError(
                 f"solved has no reference queries of layer {layer.layer_index}; allowed: queries=prompt "
                 "where queries are held, repeat where whole prompts are read"
             )
-        batch, heads, _, _ = kept.keys.shape
         queries = evenly_spread(queries, heads, self.max_queries)
         sinks = None
         if layer.sinks is not None:
@@ -194,11 +197,12 @@ class Solved(Wrapper):
             places: [t], the entries.
             start: what the inner method gave them.
         """
-        shares = block.mass[places] / block.total
+        shares = block.mass[places].div_(block.total)
         sinks = block.sinks / block.total
         output = (block.values.mT @ block.mass / block.total).mT
         weights = first_weights = start.log_weights.exp()
-        first_missing = output - attention_of(shares, weights, sinks) @ start.values
+        first_total = (weights @ shares + sinks).clamp(min=1e-30)
+        first_output = (shares.mT @ (weights[:, None] * start.values)) / first_total[:, None]
         if self.log_weights:
             weights = bounded_least_squares(
                 shares[:, :fitted].mT,
@@ -209,11 +213,12 @@ class Solved(Wrapper):
                 ridge=self.ridge,
                 steps=WEIGHT_STEPS,
             )
-        attention = attention_of(shares, weights, sinks)
+        mass = shares.mul_(weights[:, None])
+        attention = mass.div_((mass.sum(0) + sinks).clamp(min=1e-30)).mT
         missing = output - attention @ start.values
         change = least_squares(attention[:fitted], missing[:fitted], self.ridge)
         errors = (missing - attention @ change).square().sum(1)
-        first_errors = first_missing.square().sum(1)
+        first_errors = (output - first_output).square().sum(1)
         helps = errors[fitted:].sum() < first_errors[fitted:].sum()
         helps &= errors.sum() < first_errors.sum()
         return Solution(
@@ -227,10 +232,3 @@ def held_out_last(count: int) -> tuple[Tensor, int]:
     others."""
     is_held_out = torch.arange(count) % HELD_OUT == HELD_OUT // 2
     return is_held_out.to(torch.uint8).argsort(stable=True), count - int(is_held_out.sum())
-
-
-def attention_of(shares: Tensor, weights: Tensor, sinks: Tensor) -> Tensor:
-    """The attention [m, t] of entries with the shares [t, m] of the whole prompt's mass and the weights
-    [t], beside attention sinks of the shares `sinks` [m]."""
-    mass = shares * weights[:, None]
-    return mass.div_((mass.sum(0) + sinks).clamp(min=1e-30)).mT

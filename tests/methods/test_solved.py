@@ -19,7 +19,7 @@ from kvbench.engine.row import Row
 from kvbench.kernels.rotation import rotate
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
-from kvbench.methods._reference_queries import FUTURE, as_after_prompt
+from kvbench.methods._reference_queries import FUTURE, as_after_prompt, evenly_spread
 from kvbench.prompts import PromptEncoder
 
 BUDGET = Budget(rate=0.3, sink=5, window=4)
@@ -49,7 +49,7 @@ def layer_of(n: int = 120, **shape: Any) -> LayerKV:
 
 def error_of(layer: LayerKV, kept: CompressedKV) -> Tensor:
     """The squared error for the reference queries by KV head, in float64: [batch, kv_heads]."""
-    queries = as_after_prompt(layer)
+    queries = as_after_prompt(layer, layer.keys.shape[1], 10**6)
     exact = attend(queries, keep_all(layer), layer.scaling)
     error = (attend(queries, kept, layer.scaling) - exact).square()
     return error.sum((2, 3)).unflatten(1, (layer.keys.shape[1], -1)).sum(2)
@@ -88,8 +88,9 @@ def test_the_prompts_queries_stand_after_it() -> None:
         layer, queries=rotate(plain.queries[:, :, :90].double(), *rotary(8)(at)).float()
     )
     later = rotate(plain.queries[:, :, :90].double(), *rotary(8)(100 + at * FUTURE // 90))
-    assert_near(as_after_prompt(layer), later, 1e-4)
-    assert as_after_prompt(plain) is plain.queries
+    assert_near(as_after_prompt(layer, 2, 10**6), later, 1e-4)
+    assert as_after_prompt(plain, 2, 10**6) is plain.queries
+    assert_near(as_after_prompt(layer, 2, 20), evenly_spread(later, 2, 20), 1e-4)
 
 
 def test_values_by_definition() -> None:
