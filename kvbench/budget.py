@@ -116,11 +116,7 @@ class Budget:
         return min(n, self.sink + self.window + self.middle_kept(n))
 
     def check_compresses(self, n: int) -> None:
-        """Refuse a budget that leaves an n-token prompt fewer than `LEAST` entries.
-
-        Raises:
-            KVError: the budget, n and what is allowed.
-        """
+        """Refuse a budget that leaves an n-token prompt fewer than `LEAST` entries."""
         capacity = self.capacity(n)
         if capacity < min(n, LEAST):
             name = next(

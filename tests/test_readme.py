@@ -100,8 +100,9 @@ def test_the_readers_own_task_runs(tmp_path: Path) -> None:
     ],
     ids=[str(path.relative_to(ROOT)) for path in READMES],
 )
-def test_commands_work_as_typed(path: Path) -> None:
+def test_commands_work_as_typed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No pattern that zsh refuses to expand, no target or override that does not exist."""
+    monkeypatch.setenv("ESSAYS", "essays")
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     experiments = catalogue("experiments")
     for command in commands(path):

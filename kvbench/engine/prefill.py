@@ -98,7 +98,9 @@ class Prefill(Pass):
         self.rotary = rotary or {}
         self.rows = rows
         self.order = {layer: index for index, layer in enumerate(compressible)}
-        self.repeat = Repeat() if any(row.rescores for row in rows) else None
+        rescorings = [row.method.rescoring for row in rows if row.rescores]
+        self.repeat = Repeat() if rescorings else None
+        self.repeat_shows_queries = any(r is not None and r.prompt_queries for r in rescorings)
         self.exact = ExactBytes()
         self.clocks: list[Elapsed] = []
         self.non_finite: dict[int, Tensor] = {}
@@ -142,7 +144,8 @@ class Prefill(Pass):
         check.check_finite(kv, self.non_finite)
         if self.repeat is not None:
             self.repeat.exact_cache[call.layer] = (call.key, call.value)
-            self.repeat.layers[call.layer] = replace(kv, queries=None, shared={})
+            shown = kv if self.repeat_shows_queries else replace(kv, queries=None, shared={})
+            self.repeat.layers[call.layer] = shown
         for row in self.rows:
             if not row.rescores:
                 row.compress(call.layer, kv, self.on_compress)
@@ -219,7 +222,8 @@ class Repeat(Pass):
     Attributes:
         exact_cache: the prompt's keys and values by the layer's index; for a sliding-window layer those
             in its window.
-        layers: the layers that will be compressed, by the layer's index, without the prompt's queries.
+        layers: the layers that will be compressed, by the layer's index, without the prompt's queries
+            unless a method asks for them (`Rescoring.prompt_queries`).
         states: for hybrid models the recurrent states after the prompt, by the layer's index.
         rows: those whose methods are shown the current chunk.
         chunk: the current chunk; None before the first.

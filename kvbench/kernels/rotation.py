@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate vectors x [..., p, dim] by cosines and sines [p, width]: the first half of the first
-    `width` channels against the second half. Other channels stay as they are."""
+    """Rotate vectors x [..., p, dim] by cosines and sines [p, width] or [heads, p, width]: the first
+    half of the first `width` channels against the second half. Other channels stay as they are."""
     width = cos.shape[-1]
     half = width // 2
     out = torch.empty_like(x)

@@ -82,9 +82,6 @@ def scaled_queries(layer: LayerKV, who: str) -> Tensor:
     Args:
         who: what messages call the package's class, which reads the queries of the prompt's last tokens
             and does not bound logits.
-
-    Raises:
-        KVError: the layer has no queries, withholds the last ones, or bounds its logits.
     """
     if layer.queries is None:
         raise KVError(f"layer {layer.layer_index} has no queries; {who} needs them")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -36,10 +36,7 @@ class HeldShape(NamedTuple):
     """The size of one layer's compressed cache.
 
     Attributes:
-        heads: the number of KV heads.
-        entries: the number of entries of each head.
-        dim: the numbers in a key.
-        value_dim: the numbers in a value.
+        heads: KV heads, of `entries` entries each.
         itemsize: the bytes of a number.
     """
 
@@ -51,7 +48,6 @@ class HeldShape(NamedTuple):
 
     @classmethod
     def of(cls, cache: CompressedKV) -> HeldShape:
-        """The size of the cache of one layer."""
         _, heads, entries, dim = cache.keys.shape
         return cls(heads, entries, dim, cache.values.shape[3], cache.keys.element_size())
 
@@ -81,16 +77,8 @@ class Recompression:
     def entries_to_keep(
         self, budget: Budget, prompt_tokens: int, fed_tokens: int, entries: int
     ) -> int | None:
-        """Decide to how many entries per head a cache is compressed at this step.
-
-        Args:
-            prompt_tokens: the tokens of the prompt.
-            fed_tokens: the tokens fed since the prompt.
-            entries: the entries that each head holds now.
-
-        Returns:
-            the number of entries, or None where the cache is not compressed at this step.
-        """
+        """To how many entries per head a cache of `entries` is compressed at this step; None where it is
+        not."""
         full = self._entries_when_full(budget, prompt_tokens, fed_tokens)
         if full is None or entries <= full:
             return None
@@ -111,7 +99,6 @@ class Recompression:
 
 
 def _least_entries(budget: Budget) -> int:
-    """The least number of entries to which a cache is compressed: sink, window and one more."""
     return budget.sink + budget.window + 1
 
 
@@ -131,13 +118,16 @@ class Rescoring:
         first: the instruction before the first chunk, plain text; empty for none.
         following: the instruction before each later chunk; the last `overlap` tokens of the previous
             chunk follow the instruction.
-        overlap: see `following`.
+        prompt_queries: whether `compress` is shown the prompt's queries, too; those of all layers are
+            then held until the second pass is over. Else `LayerKV.queries` is None. It changes nothing
+            of the pass, so methods that differ in it alone share one.
     """
 
     chunk: int
     first: str = ""
     following: str = ""
     overlap: int = 0
+    prompt_queries: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,6 @@ def least_squares(
 
     Returns:
         x, [t, k] float32.
-
-    Raises:
-        KVError: numbers that are not finite.
     """
     rows, count = columns.shape
     wide = rows < count
@@ -76,26 +73,34 @@ def bounded_least_squares(
         columns: [m, t] float32 without a negative element.
         target: [m]; start, least, most: [t].
     """
-    if columns.shape[0] < columns.shape[1]:
-
-        def normal(x: Tensor) -> Tensor:
-            return columns.mT @ (columns @ x)
+    wide = columns.shape[0] < columns.shape[1]
+    # A few large operations in each step: there are many heads, and many steps for each.
+    if wide:
+        norm = power_iteration(lambda x: columns.mT @ (columns @ x), torch.ones_like(start))
     else:
         gram = gram_of(columns)
-
-        def normal(x: Tensor) -> Tensor:
-            return gram @ x
-
-    norm = power_iteration(normal, torch.ones_like(start))
-    product = columns.mT @ target
+        norm = largest_eigenvalue(gram)
     step = 1 / ((1.1 + ridge) * norm)
+    remains = 1 - ridge * norm * step
+    constant = step * (columns.mT @ target) + (1 - remains) * start
+    if wide:
+        scaled = columns * step.sqrt()
+
+        def follow(x: Tensor) -> Tensor:
+            return torch.addmv(constant + remains * x, scaled.mT, scaled @ x, alpha=-1)
+    else:
+        matrix = gram.mul_(-step)
+        matrix.diagonal().add_(remains)
+
+        def follow(x: Tensor) -> Tensor:
+            return torch.addmv(constant, matrix, x)
+
     x = ahead = start
     momentum = 1.0
     for _ in range(steps):
-        gradient = normal(ahead) - product + ridge * norm * (ahead - start)
-        moved = torch.minimum(torch.maximum(ahead - step * gradient, least), most)
+        moved = follow(ahead).clamp_(least, most)
         following = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
-        ahead = moved + (momentum - 1) / following * (moved - x)
+        ahead = moved.lerp(x, (1 - momentum) / following)
         x, momentum = moved, following
     return x
 
@@ -122,18 +127,13 @@ def extend_gram(gram: Tensor, columns: Tensor) -> Tensor:
 def cholesky(matrix: Tensor) -> Tensor:
     """The lower Cholesky factor of a matrix [t, t] of unit diagonal, which is raised where the matrix
     is singular (`JITTERS`). Writes to the diagonal of `matrix`.
-
-    Raises:
-        KVError: numbers that are not finite.
     """
     for jitter in JITTERS:
         matrix.diagonal().fill_(1.0 + jitter)
         factor, failed = torch.linalg.cholesky_ex(matrix)
         if not failed:
             return factor
-    raise KVError(
-        "attention matching met keys, values or queries that are not finite; allowed: numbers"
-    )
+    raise KVError("least squares of keys, values or queries that are not finite; allowed: numbers")
 
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:

@@ -172,7 +172,6 @@ class Matching:
         check_options(self, "match.", KVError)
 
     def select(self, block: Block, entries: int) -> Selection:
-        """Choose the keys of `entries` entries of the block."""
         if self.keys == "omp":
             return self.pursue(block, entries)
         return Selection(best_first(self.key_scores(block), entries), None)
@@ -238,7 +237,6 @@ class Matching:
         return pursuit.selection
 
     def solve(self, block: Block, selection: Selection) -> Solution:
-        """Solve for the log-weights and values of the selected entries, in their order."""
         places, weights = selection
         if not len(places):
             return Solution(block.total[:0], block.values[:0])
@@ -328,11 +326,9 @@ class Pursuit:
 
     @property
     def selection(self) -> Selection:
-        """The entries chosen so far."""
         return Selection(self.places, self.weights)
 
     def fill(self, entries: int) -> None:
-        """Choose entries until there are `entries` of them."""
         while len(self.places) < entries:
             missing = entries - len(self.places)
             count = min(self.options.choose, missing, int(self.may_choose.sum()))
@@ -344,7 +340,6 @@ class Pursuit:
             self._choose(count)
 
     def _choose(self, count: int) -> None:
-        """One round: choose `count` entries, and fit the weights if that is due."""
         mass, total = self.block.mass, self.block.total
         product = (mass @ (total - self.reached)).masked_fill(~self.may_choose, -torch.inf)
         chosen = best_first(product, count)
@@ -362,7 +357,6 @@ class Pursuit:
         self.rounds += 1
 
     def fit(self) -> None:
-        """Fit the weights of all entries chosen so far."""
         self.weights = self.options.fit_weights(self.columns, self.block.total, self.gram)
 
     def drop_below(self, log_weight: float) -> bool:

@@ -1,5 +1,3 @@
-"""The base class of fixed sparse patterns: recent tokens, a pattern of older ones, and heavy hitters."""
-
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -34,11 +32,6 @@ class Pattern(Method):
         """Choose `count` of the positions 0 .. older - 1: [count] int64, ascending."""
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep pattern and heavy hitters, ascending, then the recent tokens.
-
-        Raises:
-            KVError: with heavy_hitters, the layer does not hold all prompt queries.
-        """
         batch, heads, n = layer.keys.shape[:3]
         capacity = budget.capacity(n)
         older_kept = capacity // 2

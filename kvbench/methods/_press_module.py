@@ -46,11 +46,6 @@ class AttentionModule:
             self.hidden_states[0, n - queries.shape[1] :] = queries.transpose(0, 1).flatten(1)
 
     def q_proj(self, states: Tensor) -> Tensor:
-        """Return the queries that `states` are.
-
-        Raises:
-            KVError: the layer does not hold the queries of these tokens, or bounds its logits.
-        """
         scaled_queries(self._layer, f"press {self._press}")
         if states.isnan().any():
             queries = self._layer.queries
@@ -63,11 +58,6 @@ class AttentionModule:
 
     @property
     def o_proj(self) -> SimpleNamespace:
-        """The output projection, of which a press may read the weight.
-
-        Raises:
-            KVError: the layer does not show its weight, since it has another name or is quantised.
-        """
         if self._layer.output is None:
             raise KVError(
                 f"press {self._press} reads the output projection and layer {self.layer_idx} shows "
@@ -78,7 +68,6 @@ class AttentionModule:
         return SimpleNamespace(weight=weight)
 
     def forward_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of the layer's forward pass that a press may read."""
         one = self._layer.keys.new_ones(1, 1, 1)
         shape = (1, self._layer.n, self.head_dim)
         cos = one.expand(shape)
@@ -118,7 +107,6 @@ class ColumnSums:
         self.dtype = mass.dtype
 
     def sum(self, dim: int) -> Tensor:
-        """The sums over the queries, [1, heads, n]."""
         if dim not in (2, -2):
             raise KVError(f"attention weights are summed over queries (2), not over {dim}")
         return self._mass.clone()

@@ -49,20 +49,26 @@ def carry_queries(
 
 
 def carried_queries(owner: str, layer: LayerKV) -> Tensor | None:
-    """What `carry_queries` stored for the layer."""
     return layer.carried.get(f"{owner}: queries {layer.layer_index}")
 
 
-def as_after_prompt(layer: LayerKV) -> Tensor | None:
-    """The prompt's queries as though they stood at the `FUTURE` positions after it, evenly spread in
-    their order: [batch, heads, m, dim]. Unchanged where no rotary table describes the layer; None where
-    the layer has none."""
-    queries = layer.queries
-    if queries is None or layer.rotary is None:
+def as_after_prompt(layer: LayerKV, kv_heads: int, most: int) -> Tensor | None:
+    """Those of the prompt's queries that `evenly_spread` chooses, as though all of them stood at the
+    `FUTURE` positions after it, evenly spread in their order: [batch, heads, at most m, dim]. Unchanged
+    where no rotary table describes the layer; None where the layer has none."""
+    if layer.queries is None:
+        return None
+    queries, rotary = evenly_spread(layer.queries, kv_heads, most), layer.rotary
+    if rotary is None:
         return queries
-    count = queries.shape[2]
-    place = torch.arange(count, device=queries.device)
+    heads, count = layer.queries.shape[1:3]
+    place = torch.arange(count, device=queries.device).view(1, 1, -1, 1).expand(1, heads, -1, 1)
+    place = evenly_spread(place, kv_heads, most)[0, :, :, 0]
+
+    def table(positions: Tensor) -> list[Tensor]:
+        tables = rotary(positions.flatten())
+        return [part.float().unflatten(0, positions.shape) for part in tables]
+
     first = layer.n - layer.withheld - count
-    plain = unrotate(queries.float(), *(table.float() for table in layer.rotary(place + first)))
-    later = layer.n + place * FUTURE // count
-    return rotate(plain, *(table.float() for table in layer.rotary(later)))
+    plain = unrotate(queries.float(), *table(place + first))
+    return rotate(plain, *table(layer.n + place * FUTURE // count))

@@ -1,5 +1,3 @@
-"""The base class of methods that use the scores or the choice of another method."""
-
 from __future__ import annotations
 
 import importlib
@@ -8,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from kvbench.errors.options import Text
-from kvbench.kv import Budget, KVError
-from kvbench.methods.base import Method, TokenScoringMethod
+from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.methods.base import Method, Repetition, Rescoring, TokenScoringMethod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +21,10 @@ class Wrapper(Method):
         of: the name of the inner method, as in ``adakv`` *of* ``snapkv``. The option's name is part of
             every config hash, so it stays.
         options: the options of the inner method.
-
-    Raises:
-        KVError: an unknown inner method or option, or an inner method that cannot be wrapped.
     """
+
+    own_version: ClassVar[int] = 1
+    """As `Method.version`, for the wrapper's part."""
 
     of: Text = "snapkv"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -42,20 +40,25 @@ class Wrapper(Method):
 
     @cached_property
     def inner(self) -> Method:
-        """The inner method, made from `of` and `options`."""
         inner: Method = _registry().build_method(self.of, **self.options)
         return inner
 
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """A number for each pair of the two versions: a change of either part makes another result."""
+        return 100 * (self.own_version - 1) + self.inner.version
+
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> Sequence[int]:
-        """The inner method's capacities."""
         return self.inner.layer_capacities(budget, n, num_layers)
 
-    def _check_inner(self, inner: Method) -> None:
-        """Refuse an inner method that cannot be wrapped.
+    @property
+    def rescoring(self) -> Rescoring | None:
+        return self.inner.rescoring
 
-        Raises:
-            KVError: the option, its value and the methods that can be wrapped.
-        """
+    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
+        self.inner.rescore(layer, repeated, budget)
+
+    def _check_inner(self, inner: Method) -> None:
         if self.can_wrap(type(inner)):
             return
         allowed = [
@@ -72,12 +75,10 @@ class ScoreWrapper(Wrapper):
 
     @classmethod
     def can_wrap(cls, inner: type[Method]) -> bool:
-        """Whether the inner method has token scores."""
         return issubclass(inner, TokenScoringMethod)
 
     @property
     def scorer(self) -> TokenScoringMethod:
-        """The inner method."""
         assert isinstance(self.inner, TokenScoringMethod)
         return self.inner
 

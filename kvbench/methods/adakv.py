@@ -56,7 +56,6 @@ class AdaKV(ScoreWrapper):
     safeguard: Fraction = 0.2
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep the entries of each head by position; padding follows them."""
         n = layer.n
         capacity = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
         scores = self.scorer.token_scores(layer, budget).clone()

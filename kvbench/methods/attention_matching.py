@@ -1,6 +1,3 @@
-"""Attention matching: some keys of the middle are kept, with log-weights and values solved for so that
-they answer reference queries as the whole middle does."""
-
 from __future__ import annotations
 
 import itertools
@@ -78,7 +75,6 @@ class AttentionMatching(TokenScoringMethod, Matching):
 
     @property
     def rescoring(self) -> Rescoring | None:
-        """See `Method.rescoring`."""
         if self.queries == "prompt":
             return None
         if not self.instructed:
@@ -89,7 +85,6 @@ class AttentionMatching(TokenScoringMethod, Matching):
         carry_queries("attention_matching", layer, repeated, budget, self.max_queries)
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """The budget's capacity; with `pyramid` the capacities of `pyramidkv`."""
         if self.pyramid is None:
             return [budget.capacity(n)] * num_layers
         # PyramidKV keeps the window alone in every layer; here every layer keeps the sink, too.
@@ -97,17 +92,11 @@ class AttentionMatching(TokenScoringMethod, Matching):
         return PyramidKV(beta=self.pyramid).layer_capacities(sink_in_window, n, num_layers)
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `TokenScoringMethod.token_scores`: the scores by which ``keys=highest`` chooses."""
         scores = [self.key_scores(block) for block in self.blocks(layer, budget)]
         middle = torch.stack(scores).view(*layer.keys.shape[:2], -1)
         return F.pad(middle, (budget.sink, budget.window))
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep sink, the matched entries by position, and window.
-
-        Raises:
-            KVError: the layer has no queries, or with ``queries=repeat`` `rescore` was not called.
-        """
         capacity = self.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
         count = capacity - budget.sink - budget.window
         if count < 1:
@@ -129,8 +118,6 @@ class AttentionMatching(TokenScoringMethod, Matching):
         return with_solutions(kept, in_middle(kept, layer, budget), solutions)
 
     def settle(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
-        """See `TokenScoringMethod.settle`: solve for the log-weights and values of the entries that are
-        kept of the middle."""
         is_middle = in_middle(kept, layer, budget)
         heads = zip(
             self.blocks(layer, budget),
@@ -145,11 +132,7 @@ class AttentionMatching(TokenScoringMethod, Matching):
         return with_solutions(kept, is_middle, solutions)
 
     def blocks(self, layer: LayerKV, budget: Budget) -> Iterator[Block]:
-        """The middle of each KV head of each prompt, as its reference queries see it.
-
-        Raises:
-            KVError: the layer has no queries, or with ``queries=repeat`` `rescore` was not called.
-        """
+        """The middle of each KV head of each prompt, as its reference queries see it."""
         queries = layer.queries
         if self.queries == "repeat":
             queries = carried_queries("attention_matching", layer)

@@ -169,9 +169,6 @@ class BalanceKV(Method):
             positions: [batch, kv_heads, c] int64, elements of `order` in its order, or with
                 order=released in the released code's order; -1 pads heads that kept fewer.
             weights: [batch, kv_heads, c] float32, powers of two; 0 on padding.
-
-        Raises:
-            KVError: `kept` is out of range, or draws have another shape.
         """
         if order is None:
             order = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
@@ -202,11 +199,6 @@ class BalanceKV(Method):
     def _check_draws(
         self, uniforms: Sequence[Tensor], plan: Sequence[Halving], keys: Tensor
     ) -> None:
-        """Refuse draws of another shape than `plan` needs for keys [batch, kv_heads, n, dim].
-
-        Raises:
-            KVError: the number of the halving, its draws' shape, and the shape that it needs.
-        """
         sizes = per_halving(self, "block_size", len(plan))
         for step, (halving, size) in enumerate(zip(plan, sizes, strict=True)):
             wanted = (*keys.shape[:2], math.ceil(halving.halved / size), size)
@@ -352,7 +344,6 @@ def plan_halvings(middle: int, rate: float, kept: int) -> list[Halving]:
 
 
 def whole_halvings(entries: int, count: int) -> list[Halving]:
-    """Plan `count` halvings, each of all the entries that are left."""
     return [Halving(entries >> step, entries >> step) for step in range(count)]
 
 
@@ -391,11 +382,7 @@ def smaller_classes(
 
 
 def per_halving(method: BalanceKV, option: str, count: int) -> tuple[Any, ...]:
-    """The values of an option for `count` halvings, where the option is one value or a list.
-
-    Raises:
-        KVError: the list is too short.
-    """
+    """The values of an option for `count` halvings, where the option is one value or a list."""
     value = getattr(method, option)
     if isinstance(value, int | float):
         return (value,) * count

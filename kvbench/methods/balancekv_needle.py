@@ -1,5 +1,3 @@
-"""BalanceKV that keeps exactly the tokens whose keys point away from the keys around them."""
-
 from __future__ import annotations
 
 import math
@@ -47,11 +45,6 @@ class BalanceKVNeedle(BalanceKV):
     layer: Whole = 1
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep sink, protected tokens and survivors by position, and window.
-
-        Raises:
-            KVError: this prompt's layer `layer` has not been compressed before a later one.
-        """
         if layer.layer_index < self.layer:
             return super().compress(layer, budget, generator)
         means = self._means(layer, budget)

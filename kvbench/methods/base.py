@@ -65,9 +65,6 @@ def check_known(what: str, name: str, known: Sequence[str]) -> None:
 
     Args:
         what: the beginning of the message, such as ``unknown method 'snapvk'``.
-
-    Raises:
-        KVError: one line of `what`, the nearest known name, and all known names.
     """
     if name not in known:
         raise KVError(f"{what}{nearest(name, known)}; allowed: {', '.join(known) or 'none'}")
@@ -80,9 +77,6 @@ def build_scheme(method: str, options: Mapping[str, Any]) -> Scheme:
         method: the method's name, with which messages begin.
         options: ``scheme``, a name in `SCHEMES` (``affine`` if it is left out), and that scheme's
             options.
-
-    Raises:
-        KVError: an unknown scheme or option, or a value that the scheme does not allow.
     """
     scheme_options = dict(options)
     scheme = str(scheme_options.pop("scheme", "affine"))
@@ -137,11 +131,7 @@ class Method(ABC):
     the options of that scheme (`SCHEMES`). None stores entries in the model's dtype."""
 
     def __post_init__(self) -> None:
-        """Check the options by their type hints. A subclass with further checks calls this first.
-
-        Raises:
-            KVError: one line that names the option, its value and what is allowed.
-        """
+        """Check the options by their type hints. A subclass with further checks calls this first."""
         check_options(self, f"{self.method_name()}.", KVError)
 
     @classmethod
@@ -180,12 +170,6 @@ class Method(ABC):
         return sum(self.layer_capacities(budget, n, num_layers))
 
     def quantization(self) -> Scheme | None:
-        """The scheme that `quantize` describes, or None.
-
-        Raises:
-            KVError: an unknown scheme or option, a value that the scheme does not allow, or a scheme
-                that this method cannot be combined with.
-        """
         if self.quantize is None:
             return None
         name = f"{self.method_name()}.quantize"
@@ -206,14 +190,10 @@ class Method(ABC):
         return scheme
 
     def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
-        """Fields that the method adds to a record.
+        """Fields that the method adds to the record of a prompt of n tokens, by each layer's `held`.
 
         The default adds ``scheme_bytes``, the bytes of the random sketches and rotations that all
         prompts of a model share, for a scheme that has any.
-
-        Args:
-            n: the tokens of the prompt.
-            held: the size of each layer's compressed cache, by layer.
         """
         scheme = self.quantization()
         if scheme is None:
@@ -241,7 +221,6 @@ class Method(ABC):
         `Eviction` cannot express it, this hook. Called only when `evicts`.
 
         Args:
-            held: the layer's entries, the new token's last.
             attention: [kv_heads, c], this step's softmax attention to each entry, averaged over the
                 queries of the group.
 
@@ -273,7 +252,6 @@ class Method(ABC):
         Called only when `restricts`.
 
         Args:
-            held: the layer's entries, the tokens fed in this step last.
             logits: [kv_heads, queries, c], -inf where causality hides an entry.
 
         Returns:
@@ -309,11 +287,17 @@ class Method(ABC):
         index.
 
         Called for every chunk and every layer before `compress` is called, and only where `rescoring` is
-        not None and the prompt is compressed. In both calls `layer.queries` is None.
+        not None and the prompt is compressed. Whether `layer.queries` is there in both calls, see
+        `Rescoring.prompt_queries`.
         """
         raise KVError(
             f"{type(self).__name__} has a rescoring and no rescore; allowed: both, or neither"
         )
+
+    @property
+    def inner(self) -> Method | None:
+        """The method around which this one is put; None for a method that is no wrapper."""
+        return None
 
     @property
     def holds_a_cache(self) -> bool:
@@ -364,19 +348,20 @@ def allowed_entries(method: Method, budget: Budget, n: int, num_layers: int) -> 
     """Decide how many entries the audit allows a method after a prompt of n tokens.
 
     A method cannot grant itself more than the budget. Only a class of kvbench whose options include all
-    those of one of its presets may exceed it.
+    those of one of its presets may exceed it, and a class of kvbench around such a method.
     """
     granted = num_layers * (budget.capacity(n) if method.saves_memory else n)
     requested = method.total_capacity(replace(budget), n, num_layers)
     if requested <= granted:
         return AllowedEntries(requested, None)
+    chooses: Method | None = method
     # A class from outside kvbench could declare a preset for anything.
-    if not type(method).__module__.startswith("kvbench."):
-        return AllowedEntries(granted, None)
-    for name, options in type(method).presets.items():
-        preset = type(method)(**options)
-        if options and all(getattr(method, key) == getattr(preset, key) for key in options):
-            return AllowedEntries(requested, name)
+    while chooses is not None and type(chooses).__module__.startswith("kvbench."):
+        for name, options in type(chooses).presets.items():
+            preset = type(chooses)(**options)
+            if options and all(getattr(chooses, key) == getattr(preset, key) for key in options):
+                return AllowedEntries(requested, name)
+        chooses = chooses.inner
     return AllowedEntries(granted, None)
 
 

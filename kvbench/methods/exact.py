@@ -1,5 +1,3 @@
-"""The uncompressed cache, the yardstick of every table."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,5 +18,4 @@ class Exact(Method):
     uses_budget: ClassVar[bool] = False
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep all entries, without a copy."""
         return keep_all(layer)

@@ -1,5 +1,3 @@
-"""Expected Attention: entries are scored by the attention expected from future queries."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -50,17 +48,10 @@ class ExpectedAttention(TokenScoringMethod):
     epsilon: NonNegative = 0.0
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep the entries with the highest scores, by position.
-
-        Raises:
-            KVError: the prompt is within the sink, or the layer lacks queries or a rotary table.
-        """
         capacity = budget.capacity(layer.n)
         return gather_entries(layer, top_positions(self.token_scores(layer, budget), capacity))
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `TokenScoringMethod.token_scores`. Tokens of the sink score 1 more than the best of the
-        others."""
         sink = budget.sink if self.sink is None else self.sink
         batch, kv_heads, n, dim = layer.keys.shape
         if sink > budget.capacity(n):
@@ -95,11 +86,7 @@ class ExpectedAttention(TokenScoringMethod):
 
 
 def _rotation(layer: LayerKV, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The layer's cosines and sines [p, width] at positions [p], float32.
-
-    Raises:
-        KVError: the layer has no rotary table.
-    """
+    """The layer's cosines and sines [p, width] at positions [p], float32."""
     if layer.rotary is None:
         raise KVError(
             f"layer {layer.layer_index} has no rotary table of the usual kind; expected_attention is "
@@ -112,9 +99,6 @@ def _rotation(layer: LayerKV, positions: Tensor) -> tuple[Tensor, Tensor]:
 def plain_queries(layer: LayerKV) -> Tensor:
     """Undo the position encoding of the prompt's queries: [batch, heads, n - withheld, head_dim]
     float32, a copy.
-
-    Raises:
-        KVError: the layer has no rotary table, or does not hold all prompt queries.
     """
     available = 0 if layer.queries is None else layer.queries.shape[2]
     if layer.queries is None or available != layer.n - layer.withheld:
@@ -129,9 +113,6 @@ def plain_queries(layer: LayerKV) -> Tensor:
 def mean_rotation(layer: LayerKV, start: int, count: int) -> Tensor:
     """The mean of the rotation matrices [head_dim, head_dim] of the positions start .. start + count -
     1. A rotation matrix times a query is the query after position encoding.
-
-    Raises:
-        KVError: the layer has no rotary table.
     """
     device, dim = layer.keys.device, layer.keys.shape[-1]
     cos, sin = _rotation(layer, torch.arange(start, start + count, device=device))

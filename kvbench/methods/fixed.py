@@ -1,5 +1,3 @@
-"""Fixed attention of the Sparse Transformer: a local window and the end of every block before it."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -28,7 +26,6 @@ class Fixed(Pattern):
     summary: Count = 8
 
     def pattern(self, older: int, count: int) -> Tensor:
-        """Choose the `count` positions nearest to the end of their block."""
         blocks = max(1, round(count / self.summary))
         ends = torch.arange(1, blocks + 1) * older // blocks - 1
         positions = torch.arange(older)

@@ -67,18 +67,12 @@ class H2O(TokenScoringMethod):
             )
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `TokenScoringMethod.token_scores`: the accumulated attention, averaged over the group."""
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
         if self.keeps == "heaviest":
             return mass
         return mass.amax(-1, keepdim=True) - mass
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep the heavy hitters by position, then the recent tokens. A cache that evicts gets scores.
-
-        Raises:
-            KVError: the layer does not hold all prompt queries, or `semantics` is not ``paper``.
-        """
         if self.semantics != "paper":
             raise KVError(
                 f"h2o.semantics is {self.semantics!r}, a mask of one pass over prompt and answer, which "
@@ -97,7 +91,6 @@ class H2O(TokenScoringMethod):
         return replace(kept, scores=mass.gather(2, positions))
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
-        """See `Method.eviction`: the lightest entry that is not recent leaves."""
         if self.decode == "grow" or self.semantics != "paper":
             return None
         leaves: Literal["lightest", "heaviest"] = "lightest"
@@ -136,11 +129,6 @@ class H2O(TokenScoringMethod):
         return min(n, heavy + recent + own)
 
     def _ratios(self, budget: Budget) -> tuple[float, float]:
-        """The shares of the sequence that are heavy hitters and recent tokens.
-
-        Raises:
-            KVError: the budget is a size.
-        """
         if budget.share is None:
             raise KVError(
                 f"h2o.semantics is {self.semantics!r} and budget.size is {budget.size}; allowed: a "
@@ -192,9 +180,6 @@ def released_mask(
 
     Returns:
         [heads, n, n] bool, True where query i sees key j; False above the diagonal.
-
-    Raises:
-        KVError: an unknown `semantics`.
     """
     if semantics not in ("global", "sequential"):
         raise KVError(f"semantics is {semantics!r}; allowed: global, sequential")

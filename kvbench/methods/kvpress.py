@@ -68,11 +68,6 @@ _WRAPPED = ("press", "base_press")
 
 
 def _package() -> ModuleType:
-    """The kvpress package.
-
-    Raises:
-        KVError: the package is absent or cannot be imported.
-    """
     try:
         return importlib.import_module("kvpress")
     except ImportError as error:
@@ -82,11 +77,7 @@ def _package() -> ModuleType:
 
 
 def available_presses() -> list[str]:
-    """The names of all presses of the installed package without its base classes, sorted.
-
-    Raises:
-        KVError: the package is absent.
-    """
+    """The names of all presses of the installed package without its base classes, sorted."""
     package = _package()
     return sorted(
         name
@@ -105,10 +96,6 @@ def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
         options: the arguments of its constructor without the compression ratio. A press among them is a
             name, or a mapping of ``press`` (the name) and the options of that press.
         budget: sets n_sink, num_sinks and window_size where the press has them and `options` does not.
-
-    Raises:
-        KVError: an unknown or refused press, an unknown or missing option, or a value that the press
-            rejects.
     """
     check_known(f"unknown press {name!r}", str(name), available_presses())
     cls: type[Any] = getattr(_package(), str(name))
@@ -144,9 +131,6 @@ def _make_wrapped(name: object, option: str, value: Any, budget: Budget) -> Any:
     Args:
         name: the wrapping press, and `option`, which of its options names the wrapped one.
         value: the name of the wrapped press, or a mapping of ``press`` and its options.
-
-    Raises:
-        KVError: no press is named; or see `make_press`.
     """
     if value is None:
         raise KVError(
@@ -214,8 +198,6 @@ class KVPress(Method):
         make_press(self.press, self.options, Budget())
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """The entries per KV head that this layer may hold. PyramidKVPress sets a capacity for each
-        layer."""
         capacity = budget.capacity(n)
         press = make_press(self.press, self.options, budget)
         if capacity >= n or not hasattr(press, "get_layer_budget"):
@@ -226,11 +208,6 @@ class KVPress(Method):
         return int(press.get_layer_budget(module, n))
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep what the press keeps, by position.
-
-        Raises:
-            KVError: the press reads something that a method does not see, or cannot meet the budget.
-        """
         n, capacity = layer.n, budget.capacity(layer.n)
         if capacity >= n:
             return keep_all(layer)
@@ -301,7 +278,6 @@ class KVPress(Method):
 
 
 def _innermost(press: Any) -> Any:
-    """The press inside all wrappers of `press`."""
     for option in _WRAPPED:
         if hasattr(press, option):
             return _innermost(getattr(press, option))

@@ -96,14 +96,12 @@ class KVzip(Method):
 
     @property
     def rescoring(self) -> Rescoring:
-        """See `Method.rescoring`."""
         if not self.instructed:
             return Rescoring(self.chunk)
         return Rescoring(self.chunk, FIRST, FOLLOWING, OVERLAP)
 
     def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
-        """Append the chunk's scores to those of earlier chunks in `LayerKV.carried`. All variants of the
-        method share the computation."""
+        # Once for all variants of the method.
         scores = layer.once(
             f"kvzip: {self.rescoring} from {budget.sink}: {repeated.start}",
             lambda: largest_attention(layer, repeated, budget.sink),
@@ -114,11 +112,6 @@ class KVzip(Method):
         layer.carried[name] = scores
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep sink, the best entries of the middle by position, and window.
-
-        Raises:
-            KVError: `rescore` has not been called for every layer.
-        """
         names = [f"scores {index}" for index in range(layer.num_layers)]
         if not all(name in layer.carried for name in names):
             raise KVError(
@@ -143,6 +136,5 @@ class KVzip(Method):
         return keep_marked(layer, stay)
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """The entries per head that a layer may hold: all n with ``level: pair``, whose layers share one
-        budget."""
+        # With pairs the layers share one budget.
         return n if self.level == "pair" else budget.capacity(n)

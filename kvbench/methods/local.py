@@ -1,5 +1,3 @@
-"""Local attention: only the most recent tokens."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -31,10 +29,8 @@ class Local(Method):
     decode: Literal["grow", "evict"] = "grow"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep the last `capacity` entries."""
         n = layer.n
         return gather_entries(layer, positions_between(layer, n - budget.capacity(n), n))
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
-        """See `Method.eviction`: with ``decode=evict`` the oldest entry leaves."""
         return Eviction("oldest") if self.decode == "evict" else None

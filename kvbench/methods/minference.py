@@ -34,9 +34,6 @@ CLUSTERS = {
 def _module(name: str) -> ModuleType:
     """Load ``minference/modules/<name>.py`` as a file, since the package itself can only be imported
     with CUDA.
-
-    Raises:
-        KVError: the package is absent, or has no such file.
     """
     missing = KVError(
         f"method 'minference' needs the package minference 0.1.6; install it: {INSTALL}"
@@ -88,18 +85,13 @@ class MInference(Method):
         _module(CLUSTERS[self.cluster][0])
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """The entries per query head. For `pyramidkv` the package's formula exceeds the budget."""
         if self.cluster == "pyramidkv":
+            # The package's formula, which exceeds the budget.
             released = PyramidKV(beta=self.beta, budgets="released")
             return released.layer_capacities(budget, n, num_layers)
         return [budget.capacity(n)] * num_layers
 
     def _make(self, layer: LayerKV, budget: Budget) -> Any:
-        """Make the package's cluster for this layer.
-
-        Raises:
-            KVError: the package's class cannot handle the budget or the number of layers.
-        """
         file, name = CLUSTERS[self.cluster]
         cluster = getattr(_module(file), name)
         capacity = budget.capacity(layer.n)
@@ -126,11 +118,6 @@ class MInference(Method):
         return cluster(**options)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep what the package's cluster keeps, by position: [batch, heads, c, head_dim].
-
-        Raises:
-            KVError: the layer lacks queries or bounds its logits, or the budget has no window.
-        """
         if budget.capacity(layer.n) >= layer.n:
             return keep_all(layer)
         cluster = self._make(layer, budget)

@@ -1,5 +1,3 @@
-"""Eviction of whole pages that all heads of a layer share, as in paged serving engines."""
-
 from __future__ import annotations
 
 import math
@@ -46,11 +44,6 @@ class Pages(ScoreWrapper):
     heads: Literal["mean", "max"] = "mean"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep all tokens of the chosen pages, by position.
-
-        Raises:
-            KVError: the pages of sink and window alone exceed the capacity.
-        """
         scores = self.scorer.token_scores(layer, budget)
         n, heads = layer.n, layer.keys.shape[1]
         capacity = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
@@ -85,9 +78,6 @@ class Pages(ScoreWrapper):
         Args:
             scores: token scores [batch, kv_heads, n].
             capacity: the entries per head that the layer may hold.
-
-        Raises:
-            KVError: the pages of sink and window alone exceed the capacity.
         """
         n, size = scores.shape[-1], self.size
         kept = capacity // size

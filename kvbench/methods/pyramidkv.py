@@ -1,5 +1,3 @@
-"""PyramidKV: SnapKV with more entries in the first layers than in the last ones."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -40,7 +38,6 @@ class PyramidKV(SnapKV):
     budgets: Literal["linear", "released"] = "linear"
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """The capacities, which fall from layer to layer and include the window."""
         capacity = budget.capacity(n)
         mean = capacity - budget.window
         if n <= capacity or n < 2 * mean or num_layers == 1:

@@ -1,5 +1,3 @@
-"""QJL: every key is stored as the signs of a random projection."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""Compression while decoding: another method compresses the cache again every so many tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -9,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from kvbench.errors.options import Count, Share
-from kvbench.kv import Budget, CompressedKV, LayerKV
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._wrapped import Wrapper
 from kvbench.methods.base import Method, Recompression
 
@@ -48,14 +46,19 @@ class Recompress(Wrapper):
 
     @classmethod
     def can_wrap(cls, inner: type[Method]) -> bool:
-        """Whether `compress` of the inner method may be called on a compressed cache."""
         return inner.recompresses
+
+    def _check_inner(self, inner: Method) -> None:
+        super()._check_inner(inner)
+        if inner.rescoring is not None:
+            raise KVError(
+                f"recompress.of is {self.of!r} with options that have the prompt repeated; allowed: "
+                "options that do not (of attention_matching: queries=prompt)"
+            )
 
     @property
     def recompression(self) -> Recompression:
-        """See `Method.recompression`."""
         return Recompression(self.every, self.to, self.queries, self.phase)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Compress by the inner method."""
         return self.inner.compress(layer, budget, generator)

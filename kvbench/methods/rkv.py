@@ -171,18 +171,12 @@ class RKV(Method):
 
     @property
     def recompression(self) -> Recompression | None:
-        """See `Method.recompression`."""
         if self.every is None:
             return None
         inside = self.to is None and self.buffer == "inside"
         return Recompression(self.every, self.to, self.window, self.phase, inside)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep the entries with the highest scores by position, then the window.
-
-        Raises:
-            KVError: the capacity is less than the window, or the layer lacks the window's queries.
-        """
         count = budget.capacity(layer.n) - self.window
         if count < 0:
             raise KVError(
@@ -192,11 +186,7 @@ class RKV(Method):
         return gather_entries(layer, best_and_recent(layer, scores, count, self.window))
 
     def entry_scores(self, layer: LayerKV) -> Tensor:
-        """The scores of the entries before the window, [batch, kv_heads, n - window].
-
-        Raises:
-            KVError: the layer lacks the window's queries.
-        """
+        """The scores of the entries before the window, [batch, kv_heads, n - window]."""
         available = 0 if layer.queries is None else layer.queries.shape[2]
         if layer.queries is None or available < self.window or layer.withheld:
             raise KVError(

@@ -24,9 +24,6 @@ def window_scores(layer: LayerKV, window: int, kernel_size: int, pooling: str) -
     Args:
         kernel_size: over how many positions scores are pooled; odd.
         pooling: avgpool | maxpool.
-
-    Raises:
-        KVError: `window` is 0, or the layer does not hold that many queries.
     """
     if window < 1:
         raise KVError(f"budget.window is {window}; allowed here: an integer >= 1 (it observes)")
@@ -78,17 +75,10 @@ class SnapKV(TokenScoringMethod):
     granularity: Literal["kv_head", "query_head"] = "kv_head"
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `TokenScoringMethod.token_scores`: the attention of the window's queries, averaged over
-        the group."""
         scores = window_scores(layer, budget.window, self.kernel_size, self.pooling)
         return F.pad(group_mean(scores, layer.keys.shape[1]), (0, budget.window))
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep the entries with the highest scores by position, then the window.
-
-        Raises:
-            KVError: the budget has no window, or the layer lacks the window's queries.
-        """
         capacity = self.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
         scores = window_scores(layer, budget.window, self.kernel_size, self.pooling)
         per_query_head = self.granularity == "query_head"

@@ -1,6 +1,3 @@
-"""Solved values: the entries that another method keeps, with values and log-weights by which they answer
-reference queries as the whole prompt does."""
-
 from __future__ import annotations
 
 import itertools
@@ -27,6 +24,7 @@ from kvbench.methods._reference_queries import (
 from kvbench.methods._wrapped import Wrapper
 from kvbench.methods.base import HeldShape, Method, Repetition, Rescoring
 from kvbench.methods.kvzip import KVzip
+from kvbench.methods.recompress import Recompress
 
 HELD_OUT = 10
 """One of so many reference queries is held out of the fit and decides whether it helps."""
@@ -60,8 +58,8 @@ class Solved(Wrapper):
         queries: which queries are the reference queries: ``prompt``, the prompt's own, position encoded
             as though they followed it (`as_after_prompt`); ``repeat``, those of a second pass in which
             the model repeats the prompt, as for `kvzip`; null: ``repeat`` where the inner method has
-            such a pass, else ``prompt``. During that pass no method is shown the prompt's queries, so
-            ``repeat`` excludes inner methods that need them.
+            such a pass, else ``prompt``. With a second pass and prompt queries, whoever reads these,
+            they are held for all layers until it is over.
         log_weights: whether log-weights are solved for; they take a number for every entry.
         ridge: the penalty, as a share of the normal matrix's spectral norm.
         max_queries: the largest number of reference queries per KV head, evenly spread.
@@ -77,15 +75,13 @@ class Solved(Wrapper):
 
     @classmethod
     def can_wrap(cls, inner: type[Method]) -> bool:
-        """Whether the inner method keeps entries of the prompt, and chooses them once."""
         return (
             inner.keeps_entries
             and inner.saves_memory
             and inner.uses_budget
             and inner.evict is Method.evict
             and inner.restrict is Method.restrict
-            and inner.recompression is Method.recompression
-            and not issubclass(inner, Solved)
+            and not issubclass(inner, (Solved, Recompress))
         )
 
     def _check_inner(self, inner: Method) -> None:
@@ -94,22 +90,17 @@ class Solved(Wrapper):
             raise KVError(
                 f"solved.of is {self.of!r} with options that hold no cache; allowed: options that do"
             )
+        if inner.recompression is not None:
+            raise KVError(
+                f"solved.of is {self.of!r} with options that compress again while decoding; allowed: "
+                "options that do not (of rkv: every=null)"
+            )
         if inner.quantize is not None:
             raise KVError(
                 f"solved.options.quantize is {inner.quantize!r}; allowed: null, and solved.quantize"
             )
-        if self.queries == "prompt" and inner.rescoring is not None:
-            raise KVError(
-                f"solved.queries is 'prompt' and {self.of} has the prompt repeated, where no queries of "
-                "the prompt are held; allowed: repeat"
-            )
 
     # --- what is the inner method's ---------------------------------------------------------------
-
-    @property
-    def version(self) -> int:  # type: ignore[override]
-        """The inner method's, since its choice decides about the result."""
-        return self.inner.version
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         return self.inner.layer_capacity(budget, n, layer_index, num_layers)
@@ -125,24 +116,22 @@ class Solved(Wrapper):
 
     @property
     def rescoring(self) -> Rescoring | None:
-        if self.inner.rescoring is None and self.queries == "repeat":
-            return KVzip().rescoring
-        return self.inner.rescoring
+        inner = self.inner.rescoring
+        if inner is None:
+            # The inner method may read the prompt's queries.
+            wanted = self.queries == "repeat"
+            return replace(KVzip().rescoring, prompt_queries=True) if wanted else None
+        return replace(inner, prompt_queries=True) if self.queries == "prompt" else inner
 
     def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
         if self.inner.rescoring is not None:
             self.inner.rescore(layer, repeated, budget)
-        carry_queries("solved", layer, repeated, budget, self.max_queries)
+        if self.queries != "prompt":
+            carry_queries("solved", layer, repeated, budget, self.max_queries)
 
     # --- the solve --------------------------------------------------------------------------------
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Solve for the log-weights and values of what the inner method keeps.
-
-        Raises:
-            KVError: the inner method keeps what are no entries of the prompt, or there are no reference
-                queries.
-        """
         kept = self.inner.compress(layer, budget, generator)
         if kept.lengths is None and kept.positions.shape[2] == layer.n:
             return kept
@@ -162,15 +151,17 @@ class Solved(Wrapper):
                 f"solved.of is {self.of!r}, which keeps what are no entries of the prompt; allowed: a "
                 "method that chooses entries"
             )
-        queries = (
-            as_after_prompt(layer) if self.rescoring is None else carried_queries("solved", layer)
-        )
+        from_prompt = self.queries == "prompt" or self.rescoring is None
+        batch, heads, _, _ = kept.keys.shape
+        if from_prompt:
+            queries = as_after_prompt(layer, heads, self.max_queries)
+        else:
+            queries = carried_queries("solved", layer)
         if queries is None:
             raise KVError(
                 f"solved has no reference queries of layer {layer.layer_index}; allowed: queries=prompt "
                 "where queries are held, repeat where whole prompts are read"
             )
-        batch, heads, _, _ = kept.keys.shape
         queries = evenly_spread(queries, heads, self.max_queries)
         sinks = None
         if layer.sinks is not None:
@@ -206,11 +197,12 @@ class Solved(Wrapper):
             places: [t], the entries.
             start: what the inner method gave them.
         """
-        shares = block.mass[places] / block.total
+        shares = block.mass[places].div_(block.total)
         sinks = block.sinks / block.total
         output = (block.values.mT @ block.mass / block.total).mT
         weights = first_weights = start.log_weights.exp()
-        first_missing = output - attention_of(shares, weights, sinks) @ start.values
+        first_total = (weights @ shares + sinks).clamp(min=1e-30)
+        first_output = (shares.mT @ (weights[:, None] * start.values)) / first_total[:, None]
         if self.log_weights:
             weights = bounded_least_squares(
                 shares[:, :fitted].mT,
@@ -221,11 +213,12 @@ class Solved(Wrapper):
                 ridge=self.ridge,
                 steps=WEIGHT_STEPS,
             )
-        attention = attention_of(shares, weights, sinks)
+        mass = shares.mul_(weights[:, None])
+        attention = mass.div_((mass.sum(0) + sinks).clamp(min=1e-30)).mT
         missing = output - attention @ start.values
         change = least_squares(attention[:fitted], missing[:fitted], self.ridge)
         errors = (missing - attention @ change).square().sum(1)
-        first_errors = first_missing.square().sum(1)
+        first_errors = (output - first_output).square().sum(1)
         helps = errors[fitted:].sum() < first_errors[fitted:].sum()
         helps &= errors.sum() < first_errors.sum()
         return Solution(
@@ -239,10 +232,3 @@ def held_out_last(count: int) -> tuple[Tensor, int]:
     others."""
     is_held_out = torch.arange(count) % HELD_OUT == HELD_OUT // 2
     return is_held_out.to(torch.uint8).argsort(stable=True), count - int(is_held_out.sum())
-
-
-def attention_of(shares: Tensor, weights: Tensor, sinks: Tensor) -> Tensor:
-    """The attention [m, t] of entries with the shares [t, m] of the whole prompt's mass and the weights
-    [t], beside attention sinks of the shares `sinks` [m]."""
-    mass = shares * weights[:, None]
-    return mass.div_((mass.sum(0) + sinks).clamp(min=1e-30)).mT

@@ -1,5 +1,3 @@
-"""SpAtten: one set of tokens for all heads, pruned further from layer to layer."""
-
 from __future__ import annotations
 
 import math
@@ -38,7 +36,6 @@ class SpAtten(Method):
     paper: ClassVar[str] = "arXiv 2012.09852, as in arXiv 2306.14048, Table 11"
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """The capacities, which fall over the first third of the layers."""
         capacity = budget.capacity(n)
         falling = math.ceil(num_layers / 3)
         extra = falling - 1
@@ -57,12 +54,6 @@ class SpAtten(Method):
         return by_largest_remainder(wanted, total)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep the most important of the tokens that no earlier layer dropped, by position.
-
-        Raises:
-            KVError: the layer does not hold all prompt queries, or the layers before it were not
-                compressed.
-        """
         importance = layer.attention_mass().sum(1)
         alive = torch.ones_like(importance, dtype=torch.bool)
         if layer.layer_index:

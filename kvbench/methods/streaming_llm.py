@@ -1,5 +1,3 @@
-"""StreamingLLM: attention sinks and the most recent tokens."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -31,7 +29,6 @@ class StreamingLLM(Method):
     decode: Literal["grow", "evict"] = "grow"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep the sink, then the last capacity - sink entries."""
         recent = budget.capacity(layer.n) - budget.sink
         sink_positions = positions_between(layer, 0, budget.sink)
         recent_positions = positions_between(layer, layer.n - recent, layer.n)
@@ -39,5 +36,4 @@ class StreamingLLM(Method):
         return gather_entries(layer, positions)
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
-        """See `Method.eviction`: with ``decode=evict`` the oldest entry after the sink leaves."""
         return Eviction("oldest", sink=sink) if self.decode == "evict" else None

@@ -1,5 +1,3 @@
-"""Strided attention of the Sparse Transformer: a local window and every k-th token before it."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -23,5 +21,4 @@ class Strided(Pattern):
     """
 
     def pattern(self, older: int, count: int) -> Tensor:
-        """Choose the positions floor(i * older / count) - 1 for i = 1 .. count."""
         return torch.arange(1, count + 1) * older // max(count, 1) - 1

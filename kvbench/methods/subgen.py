@@ -35,11 +35,6 @@ class SubGen(Method):
     weights: Literal["none", "cluster"] = "none"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep the centres by position, then the recent tokens.
-
-        Raises:
-            KVError: `recent` exceeds the capacity.
-        """
         batch, heads, n, dim = layer.keys.shape
         capacity = budget.capacity(n)
         recent = budget.window if self.recent is None else self.recent

@@ -171,9 +171,6 @@ class SubGenStreaming(Method):
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Keep the samples of the clusters, which have no values, then those of the numerator, then the
         recent tokens. Positions may repeat, since the samples are drawn with replacement.
-
-        Raises:
-            KVError: the capacity leaves no room for one cluster and one sample.
         """
         stream = self.stream(layer, budget, generator)
         recent = torch.arange(stream.seen, layer.n, device=layer.keys.device)
@@ -182,9 +179,6 @@ class SubGenStreaming(Method):
     def stream(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> SubGenStream:
         """The state of Algorithm 1 after the older tokens of `layer`; its heads are the KV heads of all
         prompts of the batch.
-
-        Raises:
-            KVError: the capacity leaves no room for one cluster and one sample.
         """
         batch, heads, n, dim = layer.keys.shape
         recent = budget.window if self.recent is None else self.recent

@@ -1,5 +1,3 @@
-"""Sparse attention over the exact cache: a decoding query sees only the keys of its largest logits."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -32,7 +30,6 @@ class TopK(Method):
     heavy_hitters: bool = False
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep all entries, without a copy; with `heavy_hitters` their scores are 1 and all others 0."""
         compressed = keep_all(layer)
         if not self.heavy_hitters:
             return compressed
@@ -40,8 +37,6 @@ class TopK(Method):
         return replace(compressed, scores=highest(mass, budget.capacity(layer.n) // 2).float())
 
     def restrict(self, held: Held, logits: Tensor) -> Tensor:
-        """See `Method.restrict`: hide the entries that are neither heavy hitters nor among the query's
-        largest logits."""
         entries = logits.shape[-1]
         if held.scores is None:
             return ~highest(logits, min(held.capacity, entries))

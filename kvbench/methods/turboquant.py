@@ -1,5 +1,3 @@
-"""TurboQuant: keys and values are rotated, and every coordinate is stored by one codebook."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,7 +12,6 @@ DEFAULTS: Mapping[str, Any] = {"scheme": "turboquant", **asdict(TurboQuant())}
 
 
 def _widths(bits: int, outlier_bits: int, outlier_share: float) -> Mapping[str, Any]:
-    """The options of a preset with these widths."""
     widths = {"bits": bits, "outlier_bits": outlier_bits, "outlier_share": outlier_share}
     return {"quantize": {**DEFAULTS, **widths}}
 

@@ -1,5 +1,3 @@
-"""Uniform sampling: a random subset of the middle."""
-
 from __future__ import annotations
 
 import math
@@ -38,7 +36,6 @@ class Uniform(Method):
     scope: Literal["middle", "subset"] = "middle"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Keep sink, the drawn entries of the middle by position, and window."""
         if self.scope == "subset":
             coin_flips = BalanceKV(gamma=0.0, weights="entry" if self.weighted else "none")
             return coin_flips.compress(layer, budget, generator)

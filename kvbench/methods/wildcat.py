@@ -40,7 +40,6 @@ class Bins(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """The number of tokens of each bin."""
         return [end - start for start, end in itertools.pairwise(self.edges)]
 
 
@@ -116,11 +115,6 @@ class WildCat(Method):
     normalise: bool = False
 
     def cut(self, budget: Budget, n: int) -> Bins:
-        """Cut the middle of an n-token prompt into bins.
-
-        Raises:
-            KVError: bins=released and a budget that grants the middle no entry.
-        """
         middle, kept = budget.middle(n), budget.middle_kept(n)
         if self.bins == "even":
             count = max(1, kept // self.bin_size) if self.bin_size else 1
@@ -141,11 +135,10 @@ class WildCat(Method):
         return Bins(edges, (size,) * count)
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """The budget's capacity; with bins=released sink, window, the tokens that join the window and
-        the entries of the bins, which may exceed the budget."""
         if self.bins == "even" or n <= budget.capacity(n):
             return [budget.capacity(n)] * num_layers
         bins = self.cut(budget, n)
+        # As released, tokens after the last bin join the window, which may exceed the budget.
         joins_window = budget.middle(n) - bins.edges[-1]
         return [budget.sink + budget.window + joins_window + sum(bins.entries)] * num_layers
 

@@ -24,7 +24,7 @@ from kvbench.kv import (
     keep_all,
 )
 from kvbench.methods import build_method
-from kvbench.methods.base import Method
+from kvbench.methods.base import Method, allowed_entries
 from kvbench.probes.error_scaling import check_total
 from kvbench.run.runner import run_job
 
@@ -102,6 +102,20 @@ def test_more_than_the_budget_needs_a_presets_name_and_is_shown(tmp_path: Path) 
         assert found[label]["error"].endswith(line)
     assert (found["named"]["status"], found["named"]["budget_preset"]) == ("ok", "all_of_it")
     assert "budget_preset" not in found["snapkv"]
+
+
+@pytest.mark.parametrize(("outside", "preset"), [(False, "released"), (True, None)])
+def test_a_wrapper_may_hold_what_a_preset_of_its_inner_method_may(
+    outside: bool, preset: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = {"budgets": "released", "granularity": "query_head"}
+    method = build_method("solved", of="pyramidkv", options=released)
+    if outside:
+        monkeypatch.setattr(type(method), "__module__", "elsewhere")
+    budget = Budget(rate=0.25, sink=32, window=32)
+    entries, by = allowed_entries(method, budget, 1000, 30)
+    assert by == preset
+    assert (entries > 30 * budget.capacity(1000)) == (preset is not None)
 
 
 @pytest.mark.parametrize("judge", [OwnJudge(), Released(), Released(whole=True)], ids=str)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvbench.kv import Budget
+import pytest
+
+from kvbench.kv import Budget, KVError
+from kvbench.methods import build_method
 from kvbench.methods.base import Recompression
 
 SMALL = Budget(rate=0.5, sink=3, window=5)
@@ -22,3 +25,8 @@ def test_a_number_is_what_is_left_every_so_many_steps() -> None:
     by_tokens = Recompression(every=4, to=30, queries=1, phase="tokens")
     kept = [by_tokens.entries_to_keep(SMALL, 98, fed, 40) for fed in range(1, 9)]
     assert kept == [None, None, 30, None, None, None, 30, None], "of the tokens before the step"
+
+
+def test_the_prompt_is_not_repeated_while_decoding() -> None:
+    with pytest.raises(KVError, match="with options that have the prompt repeated"):
+        build_method("recompress", of="attention_matching", options={"queries": "repeat"})

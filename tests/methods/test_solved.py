@@ -19,10 +19,11 @@ from kvbench.engine.row import Row
 from kvbench.kernels.rotation import rotate
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
-from kvbench.methods._reference_queries import FUTURE, as_after_prompt
+from kvbench.methods._reference_queries import FUTURE, as_after_prompt, evenly_spread
 from kvbench.prompts import PromptEncoder
 
 BUDGET = Budget(rate=0.3, sink=5, window=4)
+REPEATED = {"queries": "repeat", "instructed": False}
 INNER: list[tuple[str, dict[str, Any]]] = [
     ("snapkv", {}),
     ("snapkv", {"granularity": "query_head"}),
@@ -35,6 +36,7 @@ INNER: list[tuple[str, dict[str, Any]]] = [
     ("subgen", {}),
     ("pyramidkv", {}),
     ("expected_attention", {}),
+    ("rkv", {"every": None, "window": 4}),
     ("pages", {"size": 5}),
     ("adakv", {"safeguard": 0.0}),
     ("adakv", {"of": "attention_matching", "safeguard": 0.0}),
@@ -47,7 +49,7 @@ def layer_of(n: int = 120, **shape: Any) -> LayerKV:
 
 def error_of(layer: LayerKV, kept: CompressedKV) -> Tensor:
     """The squared error for the reference queries by KV head, in float64: [batch, kv_heads]."""
-    queries = as_after_prompt(layer)
+    queries = as_after_prompt(layer, layer.keys.shape[1], 10**6)
     exact = attend(queries, keep_all(layer), layer.scaling)
     error = (attend(queries, kept, layer.scaling) - exact).square()
     return error.sum((2, 3)).unflatten(1, (layer.keys.shape[1], -1)).sum(2)
@@ -86,8 +88,9 @@ def test_the_prompts_queries_stand_after_it() -> None:
         layer, queries=rotate(plain.queries[:, :, :90].double(), *rotary(8)(at)).float()
     )
     later = rotate(plain.queries[:, :, :90].double(), *rotary(8)(100 + at * FUTURE // 90))
-    assert_near(as_after_prompt(layer), later, 1e-4)
-    assert as_after_prompt(plain) is plain.queries
+    assert_near(as_after_prompt(layer, 2, 10**6), later, 1e-4)
+    assert as_after_prompt(plain, 2, 10**6) is plain.queries
+    assert_near(as_after_prompt(layer, 2, 20), evenly_spread(later, 2, 20), 1e-4)
 
 
 def test_values_by_definition() -> None:
@@ -178,6 +181,15 @@ def test_a_head_that_keeps_nothing_is_left_alone() -> None:
     assert kept.values.isfinite().all()
 
 
+def test_a_change_of_either_part_is_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = [build_method("solved", of=of) for of in ("h2o", "subgen")]
+    versions = [method.version for method in methods]
+    monkeypatch.setattr(type(methods[0]), "own_version", 2)
+    versions += [method.version for method in methods]
+    assert versions[:2] == [1, build_method("subgen").version], "as before there were two parts"
+    assert len(set(versions)) == 4
+
+
 def test_a_method_that_evicts_goes_on_doing_so() -> None:
     inner, method = build_method("h2o"), build_method("solved", of="h2o")
     assert method.evicts
@@ -193,18 +205,21 @@ def test_a_method_that_evicts_goes_on_doing_so() -> None:
     "inner",
     [
         {"of": "kvzip", "options": {"instructed": False, "chunk": 70}},
-        {"of": "adakv"},
-        {"of": "h2o", "options": {"decode": "grow"}},
+        {"of": "kvzip", "options": {"instructed": False}, "queries": "prompt"},
+        {"of": "adakv", "options": {"of": "attention_matching", "options": REPEATED}},
+        {"of": "h2o", "options": {"decode": "grow"}, "queries": "repeat"},
+        {"of": "pyramidkv", "options": {"budgets": "released", "granularity": "query_head"}},
     ],
 )
 def test_the_engine_holds_what_was_solved_for(inner, options) -> None:
-    """Of kvzip: for the queries of the pass that kvzip asks for."""
+    """For the queries of the prompt or of the pass that repeats it, whichever of them the inner method
+    reads; beside a method of whose preset a wrapper may hold as much."""
     ids, model = prompt_ids(120), tiny_model("llama")
     method = build_method("solved", **inner, quantize=options.get("quantize"))
     plain = build_method(inner["of"], **inner.get("options", {}))
     rows = [Row("s", method, BUDGET, 0, "x"), Row("i", plain, BUDGET, 0, "x")]
     with kvbench_attention_on(model):
-        prefill(model, ids, rows)
+        prefill(model, ids, rows, encoder=PromptEncoder(Letters(), suffix_ids=(7,)))
     assert [row.failure for row in rows] == [None, None]
     held, without = (row.cost().record() for row in rows)
     assert held["entries"] == without["entries"]
@@ -220,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"of": "recompress"}, "solved.of is 'recompress'; allowed: "),
     ({"of": "h2o", "options": {"semantics": "released_global"}}, "options that hold no cache"),
     ({"of": "h2o", "options": {"quantize": {"bits": 4}}}, "solved.options.quantize is {'bits': 4}"),
-    ({"queries": "prompt"}, "solved.queries is 'prompt' and kvzip has the prompt repeated"),
+    ({"of": "rkv"}, "solved.of is 'rkv' with options that compress again while decoding"),
 ]
 
 
