@@ -111,7 +111,7 @@ def pivoted_cholesky(
 def nystroem(pivots: Tensor, factor: Tensor, chosen: Tensor) -> Tensor:
     """The Nystroem weights [sets, r, n] of every key, from what `pivoted_cholesky` returned: G_SS^-1
     G_S, where G_SS is the kernel among the pivots and G_S that of the pivots with all keys, by one
-    triangular solve (G_SS = L_S L_S^T). Rows of pivots that were not chosen are 0."""
+    triangular solve (G_S = L_S L^T). Rows of pivots that were not chosen are 0."""
     index = pivots[:, None].expand(-1, factor.shape[1], -1)
     corner = factor.gather(2, index).mT.tril()  # L_S: row a is the factor's row of pivot a
     corner = corner * chosen[:, None] * chosen[..., None]
