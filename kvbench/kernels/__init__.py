@@ -2,5 +2,6 @@
 
 A module without a leading underscore has an operation in plain torch, which is the reference; the
 Triton kernel that replaces it on CUDA is in the module of its name with `_triton_` before it.
-`_choice` decides between the two.
+`_choice` decides between the two, by the argument `implementation`; a ValueError says why one that was
+asked for cannot run.
 """

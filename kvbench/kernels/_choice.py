@@ -31,22 +31,13 @@ def _warn_once(message: str) -> None:
     log.warning(message)
 
 
-def _is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on a CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def _obstacle(tensors: tuple[Tensor, ...], rows_on_chip: bool) -> str | None:
-    """The reason, as part of a message, why the Triton kernels cannot take these tensors; None if they
-    can.
-
-    Args:
-        rows_on_chip: see `use_triton`.
-    """
+    """Why the Triton kernels cannot take these tensors, as part of a message; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on a CPU
     for tensor in tensors:
-        if not (tensor.is_cuda or _is_interpreted()):
+        if not (tensor.is_cuda or interpreted):
             return f"tensors on {tensor.device}: needs CUDA, or TRITON_INTERPRET=1 to test"
         if tensor.dtype not in DTYPES:
             return f"{tensor.dtype}: needs one of {', '.join(map(str, DTYPES))}"
@@ -65,13 +56,11 @@ def use_triton(
     """Decide whether an operation on these tensors runs as its Triton kernel (else in torch).
 
     Args:
-        operation: its name, for messages.
         choice: auto | triton | torch. `auto` is what `VARIABLE` is set to; where that is not set, or
             is `auto`, it is Triton for CUDA tensors and torch for others. CUDA tensors that Triton
             cannot take then run in torch, and a warning says why, once for each reason.
         rows_on_chip: whether the tensors are [..., dim] and the kernel holds rows of them on chip.
-        obstacle: a reason why this kernel cannot take tensors of these shapes, which only its caller
-            knows; None if it can.
+        obstacle: a reason, which only the caller knows, why this kernel cannot take these shapes.
 
     Raises:
         ValueError: an unknown choice, or `triton` where the kernel cannot run.
@@ -95,11 +84,8 @@ def use_triton(
 def on_its_device(
     launcher: Callable[Concatenate[Tensor, P], R],
 ) -> Callable[Concatenate[Tensor, P], R]:
-    """Make the GPU of a function's first argument, a tensor, the current one for the call.
-
-    This decorates every function that launches Triton kernels, because Triton launches on the current
-    GPU, wherever the kernel's arguments lie.
-    """
+    """Make the GPU of the first argument the current one for the call: Triton launches on the current
+    GPU, wherever the kernel's arguments lie."""
 
     @functools.wraps(launcher)
     def launch(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -112,7 +98,6 @@ def on_its_device(
 
 
 def multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors of a CUDA device; 1 for a CPU, where Triton's interpreter runs."""
     if device.type != "cuda":
-        return 1
+        return 1  # Triton's interpreter runs
     return torch.cuda.get_device_properties(device).multi_processor_count

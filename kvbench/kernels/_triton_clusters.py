@@ -1,14 +1,6 @@
 """Triton kernels of online clustering: each point's nearest representative, and which points become
 representatives themselves.
 
-`nearest_kernel`: a program has A points (program id 1) of one head (id 0), and goes over all
-representatives. In: points [heads, b, DIM], representatives [heads, m, DIM] and which of them count for
-which point. Out: the distance to the nearest one [heads, b], and which it is.
-
-`first_come_kernel`: a program has one head (program id 0), whose points it takes in their order. In:
-points [heads, b, DIM], which of them no earlier representative is near, and how many more
-representatives the head may have. Out: which points become representatives.
-
 Distances are the roots of sums of squared differences. Matrix products would take less time, but their
 rounding leaves some comparisons undecided, and the host would have to wait for the device to learn
 which.
@@ -23,8 +15,7 @@ from torch import Tensor
 
 from kvbench.kernels._choice import on_its_device
 
-PART = tl.constexpr(16)
-"""Numbers of a point that are loaded together."""
+PART = tl.constexpr(16)  # numbers of a point that are loaded together
 
 
 @triton.jit
@@ -145,7 +136,7 @@ def first_come_kernel(
 
 @on_its_device
 def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-    """`online_clusters.nearest` on CUDA, which has the arguments' shapes: one launch."""
+    """`online_clusters.nearest` on CUDA: one launch."""
     heads, b, dim = points.shape
     m = others.shape[1]
     distance = points.new_empty(heads, b)
@@ -172,17 +163,8 @@ def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tens
 
 @on_its_device
 def first_come(points: Tensor, radius: Tensor, free: Tensor, room: Tensor) -> Tensor:
-    """`online_clusters._first_come` on CUDA: one launch.
-
-    Args:
-        points: [h, b, dim] float32.
-        radius: [h] float32.
-        free: [h, b] bool, the points that no representative so far is within the radius of.
-        room: [h] int64, how many points of the head may become representatives.
-
-    Returns:
-        [h, b] bool, the points that become representatives.
-    """
+    """`online_clusters._first_come` on CUDA: one launch. The tensors are those of `first_come_kernel`,
+    with bool for uint8."""
     heads, b, dim = points.shape
     fresh = torch.empty_like(free, dtype=torch.uint8)
     first_come_kernel[(heads,)](

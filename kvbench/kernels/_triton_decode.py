@@ -1,23 +1,13 @@
 """Triton kernels of `decode_attention`: split over the entries, then reduced (flash decoding).
 
-In: the query [rows, heads, DIM] of one token per row; for each row a line of `Addresses.pointers`,
-which has the addresses and strides of the row's entries; and how many entries each row has (`lengths`).
-Out: the attention's output [rows, heads, VALUE_DIM] and, if that is asked for, the attention that each
-entry received [rows, kv_heads, longest].
-
 The entries of each KV head of each row are cut into chunks of equal size. The kernels run one after the
 other:
 
-1. `split_kernel`: a program has one chunk (program id 1) of one KV head of one row (program id 0). It
-   reads the chunk once, for all query heads of the group, and writes a partial result of each. Chunks
-   do not wait for each other, so that a few long rows fill the device as well as many short ones. A
-   program whose chunk begins behind the row's last entry ends after a few loads.
-2. `reduce_kernel`: a program has one query head of one row (program id 0), whose partial results it
-   combines.
-3. `mass_kernel`, where the attention of the entries is asked for: a program has a block of entries
-   (program id 1) of one KV head of one row (program id 0).
-
-`append_kernel` writes the new entries: a program has one KV head of one row (program id 0).
+1. `split_kernel` reads each chunk once, for all query heads of the group, and writes a partial result
+   of each head. Chunks do not wait for each other, so that a few long rows fill the device as well as
+   many short ones. A program whose chunk begins behind the row's last entry ends after a few loads.
+2. `reduce_kernel` combines the partial results of each query head.
+3. `mass_kernel`, where it is asked for, computes the attention that each entry received.
 """
 
 from __future__ import annotations
@@ -57,8 +47,8 @@ stages in flight are far more than latency x bandwidth of a multiprocessor (abou
 @triton.jit(do_not_specialize=["lengths", "chunk", "splits", "longest"])
 def split_kernel(
     query,  # [rows, heads, DIM], contiguous, in the keys' dtype
-    table,  # [rows, TABLE_COLUMNS] int64
-    lengths,  # [rows]
+    table,  # [rows, TABLE_COLUMNS] int64, `Addresses.pointers`
+    lengths,  # [rows], entries of each
     partial_out,  # [rows, heads, splits, VALUE_DIM] float32, out
     partial_max,  # [rows, heads, splits] float32, out
     partial_sum,  # [rows, heads, splits] float32, out
@@ -273,14 +263,8 @@ def append_kernel(
 def split_options(
     dim: int, value_dim: int, group: int, itemsize: int, aligned: bool
 ) -> dict[str, int | bool | str]:
-    """Choose the compile-time constants of `split_kernel`.
-
-    Args:
-        dim, value_dim: numbers of a key and of a value.
-        group: query heads that share a KV head.
-        itemsize: bytes of a number of the entries.
-        aligned: whether every entry begins at a multiple of 16 bytes (`Addresses.aligned`).
-    """
+    """Choose the compile-time constants of `split_kernel` for entries whose numbers have `itemsize`
+    bytes; `aligned` is `Addresses.aligned`."""
     d, e = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     members = max(16, triton.next_power_of_2(group))  # the matrix units multiply 16 rows at least
     block = min(128, max(16, STAGE_BYTES // (2 * itemsize * max(d, e))))
@@ -323,17 +307,8 @@ def attention(
     return_mass: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`decode_attention.weighted_decode_attention` on CUDA: two launches, and one more for the attention
-    of the entries. The host reads nothing back.
-
-    Args:
-        query: [rows, heads, dim] in the dtype of the entries.
-        pointers: `Addresses.pointers`; `longest`, `chunk` and `aligned` are that table's, too.
-        lengths: [rows] int32 or int64 on the query's device.
-
-    Returns:
-        [rows, heads, value_dim] in the query's dtype; and [rows, kv_heads, longest] float32, or None
-        unless `return_mass`.
-    """
+    of the entries. The host reads nothing back. The query has the dtype of the entries; `pointers`,
+    `longest`, `chunk` and `aligned` are those of one `Addresses`."""
     rows, heads, dim = query.shape
     group = heads // kv_heads
     query = query.contiguous()
@@ -396,7 +371,7 @@ def attention(
 
 @on_its_device
 def append(pointers: Tensor, lengths: Tensor, key: Tensor, value: Tensor) -> None:
-    """`decode_attention.append_entries` on CUDA, which has the arguments' shapes: one launch."""
+    """`decode_attention.append_entries` on CUDA: one launch."""
     rows, kv_heads, dim = key.shape
     value_dim = value.shape[2]
     append_kernel[(rows * kv_heads,)](

@@ -1,14 +1,8 @@
-"""Triton kernel of `eviction`: launched once over pieces of the entries, then once to combine the
-pieces.
+"""Triton kernel of `eviction`, launched twice.
 
-In: for each row its line of `Addresses.pointers`, how many entries it has, and the attention that they
-received from the token that has just joined. Changed in place: the row's scores, positions,
-log-weights, keys and values.
-
-In the first launch a program has one piece (`BLOCK` entries, program id 1) of one KV head of a row
-(id 0). It adds the new attention to the scores of its entries and finds the entry that should leave
-first. In the second a program has one KV head of a row (program id 0). Of the entries that the pieces
-found, it overwrites the one to leave first by the new entry.
+In the first launch a program has one piece (`BLOCK` entries) of a KV head. It adds the new attention to
+the scores of its entries and finds the entry that should leave first. In the second a program has one
+KV head. Of the entries that the pieces found, it overwrites the one to leave first by the new entry.
 """
 
 from __future__ import annotations
@@ -48,7 +42,6 @@ BLOCK = 512
 
 @triton.jit
 def _move(buffer, entry_stride, new, leaving, DIM: tl.constexpr, D: tl.constexpr):
-    """Copy the entry at place `new` of a head's keys, or of its values, to place `leaving`."""
     columns = tl.arange(0, D)
     entry = tl.load(buffer + new * entry_stride + columns, mask=columns < DIM)
     tl.store(buffer + leaving * entry_stride + columns, entry, mask=columns < DIM)
@@ -56,18 +49,16 @@ def _move(buffer, entry_stride, new, leaving, DIM: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def _ordered(score):
-    """Integers [entries] int64 in the order of the scores [entries] float32, equal for 0 and -0.
-
-    The bits of a float32 that is not negative, read as an integer, are in the numbers' order. Those of
-    negative ones are in the opposite order, which turning their lower 31 bits round corrects.
-    """
+    """Integers [entries] int64 in the order of the scores [entries] float32, equal for 0 and -0."""
+    # The bits of a float32 that is not negative, read as an integer, are in the numbers' order. Those
+    # of negative ones are in the opposite order, which turning their lower 31 bits round corrects.
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["lengths", "longest", "pieces"])
 def evict_kernel(
-    table,  # [rows, TABLE_COLUMNS] int64
+    table,  # [rows, TABLE_COLUMNS] int64, `Addresses.pointers`; what it points at is changed
     lengths,  # [rows], before the new entry
     mass,  # [rows, kv_heads, longest] float32, the attention that entries received, if BY_SCORE
     positions,  # int64, of the tokens fed to all rows of the batch
@@ -152,13 +143,8 @@ def evict(
     values: Tensor,
     longest: int,
 ) -> None:
-    """`eviction.evict_entries` on CUDA: two launches.
-
-    Args:
-        pointers: `Addresses.pointers`; `keys` and `values` are those of any row of that table,
-            `longest` is the table's.
-        lengths: [rows] int32 or int64 on the device. mass, positions, going: as there.
-    """
+    """`eviction.evict_entries` on CUDA: two launches. `pointers` and `longest` are those of one
+    `Addresses`, `keys` and `values` those of any of its rows."""
     kv_heads, _, dim = keys.shape
     value_dim = values.shape[2]
     programs = pointers.shape[0] * kv_heads

@@ -1,16 +1,8 @@
 """Triton kernels of `attention_mass`: the logarithm of each query's sum of exponentials, unless the
 caller has it from the attention itself, then the sums of the attention's columns.
 
-In: the last m of n queries [batch, heads, m, DIM] and the keys [batch, kv_heads, n, DIM], with any
-strides but 1 within a row. Out: [batch, heads, n] float32. Each kernel goes once over the tiles of the
-causal half of q.k, and writes nothing of the size of a tile:
-
-1. `normaliser_kernel`: a program has a block of queries (program id 0) of one query head (id 2), and of
-   the keys one of `parts` equal parts (id 1). It writes the logarithm of each query's sum over its
-   part.
-2. `column_kernel`: a program has a block of keys (program id 0) of one query head (id 1), and goes over
-   the queries that see it. No two programs add to the same sum, so that the sums are equal in every
-   run.
+Each kernel goes once over the tiles of the causal half of q.k, and writes nothing of the size of a
+tile. No two programs add to the same sum, so that the sums are equal in every run.
 """
 
 from __future__ import annotations
@@ -28,8 +20,8 @@ from kvbench.kernels._triton_tiles import capped, load_rows, online_softmax
 
 @triton.jit(do_not_specialize=["m", "n", "parts"])
 def normaliser_kernel(
-    queries,  # [batch, heads, m, DIM], of the strides below
-    keys,  # [batch, kv_heads, n, DIM], of the strides below
+    queries,  # [batch, heads, m, DIM], the last m of n, of the strides below (1 within a row)
+    keys,  # [batch, kv_heads, n, DIM], of the strides below (1 within a row)
     partial,  # [batch * heads, parts, m] float32, out: logarithms of the sums over a part of the keys
     scaling,
     softcap,
@@ -134,12 +126,10 @@ def column_kernel(
 
 
 def mass_options(dim: int, itemsize: int) -> dict[str, Any]:
-    """Choose the compile-time constants of both kernels for rows of `dim` numbers of `itemsize` bytes.
-
-    Tiles are as large as still lets two programs share a multiprocessor's registers and shared memory:
-    while one computes exponentials, the other has the matrix units. Four warps multiply 64 queries at
-    once; rows of 4-byte numbers take smaller tiles.
-    """
+    """Choose the compile-time constants of both kernels; `itemsize` is the bytes of a number."""
+    # Tiles are as large as still lets two programs share a multiprocessor's registers and shared memory:
+    # while one computes exponentials, the other has the matrix units. Four warps multiply 64 queries at
+    # once; rows of 4-byte numbers take smaller tiles.
     d = max(16, triton.next_power_of_2(dim))
     row_bytes = d * itemsize
     queries = 64
@@ -174,8 +164,7 @@ def attention_mass(
     sinks: Tensor | None = None,
     normalisers: Tensor | None = None,
 ) -> Tensor:
-    """`attention_mass.attention_mass` on CUDA, which has the arguments' shapes: one launch with
-    normalisers, two without."""
+    """`attention_mass.attention_mass` on CUDA: one launch with normalisers, two without."""
     batch, heads, m, dim = queries.shape
     kv_heads, n = keys.shape[1:3]
     if queries.dtype != keys.dtype:

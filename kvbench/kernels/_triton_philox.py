@@ -1,8 +1,7 @@
 """Triton kernel of Philox 4x64-10: `philox.philox` on CUDA.
 
-In: a key. Out: [count] numbers, the first words of that key. Philox makes words in blocks of four, each
-from the key and the block's number. A program (program id 0) makes `LANES` consecutive blocks, one a
-lane.
+Philox makes words in blocks of four, each from the key and the block's number. A program makes `LANES`
+consecutive blocks, one a lane.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from torch import Tensor
 from kvbench.kernels._choice import on_its_device
 
 LANES = 256
-"""Blocks of words that a program computes."""
 
 
 @triton.jit
@@ -42,7 +40,6 @@ def philox_kernel(
     count,
     LANES: tl.constexpr,
 ):
-    """Write the words of LANES blocks: program (LANES blocks)."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     zeros = tl.zeros([LANES], tl.int64)
     # numpy's counter, too, is 1 for the first block.

@@ -9,7 +9,6 @@ import triton.language as tl
 from kvbench.kernels.addresses import COLUMNS
 
 TABLE_COLUMNS = tl.constexpr(len(COLUMNS))
-"""The int64 columns of `Addresses.pointers`. The constants below are their places."""
 KEYS = tl.constexpr(COLUMNS.index("keys"))
 VALUES = tl.constexpr(COLUMNS.index("values"))
 LOG_WEIGHTS = tl.constexpr(COLUMNS.index("log_weights"))
@@ -32,7 +31,6 @@ PLACE = tl.constexpr(COLUMNS.index("place"))
 
 @triton.jit
 def row_pointer(table, row, column, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address in a column of the row's line of the table, as a pointer to `dtype`."""
     pointer = tl.load(table + row * TABLE_COLUMNS + column).to(tl.pointer_type(dtype))
     if ALIGNED:  # to 16 bytes: without this promise the compiler loads number by number
         pointer = tl.multiple_of(pointer, 16)
@@ -41,9 +39,8 @@ def row_pointer(table, row, column, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def row_stride(table, row, column, ALIGNED: tl.constexpr, UNIT: tl.constexpr):
-    """The stride in a column of the row's line of the table; a multiple of UNIT if ALIGNED."""
     stride = tl.load(table + row * TABLE_COLUMNS + column)
-    if ALIGNED:
+    if ALIGNED:  # UNIT numbers are 16 bytes
         stride = tl.multiple_of(stride, UNIT)
     return stride
 

@@ -13,15 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(matrix, row_stride, rows, is_row, columns, DIM: tl.constexpr, D: tl.constexpr):
-    """Load the tile [rows, columns] of a matrix whose rows have DIM adjacent numbers.
-
-    Args:
-        matrix: the address of the first row.
-        row_stride: from one row to the next.
-        rows: [r] int64, which rows.
-        is_row: [r] bool; the tile is 0 where it is false.
-        columns: [c], which columns; the tile is 0 in those from DIM on (there are some if D > DIM).
-    """
+    """Load the tile of a matrix (the address of its first row) at `rows` [r] int64 and `columns` [c]:
+    [r, c], 0 in rows where `is_row` is false and in columns from DIM on."""
     mask = is_row[:, None]
     if D != DIM:
         mask = mask & (columns < DIM)[None, :]
@@ -30,7 +23,7 @@ def load_rows(matrix, row_stride, rows, is_row, columns, DIM: tl.constexpr, D: t
 
 @triton.jit
 def capped(logits, softcap, SOFTCAP: tl.constexpr):
-    """softcap * tanh(logits / softcap); the logits themselves if SOFTCAP is false."""
+    # softcap * tanh(logits / softcap)
     if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), which is 1 or -1 where exp overflows or is 0
         logits = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logits / softcap) + 1.0))
     return logits
@@ -41,12 +34,12 @@ def online_softmax(logits, largest, total):
     """Take the next block of keys into the softmax of every query, without its normaliser.
 
     Exponentials are those of the logits less the largest logit so far, so that none overflows. When a
-    later block has a larger one, the sums over the blocks before are multiplied by `rescale`.
+    later block has a larger one, the caller multiplies its sums over the blocks before by `rescale`.
 
     Args:
         logits: [queries, keys] float32, -inf for a key that does not count.
         largest: [queries], the largest logit of the blocks before; -inf before the first.
-        total: [queries], the sum of the exponentials of the blocks before, less `largest`.
+        total: [queries], the sum of the exponentials of the blocks before; 0 before the first.
 
     Returns:
         the exponentials [queries, keys], `rescale` [queries], and `largest` and `total` with this
@@ -72,13 +65,8 @@ def weighted_logits(
     is_entry,
     SOFTCAP: tl.constexpr,
 ):
-    """Logits of a block of entries from the products q.k [GROUP, BLOCK] with the group's queries.
-
-    Args:
-        weights, weight_stride, weights_stored: what `weights_of_head` returned, from entry 0 on.
-        entries: [BLOCK] int64, which entries.
-        is_entry: [BLOCK] bool, false behind the chunk's last entry; the logit is -inf there.
-    """
+    """Logits [GROUP, BLOCK] of the entries at places `entries` [BLOCK] int64 from their products q.k,
+    -inf where `is_entry` [BLOCK] is false; the weights are what `weights_of_head` returned."""
     logits = capped(products * scaling, softcap, SOFTCAP)
     weight = tl.load(weights + entries * weight_stride, mask=is_entry & weights_stored, other=0.0)
     return tl.where(is_entry[None, :], logits + weight[None, :], -float("inf"))
@@ -97,9 +85,8 @@ def store_partial(
     VALUE_DIM: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Write the results of a chunk for the query heads of a group: the values summed by exponentials
-    out [GROUP, E], the largest logit and the sum of the exponentials [GROUP], to the places `slots`
-    [GROUP]."""
+    """Write the results of a chunk to the places `slots` [GROUP]: the values summed by exponentials
+    [GROUP, E], the largest logit and the sum of the exponentials [GROUP]."""
     tl.store(partial_max + slots, largest, mask=in_group)
     tl.store(partial_sum + slots, total, mask=in_group)
     columns = tl.arange(0, E)

@@ -1,19 +1,14 @@
 """Triton kernels of BalanceKV's halving: the signs of the walk, and the cut that follows from them.
 
-`walk_kernel`: one program walks one block of entries (program id 0; BalanceKV's blocks, see
-`balanced_walk`). In: keys and values, which entries the block has, and a uniform draw for each. Out: a
-byte for each entry, whether its sign is +1. The block's kernel matrix is formed tile by tile and no
-tile is kept: for every tile of rows, first what the signs of earlier tiles add up to (matrix products,
-exponential and sum in registers), then the steps inside the diagonal tile one by one. On chip are at
-most two tiles of keys and two of values, whatever the block size. Device memory is read once for keys,
-values and draws (tiles that are needed again come from the caches).
+`walk_kernel` forms a block's kernel matrix (see `balanced_walk`) tile by tile and keeps no tile: for
+every tile of rows, first what the signs of earlier tiles add up to (matrix products, exponential and
+sum in registers), then the steps inside the diagonal tile one by one. On chip are at most two tiles of
+keys and two of values, whatever the block size. Device memory is read once for keys, values and draws
+(tiles that are needed again come from the caches).
 
 The steps inside a tile wait for each other, so that a block takes a fixed time (the latency of a step,
 some hundreds of cycles, times the block size). Speed comes from blocks that walk beside each other:
 small tiles, few warps, several programs per multiprocessor.
-
-`cut_kernel`: one program cuts one head (program id 0). In: the signs of the head's first m entries, its
-entries' indices and weights. Out: indices and weights of the survivors.
 """
 
 from __future__ import annotations
@@ -28,10 +23,8 @@ from torch import Tensor
 from kvbench.kernels._choice import on_its_device
 from kvbench.kernels._triton_tiles import load_rows
 
-CENTRES = {"none": 0, "mean": 1, "released": 2}
-"""How `walk_kernel` is passed `centre` of `balanced_walk`."""
-SCAN = 1024
-"""Entries of a head that the cut scans at once."""
+CENTRES = {"none": 0, "mean": 1, "released": 2}  # `centre` of `balanced_walk`
+SCAN = 1024  # entries of a head that the cut scans at once
 
 
 @triton.jit
@@ -51,24 +44,17 @@ def _products(
     CENTRE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Inner products [TILE, TILE] float32 of the rows a and the rows b of a matrix, less their mean if
-    CENTRE.
-
-    float32 rows are centred before they are multiplied. Products of 16-bit rows are exact as they stand
-    and would not be after rounding the centred rows, so that the mean is taken out of the products:
-    <a - mean, b - mean> = <a, b> - <a, mean> - <b, mean> + |mean|^2. PART columns are multiplied at a
-    time, which bounds registers and shared memory at any width.
-
-    Args:
-        matrix: the address of the head's first row; `row_stride` from one row to the next.
-        a, b: [TILE] int64, which rows. is_a, is_b: [TILE] bool, false where there is no row.
-        mean: [D] float32, its address. mean_square: the squared norm of the mean.
-    """
+    """Inner products [TILE, TILE] float32 of the rows a [TILE] int64 and the rows b of a matrix (the
+    address of the head's first row), less their mean (address; its squared norm) if CENTRE."""
+    # float32 rows are centred before they are multiplied. Products of 16-bit rows are exact as they
+    # stand and would not be after rounding the centred rows, so that the mean is taken out of the
+    # products: <a - mean, b - mean> = <a, b> - <a, mean> - <b, mean> + |mean|^2.
     CENTRE_ROWS: tl.constexpr = matrix.dtype.element_ty == tl.float32
     products = tl.zeros([TILE, TILE], tl.float32)
     a_mean = tl.zeros([TILE], tl.float32)
     b_mean = tl.zeros([TILE], tl.float32)
-    # One stage: the rows come from the caches, since other tiles and programs have read them before.
+    # PART columns at a time bound registers and shared memory at any width. One stage: the rows come
+    # from the caches, since other tiles and programs have read them before.
     for start in tl.range(0, D, PART, num_stages=1):
         columns = start + tl.arange(0, PART)
         x = load_rows(matrix, row_stride, a, is_a, columns, DIM, D)
@@ -120,15 +106,9 @@ def _kernel_tile(
     """A tile [TILE, TILE] of the block's kernel matrix, rows a and columns b, each row times
     exp(-largest); 0 on and above the diagonal of a DIAGONAL tile.
 
-    Args:
-        a, b, is_a, is_b, mean, mean_square: see `_products`.
-        a_weight: [TILE], the factors on the values of a, if WEIGHTS. Those of b, at the places `b_place`
-            [TILE] of `weights`, are loaded here and late: kept in registers all the while, they would
-            take those of another program. On the diagonal they are those of a.
-        largest: [TILE], the largest exponent of each row in the tiles before, at least 0.
-
-    Returns:
-        the tile, and `largest` with the exponents of this tile.
+    `largest` [TILE] is the largest exponent of each row in the tiles before, at least 0; it is returned,
+    too, with the exponents of this tile. `a_weight` [TILE] are the factors on the values of a, if
+    WEIGHTS; those of b are at the places `b_place` [TILE] of `weights`.
     """
     exponents = scale * _products(
         keys,
@@ -169,6 +149,7 @@ def _kernel_tile(
             PRECISION,
         )
         if WEIGHTS:
+            # Loaded late: kept in registers all the while, they would take those of another program.
             b_weight = a_weight if DIAGONAL else tl.load(weights + b_place)
             products *= a_weight[:, None] * b_weight[None, :]
         tile *= products + offset
@@ -416,12 +397,8 @@ def cut_kernel(
 
 
 def walk_options(dim: int, value_dim: int, itemsize: int) -> dict[str, Any]:
-    """Choose the compile-time constants of `walk_kernel` for keys and values of `dim` and `value_dim`
-    numbers of `itemsize` bytes.
-
-    Tiles of 64 rows are the least that Hopper's wide matrix instructions take, and smaller ones would
-    need more rounds of loads.
-    """
+    """Choose the compile-time constants of `walk_kernel` for keys and values whose numbers have
+    `itemsize` bytes."""
     d, e = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     return {
         "DIM": dim,
@@ -429,6 +406,7 @@ def walk_options(dim: int, value_dim: int, itemsize: int) -> dict[str, Any]:
         "D": d,
         "E": e,
         "PART": min(d, e, 64 // itemsize),
+        # The least that Hopper's wide matrix instructions take; less would need more rounds of loads.
         "TILE": 64,
         # float32 is multiplied as it is, not on the matrix units: tf32, even three products of it, loses
         # digits and spills.
@@ -451,12 +429,7 @@ def walk(
     weights: Tensor | None,
     centre: str,
 ) -> Tensor:
-    """`balanced_walk.balanced_walk` on CUDA: one launch. The tensors and the result have its shapes,
-    with [batch, kv_heads] as the leading dimensions.
-
-    Args:
-        scale: the factor on <k, k>. reach: exp(beta) / gamma.
-    """
+    """`balanced_walk.balanced_walk` on CUDA, with leading dimensions [batch, kv_heads]: one launch."""
     batch, kv_heads, blocks, b = index.shape
     index = index.contiguous()
     positive = index.new_zeros(index.shape, dtype=torch.int8)

@@ -44,13 +44,11 @@ where it has none) and positions, the stride of both over heads, the row's limit
 
 @dataclass(frozen=True)
 class Eviction:
-    """The rule by which an entry of each KV head leaves a full cache when a token has joined: of the
-    entries that are neither sink nor recent, the oldest or the one of least or most accumulated
-    attention.
+    """The rule by which an entry of each KV head leaves a full cache when a token has joined.
 
     Attributes:
-        leaves: oldest | lightest (least attention) | heaviest (most attention). The latter two go by
-            the scores of the entries, to which the attention from every token is added.
+        leaves: oldest | lightest | heaviest. The latter two go by the scores of the entries, to which
+            the attention from every token is added.
         sink: entries at positions below this stay.
         recent: how many of the newest tokens stay, the one that joined included.
     """
@@ -83,23 +81,22 @@ class Eviction:
 class Addresses:
     """Where the entries of each row lie (`addresses_of` makes it once; every step reads it).
 
-    The rows of a decode step are prompts and methods with different numbers of entries, in buffers
-    that were reserved when each was prefilled. A padded batch tensor would read and store padding; one
-    pool for all rows would have to be moved when a row joins, leaves or grows. With a table of
-    addresses rows stay where they are (in buffers, or in views of a pool), and the same table serves
-    every step, so that a step does no Python work per row and can be captured in a CUDA graph. Only
-    the rows' lengths, a tensor beside the table, change from step to step.
+    The rows of a decode step are prompts and methods with different numbers of entries. A padded batch
+    tensor would read and store padding; one pool for all rows would have to be moved when a row joins,
+    leaves or grows. With a table of addresses rows stay where they are (in buffers, or in views of a
+    pool), and the same table serves every step, so that a step does no Python work per row and can be
+    captured in a CUDA graph. Only the rows' lengths, a tensor beside the table, change.
 
     Attributes:
         keys, values: for each row [kv_heads, reserved, dim]; `reserved` differs between rows.
         log_weights: for each row [kv_heads, reserved] float32, or None where all are zero; -inf hides
             an entry.
         longest: the entries for which programs are launched, at least the largest `reserved`.
-        rules: the rule by which each row evicts; none where no row does.
-        limits: for each row that evicts, how many entries a head may have.
-        scores, positions: for each row that evicts, buffers [kv_heads, reserved] float32 (None where
-            its rule goes by age) and int64, contiguous.
-        places: for each row that evicts, its place among the rows of the whole batch.
+        rules: none where no row evicts; else one a row, as are all that follow.
+        limits: how many entries a head may have.
+        scores, positions: buffers [kv_heads, reserved] float32 (None where the rule goes by age) and
+            int64, contiguous.
+        places: the row's place among the rows of the whole batch.
     """
 
     keys: tuple[Tensor, ...]
@@ -114,12 +111,10 @@ class Addresses:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return len(self.keys)
 
     @property
     def kv_heads(self) -> int:
-        """The number of KV heads, which all rows share."""
         return self.keys[0].shape[0]
 
     @property
@@ -129,15 +124,12 @@ class Addresses:
 
     @cached_property
     def chunk(self) -> int:
-        """How many entries a program of the Triton kernel reads: a power of two.
-
-        Four programs for each multiprocessor keep all of them busy to the end although rows differ.
-        Below 128 entries the launch that combines the chunks would cost more than the one that reads
-        them.
-        """
+        """How many entries a program of the Triton kernel reads: a power of two."""
         entries = sum(key.shape[1] for key in self.keys)
+        # Four programs for each multiprocessor keep all of them busy to the end although rows differ.
         programs = 4 * multiprocessors(self.keys[0].device)
         share = -(-self.kv_heads * entries // programs)
+        # Below 128 combining the chunks would cost more than reading them.
         return min(4096, max(128, 1 << (share - 1).bit_length()))
 
     @cached_property
@@ -151,8 +143,7 @@ class Addresses:
 
     @cached_property
     def pointers(self) -> Tensor:
-        """The table as a tensor, [rows, columns] int64 on the rows' device; `COLUMNS` names the
-        columns."""
+        """The table as a tensor [rows, len(COLUMNS)] int64 on the rows' device."""
         table = []
         for row, (key, value, weight) in enumerate(
             zip(self.keys, self.values, self.log_weights, strict=True)
@@ -197,20 +188,16 @@ def addresses_of(
     positions: Sequence[Tensor] = (),
     places: Sequence[int] = (),
 ) -> Addresses:
-    """Make the table of these rows. It refers to their buffers (or views of a pool) and copies
+    """Make the table of these rows, as described in `Addresses`. It refers to their buffers and copies
     nothing.
 
     A new table is needed when a row joins or leaves, or when a buffer is replaced by a larger one, but
     not when an entry is appended to a buffer in place.
 
     Args:
-        keys, values: for each row [kv_heads, reserved, dim]. All keys share dtype, device, kv_heads
-            and dim; so do all values, with a dim of their own. The numbers of an entry are adjacent in
-            memory.
-        log_weights: for each row [kv_heads, reserved] float32, or None where all are zero.
-        longest: `Addresses.longest`, if that is more than the rows need.
-
-        rules, limits, scores, positions, places: see `Addresses`.
+        keys, values: all keys share dtype, device, kv_heads and dim; so do all values, with a dim of
+            their own. The numbers of an entry are adjacent in memory.
+        longest: given where it is more than the rows need.
 
     Raises:
         ValueError: no rows, rows that differ in what they must share, rules of which some go by

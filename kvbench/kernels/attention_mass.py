@@ -43,20 +43,18 @@ def attention_mass(
 ) -> Tensor:
     """Sum the columns of the causal softmax attention of the last m queries over n keys.
 
-    Query i of m is at position n - m + i and attends to the keys 0 .. n - m + i. The scores of a block
-    of queries are computed only with the keys that the block may see; of the masked half only what
-    lies in tiles on the diagonal is computed. Keys are not repeated for the query heads of a group.
+    Query i of m is at position n - m + i and attends to the keys 0 .. n - m + i. Of the masked half
+    only what lies in tiles on the diagonal is computed.
 
     Args:
         queries: [batch, heads, m, head_dim], the last m of n; any float dtype.
         keys: [batch, kv_heads, n, head_dim]; query head i uses KV head i // group.
         scaling: factor on q.k before the softmax.
-        softcap: s of s * tanh(logit / s), applied after scaling; None for none.
-        sinks: [heads], one more logit in the softmax of each query head, which takes its share of the
-            attention and belongs to no key; None for none.
+        softcap: s of s * tanh(logit / s), applied after scaling.
+        sinks: [heads], one more logit in the softmax of each query head, which belongs to no key.
         normalisers: [batch, heads, m], the logarithm of each query's sum of exponentials, the sink's
             included, if the attention itself has returned it; this saves half of the work (in torch
-            only if m = n). None if not known.
+            only if m = n).
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
@@ -64,7 +62,7 @@ def attention_mass(
         accumulated score, with m = window SnapKV's.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is not possible here.
+        ValueError: shapes that do not fit.
     """
     batch, heads, m, dim = queries.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
@@ -102,16 +100,15 @@ def attention_mass(
 
 
 def _normalised_mass(queries: Tensor, keys: Tensor, scaling: float, normalisers: Tensor) -> Tensor:
-    """Compute `attention_mass` of all n queries from their normalisers [batch, heads, n], in tiles
-    that stay in cache: each tile is a matrix product, then 2^x of its numbers, then the sums of its
-    columns.
+    """`attention_mass` of all n queries from their normalisers, in tiles that stay in cache: each is a
+    matrix product, then 2^x of its numbers, then the sums of its columns (a product with a vector).
 
-    On a CPU 2^x takes a third of the time of e^x, so that logits and normalisers are turned to base 2.
-    Columns are summed by a product with a vector. Where no score can overflow (`UNSHIFTED`), that
-    vector has e^-normaliser of each query, and no normaliser has to be subtracted from the scores.
+    Where no score can overflow (`UNSHIFTED`), that vector has e^-normaliser of each query, and no
+    normaliser has to be subtracted from the scores.
     """
     batch, heads, n, _ = queries.shape
     group = heads // keys.shape[1]
+    # To base 2: on a CPU 2^x takes a third of the time of e^x.
     log2_e = 1.0 / math.log(2.0)
     shift = (normalisers.float() * -log2_e).reshape(batch * heads, n)
     factors = shift.exp2()
@@ -149,9 +146,8 @@ def tiles(n: int, rows: int, columns: int) -> Iterator[tuple[int, int, int, int]
     keys.
 
     Yields:
-        the first query of a tile, the query behind its last, its first key, and the key behind its
-        last. A tile on the diagonal has at most `DIAGONAL` queries, and no tile has queries of two
-        blocks of `rows`.
+        a tile's first query, the one behind its last, its first key and the one behind its last. On
+        the diagonal it has at most `DIAGONAL` queries; no tile has queries of two blocks of `rows`.
     """
     for start in range(0, n, rows):
         stop = min(n, start + rows)

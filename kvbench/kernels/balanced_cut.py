@@ -1,5 +1,4 @@
-"""The exact halving of BalanceKV (arXiv 2502.07861): which entries the signs of a walk leave, and with
-what weight."""
+"""The exact halving of BalanceKV (arXiv 2502.07861)."""
 
 from __future__ import annotations
 
@@ -29,9 +28,6 @@ def halve(
     Returns:
         the order and the weights of the survivors and of the entries from m on, each
         [batch, kv_heads, c - m + floor(m / 2)].
-
-    Raises:
-        ValueError: an implementation that is not possible here.
     """
     batch, heads, m = positive.shape
     half = m // 2

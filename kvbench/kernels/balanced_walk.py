@@ -43,8 +43,7 @@ def balanced_walk(
         inner_i = sum over j < i of G_ij s_j,    s_i = +1 if u_i < 1/2 - gamma * inner_i, else -1,
         G_ij = exp(temperature * <k_i, k_j> / sqrt(d) - beta) * (<w_i v_i, w_j v_j> + offset),
 
-    with k centred within its block. Without values the second factor of G is 1. The kernel matrix G is
-    never stored as a whole: see `_torch_walk` and `_triton_walk` for how it is cut up.
+    with k centred within its block. Without values the second factor of G is 1.
 
     Keys of any norm are safe: a row of G whose exponents could overflow is divided by e to the power
     of its largest one, and so is the number it is compared with. The probability is then 0 or 1 where
@@ -54,12 +53,10 @@ def balanced_walk(
 
     Args:
         keys: [..., rows, d], any float dtype; computed in float32 (float64 inputs in float64).
-        values: [..., rows, e], or None.
+        values: [..., rows, e].
         index: [..., blocks, b] int64, the row of each place of a block.
         uniforms: [..., blocks, b] in [0, 1), one per place (the first of a block is not used).
         gamma: >= 0; 0 makes every sign a fair coin (but the first).
-        offset: what is added to the values' inner product.
-        temperature, beta: of the exponent.
         counts: [..., blocks], how many places of each block, from the first, are real; None where all
             are. The signs of other places mean nothing.
         weights: [..., blocks, b], the factors w on the values; None for 1.
@@ -69,9 +66,6 @@ def balanced_walk(
 
     Returns:
         [..., blocks, b] bool, True for +1.
-
-    Raises:
-        ValueError: an implementation that is not possible here.
     """
     if gamma == 0.0:
         positive = uniforms < 0.5
@@ -84,7 +78,6 @@ def balanced_walk(
         from kvbench.kernels import _triton_walk
 
         def with_heads(x: Tensor) -> Tensor:
-            """The tensor with the leading dimensions [batch, kv_heads]."""
             return x if index.ndim == 4 else x[None, None]
 
         return _triton_walk.walk(
@@ -131,16 +124,9 @@ def _torch_walk(
     weights: Tensor | None,
     centre: str,
 ) -> Tensor:
-    """`balanced_walk` without leading dimensions, index [blocks, b].
-
-    The kernel matrix is computed in strips of rows and only up to the diagonal. What the signs of
-    earlier strips add to `inner` is one matrix product, so that only the steps inside a strip are
-    taken one by one.
-
-    Args:
-        scale: the factor on <k_i, k_j>.
-        reach: exp(beta) / gamma.
-    """
+    """`balanced_walk` without leading dimensions, index [blocks, b]. The kernel matrix is computed in
+    strips of rows and only up to the diagonal. What the signs of earlier strips add to `inner` is one
+    matrix product, so that only the steps inside a strip are taken one by one."""
     blocks, b = index.shape
     dtype = torch.promote_types(keys.dtype, torch.float32)
     # By how much the sum over the signs so far exceeds the threshold. The next sign is the opposite of
@@ -174,8 +160,7 @@ def _torch_walk(
 
 
 def _centred(k: Tensor, counts: Tensor | None, centre: str) -> Tensor:
-    """Set the keys [blocks, b, d] of places that are not real to 0, and centre each block; in
-    place."""
+    """Centre each block's real keys, and set the others to 0; k [blocks, b, d] is changed in place."""
     b = k.shape[1]
     if counts is not None:
         real = torch.arange(b, device=k.device) < counts[:, None]
@@ -193,25 +178,16 @@ def _centred(k: Tensor, counts: Tensor | None, centre: str) -> Tensor:
 def _form_kernel(
     k: Tensor, v: Tensor | None, out: list[Tensor], work: Tensor, scale: float, offset: float
 ) -> Tensor | None:
-    """Compute the strips of G, without e^-beta, scaled where they might overflow.
-
-    Left of the diagonal tile each row is scaled by its own factor. Row i of the diagonal tile is read
-    as what place i adds to later places, so that there each column is scaled, by the factor of the
-    later place.
-
-    Args:
-        k: [blocks, b, d], centred.
-        v: [blocks, b, e], weighted, or None.
-        out: the strips [blocks, rows, end], which are written to.
-        work: [2, at least the numbers of a strip], scratch.
+    """Write the strips of G [blocks, rows, end] to `out`, without e^-beta, scaled where they might
+    overflow. k [blocks, b, d] is centred, v [blocks, b, e] weighted, `work` [2, a strip's numbers].
 
     Returns:
         [blocks, b] float32, shift: row i was multiplied by e^-shift[i]. It is the row's largest
-        exponent over earlier places, at least 0, where a bound (Cauchy-Schwarz) says that the row
-        might overflow, and 0 elsewhere. None where no row might overflow.
+        exponent over earlier places, at least 0, where the row might overflow, and 0 elsewhere. None
+        where no row might.
     """
     norms = torch.linalg.vector_norm(k, dim=-1)
-    bound = norms * norms.amax(-1, keepdim=True) * abs(scale)
+    bound = norms * norms.amax(-1, keepdim=True) * abs(scale)  # Cauchy-Schwarz
     if v is not None:
         norms = torch.linalg.vector_norm(v, dim=-1)
         bound += torch.log1p(norms * norms.amax(-1, keepdim=True))
@@ -233,13 +209,8 @@ def _form_kernel(
 
 
 def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor) -> None:
-    """Scale the rows of a strip that might overflow (see `_form_kernel`), in place.
-
-    Args:
-        e: [blocks, rows, end], the exponents of the strip. The largest one of a row is subtracted.
-        shift: [blocks, rows], filled with what was subtracted.
-        risky: [blocks, rows] bool, the rows to scale.
-    """
+    """Subtract from the exponents e [blocks, rows, end] of a strip the largest of each row, where it is
+    risky [blocks, rows]; written to `shift` [blocks, rows]."""
     rows, end = e.shape[1:]
     top = end - rows
     tile = e[:, :, top:]
@@ -250,6 +221,7 @@ def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor) -> None:
         largest = torch.maximum(largest, e[:, :, :top].amax(-1))
     torch.mul(largest.clamp_(min=0.0), risky, out=shift)
     e[:, :, :top] -= shift.unsqueeze(-1)
+    # Row i of the tile is what place i adds to later places: each column has its place's factor.
     tile -= shift.unsqueeze(1)
     # Smaller exponents add nothing beside exp(0), and arithmetic with denormal numbers is slow.
     e.clamp_(min=-SAFE_EXPONENT)
@@ -258,15 +230,14 @@ def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor) -> None:
 def _walk_blocks(kernel: list[Tensor], excess: Tensor, opposite: Tensor) -> None:
     """Choose the signs of each block's places in order.
 
-    The steps run in numpy on the host: a step handles so few numbers that the time is that of its
-    calls, and torch's calls take twice as long.
-
     Args:
         kernel: the strips [blocks, rows, end] of G, see `_form_kernel`.
         excess: [blocks, b], by how much the sum over earlier signs exceeds the threshold of each
             place. On entry no sign is in the sum; on a CPU it is overwritten.
         opposite: [blocks, b], written to: minus the sign of each place.
     """
+    # In numpy on the host: a step handles so few numbers that the time is that of its calls, and
+    # torch's calls take twice as long.
     host_excess = excess.cpu()  # the same tensor on a CPU
     host_opposite = opposite.cpu()
     for strip in kernel:

@@ -17,6 +17,9 @@ from kvbench.kernels.quantize import CACHED
 from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 
+IN_CACHE = 1 << 19
+"""How many numbers of a layer's keys stay in a CPU's cache (2 MB) from one pass to the next."""
+
 
 def weighted_decode_attention(
     query: Tensor,
@@ -31,32 +34,27 @@ def weighted_decode_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention softmax(q . k * scaling + log_weight) . v of one token per row over the row's entries.
 
-    The entries of a KV head are read once for all query heads of the group. Nothing is repeated,
-    padded or copied, and the work of a row is proportional to its entries. The entry of the token
-    itself must already be in the buffers and counted.
+    Nothing is repeated, padded or copied, and the work of a row is proportional to its entries. The
+    entry of the token itself must already be in the buffers and counted.
 
     Args:
         query: [rows, heads, dim]; query head i uses KV head i // (heads / kv_heads).
-        table: where the rows' entries are (`addresses_of`).
         lengths: the number of entries of each row: [rows] int32 or int64 on the query's device (a
             captured CUDA graph can then read new ones), or plain integers (which save a copy where torch
             runs, since it needs them on the host). The Triton kernel does not compare them with the
             buffers, because the host would have to wait for the device; it reads no entry beyond
             `reserved`. A row of length 0 gives zeros, as does a head whose entries are all hidden.
-        scaling: factor on q.k before the softmax.
-        softcap: s of s * tanh(logit / s), applied after scaling; None for none.
-        sinks: [rows, heads], one more logit in the softmax of each query, whose value is 0; None for
-            none.
-        return_mass: whether the attention that each entry received is returned, too (for H2O).
+        softcap: s of s * tanh(logit / s), applied after scaling.
+        sinks: [rows, heads], one more logit in the softmax of each query, whose value is 0.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
         the output [rows, heads, value_dim] in the query's dtype; and the softmax attention that each
         entry received, mean over the query heads of its group, [rows, kv_heads, table.longest]
-        float32, zero beyond a row's length (None unless `return_mass`).
+        float32, zero beyond a row's length (None unless `return_mass`; H2O needs it).
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is not possible here.
+        ValueError: shapes that do not fit.
     """
     rows, heads, dim = query.shape
     kv_heads = table.kv_heads
@@ -95,9 +93,8 @@ def weighted_decode_attention(
 
 
 def _too_wide(group: int, dim: int, itemsize: int) -> str | None:
-    """The reason why a program of the Triton kernel has no room for the queries of a group of heads of
-    `dim` numbers beside keys and values, None where it has, on every GPU since compute capability 8.0
-    (tests/kernels/test_kernels_compile.py)."""
+    """Why a program of the Triton kernel has no room for a group's queries beside keys and values, or
+    None. What is allowed fits every GPU since compute capability 8.0 (test_kernels_compile.py)."""
     members, columns = (1 << (size - 1).bit_length() for size in (group, dim))
     if members <= 64 or (members <= 128 and members * columns * itemsize <= 64 << 10):
         return None
@@ -105,7 +102,6 @@ def _too_wide(group: int, dim: int, itemsize: int) -> str | None:
 
 
 def on_device(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Return `lengths` as an integer tensor [rows] on `device`."""
     if isinstance(lengths, Tensor):
         return lengths.to(device)
     return torch.tensor(lengths, dtype=torch.int64, device=device)
@@ -137,7 +133,12 @@ def _torch_attention(
         if n == 0:
             continue
         key, value = table.keys[row][:, :n], table.values[row][:, :n]
-        logits = _products(grouped[row], key)
+        # On a CPU the order of the two factors changes the time up to threefold: the few queries come
+        # first where the keys stay in its cache, the keys otherwise.
+        if key.dtype != torch.float32 or key.numel() <= IN_CACHE:
+            logits = products(grouped[row], key)
+        else:
+            logits = torch.bmm(key, grouped[row].mT).mT.contiguous()
         logits = capped(logits.mul_(scaling), softcap)
         if weight is not None:
             logits += weight[:, None, :n]
@@ -149,17 +150,6 @@ def _torch_attention(
         if mass is not None:
             torch.mean(attention, 1, out=mass[row, :, :n])
     return out.view(rows, heads, -1), mass
-
-
-def _products(query: Tensor, key: Tensor) -> Tensor:
-    """`products` of query [kv_heads, group, dim] with key [kv_heads, n, dim].
-
-    On a CPU the order of the two factors changes the time up to threefold: the few queries come first
-    where the keys stay in its cache, the keys otherwise.
-    """
-    if key.dtype != torch.float32 or key.numel() <= IN_CACHE:
-        return products(query, key)
-    return torch.bmm(key, query.mT).mT.contiguous()
 
 
 def products(query: Tensor, key: Tensor) -> Tensor:
@@ -175,11 +165,6 @@ def products(query: Tensor, key: Tensor) -> Tensor:
     keys_at_a_time = max(1, CACHED // max(1, key[..., :1, :].numel()))
     parts = key.split(keys_at_a_time, dim=-2)
     return torch.cat([query @ part.float().mT for part in parts], dim=-1)
-
-
-IN_CACHE = 1 << 19
-"""How many numbers of a layer's keys stay in a CPU's cache (2 MB) from one pass over them to the
-next."""
 
 
 def append_entries(
@@ -201,8 +186,8 @@ def append_entries(
         key, value: [rows, kv_heads, dim], in the buffers' dtype.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is not possible here; in torch
-            also a buffer without room (on CUDA the row then stays as it is).
+        ValueError: shapes that do not fit; in torch also a buffer without room (on CUDA the row then
+            stays as it is).
     """
     rows, kv_heads = table.rows, table.kv_heads
     for name, new, buffer in (("key", key, table.keys[0]), ("value", value, table.values[0])):

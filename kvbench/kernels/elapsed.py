@@ -1,5 +1,3 @@
-"""A clock for work on a device that does not make the host wait for the device."""
-
 from __future__ import annotations
 
 import time
@@ -8,8 +6,9 @@ import torch
 
 
 class Elapsed:
-    """A clock that runs from its construction to `stop`. On CUDA it records two events on the device's
-    current stream, and the host waits for the second only when `seconds` is read."""
+    """A clock that runs from its construction to `stop`, once the work has been launched. On CUDA it
+    records two events on the device's current stream, and the host waits for the second only when
+    `seconds` is read."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -23,13 +22,11 @@ class Elapsed:
         return event
 
     def stop(self) -> Elapsed:
-        """Stop the clock, once the work has been launched. Returns this clock."""
         self._ended = self._mark()
         return self
 
     @property
     def seconds(self) -> float:
-        """The seconds from construction to `stop`; on CUDA this waits until the work is done."""
         if isinstance(self._begun, float) or isinstance(self._ended, float):
             return float(self._ended) - float(self._begun)  # type: ignore[arg-type]
         if not self._ended.query():

@@ -1,5 +1,4 @@
-"""Eviction while decoding: an entry of each full cache leaves when a token has joined, for all rows of
-a layer at once."""
+"""Eviction while decoding, for all rows of a layer at once."""
 
 from __future__ import annotations
 
@@ -24,11 +23,9 @@ def evict_entries(
     """Update each row after a token was appended at place `lengths[row]` and has attended.
 
     The attention that entries received is added to their scores. Where the row now has more entries
-    than its limit, the new entry overwrites the one that leaves. On CUDA these are two launches for
-    all rows.
+    than its limit, the new entry overwrites the one that leaves.
 
     Args:
-        table: the rows' entries and rules.
         lengths: the number of entries of each row before the token, see `weighted_decode_attention`;
             not changed. Afterwards a row has min(length + 1, limit) entries.
         mass: [rows, kv_heads, table.longest] float32, the attention that each entry received; None
@@ -37,9 +34,6 @@ def evict_entries(
             (`Addresses.places`).
         going: [batch] int64, 0 for rows of the whole batch that have ended, which are not changed.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
-
-    Raises:
-        ValueError: an implementation that is not possible here.
     """
     if use_triton("evict_entries", implementation, table.keys[0], table.values[0]):
         from kvbench.kernels import _triton_evict
@@ -70,13 +64,7 @@ def _evict(
     mass: Tensor | None,
     position: Tensor,
 ) -> None:
-    """`evict_entries` for one row in torch.
-
-    Args:
-        new: the place of the new entry.
-        mass: [kv_heads, longest], or None.
-        position: the new token's position.
-    """
+    """`evict_entries` for one row in torch, whose new entry is at place `new` and has this position."""
     positions, scores = table.positions[row], table.scores[row]
     positions[:, new] = position
     if scores is not None and mass is not None:

@@ -7,31 +7,27 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 128
-"""How many of the farthest points a pass over the points compares: at most so many centres it
-finds."""
+"""How many of the farthest points a pass over the points compares: at most so many become centres."""
 
 
 def greedy_k_centre(points: Tensor, count: int, first: Tensor) -> Tensor:
     """Choose centres one after the other: each is the point farthest (l2) from those chosen before.
 
     The choice is exactly the greedy one, up to ties and rounding, with O(n) memory beyond the points.
-    A pass over the points makes many choices; the host waits for a GPU in every pass. The points that
-    are farthest now are mostly the farthest after the next few choices, too. So a pass compares the
-    `CANDIDATES` farthest with each other. It takes candidates for as long as their distance to every
-    centre, the new ones included, is no less than the distance of every other point to the old centres
-    (which can only shrink): such a candidate is the farthest point of all. Then one matrix product
-    brings the distance of every point to its nearest centre up to date.
+    The points that are farthest now are mostly the farthest after the next few choices, too. So a pass
+    over the points compares the `CANDIDATES` farthest with each other. It takes candidates for as long
+    as their distance to every centre, the new ones included, is no less than the distance of every
+    other point to the old centres (which can only shrink): such a candidate is the farthest point of
+    all. Then one matrix product brings the distance of every point to its nearest centre up to date.
+    The host waits for a GPU in every pass.
 
     Args:
         points: [batch, n, dim], any float dtype; distances are computed in float32.
-        count: centres wanted, 0 <= count <= n.
+        count: 0 to n.
         first: [batch] int64, the centre to start from.
 
     Returns:
         [batch, count] int64, distinct indices of points, in the order chosen.
-
-    Raises:
-        ValueError: an impossible count.
     """
     if not 0 <= count <= points.shape[1]:
         raise ValueError(f"{count} centres of {points.shape[1]} points")
@@ -83,8 +79,7 @@ def greedy_k_centre(points: Tensor, count: int, first: Tensor) -> Tensor:
 
 
 def _greedy_order(left: np.ndarray, apart: np.ndarray, others: float, room: int) -> list[int]:
-    """Choose the candidates that one head takes in a pass, in order. This is done in numpy, whose
-    calls take less time than torch's for so few numbers.
+    """Choose the candidates that one head takes in a pass, in order.
 
     Args:
         left: [c] squared distances of the candidates to the centres so far; overwritten.
@@ -92,6 +87,7 @@ def _greedy_order(left: np.ndarray, apart: np.ndarray, others: float, room: int)
         others: the largest squared distance of any other point to the centres so far.
         room: centres that the head still wants.
     """
+    # In numpy, whose calls take less time than torch's for so few numbers.
     order: list[int] = []
     while len(order) < room:
         farthest = int(left.argmax())
@@ -104,14 +100,9 @@ def _greedy_order(left: np.ndarray, apart: np.ndarray, others: float, room: int)
 
 
 def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
-    """Find the centre that is nearest (l2) to each point, as its number 0 .. count - 1: [batch, n]
-    int64.
-
-    Args:
-        points: [batch, n, dim].
-        centres: [batch, count] int64, indices of points. A centre is nearest to itself even where
-            another is as near, so that every centre has at least one point.
-    """
+    """The number 0 .. count - 1 of the centre nearest (l2) to each of points [batch, n, dim]: [batch, n]
+    int64. `centres` [batch, count] int64 are indices of points; each is nearest to itself even where
+    another is as near, so that every centre has at least one point."""
     x = _centred(points)
     rows = x.gather(1, centres.unsqueeze(-1).expand(-1, -1, x.shape[2]))
     norm = rows.square().sum(-1).unsqueeze(1)
@@ -125,7 +116,6 @@ def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
 
 
 def _centred(points: Tensor) -> Tensor:
-    """Turn points [batch, n, dim] to float32 and subtract their mean: distances stay the same, and
-    lose fewer digits."""
+    """Points [batch, n, dim] less their mean, in float32: their distances then lose fewer digits."""
     x = points.float()
     return x - x.mean(1, keepdim=True)

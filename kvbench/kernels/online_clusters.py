@@ -18,7 +18,7 @@ from kvbench.kernels._choice import use_triton
 BLOCK = 256
 """How many points are read together."""
 PAIRS = 1 << 22
-"""How many numbers are computed at a time where distances are computed pair by pair."""
+"""How many differences are computed at a time where a matrix product leaves distances open."""
 
 
 class OnlineClusters:
@@ -26,10 +26,8 @@ class OnlineClusters:
 
     Attributes:
         delta: [h] float32, how far (l2) a point may be from the representative that it joins.
-        most: a head with so many clusters starts no other, and points join the nearest; None: no
-            limit.
+        most: a head with so many clusters starts no other, and points join the nearest.
         clusters: [h] int64, the number of clusters of each head so far.
-        room: for how many representatives of a head `points` has places.
         points: [h, room + 1, dim] float32, the representatives in order; the last place is scratch.
     """
 
@@ -40,8 +38,8 @@ class OnlineClusters:
         self.points = torch.zeros(heads, self.room + 1, dim, device=delta.device)
 
     def read(self, points: Tensor) -> Tensor:
-        """Read points [h, b, dim] float32 in order. Returns the number of the cluster that each point
-        joins or starts: [h, b] int64."""
+        """Read points [h, b, dim] float32 in order. Returns [h, b] int64, the number of the cluster that
+        each joins or starts."""
         places = torch.arange(points.shape[1], device=points.device)
         before = self.clusters[:, None]
         exists = self._exists()
@@ -63,22 +61,16 @@ class OnlineClusters:
         self._start(points, far, width)
 
     def _exists(self) -> Tensor:
-        """At which places of `points` each head has a representative: [h, 1, width] bool.
-
-        `width` is the largest number of clusters of any head. On a GPU it is `most`, if that is given,
-        since reading the largest number would make the host wait.
-        """
+        """At which places of `points` each head has a representative: [h, 1, width] bool, where `width`
+        is at least the largest number of clusters of any head."""
+        # Reading that number would make the host wait for a GPU.
         bound = self.most if self.clusters.is_cuda else None
         width = int(self.clusters.max()) if bound is None else bound
         return torch.arange(width, device=self.delta.device) < self.clusters[:, None, None]
 
     def _start(self, points: Tensor, far: Tensor, width: int) -> tuple[Tensor, ...]:
-        """Find the points that become representatives, and add them.
-
-        Args:
-            points: [h, b, dim] float32.
-            far: [h, b] bool, the points that are within `delta` of no earlier representative.
-            width: places of earlier representatives, see `_exists`.
+        """Add those of points [h, b, dim] that become representatives. `far` [h, b] is true for points
+        within `delta` of no earlier one, which have `width` places.
 
         Returns:
             the new representatives [h, u, dim], their places among the points [h, u] int64, and [h, u]
@@ -119,9 +111,7 @@ def count_clusters(points: Tensor, delta: Tensor, most: int) -> Tensor:
 def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
     """Find the nearest (l2) of `others` to each point, the first on a tie.
 
-    Distances are float32 roots of sums of squared differences. On CUDA a kernel computes all of them.
-    Elsewhere a matrix product finds the nearest; differences are computed to it alone or, where
-    several may be the nearest for all that the product's rounding lets tell, to all.
+    Distances are float32 roots of sums of squared differences, on a CPU as on CUDA.
 
     Args:
         points: [h, b, dim] float32.
@@ -139,6 +129,8 @@ def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tens
         from kvbench.kernels import _triton_clusters
 
         return _triton_clusters.nearest(points, others, among)
+    # A matrix product finds the nearest; differences are computed to it alone or, where several may be
+    # the nearest for all that the product's rounding lets tell, to all.
     own, theirs = _squared_norm(points), _squared_norm(others)
     squares = torch.baddbmm(theirs.unsqueeze(1), points, others.mT, alpha=-2)  # less `own`
     squares.masked_fill_(~among, math.inf)
@@ -156,9 +148,8 @@ def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tens
 
 
 def _farther(points: Tensor, others: Tensor, among: Tensor, delta: Tensor) -> Tensor:
-    """Whether the distance that `nearest` returns of each point is more than delta [h]: [h, b] bool.
-    On a CPU a matrix product decides, and `nearest` is called only for the points that its rounding
-    leaves open."""
+    """Whether the distance that `nearest` returns of each point is more than delta [h]: [h, b] bool."""
+    # On a CPU a matrix product decides, and `nearest` only where its rounding leaves points open.
     far = torch.ones(points.shape[:2], dtype=torch.bool, device=points.device)
     undecided: slice | Tensor = slice(None)
     if not points.is_cuda and others.shape[1]:
@@ -173,7 +164,7 @@ def _farther(points: Tensor, others: Tensor, among: Tensor, delta: Tensor) -> Te
 
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:
-    """The distances (l2) between points a and b [..., dim], from their differences."""
+    """Distances (l2) of points a and b [..., dim]."""
     return (a - b).square().sum(-1).sqrt()
 
 
@@ -189,32 +180,22 @@ def _rounding(dim: int) -> float:
 
 
 def _true_ones(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the places where mask [h, b] is true.
-
-    Returns:
-        the places [h, u] int64 in order, padded with places where the mask is false; and [h, 1] int64,
-        how many are true. u is the largest of these numbers; on a GPU it is b, since reading the
-        largest would make the host wait.
-    """
+    """The places where mask [h, b] is true, [h, u] int64 in order and padded with places where it is
+    false; and how many are true, [h, 1] int64. u is at least the largest of these numbers."""
     count = mask.sum(-1, keepdim=True)
+    # Reading the largest number would make the host wait for a GPU.
     most = mask.shape[1] if mask.is_cuda else int(count.max())
     return (~mask).to(torch.int8).argsort(dim=-1, stable=True)[:, :most], count
 
 
 def _rows(points: Tensor, index: Tensor) -> Tensor:
-    """The points [h, b, dim] at index [h, u]: [h, u, dim]."""
     return points.gather(1, index.unsqueeze(-1).expand(-1, -1, points.shape[2]))
 
 
 def _first_come(points: Tensor, free: Tensor, known: OnlineClusters) -> Tensor:
-    """Decide which of the free points become representatives, [h, u] bool: in their order, each that
-    is not within the radius of one that has just become a representative, as long as its head has
-    room.
-
-    Args:
-        points: [h, u, dim] float32.
-        free: [h, u] bool, the points that are not within the radius of any representative of `known`.
-    """
+    """Which of points [h, u, dim] become representatives, [h, u] bool: in their order, of those that no
+    representative of `known` is near (`free` [h, u] bool), each that is not within the radius of one
+    that has just become a representative, as long as its head has room."""
     u, dim = points.shape[1:]
     room = torch.full_like(known.clusters, u) if known.most is None else known.most - known.clusters
     if use_triton("online_clusters", "auto", points, rows_on_chip=False):
@@ -236,13 +217,8 @@ def _first_come(points: Tensor, free: Tensor, known: OnlineClusters) -> Tensor:
 
 
 def _first_come_numpy(near: np.ndarray, free: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """`_first_come` in numpy.
-
-    Args:
-        near: [h, u, u] bool, pairs of points within the radius of each other; only what is above the
-            diagonal is read.
-        free: [h, u] bool. room: [h], representatives that each head may still get.
-    """
+    """`_first_come` from the pairs of points that are within the radius, near [h, u, u] bool (above the
+    diagonal), and how many representatives each head may still get, room [h]."""
     heads, places = np.arange(len(near)), np.arange(near.shape[1])
     fresh = np.zeros_like(free)
     while True:

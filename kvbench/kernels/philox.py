@@ -17,8 +17,7 @@ from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
 
-_PER_WORD = {torch.int64: 1, torch.float64: 1, torch.float32: 2}
-"""How many numbers of a dtype a word gives."""
+_PER_WORD = {torch.int64: 1, torch.float64: 1, torch.float32: 2}  # numbers that a word gives
 
 
 def philox(
@@ -28,20 +27,15 @@ def philox(
     device: torch.device,
     implementation: str = "auto",
 ) -> Tensor:
-    """Return the first numbers of a key in row-major order; a longer or shorter shape begins with the
-    same.
+    """The first numbers of a key in row-major order; a longer or shorter shape begins with the same.
 
     Args:
         key: 0 .. 2^63 - 1.
-        shape: the shape of the result.
         dtype: int64 (the bits of a word) | float64 (in [0, 1), from the upper 53 bits of a word) |
             float32 (in [0, 1), two numbers of a word: from the upper 24 bits of its lower half, then
             of its upper half).
         implementation: auto (Triton on CUDA, numpy elsewhere) | triton | torch (numpy, then a copy
             that does not wait for the device).
-
-    Raises:
-        ValueError: another dtype, or an implementation that is not possible here.
     """
     if dtype not in _PER_WORD:
         raise ValueError(f"dtype is {dtype}; allowed: {', '.join(map(str, _PER_WORD))}")
@@ -56,7 +50,6 @@ def philox(
 
 
 def _numbers(key: int, count: int, dtype: torch.dtype) -> np.ndarray:
-    """The first `count` numbers of a key on the host, see `philox`."""
     words = np.random.Philox(key=key).random_raw(-(-count // _PER_WORD[dtype]))
     if dtype == torch.int64:
         return words.view(np.int64)
@@ -68,7 +61,7 @@ def _numbers(key: int, count: int, dtype: torch.dtype) -> np.ndarray:
 
 
 def to_device(draws: Tensor, device: torch.device) -> Tensor:
-    """Copy draws from the CPU to `device`, without waiting for the work that is queued on a GPU."""
+    """Copy draws to `device`, without waiting for the work that is queued on a GPU."""
     if device.type == "cuda" and draws.device.type == "cpu":
         return draws.pin_memory().to(device, non_blocking=True)
     return draws.to(device)

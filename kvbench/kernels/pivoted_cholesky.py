@@ -1,8 +1,6 @@
-"""Randomly pivoted Cholesky of the exponential kernel over many small sets of keys at once.
-
-WildCat (arXiv 2602.10056) chooses the pivots of a bin of keys by it: each pivot is drawn in proportion
-to the part of the kernel's diagonal that the pivots before it do not explain. Nystroem weights then
-express every key of the bin by the pivots.
+"""Randomly pivoted Cholesky of the exponential kernel over many small sets of keys at once (WildCat,
+arXiv 2602.10056): each pivot is drawn in proportion to the part of the kernel's diagonal that the
+pivots before it do not explain. Nystroem weights then express every key of the set by the pivots.
 """
 
 from __future__ import annotations
@@ -18,15 +16,11 @@ The residual is 1 less a sum of squares in float32, whose rounding (6e-8 each) d
 processors: that of a key which is equal to a pivot may be 2e-7."""
 
 GRAM_LIMIT = 1024
-"""Sets of up to so many keys have all their inner products computed at once, which takes less time
-than one pivot after the other."""
+"""Up to so many keys of a set, all inner products at once take less time than pivot by pivot."""
 
 
 class Gaussian:
-    """The kernel exp(-c |k_i - k_j|^2 / 2) within each of many sets of keys, computed row by row.
-
-    Args:
-        keys: [sets, n, d] float32.
+    """The kernel exp(-c |k_i - k_j|^2 / 2) within each of many sets of keys [sets, n, d] float32.
 
     Attributes:
         norms: [sets, n] float32, the keys' squared norms.
@@ -47,8 +41,7 @@ class Gaussian:
         self.factors = torch.ones(len(keys), device=keys.device)
 
     def row(self, pivots: Tensor) -> Tensor:
-        """Compute the kernel of one key of each set, at places `pivots` [sets] int64, with all keys of
-        the set: [sets, n] float32."""
+        """The kernel of one key of each set (`pivots` [sets] int64) with all of the set: [sets, n]."""
         index = self.first + pivots
         if self.dots is None:
             rows = self.keys.flatten(0, 1).index_select(0, index)
@@ -72,7 +65,7 @@ def pivoted_cholesky(
 
     Args:
         uniforms: [r, sets, n] in [0, 1), row t for step t.
-        real: [sets, n] bool, False for places that only pad a set; None where all are real.
+        real: [sets, n] bool, False for places that only pad a set.
         wanted: [sets], how many pivots each set is to have, at most r; None for r each.
 
     Returns:
@@ -116,13 +109,9 @@ def pivoted_cholesky(
 
 
 def nystroem(pivots: Tensor, factor: Tensor, chosen: Tensor) -> Tensor:
-    """Compute the Nystroem weights [sets, r, n] of every key: G_SS^-1 G_S, where G_SS is the kernel
-    among the pivots and G_S that of the pivots with all keys, by one triangular solve (G_S = L_S L^T).
-    Rows of pivots that were not chosen are 0.
-
-    Args:
-        pivots, factor, chosen: what `pivoted_cholesky` returned.
-    """
+    """The Nystroem weights [sets, r, n] of every key, from what `pivoted_cholesky` returned: G_SS^-1
+    G_S, where G_SS is the kernel among the pivots and G_S that of the pivots with all keys, by one
+    triangular solve (G_S = L_S L^T). Rows of pivots that were not chosen are 0."""
     index = pivots[:, None].expand(-1, factor.shape[1], -1)
     corner = factor.gather(2, index).mT.tril()  # L_S: row a is the factor's row of pivot a
     corner = corner * chosen[:, None] * chosen[..., None]
@@ -131,10 +120,10 @@ def nystroem(pivots: Tensor, factor: Tensor, chosen: Tensor) -> Tensor:
 
 
 def lambert_w(y: Tensor) -> Tensor:
-    """Compute the principal branch of Lambert's W of y > 0 in float64, by Newton's iteration on w +
-    log w = log y."""
+    """The principal branch of Lambert's W of y > 0, in float64."""
     y = y.double()
     log_y = y.log()
+    # Newton's iteration on w + log w = log y.
     w = torch.where(log_y > 1, log_y - log_y.clamp(min=1).log(), y / math.e)
     for _ in range(6):
         w = w / (1 + w) * (1 + log_y - w.log())

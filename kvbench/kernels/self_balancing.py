@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROWS = 128
-"""How many vectors' inner products with the earlier ones are computed at once."""
+ROWS = 128  # vectors whose inner products with the earlier ones are computed at once
 
 
 def walk_bound(n: int, delta: float, constant: float = 30.0) -> float:
@@ -34,9 +33,6 @@ def softmax_balance(
     """Halve one batch as in Algorithm 2: the walk over the kernel exp(<k_i, k_j> / sqrt(d)) <v_i,
     v_j>.
 
-    The kernel's numbers are inner products of vectors of norm at most R = exp(r_key^2 / (2 sqrt(d)))
-    r_value. All of them are divided by R^2 from the start, so that none overflows.
-
     Args:
         keys: [n, d], of l2 norm at most `key_radius`.
         values: [n, e], of l2 norm at most `value_radius`; None for the number 1 (as for the
@@ -48,8 +44,9 @@ def softmax_balance(
 
     Returns:
         [n] bool, the members of the smaller sign class (of + on a tie); None where the walk failed,
-        because an inner product exceeded c R^2.
+        because an inner product exceeded c R^2, R = exp(key_radius^2 / (2 sqrt(d))) value_radius.
     """
+    # Everything is divided by R^2, the most that an inner product can be, so that nothing overflows.
     k = keys.double()
     v = None if values is None else values.double() / value_radius
     draws = uniforms.double().numpy()
@@ -73,13 +70,8 @@ def softmax_balance(
 
 
 def _walk(gram: np.ndarray, signs: np.ndarray, draws: np.ndarray, bound: float) -> bool:
-    """Choose the signs of r consecutive vectors.
-
-    Args:
-        gram: [r, m], the inner products of the last r of the first m vectors with all m.
-        signs: [n], in which the signs of the first m - r vectors are set; those of the r vectors are
-            written to it.
-        draws: [n], see `softmax_balance`, as for `bound`.
+    """Choose the signs of r consecutive vectors, the last of the first m, and write them to `signs` [n],
+    which has those of the vectors before. gram [r, m] are their inner products with all m.
 
     Returns:
         whether no inner product exceeded the bound; if one did, the walk stops there.

@@ -7,9 +7,8 @@ from torch import Tensor
 
 
 def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """The softmax of logits [..., n] over the last dimension. With `sinks`, logits of a shape that
-    broadcasts to [...], the weights sum to 1 less the sink's own, which is not returned; they are 0
-    where all logits are -inf."""
+    """The softmax of logits [..., n] over the last dimension. With `sinks` of a shape that broadcasts to
+    [...] the weights sum to 1 less the sink's own, and are 0 where all logits are -inf."""
     if sinks is None:
         return logits.softmax(-1)
     sinks = sinks[..., None].to(logits.dtype)

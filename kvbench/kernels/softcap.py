@@ -6,6 +6,5 @@ from torch import Tensor
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Replace logits of any shape by softcap * tanh(logits / softcap), in place; None leaves them as
-    they are. Returns `logits`."""
+    """Replace logits by softcap * tanh(logits / softcap), in place; return `logits`."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
