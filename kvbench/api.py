@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Removed = Annotated[float, Ge(0), Lt(1)]
 """The type of `compression_ratio`."""
 _ARGUMENTS = ("rate", "sink", "window", "size", "total_rate", "seed", "compress_after")
-"""Arguments of `compress`, which a misspelt option may have meant."""
+"""What a misspelt option may have meant."""
 _MEANT = dict.fromkeys(("answer", "answers", "expected", "target"), " (did you mean 'reference'?)")
 """What arguments of other names of `compare` mean."""
 TextOrChat = str | Sequence[Mapping[str, str]]
@@ -308,11 +308,7 @@ def _uncompiled(model: Any) -> Any:
 def _budget(
     rate: float | None, sink: int, window: int, size: int | None, total_rate: float | None
 ) -> Budget:
-    """The budget of a call; the default rate where it names none of rate, size and total_rate.
-
-    Raises:
-        KVError: it names two of them, or an impossible one.
-    """
+    """The budget of a call; the default rate where it names none of rate, size and total_rate."""
     named = {"rate": rate, "size": size, "total_rate": total_rate}
     texts = [f"{name} is {value}" for name, value in named.items() if value is not None]
     if len(texts) > 1:
@@ -321,11 +317,7 @@ def _budget(
 
 
 def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Method]:
-    """The label of a method and the method itself, made if it is given by name.
-
-    Raises:
-        KVError: neither a name nor a `Method`, or options for a `Method`.
-    """
+    """The label of a method and the method itself, made if it is given by name."""
     if isinstance(method, str):
         known = option_names(method)
         for option in set(options).difference(known):
@@ -344,11 +336,6 @@ def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Meth
 
 
 def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, Method]:
-    """The methods by label.
-
-    Raises:
-        KVError: no method, or two of one label.
-    """
     if isinstance(methods, Mapping):
         return {label: _method(method, {})[1] for label, method in methods.items()}
     several = [methods] if isinstance(methods, str) else methods
@@ -362,7 +349,6 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
 
 
 def _are_several(prompt: TextOrChat | Sequence[str] | Mapping[str, TextOrChat]) -> bool:
-    """Whether the argument of `compare` is several prompts: a mapping, or a list of texts."""
     if isinstance(prompt, Mapping):
         return True
     if not isinstance(prompt, list | tuple) or not prompt:
@@ -382,11 +368,7 @@ def _named_prompts(prompt: TextOrChat | Sequence[str] | Mapping[str, TextOrChat]
 def _references_of(
     reference: str | Sequence[str] | Mapping[str, str] | None, prompts: Mapping[Any, Any]
 ) -> dict[Any, str]:
-    """The expected answers by the names of their prompts.
-
-    Raises:
-        KVError: a list that is longer or shorter than the prompts.
-    """
+    """The expected answers by the names of their prompts."""
     if isinstance(reference, Mapping):
         return dict(reference)
     references = [reference] if isinstance(reference, str) else reference
@@ -400,11 +382,7 @@ def _references_of(
 
 
 def _token_ids(tokenizer: Any, prompt: TextOrChat) -> list[int]:
-    """The token ids of a text, or of the messages of a chat in the tokenizer's template.
-
-    Raises:
-        KVError: neither a text nor messages, or an empty prompt.
-    """
+    """The token ids of a text, or of the messages of a chat in the tokenizer's template."""
     if isinstance(prompt, str):
         return token_ids(prompt, tokenizer, "prompt")
     messages = [dict(message) for message in prompt if isinstance(message, Mapping)]
