@@ -226,23 +226,23 @@ class Jsonl(Task):
     ) -> Iterator[_Prompt]:
         """The prompts of row `number`, from 1, of the data set that the config calls `name`, or else the
         row itself, or its `file`."""
-        reader = FieldReader(self._fields_in(row, place))
-        dataset_of_row = reader.value("dataset", row, place)
+        reader = FieldReader(self._fields_in(row, place), row, place)
+        dataset_of_row = reader.value("dataset")
         dataset = name or str(file if dataset_of_row is None else dataset_of_row)
-        id_of_row = reader.value("id", row, place)
+        id_of_row = reader.value("id")
         row_id = f"{dataset}-{number:05d}" if id_of_row is None else f"{dataset}-{id_of_row}"
-        context = reader.text("context", row, place)
-        breakdowns = {name: reader.field(name, row, place) for name in self.breakdowns}
-        questions = reader.questions(row, place)
-        for question_number, question_row in enumerate(questions, start=1):
-            choices = tuple(map(as_text, reader.choices(question_row, place)))
+        context = reader.text("context")
+        breakdowns = {name: reader.field(name) for name in self.breakdowns}
+        questions = reader.questions()
+        for question_number, question in enumerate(questions, start=1):
+            choices = tuple(map(as_text, question.choices()))
             texts = {
                 "context": context + CONTEXT_END,
-                "question": reader.text("question", question_row, place),
+                "question": question.text("question"),
                 **({"choices": choices} if choices else {}),
             }
-            answers = reader.answers(question_row, place, self.metric)
-            head, tail = self._rendered({**question_row, **texts}, place)
+            answers = question.answers(self.metric)
+            head, tail = self._rendered({**question.row, **texts}, place)
             question_id = row_id if len(questions) == 1 else f"{row_id}-q{question_number}"
             yield _Prompt(question_id, dataset, head, tail, answers, choices, breakdowns)
 

@@ -6,7 +6,7 @@ import json
 import math
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.errors import nearest
@@ -25,66 +25,68 @@ OF_OBJECTS = ("loogle_cloze",)
 
 @dataclass(frozen=True)
 class FieldReader:
-    """The values that a row has for each role; `place` is its file and number, for messages.
+    """The values that a row has for each role.
 
     Attributes:
         fields: by role, the name of a field, a template over the fields (``{{ text[:100] }}``), or None
             where no field has the role.
+        place: the row's file and number, for messages.
     """
 
     fields: Mapping[str, str | None]
+    row: Row
+    place: str
 
-    def value(self, role: str, row: Row, place: str) -> Any:
+    def value(self, role: str) -> Any:
         """None where no field has the role."""
         name = self.fields.get(role)
         if name is None:
             return None
         if "{{" in name or "{%" in name:
-            return template(f"task.fields.{role}", name).value(row, place)
-        return self.field(name, row, place, f"fields.{role}")
+            return template(f"task.fields.{role}", name).value(self.row, self.place)
+        return self.field(name, f"fields.{role}")
 
-    @staticmethod
-    def field(name: str, row: Row, place: str, option: str = "breakdowns") -> Any:
-        if name not in row:
-            fields_of_row = [str(key) for key in row]
+    def field(self, name: str, option: str = "breakdowns") -> Any:
+        if name not in self.row:
+            fields_of_row = [str(key) for key in self.row]
             hint = nearest(name, fields_of_row)
             raise TaskError(
-                f"jsonl: {place} has no field {name!r} (task.{option}){hint}; fields there are: "
+                f"jsonl: {self.place} has no field {name!r} (task.{option}){hint}; fields there are: "
                 f"{', '.join(fields_of_row)}"
             )
-        return row[name]
+        return self.row[name]
 
-    def text(self, role: str, row: Row, place: str) -> str:
+    def text(self, role: str) -> str:
         """Empty where no field has the role."""
-        value = self.value(role, row, place)
+        value = self.value(role)
         if value is None and self.fields.get(role) is None:
             return ""
         if not _is_text(value):
-            raise self._wrong(role, value, place, "text")
-        return as_text(self._listed(role, value, place)[0])
+            raise self._wrong(role, value, "text")
+        return as_text(self._listed(role, value)[0])
 
-    def choices(self, row: Row, place: str) -> Sequence[str | float]:
+    def choices(self) -> Sequence[str | float]:
         """A list of texts or numbers, one of these, or an object with the list ``text`` (ARC) or with a
         text by letter (MedQA)."""
-        value = self.value("choices", row, place)
+        value = self.value("choices")
         if value is None and self.fields.get("choices") is None:
             return ()
         if isinstance(value, Mapping) and [*value] == [*string.ascii_uppercase[: len(value)]]:
             value = list(value.values())
-        return self._listed("choices", value, place)
+        return self._listed("choices", value)
 
-    def answers(self, row: Row, place: str, metric: str) -> tuple[str, ...]:
+    def answers(self, metric: str) -> tuple[str, ...]:
         """A text or number, a list of these, or an object with the list ``text`` (SQuAD). The index from
         0 of one of the `choices` (MMLU), or its ``label`` (ARC), is the option's letter under a metric
         of `OF_LETTERS`, else its text."""
-        value = self.value("answers", row, place)
+        value = self.value("answers")
         if isinstance(value, Mapping) and metric in OF_OBJECTS:
             return (json.dumps(value, ensure_ascii=False),)
-        answers = self._listed("answers", value, place)
+        answers = self._listed("answers", value)
         if not all(str(answer).strip() for answer in answers):
-            raise self._wrong("answers", value, place, "text that is not blank")
-        options = self.choices(row, place)
-        choices = self.value("choices", row, place)
+            raise self._wrong("answers", value, "text that is not blank")
+        options = self.choices()
+        choices = self.value("choices")
         if isinstance(choices, Mapping) and isinstance(labels := choices.get("label"), list):
             answers = [labels.index(a) if a in labels else a for a in answers]
         if metric in OF_LETTERS:
@@ -92,53 +94,51 @@ class FieldReader:
         elif options:
             keys = [_option_text(answer, options) for answer in answers]
         else:
-            self._check_no_index(answers, row, place)
+            self._check_no_index(answers)
             return tuple(map(as_text, answers))
         if None in keys:
             allowed = "a letter; with task.fields.choices also an option's text or its index from 0"
             if options:
                 last = string.ascii_uppercase[min(len(options), 26) - 1]
                 allowed = f"a letter A to {last}, an option's text, or its index from 0"
-            raise self._wrong("answers", value, place, allowed)
+            raise self._wrong("answers", value, allowed)
         return tuple(key for key in keys if key is not None)
 
-    def _check_no_index(self, answers: Sequence[str | float], row: Row, place: str) -> None:
+    def _check_no_index(self, answers: Sequence[str | float]) -> None:
         """Refuse a number that may be the index of an option that no role tells of."""
         name = str(self.fields["answers"])
-        options = next((name for name in ("choices", "options") if row.get(name)), None)
+        options = next((name for name in ("choices", "options") if self.row.get(name)), None)
         if options and "{{" not in name and any(_index(answer) < 26 for answer in answers):
             raise TaskError(
-                f"jsonl: {place}: field {name!r} is {_shown(row[name])} and there is a field "
+                f"jsonl: {self.place}: field {name!r} is {_shown(self.row[name])} and there is a field "
                 f"{options!r}; allowed: task.fields.choices={options} if it is the index of one, else "
                 f"task.fields.answers='{{{{ {name} }}}}'"
             )
 
-    def questions(self, row: Row, place: str) -> list[Row]:
-        """Split a row into rows of one question each: by the role ``questions`` (a list of objects,
-        whose fields are added to those of the row), or where ``question`` and ``answers`` are lists of
-        one length."""
-        objects = self.value("questions", row, place)
+    def questions(self) -> list[FieldReader]:
+        """A reader for each question: by the role ``questions`` (a list of objects, whose fields are
+        added to those of the row), or where ``question`` and ``answers`` are lists of one length."""
+        objects = self.value("questions")
         if objects is not None:
             parsed = parsed_literal(objects) if isinstance(objects, str) else objects
             if not isinstance(parsed, list) or not all(isinstance(o, Mapping) for o in parsed):
-                raise self._wrong("questions", objects, place, "a list of objects")
-            return [{**row, **fields} for fields in parsed]
-        question = self.value("question", row, place)
-        answers = self.value("answers", row, place)
+                raise self._wrong("questions", objects, "a list of objects")
+            return [replace(self, row={**self.row, **fields}) for fields in parsed]
+        question = self.value("question")
+        answers = self.value("answers")
         if not isinstance(question, list):
-            return [row]
+            return [self]
         question_field, answers_field = self.fields["question"], self.fields["answers"]
         if not isinstance(answers, list) or len(answers) != len(question):
             raise TaskError(
-                f"jsonl: {place}: field {question_field!r} has {len(question)} questions and "
+                f"jsonl: {self.place}: field {question_field!r} has {len(question)} questions and "
                 f"{answers_field!r} is {_shown(answers)}; allowed: a list of as many answers"
             )
-        return [
-            {**row, str(question_field): one_question, str(answers_field): its_answers}
-            for one_question, its_answers in zip(question, answers, strict=True)
-        ]
+        pairs = zip(question, answers, strict=True)
+        own = ({str(question_field): q, str(answers_field): a} for q, a in pairs)
+        return [replace(self, row={**self.row, **fields}) for fields in own]
 
-    def _listed(self, role: str, value: Any, place: str) -> list[str | float]:
+    def _listed(self, role: str, value: Any) -> list[str | float]:
         """The texts and numbers of one, of a list, or of an object with the list ``text``."""
         inner: Any = value.get("text") if isinstance(value, Mapping) else value
         values = list(inner) if isinstance(inner, list | tuple) else [inner]
@@ -146,21 +146,25 @@ class FieldReader:
             allowed = "a text, a number, or a list of them"
             if isinstance(value, Mapping):
                 allowed += f", e.g. task.fields.{role}='{{{{ {self.fields[role]}.<name> }}}}'"
-            raise self._wrong(role, value, place, allowed)
+            raise self._wrong(role, value, allowed)
         if (
             role in ("answers", "choices")
             and isinstance(value, str)
             and NUMPY_ARRAY.fullmatch(value)
         ):
-            raise self._wrong(role, value, place, "a list, as JSON writes it")
+            raise self._wrong(role, value, "a list, as JSON writes it")
         try:
             return list(map(whole, values))
         except ValueError as problem:
-            raise TaskError(f"jsonl: {place}: field {self.fields[role]!r}: {problem}") from problem
+            raise TaskError(
+                f"jsonl: {self.place}: field {self.fields[role]!r}: {problem}"
+            ) from problem
 
-    def _wrong(self, role: str, value: Any, place: str, allowed: str) -> TaskError:
+    def _wrong(self, role: str, value: Any, allowed: str) -> TaskError:
         name = self.fields[role]
-        return TaskError(f"jsonl: {place}: field {name!r} is {_shown(value)}; allowed: {allowed}")
+        return TaskError(
+            f"jsonl: {self.place}: field {name!r} is {_shown(value)}; allowed: {allowed}"
+        )
 
 
 def option_key(answer: str | float, options: Sequence[str | float]) -> str | None:
