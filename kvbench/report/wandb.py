@@ -321,10 +321,12 @@ def _table(frame: pd.DataFrame) -> wandb.Table:
     have them all: the first values, and nothing where a column lacks one."""
     import wandb
 
-    cells = frame.astype(object).where(frame.notna(), None)
-    known = frame.notna()
-    typical = [next(iter(cells.loc[known[name], name]), None) for name in cells]
-    gaps = [typical[i] if known[name].all() else None for i, name in enumerate(cells)]
-    table = wandb.Table(columns=list(map(str, cells)), data=[typical, gaps][: len(cells)])
-    table.data = cells.to_numpy().tolist()
+    known = frame.notna().to_numpy()
+    cells = np.array(frame, dtype=object)
+    cells[~known] = None
+    typical = [cells[row, i] for i, row in enumerate(known.argmax(axis=0))] if len(frame) else []
+    gaps = [typical[i] if known[:, i].all() else None for i in range(len(typical))]
+    rows = [typical, gaps][: len(frame)]
+    table = wandb.Table(columns=list(map(str, frame)), data=rows)
+    table.data = cells.tolist()
     return table

@@ -146,12 +146,18 @@ function linesSpec(chart, rows, axis, by) {  // the measure against the ratio or
   ]);
 }
 
+function inLines(text, most) {  // words in lines of at most so many characters
+  return text.split(" ").reduce((lines, word) => {
+    const longer = lines[lines.length - 1] + " " + word;
+    return longer.length <= most ? [...lines.slice(0, -1), longer.trim()] : [...lines, word];
+  }, [""]);
+}
 function faceted(place, titles, most, around, xlabel, spec) {  // panels beside each other, as many as there is room for
   const width = Math.min(960, place.clientWidth) - around;
   const columns = Math.max(1, Math.min(most, titles.length, Math.floor(width / 135)));
   return framed({
     ...spec.top, columns, spacing: 14,
-    title: { text: xlabel, orient: "bottom", anchor: "middle", fontSize: 12, fontWeight: "normal", color: inks().text },
+    title: { text: inLines(xlabel, width / 7), orient: "bottom", anchor: "middle", fontSize: 12, fontWeight: "normal", color: inks().text },
     facet: { field: "title", type: "nominal", sort: titles, title: null, header: { labelExpr: "split(datum.label, '\\n')", labelFontSize: 11, labelLineHeight: 13 } },
     spec: spec.panel(Math.floor(width / columns) - 14),
   });
@@ -282,7 +288,7 @@ function buildScores(place, chart) {
   const told = document.createElement("output");
   told.className = "soft";
   place.prepend(controls, canvas, legendOf(chart), told);
-  drawAlways(() => {
+  const draw = () => {
     const by = against.value;
     const lowest = by !== BYTES && rate.value === "" && rates.length ? String(rates[rates.length - 1]) : rate.value;
     const wanted = rows.filter((row) => row.measure === measure.value && !hiddenMethods.has(row.name)
@@ -303,7 +309,9 @@ function buildScores(place, chart) {
     told.textContent = notes.join(" ");
     const axis = measure.value.startsWith("difference") ? measure.value + ", " + chart.axis.score : chart.axis.score;
     drawn(canvas, nothing ? null : inRows ? rowsSpec(chart, wanted, axis) : linesSpec(chart, wanted, axis, by));
-  });
+  };
+  for (const select of [rate, measure, against, part]) select.addEventListener("change", draw);
+  drawAlways(draw);
 }
 
 function buildPanels(place, chart) {
