@@ -152,9 +152,9 @@ function inLines(text, most) {  // words in lines of at most so many characters
     return longer.length <= most ? [...lines.slice(0, -1), longer.trim()] : [...lines, word];
   }, [""]);
 }
-function faceted(place, titles, most, around, xlabel, spec) {  // panels beside each other, as many as there is room for
-  const width = Math.min(960, place.clientWidth) - around;
-  const columns = Math.max(1, Math.min(most, titles.length, Math.floor(width / 135)));
+function faceted(place, titles, most, least, xlabel, spec) {  // panels at least so wide, as many in a row as there is room for
+  const width = Math.min(960, place.clientWidth) - 70;  // without the y axis
+  const columns = Math.max(1, Math.min(most, titles.length, Math.floor(width / least)));
   return framed({
     ...spec.top, columns, spacing: 14,
     title: { text: inLines(xlabel, width / 7), orient: "bottom", anchor: "middle", fontSize: 12, fontWeight: "normal", color: inks().text },
@@ -194,7 +194,7 @@ function panelsSpec(chart, place) {  // numbers with intervals against x, a pane
         encoding: { x, y, color, shape: ofMethods(methods, "shape"), tooltip, ...beside } },
     ],
   });
-  return faceted(place, distinct(shown, "title"), 3, 70, chart.xlabel, { top: { data: { values: [...guides, ...shown] } }, panel });
+  return faceted(place, distinct(shown, "title"), 3, Math.max(135, 60 * chart.ticks.length), chart.xlabel, { top: { data: { values: [...guides, ...shown] } }, panel });
 }
 
 function heatmapSpec(chart, place) {  // mean scores by two fields, a panel for each method, one scale
@@ -226,7 +226,7 @@ function heatmapSpec(chart, place) {  // mean scores by two fields, a panel for 
   });
   x.axis = { labelAngle: longest > 4 ? -45 : 0, labelLimit: 90 };
   y.axis = { labelLimit: 90 };
-  return faceted(place, panels.map(({ title }) => title), 4, 70, chart.xlabel, { top: { data: { values: cells }, resolve: { scale: { color: "shared" } } }, panel });
+  return faceted(place, panels.map(({ title }) => title), 4, 135, chart.xlabel, { top: { data: { values: cells }, resolve: { scale: { color: "shared" } } }, panel });
 }
 
 function option(select, value, text) {
