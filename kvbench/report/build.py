@@ -24,7 +24,7 @@ from kvbench.report.tables import overview_tables, paper_table, score_table, tab
 from kvbench.report.verdicts import verdict
 
 if TYPE_CHECKING:
-    from kvbench.report.drawing import Drawn
+    from kvbench.report.drawing import Drawn, FileType
 
 Part = tuple[Group, pd.DataFrame]
 """A group with its tidy frame (`tidy`)."""
@@ -154,7 +154,7 @@ def _started(manifest: Mapping[str, Any]) -> str:
     return str(manifest.get("started"))
 
 
-def _write_figures(drawn: Sequence[Drawn], folder: Path, types: Sequence[str]) -> list[Path]:
+def _write_figures(drawn: Sequence[Drawn], folder: Path, types: Sequence[FileType]) -> list[Path]:
     paths = []
     for figure in drawn:
         for file_type in types:

@@ -201,7 +201,7 @@ def heatmap_chart(
 def _by_variant(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows for the scores and differences of every variant, over all examples and over each part. Ratio
     and bytes are means over the same examples."""
-    totals_by_variant = group.good.groupby("variant")[COSTS].mean()
+    costs_of_all = group.good.groupby("variant")[COSTS].mean().to_dict("index")
     recorded = _recorded_rates(frame)
     shown = frame[frame["measure"].isin(["score", "difference"])]
     shown = shown[shown["by"].ne("rate")]
@@ -209,18 +209,18 @@ def _by_variant(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
         shown = shown[~shown["variant"].isin(group.compressed) & shown["by"].isin(["dataset", ""])]
     last = shown[shown["by"].eq("dataset")].drop_duplicates(["variant", "measure"], keep="last")
     rows = []
-    for index, row in shown.iterrows():
+    for row in shown.assign(is_all=shown.index.isin(last.index)).to_dict("records"):
         measure = "score" if row["measure"] == "score" else f"difference to {BASELINE}"
         by, part = words(str(row["by"])), str(row["value"])
         if row["by"] == "measure":
             measure, by, part = f"{measure}: {row['value']}", "", ALL
-        elif index in last.index:
+        elif row["is_all"]:
             by, part = "", ALL
         label = row["variant"]
         if part == ALL:
-            costs = totals_by_variant.reindex([label]).iloc[0]
+            costs = costs_of_all.get(label, {})
         else:
-            costs = _mean_costs(group, row["by"]).reindex([(label, row["value"])]).iloc[0]
+            costs = _mean_costs(group, row["by"]).get((label, row["value"]), {})
         rate = row["rate"] if label in group.compressed else None
         rows.append(_row(group, row, by, part, measure) | _costs_in_row(rate, costs))
     return rows
@@ -229,25 +229,24 @@ def _by_variant(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
 def _by_recorded_rate(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows for the scores of every compressed variant at each rate, where one run measures several."""
     recorded = _recorded_rates(frame)
-    if recorded.empty:
-        return []
     rows = []
-    for _, row in recorded[recorded["variant"].isin(group.compressed)].iterrows():
-        costs = _mean_costs(group, "rate").reindex([(row["variant"], row["value"])]).iloc[0]
+    for row in recorded[recorded["variant"].isin(group.compressed)].to_dict("records"):
+        costs = _mean_costs(group, "rate").get((row["variant"], row["value"]), {})
         held = _costs_in_row(float(row["value"]), costs)
         rows.append(_row(group, row, "", ALL, "score") | held)
     return rows
 
 
 @lru_cache(maxsize=16)
-def _mean_costs(group: Group, by: str) -> pd.DataFrame:
+def _mean_costs(group: Group, by: str) -> dict[Any, dict[Any, Any]]:
     """The means of `COSTS` by variant and by the value, as text, of a record field."""
-    return group.good.groupby(["variant", group.good[by].map(as_text)])[COSTS].mean()
+    means = group.good.groupby(["variant", group.good[by].map(as_text)])[COSTS].mean()
+    return means.to_dict("index")
 
 
-def _costs_in_row(rate: float | None, costs: pd.Series) -> dict[str, float | None]:
+def _costs_in_row(rate: float | None, costs: Mapping[Any, Any]) -> dict[str, float | None]:
     """Those of `FIELDS` that say how much a method held."""
-    ratio, bytes_held = (_number(costs[name]) for name in COSTS)
+    ratio, bytes_held = (_number(costs.get(name)) for name in COSTS)
     return {"rate": _number(rate), "ratio": ratio, "bytes": bytes_held}
 
 
@@ -257,7 +256,7 @@ def _recorded_rates(frame: pd.DataFrame) -> pd.DataFrame:
     return rates if rates["value"].nunique() > 1 else rates.iloc[:0]
 
 
-def _row(group: Group, row: pd.Series, by: str, part: str, measure: str) -> dict[str, Any]:
+def _row(group: Group, row: Mapping[Any, Any], by: str, part: str, measure: str) -> dict[str, Any]:
     scale = 100.0 if group.percent else 1.0
     numbers = {key: _number(scale * row[key]) for key in ("mean", "low", "high")}
     about = {"name": group.names[row["variant"]], "by": by, "part": part, "measure": measure}

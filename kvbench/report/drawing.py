@@ -33,6 +33,7 @@ from kvbench.report.labels import words
 from kvbench.report.style import style_of
 
 FigureKind = Literal["memory", "heatmap", "bars", "breakdown", "scaling", "kept", "other"]
+FileType = Literal["png", "pdf"]
 Draw = Callable[[Axes, pd.DataFrame], None]
 TEXT, SMALL = 9.0, 8.0
 """Font sizes of labels and titles, and of everything smaller, in points."""
@@ -89,7 +90,7 @@ class Drawn:
     chart: Mapping[str, Any] | None = None
     above: str = ""
 
-    def file(self, file_type: str) -> str:
+    def file(self, file_type: FileType) -> str:
         """The path of its file in the experiment's folder."""
         return f"figures/{safe_name(self.name)}.{file_type}"
 
@@ -112,7 +113,7 @@ class Drawn:
             figure.suptitle("\n".join(lines), fontsize=7)
         return figure
 
-    def encoded(self, file_type: Literal["png", "pdf"]) -> bytes:
+    def encoded(self, file_type: FileType) -> bytes:
         """The figure's file (PDF with embedded fonts); the same bytes for the same records."""
         buffer = io.BytesIO()
         dpi = min(DOTS_PER_INCH, MOST_PIXELS / max(self.figure.get_size_inches()))

@@ -305,10 +305,12 @@ def _heatmap(records: pd.DataFrame, spec: Heatmap) -> wandb.Html:
     shades = (grid - least) / ((most - least) or 1.0)
     rows = [f"<th>{escape(words(spec.y))} / {escape(words(spec.x))}</th>"]
     rows[0] += "".join(f"<th>{escape(as_text(x))}</th>" for x in grid)
-    for y, values in grid.iterrows():
+    for y, values, shades_of_row in zip(
+        grid.index, grid.to_numpy(), shades.to_numpy(), strict=True
+    ):
         cells = (
             f'<td style="background: rgba(33, 145, 140, {shade:.2f})">{value:.2f}</td>'
-            for value, shade in zip(values, shades.loc[y], strict=True)
+            for value, shade in zip(values, shades_of_row, strict=True)
         )
         rows.append(f"<th>{escape(as_text(y))}</th>{''.join(cells)}")
     return wandb.Html(f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>", inject=False)
@@ -324,10 +326,12 @@ def _table(frame: pd.DataFrame) -> wandb.Table:
     have them all: the first values, and nothing where a column lacks one."""
     import wandb
 
-    cells = frame.astype(object).where(frame.notna(), None)
-    known = frame.notna()
-    typical = [next(iter(cells.loc[known[name], name]), None) for name in cells]
-    gaps = [typical[i] if known[name].all() else None for i, name in enumerate(cells)]
-    table = wandb.Table(columns=list(map(str, cells)), data=[typical, gaps][: len(cells)])
-    table.data = cells.to_numpy().tolist()
+    known = frame.notna().to_numpy()
+    cells = np.array(frame, dtype=object)
+    cells[~known] = None
+    typical = [cells[row, i] for i, row in enumerate(known.argmax(axis=0))] if len(frame) else []
+    gaps = [typical[i] if known[:, i].all() else None for i in range(len(typical))]
+    rows: list[Any] = [typical, gaps][: len(frame)]
+    table = wandb.Table(columns=list(map(str, frame)), data=rows)
+    table.data = cells.tolist()
     return table

@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from support.report_runs import LINES_META, NEEDLE_META, lines_records, needle_records, write_run
 from support.wandb_files import history, isolated, offline_run, start_of, table_of, updates
@@ -111,6 +112,16 @@ def test_a_run_has_means_tables_and_figures(tmp_path: Path) -> None:
     assert table_of(place, "records")["score"] == scores
     (heatmap,) = (place / "files/media/html").glob("heatmap_*.html")
     assert "0.50</td>" in heatmap.read_text()
+
+
+def test_a_table_has_the_types_that_wandb_takes_from_every_cell() -> None:
+    import wandb
+
+    cells = [["a", None, 1, None], [None, 0.5, 2, None], ["b", 1.0, 3, None]]
+    frame = pd.DataFrame(cells, columns=["method", "score", "n", "error"])
+    for rows in (0, 1, 3):
+        own = wandb.Table(columns=list(frame), data=cells[:rows])
+        assert ours._table(frame.iloc[:rows]) == own
 
 
 def test_a_probe_has_its_score_at_every_rate_in_the_summary(tmp_path: Path) -> None:

@@ -146,12 +146,18 @@ function linesSpec(chart, rows, axis, by) {  // the measure against the ratio or
   ]);
 }
 
-function faceted(place, titles, most, around, xlabel, spec) {  // panels beside each other, as many as there is room for
-  const width = Math.min(960, place.clientWidth) - around;
-  const columns = Math.max(1, Math.min(most, titles.length, Math.floor(width / 135)));
+function inLines(text, most) {  // words in lines of at most so many characters
+  return text.split(" ").reduce((lines, word) => {
+    const longer = lines[lines.length - 1] + " " + word;
+    return longer.length <= most ? [...lines.slice(0, -1), longer.trim()] : [...lines, word];
+  }, [""]);
+}
+function faceted(place, titles, most, least, xlabel, spec) {  // panels at least so wide, as many in a row as there is room for
+  const width = Math.min(960, place.clientWidth) - 70;  // without the y axis
+  const columns = Math.max(1, Math.min(most, titles.length, Math.floor(width / least)));
   return framed({
     ...spec.top, columns, spacing: 14,
-    title: { text: xlabel, orient: "bottom", anchor: "middle", fontSize: 12, fontWeight: "normal", color: inks().text },
+    title: { text: inLines(xlabel, width / 7), orient: "bottom", anchor: "middle", fontSize: 12, fontWeight: "normal", color: inks().text },
     facet: { field: "title", type: "nominal", sort: titles, title: null, header: { labelExpr: "split(datum.label, '\\n')", labelFontSize: 11, labelLineHeight: 13 } },
     spec: spec.panel(Math.floor(width / columns) - 14),
   });
@@ -188,7 +194,7 @@ function panelsSpec(chart, place) {  // numbers with intervals against x, a pane
         encoding: { x, y, color, shape: ofMethods(methods, "shape"), tooltip, ...beside } },
     ],
   });
-  return faceted(place, distinct(shown, "title"), 3, 70, chart.xlabel, { top: { data: { values: [...guides, ...shown] } }, panel });
+  return faceted(place, distinct(shown, "title"), 3, Math.max(135, 60 * chart.ticks.length), chart.xlabel, { top: { data: { values: [...guides, ...shown] } }, panel });
 }
 
 function heatmapSpec(chart, place) {  // mean scores by two fields, a panel for each method, one scale
@@ -220,7 +226,7 @@ function heatmapSpec(chart, place) {  // mean scores by two fields, a panel for 
   });
   x.axis = { labelAngle: longest > 4 ? -45 : 0, labelLimit: 90 };
   y.axis = { labelLimit: 90 };
-  return faceted(place, panels.map(({ title }) => title), 4, 70, chart.xlabel, { top: { data: { values: cells }, resolve: { scale: { color: "shared" } } }, panel });
+  return faceted(place, panels.map(({ title }) => title), 4, 135, chart.xlabel, { top: { data: { values: cells }, resolve: { scale: { color: "shared" } } }, panel });
 }
 
 function option(select, value, text) {
@@ -282,7 +288,7 @@ function buildScores(place, chart) {
   const told = document.createElement("output");
   told.className = "soft";
   place.prepend(controls, canvas, legendOf(chart), told);
-  drawAlways(() => {
+  const draw = () => {
     const by = against.value;
     const lowest = by !== BYTES && rate.value === "" && rates.length ? String(rates[rates.length - 1]) : rate.value;
     const wanted = rows.filter((row) => row.measure === measure.value && !hiddenMethods.has(row.name)
@@ -303,7 +309,9 @@ function buildScores(place, chart) {
     told.textContent = notes.join(" ");
     const axis = measure.value.startsWith("difference") ? measure.value + ", " + chart.axis.score : chart.axis.score;
     drawn(canvas, nothing ? null : inRows ? rowsSpec(chart, wanted, axis) : linesSpec(chart, wanted, axis, by));
-  });
+  };
+  for (const select of [rate, measure, against, part]) select.addEventListener("change", draw);
+  drawAlways(draw);
 }
 
 function buildPanels(place, chart) {
