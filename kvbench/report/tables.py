@@ -307,15 +307,14 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
         order.insert(1, "enough")
     table = table.sort_values(order, kind="stable")
     model = "" if "model" in several else groups[0].model
-    what = (
-        f"{groups[0].task}: score{unit_text(meta.score_unit)}" if across != "task" else "all tasks"
-    )
+    task = "" if across == "task" else groups[0].task
+    what = " on ".join(filter(None, [task, model])) or "all models"
     shown = with_values(table, (METHOD, *columns))
     lower = across == "task" and any(group.meta.lower_is_better for group in groups)
     tables = [
         Table(
             f"overview-{model}" if model else "overview",
-            ": ".join(filter(None, [model, what])),
+            f"{what}: {'all tasks' if across == 'task' else 'score' + unit_text(meta.score_unit)}",
             table,
             shown,
             (INTERVAL, *legend(table, shown), *[ENOUGH] * (MEASURE in table), *[LOWER] * lower),
@@ -325,8 +324,8 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
     ]
     if across == "task" and len(enough):
         table = wide(enough, ["method", "variant"], "task")
-        tasks = [replace(ENOUGH_COLUMN, key=task, heading=task) for task in enough["task"].unique()]
-        table = table.sort_values([task.key for task in tasks], kind="stable")
+        tasks = [replace(ENOUGH_COLUMN, key=name, heading=name) for name in enough["task"].unique()]
+        table = table.sort_values([column.key for column in tasks], kind="stable")
         tables.append(
             Table(
                 f"{tables[0].name}-{MEASURE}",
