@@ -244,7 +244,7 @@ def explain(error: BaseException) -> str:
         if isinstance(link, UserError):  # of `_needed`
             return str(link)
     if isinstance(error, OverrideParseException):
-        meant = nearest(error.override, ("list", "show", "reproduce", "claims"))
+        meant = nearest(error.override, ("list", "show", "own", "reproduce", "claims"))
         return (
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )
@@ -394,7 +394,8 @@ class Settings:
         Args:
             jobs: how many jobs the command has; these settings are the first one's.
         """
-        content = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} methods"
+        content = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} method"
+        content += "s" if len(self.methods) > 1 else ""
         if len(self.budgets) > 1:
             content += f" at {len(self.budgets)} {'sizes' if self.budget['size'] else 'rates'}"
         if jobs > 1:

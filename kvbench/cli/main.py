@@ -39,6 +39,7 @@ from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.cli.results import finish, print_scores
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
+from kvbench.records.store import safe_name
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
 ABOUT = {
@@ -49,6 +50,11 @@ ABOUT = {
   experiment's own) that of its first job, and the values of all.
 kvbench show <name>
   The same of a paper's table or figure, with how it differs from the paper.""",
+    "own": """kvbench own <file, folder or Hub data set> [key=value ...]
+  Methods on your own rows (JSON lines, CSV, TSV, parquet): task=jsonl with these.
+  Context, question and answers are found by the usual names of fields,
+  and it is said which; others: 'task.fields={context: text, answers: gold}'
+    kvbench own my.jsonl method=snapkv,h2o budget.rate=0.5,0.25""",
     "reproduce": """kvbench reproduce <name>|all [key=value ...]
   Make a paper's table or figure with the paper's settings; all: every one.
   kvbench list experiments has the names. With model=recall_mini it runs small
@@ -58,6 +64,8 @@ kvbench show <name>
   takes about 40 minutes of one core with model=smollm2_135m; claims= chooses.""",
 }
 """The help text of each command."""
+ROWS = re.compile(r"(?i)\.(jsonl|json|csv|tsv|parquet)(\.gz)?$|[*?]")
+"""What names files, be they there or not, and no data set of the Hub."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 status = show_config(rest)
             elif command == "reproduce":
                 status = reproduce(rest, run) if rest else list_kind(["experiments"])
+            elif command == "own":
+                status = run(own_task(rest))
             elif command == "claims":
                 status = decide_claims(rest)
             else:
@@ -161,6 +171,30 @@ def show_config(arguments: Sequence[str]) -> int:
         print(redact(f"# differs from the paper: {line}"))
     print(redact(OmegaConf.to_yaml(vars(settings))), end="")
     return 0
+
+
+def own_task(arguments: Sequence[str]) -> list[str]:
+    """``kvbench own``: the words of ``task=jsonl`` that its words stand for. Results are named after the
+    file or data set.
+
+    Raises:
+        UserError: no file, folder or data set is named, or several.
+    """
+    named = [word for word in _parsed(arguments).overrides if "=" not in word]
+    if len(named) != 1:
+        raise UserError(
+            f"kvbench own has {named or 'nothing'}; allowed: one file, folder or data set of the Hub"
+        )
+    (rows,) = named
+    words = [word for word in arguments if word != rows]
+    if Path(rows).exists() or ROWS.search(rows) or not re.fullmatch(r"[\w.-]+/[\w.-]+", rows):
+        quoted = rows.replace("\\", "\\\\").replace("'", "\\'")
+        source = f"task.files=['{quoted}']"
+    else:
+        source = f"task.dataset={rows}"
+    label = safe_name(Path(rows).name.partition(".")[0].strip("*?[]") or "own")
+    named_after = [] if any(word.startswith("task_label=") for word in words) else [label]
+    return ["task=jsonl", source, *(f"task_label='{name}'" for name in named_after), *words]
 
 
 def decide_claims(arguments: Sequence[str]) -> int:
