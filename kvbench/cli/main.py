@@ -51,9 +51,9 @@ ABOUT = {
 kvbench show <name>
   The same of a paper's table or figure, with how it differs from the paper.""",
     "own": """kvbench own <file, folder or Hub data set> [key=value ...]
-  Methods on your own rows (JSON lines, CSV, TSV, parquet): task=jsonl with these.
-  Context, question and answers are found by the usual names of fields,
-  and it is said which; others: 'task.fields={context: text, answers: gold}'
+  Methods on your own rows (JSON lines, CSV, parquet): task=jsonl on them.
+  Context, question and answers are found by usual names of fields, and it is
+  said which; others by 'task.fields={context: text, answers: gold}'.
     kvbench own my.jsonl method=snapkv,h2o budget.rate=0.5,0.25""",
     "reproduce": """kvbench reproduce <name>|all [key=value ...]
   Make a paper's table or figure with the paper's settings; all: every one.
@@ -73,9 +73,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Args:
         argv: the words after the program's name, those of the process by default.
-
-    Raises:
-        SystemExit: always, with the exit status.
     """
     wait_asleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -121,11 +118,7 @@ def _command_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def list_kind(arguments: Sequence[str]) -> int:
-    """``kvbench list <kind>``: print a line about each choice of a kind, e.g. methods; returns 0.
-
-    Raises:
-        UserError: there is no such kind.
-    """
+    """``kvbench list <kind>``: print a line about each choice of a kind, e.g. methods; returns 0."""
     kind = " ".join(arguments).removesuffix("s") + "s"
     if kind not in KINDS:
         allowed = ", ".join(KINDS)
@@ -144,9 +137,6 @@ def show_config(arguments: Sequence[str]) -> int:
     Comments above it name the values of the sweep, and how the experiment differs from its paper.
     ``kvbench show <name>`` does so for a paper's table or figure; where no experiment makes it, see
     `about_item`.
-
-    Raises:
-        UserError: the overrides cannot be composed, or a setting is not allowed.
     """
     from kvbench.report.papers import specs_of
 
@@ -175,11 +165,7 @@ def show_config(arguments: Sequence[str]) -> int:
 
 def own_task(arguments: Sequence[str]) -> list[str]:
     """``kvbench own``: the words of ``task=jsonl`` that its words stand for. Results are named after the
-    file or data set.
-
-    Raises:
-        UserError: no file, folder or data set is named, or several.
-    """
+    file or data set."""
     named = [word for word in _parsed(arguments).overrides if "=" not in word]
     if len(named) != 1:
         raise UserError(
@@ -198,11 +184,7 @@ def own_task(arguments: Sequence[str]) -> list[str]:
 
 
 def decide_claims(arguments: Sequence[str]) -> int:
-    """``kvbench claims``: run scripts/claims.py, whose imports take seconds, on words that it takes.
-
-    Raises:
-        UserError: an unknown key, no model, or a model that cannot be composed.
-    """
+    """``kvbench claims``: run scripts/claims.py, whose imports take seconds, on words that it takes."""
     known = ("model", "claims", "files", "results_dir")
     values = dict(text.partition("=")[::2] for text in arguments)
     for key in values:
@@ -234,9 +216,6 @@ def run(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: options and overrides, as typed.
-
-    Raises:
-        UserError: the command is wrong; a job that fails is a line and a status instead.
     """
     options = _parsed(arguments)
     if options.help or not arguments:
@@ -327,11 +306,7 @@ def _print_hydra(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line, and its words without a dash as `overrides`.
-
-    Raises:
-        UserError: an unknown option.
-    """
+    """The options of a command line, and its words without a dash as `overrides`."""
     parser = argparse.ArgumentParser("kvbench", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-m", "--multirun", action="store_true")
