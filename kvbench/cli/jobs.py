@@ -119,7 +119,7 @@ class Jobs:
             methods_of(settings.methods)  # before the libraries of models are imported
             from kvbench.cli.build import run_config
 
-            first = not any(outcome.ran for outcome in self.outcomes)
+            first = settings.shard is None and not any(o.ran for o in self.outcomes)
             result = run_config(
                 config, self._shared, print_tables=first or not several, since=since
             )
