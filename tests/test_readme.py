@@ -19,6 +19,7 @@ from support.command import refusal_of
 
 from kvbench.catalogue import catalogue
 from kvbench.cli.catalogue import experiment_called
+from kvbench.cli.main import own_task
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = "conf/README.md"
@@ -118,6 +119,8 @@ def test_commands_work_as_typed(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                     assert word.partition("=")[2] in experiments, command
         overrides = words[words.index("kvbench") + 1 :] if "kvbench" in words[:3] else []
         if overrides and "=" in overrides[-1]:
+            if overrides[0] == "own":
+                overrides = own_task(overrides[1:])
             keys = [word for word in overrides if word not in ("show", "-m")]
             if (
                 "-m" in overrides

@@ -29,11 +29,7 @@ from kvbench.tasks.base import Task
 
 
 def model_line(spec: ModelSpec) -> str:
-    """The model's name, and the class of its config where that is known before the model is loaded.
-
-    Raises:
-        ModelError: `ModelSpec.config` changes a field that this class does not have.
-    """
+    """The model's name, and the class of its config where that is known before the model is loaded."""
     config_class = check_config_class(spec) or "its config's class is known when it is loaded"
     return f"model {spec.label} ({config_class})"
 
@@ -54,9 +50,6 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     Args:
         config: from `kvbench.cli.config.composed`.
         shared: model, tokenizer and examples that the jobs of a process share, see `Session.once`.
-
-    Raises:
-        UserError: a setting is not allowed, or the device, the model's folder or a file does not exist.
     """
     settings = Settings.of(config)
     device = resolve_device(settings.device)

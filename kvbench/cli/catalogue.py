@@ -72,11 +72,7 @@ def paper_items() -> Mapping[str, PaperItem]:
 
 
 def item_called(name: str) -> PaperItem | None:
-    """The item of a name, of an alias, or of a number that one paper alone has; None for other text.
-
-    Raises:
-        UserError: several papers have the number.
-    """
+    """The item of a name, of an alias, or of a number that one paper alone has; None for other text."""
     items = paper_items()
     named = [key for key, item in items.items() if name in (key, item.id)]
     if len(named) > 1:

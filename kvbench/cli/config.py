@@ -59,11 +59,7 @@ from kvbench.tasks.base import Task
 
 def _needed(setting: str, where: str) -> None:
     """``${needed:<setting>,<where>}`` in a YAML file: the key has no default, since the files that it
-    names are not in the repository.
-
-    Raises:
-        UserError: always, when the key is read; it names the setting and where the files come from.
-    """
+    names are not in the repository."""
     raise UserError(f"a file is missing: {setting}, of {where}")
 
 
@@ -88,9 +84,6 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     ``method=[exact,a,b]``, ``budget.rate=0.5,0.25`` is ``budget.rate=[0.5,0.25]``.
     ``model=<Hub id or folder>`` becomes ``model=hf model.path=<...>``, ``model.config.<field>=`` the
     ``++model.config.<field>=`` that Hydra asks for, and a paper's table or figure its experiment.
-
-    Raises:
-        UserError: an override that Hydra would follow and kvbench must not, see `_refuse`.
     """
     typed_keys = {text.partition("=")[0] for text in overrides}
     _refuse_two_budgets(overrides)
@@ -122,11 +115,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
 
 
 def _refuse_two_budgets(overrides: Sequence[str]) -> None:
-    """Refuse a budget that is typed twice. `Budget` cannot see it where one value is the default.
-
-    Raises:
-        UserError: one line.
-    """
+    """Refuse a budget that is typed twice. `Budget` cannot see it where one value is the default."""
     pairs = [text.partition("=")[::2] for text in overrides]
     typed = {key: value for key, value in pairs if key in BUDGETS and value != "null"}
     if len(typed) > 1:
@@ -136,11 +125,7 @@ def _refuse_two_budgets(overrides: Sequence[str]) -> None:
 
 def _refuse(override: str) -> None:
     """Refuse an override that names code to run or a file to write, or whose value is a secret, which
-    results would hold.
-
-    Raises:
-        UserError: one line.
-    """
+    results would hold."""
     key = override.partition("=")[0]
     if FORBIDDEN.match(override):
         raise UserError(f"{key} is not kvbench's to set: it would run or write something else")
@@ -178,11 +163,7 @@ def hydra_of_conf() -> Iterator[Hydra]:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Turn any error that Hydra raises within this context into a `UserError` of one line.
-
-    Raises:
-        UserError: in place of the error.
-    """
+    """Turn any error that Hydra raises within this context into a `UserError` of one line."""
     try:
         yield
     except UserError:
@@ -199,9 +180,6 @@ def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN
         overrides: from `expanded`.
         mode: MULTIRUN leaves out the overrides that name several values, in which the jobs of a sweep
             differ.
-
-    Raises:
-        UserError: the overrides cannot be composed.
     """
     with explaining():
         config = hydra.compose_config("config", list(overrides), mode)
@@ -211,11 +189,7 @@ def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN
 
 def sweep_of(hydra: Hydra, overrides: Sequence[str]) -> tuple[DictConfig, list[list[str]]]:
     """What the jobs of a sweep have in common, and the overrides of each, as Hydra's basic sweeper makes
-    them of the experiment's own ``hydra.sweeper.params`` and of what was typed.
-
-    Raises:
-        UserError: the overrides cannot be composed.
-    """
+    them of the experiment's own ``hydra.sweeper.params`` and of what was typed."""
     common = composed(hydra, overrides, RunMode.MULTIRUN)
     params = dict(common.hydra.sweeper.get("params") or {})
     with explaining():
@@ -244,7 +218,7 @@ def explain(error: BaseException) -> str:
         if isinstance(link, UserError):  # of `_needed`
             return str(link)
     if isinstance(error, OverrideParseException):
-        meant = nearest(error.override, ("list", "show", "reproduce", "claims"))
+        meant = nearest(error.override, ("list", "show", "own", "reproduce", "claims"))
         return (
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )
@@ -311,12 +285,7 @@ class Settings:
 
     @staticmethod
     def of(config: DictConfig) -> Settings:
-        """The settings of a composed config, interpolations resolved.
-
-        Raises:
-            UserError: an unknown key, a missing value, one that is not allowed, or a secret of the
-                environment in a name that folders and pages show.
-        """
+        """The settings of a composed config, interpolations resolved."""
         known = hints_of(Settings)
         with explaining():
             part = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
@@ -343,11 +312,7 @@ class Settings:
     @property
     def budgets(self) -> list[Keys]:
         """The budgets that every method gets: one, or one for each value of a list such as
-        ``budget.rate=[0.5,0.25]``.
-
-        Raises:
-            UserError: several lists, or a list that is empty or names a value twice.
-        """
+        ``budget.rate=[0.5,0.25]``."""
         lists = {key: value for key, value in self.budget.items() if isinstance(value, list)}
         if len(lists) > 1:
             raise UserError(
@@ -375,11 +340,7 @@ class Settings:
                 )
 
     def check_places(self) -> None:
-        """Check the folder of the results and the task's files, before torch is imported.
-
-        Raises:
-            UserError: the folder cannot be written, or an option or a file of the task.
-        """
+        """Check the folder of the results and the task's files, before torch is imported."""
         folder = Path(self.results_dir).expanduser() / self.experiment_name
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -394,7 +355,8 @@ class Settings:
         Args:
             jobs: how many jobs the command has; these settings are the first one's.
         """
-        content = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} methods"
+        content = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} method"
+        content += "s" if len(self.methods) > 1 else ""
         if len(self.budgets) > 1:
             content += f" at {len(self.budgets)} {'sizes' if self.budget['size'] else 'rates'}"
         if jobs > 1:

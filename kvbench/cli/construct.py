@@ -29,9 +29,6 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
         key: the config's key on the command line, e.g. ``methods.snapkv``.
         kinds: classes of which the named class must be a subclass. `Plan` is a protocol: any class that
             has its methods is one.
-
-    Raises:
-        KVError: one line that names the key, its value and what is allowed.
     """
     allowed = " or ".join(kind.__name__ for kind in kinds) or "nothing that is made of a _target_"
     class_name = node.get("_target_") if isinstance(node, Mapping) else None
@@ -57,11 +54,7 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
 
 
 def _class_named(class_name: str, key: str, allowed: str, kinds: tuple[type, ...]) -> type:
-    """The class of this name, e.g. ``kvbench.methods.snapkv.SnapKV``.
-
-    Raises:
-        KVError: it cannot be imported, or is of none of the kinds, which `allowed` names.
-    """
+    """The class of this name, e.g. ``kvbench.methods.snapkv.SnapKV``."""
     problem = f"{key}._target_ is {class_name!r}"
     # Importing some modules of Python's own library, e.g. this, has effects.
     if class_name.partition(".")[0] in sys.stdlib_module_names:
@@ -96,11 +89,7 @@ def _classes_in(hint: Any) -> list[type]:
 
 def methods_of(nodes: Mapping[str, Any]) -> dict[str, Method]:
     """The methods of a config by their labels. This imports torch, but neither transformers nor another
-    library of models.
-
-    Raises:
-        KVError: see `constructed` and `Method.quantization`.
-    """
+    library of models."""
     from kvbench.methods.base import Method
 
     methods: dict[str, Method] = {}

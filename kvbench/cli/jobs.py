@@ -106,21 +106,23 @@ class Jobs:
             name = self.names[number]
             print(presentable(f"job {number + 1} of {len(self.names)}: {name}"), flush=True)
         try:
-            first = not self.outcomes  # its tables come at once, also where others follow
-            outcome = self._run(config, typed, print_tables=first or not several)
+            outcome = self._run(config, typed, several=several)
         except Exception as error:  # noqa: BLE001 - the next job goes on
             outcome = JobOutcome(typed, (), *report_error(error))
         self.outcomes.append(outcome)
 
-    def _run(self, config: DictConfig, typed: Sequence[str], *, print_tables: bool) -> JobOutcome:
-        """Run one job, unless all of it is on disk."""
+    def _run(self, config: DictConfig, typed: Sequence[str], *, several: bool) -> JobOutcome:
+        """Run one job, unless all of it is on disk. The first of `several` prints its tables at once."""
         since, settings = time.monotonic(), Settings.of(config)
         result: Any = finished(settings)
         if ran := result is None:
             methods_of(settings.methods)  # before the libraries of models are imported
             from kvbench.cli.build import run_config
 
-            result = run_config(config, self._shared, print_tables=print_tables, since=since)
+            first = settings.shard is None and not any(o.ran for o in self.outcomes)
+            result = run_config(
+                config, self._shared, print_tables=first or not several, since=since
+            )
             folders = list(result.folders.values())
         else:
             folders = result.folders
@@ -128,7 +130,7 @@ class Jobs:
             complain(
                 presentable(f"{title}: {result.records}/{result.records}, all records on disk")
             )
-            if print_tables:
+            if not several:
                 print_scores(folders[0].parents[2], folders)
         summary = f"{result.records} records, {result.failed} of them failed"
         status = FAILED if result.failed else 0
@@ -139,9 +141,6 @@ class Jobs:
 
         Args:
             name: the job's name, where there are several: a dry run then prints one line of each.
-
-        Raises:
-            UserError: the reason for which the job would be refused.
         """
         settings = Settings.of(config)
         if finished(settings):
@@ -157,11 +156,7 @@ class Jobs:
 
     def sweep(self, hydra: Hydra, overrides: Sequence[str]) -> None:
         """Check every job of a sweep before the first runs, in a dry run print what each would do; then
-        let Hydra run them, each split into its shards.
-
-        Raises:
-            UserError: a job is wrong; none has run then.
-        """
+        let Hydra run them, each split into its shards."""
         common, jobs = sweep_of(hydra, overrides)
         configs = [job_config(hydra, common, words) for words in jobs]
         checked = []
@@ -230,11 +225,7 @@ def names(jobs: Sequence[Sequence[str]]) -> list[str]:
 
 def shard_count(settings: Settings) -> int:
     """The number of shards that a job is split into: `shards`; with launcher=gpus the number of workers
-    where neither `shards` nor `shard` is set; else 1.
-
-    Raises:
-        UserError: `shards` and `shard` are both set, or see `devices_of`.
-    """
+    where neither `shards` nor `shard` is set; else 1."""
     if None not in (settings.shards, settings.shard):
         raise UserError(
             f"shards is {settings.shards} and shard is given, too; allowed: one of them"
@@ -258,11 +249,7 @@ class Launcher(launcher.Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Run the jobs, and add their outcomes to those of the command, which take the place of what
-        Hydra's launchers return.
-
-        Raises:
-            OSError: the folder cannot be made, or a link in it leads out of `results_dir`.
-        """
+        Hydra's launchers return."""
         self.folder = Path(self.config.hydra.sweep.dir).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
@@ -306,10 +293,6 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
     Args:
         launcher: the config of ``launcher=gpus``, with `workers` and `gpus_per_worker`.
         device: the config's device.
-
-    Raises:
-        UserError: a setting of the launcher is not allowed, the device names one GPU, or there are too
-            few GPUs for a worker.
     """
     from torch.cuda import device_count
 

@@ -39,6 +39,7 @@ from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.cli.results import finish, print_scores
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
+from kvbench.records.store import safe_name
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
 ABOUT = {
@@ -49,6 +50,11 @@ ABOUT = {
   experiment's own) that of its first job, and the values of all.
 kvbench show <name>
   The same of a paper's table or figure, with how it differs from the paper.""",
+    "own": """kvbench own <file, folder or Hub data set> [key=value ...]
+  Methods on your own rows (JSON lines, CSV, parquet): task=jsonl on them.
+  Context, question and answers are found by usual names of fields, and it is
+  said which; others by 'task.fields={context: text, answers: gold}'.
+    kvbench own my.jsonl method=snapkv,h2o budget.rate=0.5,0.25""",
     "reproduce": """kvbench reproduce <name>|all [key=value ...]
   Make a paper's table or figure with the paper's settings; all: every one.
   kvbench list experiments has the names. With model=recall_mini it runs small
@@ -58,6 +64,8 @@ kvbench show <name>
   takes about 40 minutes of one core with model=smollm2_135m; claims= chooses.""",
 }
 """The help text of each command."""
+ROWS = re.compile(r"(?i)\.(jsonl|json|csv|tsv|parquet)(\.gz)?$|[*?]")
+"""What names files, be they there or not, and no data set of the Hub."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,9 +73,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Args:
         argv: the words after the program's name, those of the process by default.
-
-    Raises:
-        SystemExit: always, with the exit status.
     """
     wait_asleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -83,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 status = show_config(rest)
             elif command == "reproduce":
                 status = reproduce(rest, run) if rest else list_kind(["experiments"])
+            elif command == "own":
+                status = run(own_task(rest))
             elif command == "claims":
                 status = decide_claims(rest)
             else:
@@ -111,11 +118,7 @@ def _command_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def list_kind(arguments: Sequence[str]) -> int:
-    """``kvbench list <kind>``: print a line about each choice of a kind, e.g. methods; returns 0.
-
-    Raises:
-        UserError: there is no such kind.
-    """
+    """``kvbench list <kind>``: print a line about each choice of a kind, e.g. methods; returns 0."""
     kind = " ".join(arguments).removesuffix("s") + "s"
     if kind not in KINDS:
         allowed = ", ".join(KINDS)
@@ -134,9 +137,6 @@ def show_config(arguments: Sequence[str]) -> int:
     Comments above it name the values of the sweep, and how the experiment differs from its paper.
     ``kvbench show <name>`` does so for a paper's table or figure; where no experiment makes it, see
     `about_item`.
-
-    Raises:
-        UserError: the overrides cannot be composed, or a setting is not allowed.
     """
     from kvbench.report.papers import specs_of
 
@@ -163,12 +163,28 @@ def show_config(arguments: Sequence[str]) -> int:
     return 0
 
 
-def decide_claims(arguments: Sequence[str]) -> int:
-    """``kvbench claims``: run scripts/claims.py, whose imports take seconds, on words that it takes.
+def own_task(arguments: Sequence[str]) -> list[str]:
+    """``kvbench own``: the words of ``task=jsonl`` that its words stand for. Results are named after the
+    file or data set."""
+    named = [word for word in _parsed(arguments).overrides if "=" not in word]
+    if len(named) != 1:
+        raise UserError(
+            f"kvbench own has {named or 'nothing'}; allowed: one file, folder or data set of the Hub"
+        )
+    (rows,) = named
+    words = [word for word in arguments if word != rows]
+    if Path(rows).exists() or ROWS.search(rows) or not re.fullmatch(r"[\w.-]+/[\w.-]+", rows):
+        quoted = rows.replace("\\", "\\\\").replace("'", "\\'")
+        source = f"task.files=['{quoted}']"
+    else:
+        source = f"task.dataset={rows}"
+    label = safe_name(Path(rows).name.partition(".")[0].strip("*?[]") or "own")
+    named_after = [] if any(word.startswith("task_label=") for word in words) else [label]
+    return ["task=jsonl", source, *(f"task_label='{name}'" for name in named_after), *words]
 
-    Raises:
-        UserError: an unknown key, no model, or a model that cannot be composed.
-    """
+
+def decide_claims(arguments: Sequence[str]) -> int:
+    """``kvbench claims``: run scripts/claims.py, whose imports take seconds, on words that it takes."""
     known = ("model", "claims", "files", "results_dir")
     values = dict(text.partition("=")[::2] for text in arguments)
     for key in values:
@@ -200,9 +216,6 @@ def run(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: options and overrides, as typed.
-
-    Raises:
-        UserError: the command is wrong; a job that fails is a line and a status instead.
     """
     options = _parsed(arguments)
     if options.help or not arguments:
@@ -293,11 +306,7 @@ def _print_hydra(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line, and its words without a dash as `overrides`.
-
-    Raises:
-        UserError: an unknown option.
-    """
+    """The options of a command line, and its words without a dash as `overrides`."""
     parser = argparse.ArgumentParser("kvbench", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-m", "--multirun", action="store_true")

@@ -42,9 +42,6 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
     Args:
         arguments: its name, then overrides. Of ``all``, the next item is tried when one fails.
         run: runs one command line and returns its exit status.
-
-    Raises:
-        UserError: see `command_lines`; of ``all``, only for overrides that cannot be read.
     """
     name, *overrides = arguments
     with explaining():  # before anything is made, so that ``all`` says it once
@@ -91,9 +88,6 @@ def run_script(name: str, arguments: Sequence[str], dry: bool = False) -> int:
     Args:
         name: its path below scripts/, without ``.py``.
         dry: print the command, and let the script check its settings only.
-
-    Raises:
-        UserError: the script is not installed.
     """
     path = Path("scripts", f"{name}.py")
     file = config_dir().resolve().parent / path
@@ -113,10 +107,6 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     Args:
         name: of an item or an experiment.
         overrides: those of the user, which take the place of the item's own.
-
-    Raises:
-        UserError: an unknown name, an item without data, a package that is not installed, or an
-            environment variable with the folder of the item's files that is not set.
     """
     known = sorted({*catalogue("experiments"), *paper_items()})
     item = item_called(name) or (PaperItem(experiment=name) if name in known else None)
@@ -168,11 +158,7 @@ def _values_of(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _config_of(item: PaperItem, name: str) -> Any:
-    """The config of an item's experiment.
-
-    Raises:
-        UserError: its task needs lm-eval, which is not installed.
-    """
+    """The config of an item's experiment."""
     with hydra_of_conf() as hydra:
         config = composed(hydra, [f"experiment={item.experiment}"])
     needs = re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task))
@@ -189,11 +175,7 @@ def _fixtures() -> str:
 
 
 def _with_environment(line: str, item: PaperItem) -> list[str]:
-    """The words of an item's run with the values of the environment variables that they name.
-
-    Raises:
-        UserError: such a variable is not set.
-    """
+    """The words of an item's run with the values of the environment variables that they name."""
     words = [os.path.expandvars(word) for word in shlex.split(line)]
     unset = re.search(r"\$\{(\w+)\}", " ".join(words))
     if unset:

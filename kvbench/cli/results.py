@@ -42,11 +42,7 @@ def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
 
 def finish(folder: Path, *, changed: bool = True) -> None:
     """Write an experiment's tables, figures and page from its records where they have changed, and print
-    the page's path and how to send W&B's runs. A lock makes several processes take turns.
-
-    Raises:
-        StoreError: a record or a manifest cannot be read.
-    """
+    the page's path and how to send W&B's runs. A lock makes several processes take turns."""
     if changed:
         from kvbench.report.build import build_report
         from kvbench.report.wandb import log_overview

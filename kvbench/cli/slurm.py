@@ -92,11 +92,7 @@ class SlurmLauncher(Launcher):
     without one."""
 
     def run(self, orders: Sequence[tuple[str, str]]) -> None:
-        """Submit a job for each order, and wait for all of them.
-
-        Raises:
-            UserError: see `_submitted`.
-        """
+        """Submit a job for each order, and wait for all of them."""
         jobs = dict(enumerate(self._submitted(orders)))
         arrays = sorted({job.job_id.partition("_")[0] for job in jobs.values()})
         where = f"{' '.join(arrays)}; logs: {self.folder}"
@@ -118,11 +114,7 @@ class SlurmLauncher(Launcher):
                     self.ended(number, failure, jobs.pop(number).paths.stderr)
 
     def _submitted(self, orders: Sequence[tuple[str, str]]) -> list[Any]:
-        """Submit the orders as one job array.
-
-        Raises:
-            UserError: submitit is not installed, there is no Slurm, or Slurm refuses the jobs.
-        """
+        """Submit the orders as one job array."""
         try:
             import submitit
             from submitit.core.utils import FailedJobError

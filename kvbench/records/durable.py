@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write `path` in one step: the content goes to a temporary file, which is renamed to `path`.
-
-    Raises:
-        OSError: the file system refuses; `path` is then as it was.
-    """
+    """Write `path` in one step: the content goes to a temporary file, which is renamed to `path`."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         temporary.write_bytes(content)
@@ -24,11 +20,7 @@ def replace(path: Path, content: bytes) -> None:
 
 def append(path: Path, data: bytes) -> None:
     """Add `data` to a file and wait until it is on disk. If anything interrupts the write, Ctrl-C too,
-    the file is cut back to what it was.
-
-    Raises:
-        OSError: the file system refuses, or the file does not exist.
-    """
+    the file is cut back to what it was."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
     size = os.fstat(file).st_size
     is_whole = False

@@ -65,9 +65,6 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
     """Every run below ``<results>/<experiment>``, sorted by folder; changes nothing on disk.
 
     A half-written last line is ignored. Common fields that are numbers are floats, NaN where null.
-
-    Raises:
-        StoreError: no such folder, a run without a manifest, or a file that cannot be read.
     """
     folder = Path(experiment_folder)
     if not folder.is_dir():
@@ -79,11 +76,7 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
 
 
 def load_run(folder: Path) -> Run:
-    """One run folder, as `load_runs` reads it.
-
-    Raises:
-        StoreError: no manifest, or a file that cannot be read.
-    """
+    """One run folder, as `load_runs` reads it."""
     import pandas as pd  # not above: slow to import, and writing records does without
 
     if not (folder / MANIFEST).exists():
@@ -101,9 +94,6 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
     They are in the order written. Of several files they are taken in turn, a line of each, so that
     the shards of a complete run give about the order of a run that was not split.
-
-    Raises:
-        StoreError: a file cannot be read.
     """
     files = [file_records(path) for path in record_files(folder)]
     counting: dict[str, dict[str, Any]] = {}  # the record of each example that counts
@@ -116,11 +106,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def file_records(path: Path) -> list[dict[str, Any]]:
-    """The records of one file.
-
-    Raises:
-        StoreError: a line is no record; the message names the file and the line.
-    """
+    """The records of one file."""
     lines, _ = complete_lines(path)
     return [
         parsed(schema.RECORD, line, f"{path}, line {number}")
@@ -129,21 +115,12 @@ def file_records(path: Path) -> list[dict[str, Any]]:
 
 
 def recorded(folder: Path) -> set[str]:
-    """The ids of the examples that have a record in a run folder; none where there is no folder.
-
-    Raises:
-        StoreError: a file cannot be read.
-    """
+    """The ids of the examples that have a record in a run folder; none where there is no folder."""
     return {record["example_id"] for record in read_records(folder)}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The parsed manifest.json.
-
-    Raises:
-        StoreError: it does not exist, is no manifest, or is of a format that this kvbench does not
-            read.
-    """
+    """The parsed manifest.json."""
     with disk_errors(path):
         content = path.read_bytes()
     where = f"{path} (move it away, and the run's command writes a new one; the records stay)"
@@ -151,11 +128,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read_examples(folder: Path) -> frozenset[str] | None:
-    """The ids of examples.json, which the latest command was to run; None where there is no such file.
-
-    Raises:
-        StoreError: the file is no list of texts.
-    """
+    """The ids of examples.json, which the latest command was to run; None where it is not there."""
     path = folder / EXAMPLES
     if not path.exists():
         return None
@@ -169,9 +142,6 @@ def complete_lines(path: Path) -> tuple[list[bytes], int]:
 
     A last line without a newline is left out. So is one that is no JSON: after a power cut, a file
     system may have made the file longer without having written the bytes.
-
-    Raises:
-        StoreError: the file cannot be read.
     """
     with disk_errors(path):
         content = path.read_bytes()
@@ -190,9 +160,6 @@ def disk_errors(path: Path, kept: int | None = None) -> Iterator[None]:
     Args:
         path: the file or folder that is read or written.
         kept: the number of earlier records, which the line says are intact.
-
-    Raises:
-        StoreError: in place of an `OSError`.
     """
     try:
         yield

@@ -138,9 +138,6 @@ def parsed(adapter: TypeAdapter[Any], content: bytes, where: str) -> Any:
         adapter: `RECORD`, `MANIFEST` or `EXAMPLES`, which checks the content.
         content: JSON.
         where: the file, and its line, that an error begins with.
-
-    Raises:
-        StoreError: the content does not fit; one line with the key, its value and what is allowed.
     """
     try:
         return adapter.validate_json(content)

@@ -27,11 +27,7 @@ class Shard:
 
     @staticmethod
     def parse(text: object) -> Shard | None:
-        """The shard that ``"i/k"`` names; None for None, which means that a run is not split.
-
-        Raises:
-            UserError: `text` is neither.
-        """
+        """The shard that ``"i/k"`` names; None for None, which means that a run is not split."""
         if text is None:
             return None
         match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text) if isinstance(text, str) else None

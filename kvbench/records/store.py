@@ -46,9 +46,6 @@ def config_hash(config: Mapping[str, Any]) -> str:
     """The first 8 hex digits of sha256 over `config` as canonical JSON.
 
     Key order does not matter, lists equal tuples, and 1.0 equals 1 (a YAML writer may use either).
-
-    Raises:
-        StoreError: a value that is neither a JSON value nor a path.
     """
 
     def parse_number(text: str) -> float:
@@ -63,22 +60,14 @@ def config_hash(config: Mapping[str, Any]) -> str:
 def run_folder(
     results_dir: str | Path, experiment: str, model: str, task: str, method: str, config_hash: str
 ) -> Path:
-    """``<results_dir>/<experiment>/<model>/<task>/<method>-<config_hash>``, each name by `safe_name`.
-
-    Raises:
-        StoreError: a name has no character that a folder's name may have.
-    """
+    """``<results_dir>/<experiment>/<model>/<task>/<method>-<config_hash>``, each name by `safe_name`."""
     names = (experiment, model, task, f"{method}-{config_hash}")
     return Path(results_dir).joinpath(*map(safe_name, names))
 
 
 def safe_name(name: str) -> str:
     """`name` as one path component: no separators, no leading dot, at most 120 bytes. Of a longer name
-    both ends stay, with a hash between them.
-
-    Raises:
-        StoreError: it has no character that a folder's name may have.
-    """
+    both ends stay, with a hash between them."""
     safe = re.sub(r"[^\w.+=@,-]+", "_", name).lstrip(".")
     if not safe:
         raise StoreError(f"{name!r} cannot name a folder")
@@ -94,9 +83,6 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
     """Write ``manifest.json`` in one step: readers see the old file or the new one, never half of one.
 
     The `START_KEYS` of the manifest that is replaced are added to ``earlier_starts``.
-
-    Raises:
-        StoreError: a value that is not JSON, a broken manifest, or the file system refuses.
     """
     path = folder / MANIFEST
     with disk_errors(path):
@@ -112,11 +98,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
 
 
 def write_examples(folder: Path, example_ids: Collection[str]) -> Path:
-    """Write ``examples.json``, the ids of the examples that a command is to run, in one step.
-
-    Raises:
-        StoreError: the file system refuses.
-    """
+    """Write ``examples.json``, the ids of the examples that a command is to run, in one step."""
     path = folder / EXAMPLES
     with disk_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,9 +122,6 @@ class RecordStore:
             -1 waits without limit.
         shard: suffix of the shard whose file is written, None for records.jsonl. Examples with a record
             in another file of the folder count as done.
-
-    Raises:
-        StoreError: on entering, when the folder is in use, cannot be written or is broken.
     """
 
     def __init__(
@@ -193,9 +172,6 @@ class RecordStore:
 
         The file is replaced in one step: readers see the old records or the remaining ones. The files
         of other shards are not changed: a new record whose status is ok counts before theirs.
-
-        Raises:
-            StoreError: the file system refuses; the records are then as they were.
         """
         failed = self.failed
         if not failed:
@@ -213,10 +189,6 @@ class RecordStore:
 
         Returns:
             Whether it was written: False when the example already has a record, which stays.
-
-        Raises:
-            StoreError: a common field is missing, the status is unknown, a value is not JSON, or
-                the file system refuses; the file is then as it was before the call.
         """
         if not self._lock.is_locked:
             raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
@@ -248,11 +220,7 @@ class RecordStore:
 
 def jsonable(value: Any, where: str) -> Any:
     """`value` as JSON types. NaN and infinities become None, tuples and arrays lists, scalars of numpy
-    and torch numbers, and paths text.
-
-    Raises:
-        StoreError: a value of another type; `where` and its key are named.
-    """
+    and torch numbers, and paths text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

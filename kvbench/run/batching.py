@@ -136,11 +136,7 @@ class Runner:
 
     def run(self, work: Sequence[Work]) -> Iterator[Sequence[Fields]]:
         """Run all units. Yields the records of each unit, failures included, as soon as they are final;
-        units that run again come after the others of their group.
-
-        Raises:
-            DeviceLost: nothing more can be run in this process.
-        """
+        units that run again come after the others of their group."""
         device = self.session.device
         done = 0
         while done < len(work):

@@ -118,9 +118,6 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
     Where the history of an example is "golden", its question ids begin with the earlier questions about
     the context and their golden answers. Where it is "own", they begin with the tokens that come between
     the method's own answer and the next message.
-
-    Raises:
-        KVError: two examples with one context id have different contexts.
     """
     encoded_examples: list[EncodedExample] = []
     contexts: dict[Any, tuple[int, ...]] = {}

@@ -146,7 +146,6 @@ class TaskPlan(Plan):
     limit: int | None = None
 
     def meta(self) -> dict[str, Any]:
-        """See `Plan.meta`."""
         axes = self.task.heatmap
         figures = [Heatmap(x=axes[0], y=axes[1])] if axes else []
         return {
@@ -163,12 +162,7 @@ class TaskPlan(Plan):
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per prefill: per example or, where the question comes after compression, per context.
-
-        Raises:
-            KVError: a method cannot generate; a field of an example has a name of `EVERY_RECORD_HAS`; or
-                see `_check_budgets` and `_check_order_of_compression`.
-        """
+        # One per prefill: per example or, where the question comes after compression, per context.
         examples, _ = self._examples(session)
         for encoded in examples:
             # RULER names the task of each example itself: the one field that a task may set.
@@ -194,11 +188,7 @@ class TaskPlan(Plan):
         self, examples: Sequence[EncodedExample], session: Session, methods: Methods
     ) -> None:
         """Refuse a budget whose sink and window hold the longest prompt, so that nothing is compressed,
-        and one whose share of the shortest prompt is less than sink and window.
-
-        Raises:
-            KVError: naming the method or the budget.
-        """
+        and one whose share of the shortest prompt is less than sink and window."""
         if session.compress_after == "context":
             compressed = [len(encoded.context_ids) for encoded in examples]
         else:
@@ -220,11 +210,7 @@ class TaskPlan(Plan):
         self, examples: Sequence[EncodedExample], session: Session
     ) -> None:
         """Refuse `compress_after` "context" where an example has no context or no question, and "prompt"
-        where an example follows the method's own answer.
-
-        Raises:
-            KVError: naming the example or the task.
-        """
+        where an example follows the method's own answer."""
         if session.compress_after == "context":
             for encoded in examples:
                 if not encoded.question_ids or not encoded.context_ids:
@@ -358,9 +344,6 @@ def refuse_taken(whose: str, names: Iterable[str]) -> None:
 
     Args:
         whose: the subject of the message, e.g. "task x: scores".
-
-    Raises:
-        KVError: naming the field.
     """
     for name in names:
         if name in EVERY_RECORD_HAS:

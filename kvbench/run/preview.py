@@ -23,9 +23,6 @@ def print_dry_run(job: Job, name: str = "") -> None:
 
     Args:
         name: the name of the job where there are several; it is then described in one line.
-
-    Raises:
-        KVError, TaskError, ModelError, StoreError: the reason for which the job would be refused.
     """
     examples = _examples_line(job)
     tokens = _tokens_line(job)

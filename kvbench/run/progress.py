@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -23,16 +24,14 @@ second."""
 
 
 class Progress:
-    """How far a job is, measured in tokens that were read or generated.
+    """How far a job is.
 
     Args:
         show: called with the progress, and whether it must be shown. At every layer of a forward pass
             that is False: `show` may then do nothing.
 
     Attributes:
-        doing: what happens now, in words.
-        total: the number of units of the job.
-        done: the number of units that have all their records.
+        done: the number of units, of `total`, that have all their records.
         history: of each group of units that was run, the seconds since `begin` at its end, the units
             that were run by then, and `left` then.
     """
@@ -43,7 +42,7 @@ class Progress:
         self.doing = "loading the data and the model"
         self.total = 0
         self.done = 0
-        self._sums: dict[str, tuple[float, int]] = {}
+        self._scores: dict[str, list[float]] = {}
         self._show = show
         self.history: list[tuple[float, int, float | None]] = []
         # The most tokens that each unit to run reads and generates.
@@ -72,27 +71,20 @@ class Progress:
         self.doing = f"{self.done} of {total} on disk"
         self._show(self, self.done > 0)
 
-    def add(self, method: str, values: Mapping[str, float | None]) -> None:
-        """Add the score and the other measures of one record to the means."""
-        for name, value in values.items():
-            if value is not None:
-                total, count = self._sums.get(f"{method}/{name}", (0.0, 0))
-                self._sums[f"{method}/{name}"] = total + value, count + 1
-
-    @property
-    def means(self) -> dict[str, float]:
-        """The means over all records so far, by ``<method>/<measure>``."""
-        return {name: total / count for name, (total, count) in self._sums.items()}
+    def add(self, method: str, score: float | None) -> None:
+        """Add the score of one record to the method's mean."""
+        if score is not None:
+            self._scores.setdefault(method, []).append(score)
 
     def unit_done(self) -> None:
-        """Count one more unit that has all its records."""
         self.done += 1
         if self.done == self.total:
             self.doing = "done"
         seconds, passed = time.monotonic() - self._began, 1
         if self.history:
-            passed += self.history[-1][1]
-            if self.history[-1][0] > 0.99 * seconds:  # of one group
+            last, passed = self.history[-1][0], self.history[-1][1] + 1
+            before = self.history[-2][0] if len(self.history) > 1 else 0.0
+            if seconds - last < 0.1 * (last - before):  # of the same group
                 self.history.pop()
         self.history.append((seconds, passed, None))
         self.history[-1] = seconds, passed, self.left
@@ -107,26 +99,20 @@ class Progress:
         if not self.history:
             return None
         seconds, count, _ = self.history[-1]
-        earlier = (group[:2] for group in reversed(self.history) if group[0] <= seconds / 2)
+        earlier = (group[:2] for group in reversed(self.history[:-1]) if group[0] <= seconds / 2)
         start, before = next(earlier, (0.0, 0))
         passed = sum(self._tokens_of_units[before:count])
         remaining = sum(self._tokens_of_units[count:]) * (seconds - start) / passed
         return max(0.0, remaining - (time.monotonic() - self._began - seconds))
 
     def __str__(self) -> str:
-        """One line: units done, what happens now, the time left, and each method's mean score so far."""
         parts = [self.doing]
         if self.total:
             parts.insert(0, f"{self.done}/{self.total}")
         if self.left is not None:
             parts.append(f"about {self.left:.0f} s left")
-        line = ", ".join(parts)
-        means = "  ".join(
-            f"{name.removesuffix('/score')} {mean:.2f}"
-            for name, mean in self.means.items()
-            if name.endswith("/score")
-        )
-        return f"{line}; {means}" if means else line
+        means = [f"{method} {fmean(scores):.2f}" for method, scores in self._scores.items()]
+        return ", ".join(parts) + ("; " if means else "") + "  ".join(means)
 
     @contextmanager
     def watching(self, model: Module) -> Iterator[None]:

@@ -89,12 +89,7 @@ class Job:
     @cached_property
     def _all_units(self) -> Sequence[Unit]:
         """All units of the plan. Computed once, since the examples of a benchmark have tens of millions
-        of tokens.
-
-        Raises:
-            KVError: two records of the task would have one example id.
-            KVError, TaskError: see `Plan.units`.
-        """
+        of tokens."""
         units = self.plan.units(self.session, self.methods)
         for name, count in Counter(name for unit in units for name in unit.record_ids).items():
             if count > 1:
@@ -279,15 +274,9 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
 
     Args:
         since: the value of `time.monotonic` from which on it counts as loading; None: now.
-
-    Raises:
-        KVError, TaskError, ModelError: the job cannot be run; raised before the model is loaded where
-            possible.
-        StoreError: another process writes to a run folder, or the disk is full.
-        DeviceLost: nothing more can be run in this process.
     """
     since = time.monotonic() if since is None else since
-    seconds: Counter[str] = Counter()
+    seconds = dict.fromkeys(("load", "prefill", "compress", "decode"), 0.0)
     if not device_is_usable(job.session.device):  # an earlier job of this process lost it
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     for warning in job.warnings:
@@ -301,17 +290,18 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
         progress.begin(work, len(job.units))
         if work and work[0][0].examples:  # not for probes, since some measure seconds
             stack.enter_context(progress.watching(job.session.model))
-        measures = ("score", *job.meta.get("measures", ()))
         begun = time.monotonic()
         seconds["load"] = begun - since
         for of_unit in Runner(job.plan, job.session, job.batch_size).run(work):
             for fields in of_unit:
                 record, label = job.record(fields), fields["method"]
                 written += stores[label].append(record)
-                progress.add(label, {name: record.get(name) for name in measures})
-            seconds.update(_passes(of_unit))
+                progress.add(label, record.get("score"))
+            for phase, value in _passes(of_unit).items():
+                seconds[phase] += value
             progress.unit_done()
-        seconds["score"] = time.monotonic() - begun - seconds.total() + seconds["load"]
+        passes = sum(seconds.values()) - seconds["load"]
+        seconds["score"] = max(0.0, time.monotonic() - begun - passes)
         own_ids = record_ids(job.units)
         failed = sum(len(store.failed & own_ids) for store in stores.values())
         records = sum(len(store.done & own_ids) for store in stores.values())
@@ -319,7 +309,7 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
     if job.shard is not None:
         all_ids = record_ids(job.within_limit)
         complete = all(all_ids <= recorded(folder) for folder in job.folders.values())
-    return JobResult(job.folders, failed, written, records, complete, dict(seconds))
+    return JobResult(job.folders, failed, written, records, complete, seconds)
 
 
 def _passes(records: Sequence[Fields]) -> dict[str, float]:

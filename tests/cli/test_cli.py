@@ -18,11 +18,12 @@ import torch
 import yaml
 from support.attacks import RUN, SECRETS, TYPED, leaks
 from support.cli_cases import ended
-from support.command import SHORT, composed, main, refusal_of
+from support.command import FAST, SHORT, composed, main, refusal_of
 
 from kvbench.catalogue import KINDS, catalogue, config_dir
 from kvbench.cli.config import Settings
 from kvbench.cli.finished import finished
+from kvbench.cli.main import own_task
 from kvbench.engine.prefill import Prefill
 from kvbench.errors import HIDDEN
 from kvbench.report.__main__ import main as report_main
@@ -311,7 +312,30 @@ def test_kvbench_alone_is_a_short_help_and_no_run(
     assert main(capsys, "--version")[1].startswith("kvbench 0.")
 
 
-@pytest.mark.parametrize("command", ["list", "show", "reproduce", "claims"])
+def test_own_rows_are_one_word(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """A file in any form, its fields by their usual names; two rates from one prefill."""
+    monkeypatch.chdir(tmp_path)
+    text = "Ann walked to the mill. The number of the house is 4711. " * 4
+    Path("it's mine.csv").write_text(f"Text,q,gold\n{text},What is the number?,4711\n")
+    words = [
+        *FAST[:2],
+        "method=[snapkv]",
+        "budget.rate=0.5,0.25",
+        "budget.sink=4",
+        "budget.window=8",
+    ]
+    status, out, err = main(capsys, "own", "it's mine.csv", *words, "task.max_new_tokens=2")
+    assert status == 0, err
+    assert "tiny_random x it_s_mine, 1 method at 2 rates" in out
+    assert "task.fields={context: Text, question: q, answers: gold}" in err
+    assert len(list(Path("runs").rglob("records.jsonl"))) == 2
+    of_hub = ["task=jsonl", "task.dataset=me/my.rows", "task_label='my'", "-m"]
+    assert own_task(["-m", "me/my.rows"]) == of_hub
+    assert "nothing; allowed: one file" in main(capsys, "own")[2]
+    assert "no.jsonl" in main(capsys, "own", "no.jsonl", *words)[2]
+
+
+@pytest.mark.parametrize("command", ["list", "show", "own", "reproduce", "claims"])
 def test_every_command_has_help(capsys: Any, command: str) -> None:
     status, out, err = main(capsys, command, "--help")
     assert (status, err) == (0, "")

@@ -62,20 +62,15 @@ def test_a_record_says_what_was_asked_and_what_was_held(tmp_path: Path) -> None:
     assert records["uniform"][0]["ratio"] > first["ratio"], "its weights count"
 
 
-def test_progress_gets_the_score_and_the_tasks_other_measures(tmp_path: Path) -> None:
-    class Two(Echo):
-        measures: ClassVar[tuple[str, ...]] = ("letters",)
-
+def test_progress_gets_the_scores(tmp_path: Path) -> None:
     received: list[Any] = []
     progress = Progress()
-    progress.add = lambda method, values: received.append(values)  # type: ignore[method-assign]
-    job = make_job(tmp_path, EXACT, echo=Two())
+    progress.add = lambda method, score: received.append(score)  # type: ignore[method-assign]
+    job = make_job(tmp_path, EXACT)
     result = run_job(job, progress)
     modules = list(job.session.model.modules())
     assert not any(one._forward_pre_hooks or one._forward_hooks for one in modules), "as it was"
-    assert received == [
-        {k: row[k] for k in ("score", "letters")} for row in records_of(result)["exact"]
-    ]
+    assert received == [row["score"] for row in records_of(result)["exact"]]
 
 
 def test_a_second_run_writes_nothing_and_a_larger_limit_goes_on(tmp_path: Path) -> None:
