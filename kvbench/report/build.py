@@ -73,11 +73,12 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     experiment = load_experiment(Path(experiment_folder))
     parts = [(group, tidy(group)) for group in experiment.groups]
     warnings: list[str] = []
-    published: list[Table] = []
+    theirs = pd.DataFrame()
     try:
-        published = published_tables(beside(experiment))
+        theirs = beside(experiment)
     except PaperError as error:
         warnings.append(str(error))
+    published = published_tables(theirs)
     sections: list[Section] = []
     only_in_files: list[Table] = []
     for group, frame in parts:
@@ -99,7 +100,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         )
     ranked = [part for part in parts if is_ranked(part[0])]
     shared = [
-        paper_table(parts_of_task)
+        paper_table(parts_of_task, theirs)
         for parts_of_task in _grouped(ranked, "task")
         if len(parts_of_task) > 1 or AVERAGE in set(parts_of_task[0][1]["value"])
     ]
