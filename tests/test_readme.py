@@ -7,6 +7,7 @@ of the READMEs are those of results/.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -23,6 +24,7 @@ from kvbench.cli.main import own_task
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = "conf/README.md"
+YOUR_PAPER = ROOT / "conf/README-your-paper.md"
 READMES = sorted(
     path
     for path in [ROOT / "README.md", *ROOT.glob("*/README*.md"), *ROOT.glob("kvbench/*/README.md")]
@@ -30,12 +32,16 @@ READMES = sorted(
 )
 
 
+def shell_blocks(path: Path) -> list[str]:
+    return re.findall(r"^```sh\n(.*?)^```$", path.read_text(encoding="utf-8"), re.M | re.S)
+
+
 def commands(path: Path) -> list[str]:
     """Every line of a shell block, and every `command` in the text that runs kvbench or make."""
     text = path.read_text(encoding="utf-8")
     found = [
         line
-        for block in re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)
+        for block in shell_blocks(path)
         for line in re.sub(
             r"^cat > .*?^END$\n|^echo .*?\n", "", block.replace("\\\n", ""), flags=re.M | re.S
         ).splitlines()
@@ -96,7 +102,9 @@ def test_the_readers_own_task_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=pytest.mark.slow) if path.parent.name == "conf" else path
+        pytest.param(path, marks=pytest.mark.slow)
+        if path.parent.name == "conf" and path != YOUR_PAPER
+        else path
         for path in READMES
     ],
     ids=[str(path.relative_to(ROOT)) for path in READMES],
@@ -107,8 +115,8 @@ def test_commands_work_as_typed(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     experiments = catalogue("experiments")
     for command in commands(path):
-        if "<" in outside_quotes(command) or "knorm" in command:
-            continue  # a placeholder; a method that the reader adds, executed below
+        if "<" in outside_quotes(command) or re.search("knorm|valued", command):
+            continue  # a placeholder; a method that the reader adds, see below
         assert not re.search(r"[\[\]{}*?]", outside_quotes(command)), (command, "needs quotes")
         words = shlex.split(command, comments=True)
         if words and words[0] == "make":
@@ -141,6 +149,46 @@ def test_the_readers_own_method_runs(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "knorm" in done.stdout
+
+
+def test_your_papers_commands_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = next(block for block in shell_blocks(YOUR_PAPER) if "cat >" in block)
+    subprocess.run(["bash", "-euc", files], check=True)
+    Path("my-model").mkdir()
+    mine = f"hydra.searchpath=['file://{tmp_path}/mine']"
+    runs = [line for line in commands(YOUR_PAPER) if line.startswith("python -m kvbench --conf")]
+    assert len(runs) == 3
+    for command in runs:
+        keys = [word for word in shlex.split(command)[5:] if word != "-m"]
+        first = [re.sub(r",(?![^\[({]*[\])}]).*", "", key) for key in keys]
+        assert refusal_of([*first, mine]) is None, command
+
+
+@pytest.mark.slow
+def test_your_paper_runs_from_the_method_to_what_others_receive(tmp_path: Path) -> None:
+    """In a folder that has what the commands read of the checkout, without its environment."""
+    for name in ("Makefile", "conf", "kvbench", "results", "scripts", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    python = Path(sys.executable)
+    script = f'make() {{ command make -o setup BIN="{python.parent}" "$@"; }}\n'
+    script += f'python() {{ "{python}" "$@"; }}\n' + "".join(shell_blocks(YOUR_PAPER))
+    env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^my-model & valued & ", done.stdout, re.M)
+    runs, received = tmp_path / "runs", tmp_path / "received" / "balancekv_table1"
+    table = (runs / "balancekv_table1/tables/longbench-paper.tex").read_text()
+    assert r"Llama-3.1-8B-Instruct, published (balancekv\_table1) & snapkv & " in table
+    sweep = (runs / "sweep/tables/longeval_lines-paper.md").read_text()
+    assert sweep.count("valued, queries=8") == sweep.count("valued, queries=32") == 2
+    assert list((runs / "balancekv_table1/figures").glob("*.pdf"))
+    assert (runs / "balancekv_table1/wandb/report.json").is_file()
+    assert not (received / "wandb").exists()
+    assert (received / "tables/longbench-paper.tex").read_text() == table
 
 
 def test_the_tables_are_what_results_say() -> None:

@@ -64,7 +64,7 @@ def _class_named(class_name: str, key: str, allowed: str, kinds: tuple[type, ...
     except ErrorDuringImport as error:
         raise KVError(f"{problem}: {first_line(error)}") from error
     if not isinstance(target, type) or not issubclass(target, kinds):
-        missing = ", which cannot be found" if target is None else ""
+        missing = ", which cannot be found (is its folder on PYTHONPATH?)" if target is None else ""
         raise KVError(f"{problem}{missing}; allowed: a {allowed}")
     return target
 

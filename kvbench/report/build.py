@@ -71,11 +71,12 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     experiment = load_experiment(Path(experiment_folder))
     parts = [(group, tidy(group)) for group in experiment.groups]
     warnings = list(incomplete(experiment))
-    published: list[Table] = []
+    theirs = pd.DataFrame()
     try:
-        published = published_tables(beside(experiment))
+        theirs = beside(experiment)
     except PaperError as error:
         warnings.append(str(error))
+    published = published_tables(theirs)
     ranked = [part for part in parts if is_ranked(part[0])]
     overviews = overview_tables([part for part in ranked if len(totals(part[1]))])
     said = bool(overviews) and len(parts) == 1  # at the top, of the only task
@@ -98,7 +99,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
             )
         )
     shared = [
-        paper_table(parts_of_task)
+        paper_table(parts_of_task, theirs)
         for parts_of_task in _by_task(ranked)
         if len(parts_of_task) > 1 or AVERAGE in set(parts_of_task[0][1]["value"])
     ]

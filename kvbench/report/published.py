@@ -39,19 +39,26 @@ def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
     The CSV files are in `folder`, by default ``paper`` beside the experiment's, or the repository's
     results/paper. Raises PaperError: the table is not there, or cannot be compared.
     """
-    parts = []
+    parts: list[pd.DataFrame] = []
+    named: dict[str, str] = {}
     for group in experiment.groups:
         configs = [manifest.get("config") or {} for manifest in group.manifests]
         specs: list[PaperTable] = []
         for config in configs:
             specs += [s for s in specs_of(config.get("paper_table")) if s not in specs]
         for spec in specs:
+            named[spec.file] = ", ".join(map(str, group.datasets))
             theirs = _read(spec, folder or experiment.folder.resolve().parent / "paper")
             try:
                 parts += _joined(group, spec, theirs)
             except (LookupError, TypeError, ValueError) as error:
                 why = f"cannot be compared with {group.task}: {first_line(error)}"
                 raise PaperError(f"paper_table {spec.file} {why}") from error
+    if named and not parts:
+        raise PaperError(
+            f"paper_table {', '.join(named)}: no row is of a method, rate and value that were run"
+            f" (datasets: {'; '.join(dict.fromkeys(named.values()))}; an average needs all of its datasets)"
+        )
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 

@@ -242,8 +242,9 @@ def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -
     return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
 
 
-def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
-    """One task as papers print it: datasets as columns, a group of rows for each model."""
+def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]], published: pd.DataFrame) -> Table:
+    """One task as papers print it: datasets as columns, a group of rows for each model, then one for
+    each model of whose methods numbers were `published` (`kvbench.report.published.beside`)."""
     parts = []
     for group, frame in groups:
         rows = frame[frame["by"].eq("dataset") & frame["measure"].eq("score")]
@@ -253,7 +254,23 @@ def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
             heading = heading + rows["group"].map(lambda text: f", {text}" if text else "")
         parts.append(rows.assign(group=heading))
     first, _ = groups[0]
+    if len(published):
+        parts.append(_as_papers_print(first, published, set(pd.concat(parts)["value"])))
     return _pivot(first, f"{first.task}-paper", f"{first.task}: score", pd.concat(parts), "value")
+
+
+def _as_papers_print(group: Group, published: pd.DataFrame, values: set[str]) -> pd.DataFrame:
+    """The published scores of these values as rows of a tidy frame."""
+    rows = published[published["task"].eq(group.task) & published["field"].eq("score")]
+    rows = rows[rows["value"].isin(values)]
+    rows = rows.drop_duplicates(["source", "published_model", "variant", "value"])
+    return rows.assign(
+        group=(rows["published_model"] + ", published (" + rows["source"] + ")").str.lstrip(", "),
+        mean=rows["published"] / (100 if group.meta.score_unit == "fraction" else 1),
+        low=np.nan,
+        high=np.nan,
+        mark="",
+    )
 
 
 def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:

@@ -217,6 +217,17 @@ def test_known_differences_reach_the_page_with_and_without_a_published_table(
     assert notes_on([]) == ["differs from the paper: in no setting that is known."]
 
 
+def test_published_rows_stand_below_ours_as_a_paper_prints_them(tmp_path: Path) -> None:
+    folder = write_longbench(tmp_path)
+    build_report(folder)
+    name = "Llama-3.1-8B-Instruct"
+    lines = (folder / "tables" / "longbench-paper.tex").read_text().splitlines()
+    rows = [line.removesuffix(r" \\").split(" & ") for line in lines if line.startswith(name)]
+    assert [row[0] for row in rows] == [name] * 5 + [name + r", published (balancekv\_table1)"] * 5
+    assert [row[1] for row in rows[:5]] == [row[1] for row in rows[5:]]
+    assert rows[5][1:4] == ["exact", "42.9", "48.5"], "42.87 and 48.54 are printed"
+
+
 NOT_JOINED: list[tuple[Any, bytes | None, str]] = [  # the spec, the file mine.csv, what is said
     (5, b"", "paper_table is 5"),
     ([5], b"", "paper_table is [5]"),
@@ -230,6 +241,12 @@ NOT_JOINED: list[tuple[Any, bytes | None, str]] = [  # the spec, the file mine.c
     ("mine", b"method,accuracy\nexact,1\n", "mine.csv"),
     ("mine", HEAD.encode() + b"exact,absent,x,score,%,1\n", ""),
     ("mine", HEAD.encode() + b"exact,dataset,x,absent,s,1\n", ""),
+    ("mine", HEAD.encode() + b"mine,dataset,qasper,score,%,1\n", "(datasets: qasper, hotpotqa;"),
+    (
+        "mine",
+        HEAD.encode() + b"exact,dataset,average,score,%,1\n",
+        "no row is of a method, rate and",
+    ),
     ("mine", None, "is a link"),
 ]
 
