@@ -55,9 +55,10 @@ def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
                 why = f"cannot be compared with {group.task}: {first_line(error)}"
                 raise PaperError(f"paper_table {spec.file} {why}") from error
     if named and not parts:
+        datasets = "; ".join(dict.fromkeys(named.values()))
         raise PaperError(
             f"paper_table {', '.join(named)}: no row is of a method, rate and value that were run"
-            f" (datasets: {'; '.join(dict.fromkeys(named.values()))}; an average needs all of its datasets)"
+            f" (datasets: {datasets}; an average needs all of its own)"
         )
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 

@@ -264,6 +264,8 @@ def _as_papers_print(group: Group, published: pd.DataFrame, values: set[str]) ->
     rows = published[published["task"].eq(group.task) & published["field"].eq("score")]
     rows = rows[rows["value"].isin(values)]
     rows = rows.drop_duplicates(["source", "published_model", "variant", "value"])
+    order = {label: place for place, label in enumerate(group.labels)}
+    rows = rows.sort_values("variant", key=lambda names: names.map(order), kind="stable")
     return rows.assign(
         group=(rows["published_model"] + ", published (" + rows["source"] + ")").str.lstrip(", "),
         mean=rows["published"] / (100 if group.meta.score_unit == "fraction" else 1),

@@ -31,13 +31,19 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
     import wandb_workspaces.reports.v2 as wr
     from wandb_workspaces import expr
 
+    from kvbench.errors import complain
     from kvbench.report.frame import tidy
     from kvbench.report.page import how_to_reproduce
+    from kvbench.report.papers import PaperError
     from kvbench.report.published import beside, published_tables
     from kvbench.report.render import markdown
     from kvbench.report.tables import tables_of
 
-    tables = published_tables(beside(experiment))
+    tables = []
+    try:
+        tables += published_tables(beside(experiment))
+    except PaperError as error:
+        complain(f"warning: {error}", "wandb")
     for group in experiment.groups:
         tables += [table for table in tables_of(group, tidy(group)) if table.columns][:1]
     blocks: list[Any] = [wr.TableOfContents(), wr.H1("Scores")]

@@ -224,8 +224,8 @@ def test_published_rows_stand_below_ours_as_a_paper_prints_them(tmp_path: Path) 
     lines = (folder / "tables" / "longbench-paper.tex").read_text().splitlines()
     rows = [line.removesuffix(r" \\").split(" & ") for line in lines if line.startswith(name)]
     assert [row[0] for row in rows] == [name] * 5 + [name + r", published (balancekv\_table1)"] * 5
-    assert [row[1] for row in rows[:5]] == [row[1] for row in rows[5:]]
-    assert rows[5][1:4] == ["exact", "42.9", "48.5"], "42.87 and 48.54 are printed"
+    assert {row[1] for row in rows[:5]} == {row[1] for row in rows[5:]}
+    assert rows[5][1:3] == ["exact", "42.9"], "42.87 is printed"
 
 
 NOT_JOINED: list[tuple[Any, bytes | None, str]] = [  # the spec, the file mine.csv, what is said
