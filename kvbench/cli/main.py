@@ -87,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             elif command == "show":
                 status = show_config(rest)
             elif command == "reproduce":
-                status = reproduce(rest, run) if rest else list_kind(["experiments"])
+                status = (
+                    reproduce(_with_search_path(rest), run) if rest else list_kind(["experiments"])
+                )
             elif command == "own":
                 status = run(own_task(rest))
             elif command == "claims":
@@ -115,6 +117,14 @@ def _command_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
         folder = words[: 1 if "=" in words[0] else 2]
         words = words[len(folder) :]
     return (words or [""])[0], [*words[1:], *folder]
+
+
+def _with_search_path(arguments: Sequence[str]) -> list[str]:
+    """The words with ``--config-dir <folder>`` as an override."""
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("-cd", "--config-dir")
+    known, others = options.parse_known_args(arguments)
+    return [*others, *_search_path(known)]
 
 
 def list_kind(arguments: Sequence[str]) -> int:
@@ -286,11 +296,16 @@ def _overrides_of(options: argparse.Namespace) -> list[str]:
         overrides.append(f"experiment_name={'sweep' if len(swept) > 1 else name}")
     if options.verbose:
         overrides.append(f"hydra.verbose={'kvbench' if options.verbose == 1 else 'true'}")
-    if options.config_dir is not None:
-        if not Path(options.config_dir).is_dir():
-            raise UserError(f"--config-dir is {options.config_dir!r}; allowed: a folder")
-        overrides.append(f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']")
-    return overrides
+    return [*overrides, *_search_path(options)]
+
+
+def _search_path(options: argparse.Namespace) -> list[str]:
+    """The override that ``--config-dir`` stands for."""
+    if options.config_dir is None:
+        return []
+    if not Path(options.config_dir).is_dir():
+        raise UserError(f"--config-dir is {options.config_dir!r}; allowed: a folder")
+    return [f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']"]
 
 
 def _print_hydra(options: argparse.Namespace, overrides: list[str]) -> None:

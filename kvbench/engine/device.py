@@ -5,8 +5,8 @@ A prefill consists of large matrix products, which all cores share. A decode ste
 two hundred products that read every weight, and about a thousand small operations. The products gain
 from every core, the small operations lose: to divide one among threads takes more time than it saves,
 and much more if another process delays one of the threads, since the others wait for it. So in such a
-step the products run on all threads and the rest on one (`small_pass`). A number that the user has set
-by OMP_NUM_THREADS is not changed.
+step the large products run on all threads and the rest on one (`small_pass`). A number that the user
+has set by OMP_NUM_THREADS is not changed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ SMALL = 1 << 24
 SMALL_LAYER = 1 << 20
 """A layer whose keys are at most this many numbers is compressed on one thread: methods are mostly small
 operations, too."""
+LARGE = 1 << 18
+"""A weight of fewer numbers stays in a core's cache; its product is left to torch, on one thread of a
+small pass."""
 FEW_TOKENS = 64
 """Up to this many tokens a CPU's library does not multiply them by the weights as fast as it could."""
 
@@ -87,7 +90,7 @@ def small_pass(model: PreTrainedModel, tokens: int) -> Iterator[None]:
             given.threads = threads
             return (given,)
 
-        hooks = [module.register_forward_pre_hook(mark) for module in _plain_products(model)]
+        hooks = [module.register_forward_pre_hook(mark) for module in _large_products(model)]
     if on_one:
         torch.set_num_threads(1)
     try:
@@ -99,16 +102,14 @@ def small_pass(model: PreTrainedModel, tokens: int) -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _plain_products(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules that are torch's own linear module with a weight in float32 on the CPU, and nothing
-    that somebody else has put in their place. None of a compiled model."""
+def _large_products(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The modules that are torch's own linear module with a large weight in float32 on the CPU, and
+    nothing that somebody else has put in their place. None of a compiled model."""
     for module in () if hasattr(model, "_orig_mod") else model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
             weight = module.weight
-            if type(weight) is nn.Parameter and (weight.device.type, weight.dtype) == (
-                "cpu",
-                torch.float32,
-            ):
+            on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+            if type(weight) is nn.Parameter and on_cpu and weight.numel() >= LARGE:
                 yield module
 
 

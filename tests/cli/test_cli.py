@@ -292,6 +292,9 @@ def test_a_folder_of_configs_may_come_before_the_command(capsys: Any, tmp_path: 
     (tmp_path / "method" / "mine.yaml").write_text(f"# @package methods.mine\n{target}")
     before = main(capsys, f"--config-dir={tmp_path}", "show", "method=mine")
     assert before == main(capsys, "show", "method=mine", "--config-dir", str(tmp_path))
+    words = ["reproduce", "balancekv_table6", "model=recall_mini", "method=mine", "dry_run=true"]
+    status, out, err = main(capsys, f"--config-dir={tmp_path}", *words)
+    assert (status, "mine" in out) == (0, True), err
     assert (before[0], yaml.safe_load(before[1])["methods"]["mine"]["kernel_size"]) == (0, 3)
 
 

@@ -11,6 +11,7 @@ import torch
 from support.method_layers import make_layer
 from torch import Tensor, nn
 
+from kvbench.engine import device
 from kvbench.engine.check import compress
 from kvbench.engine.device import FEW_TOKENS, SMALL_LAYER, small_pass
 from kvbench.kv import Budget, CompressedKV, LayerKV
@@ -50,7 +51,8 @@ class OneProduct(nn.Module):
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process of two threads, whose number the user has not set."""
+    """A process of two threads, whose number the user has not set, and in which any weight is large."""
+    monkeypatch.setattr(device, "LARGE", 1)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
     yield
@@ -96,6 +98,15 @@ def test_in_a_small_pass_products_alone_run_on_all_threads(
     model.run(torch.randn(tokens, 1, 64))
     assert model.seen == seen
     assert torch.get_num_threads() == 2
+
+
+def test_a_weight_that_is_not_large_is_left_to_torch(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "LARGE", 64 * 24 + 1)
+    model = OneProduct(monkeypatch, 64)
+    model.run(torch.randn(4, 1, 64))
+    assert model.seen == [1], "torch's own product is not seen"
 
 
 def test_a_module_that_somebody_else_replaced_is_left_alone(

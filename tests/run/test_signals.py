@@ -13,7 +13,7 @@ from support.command import FAST
 from support.fork_server import Child, ForkServer
 from support.stores import rows_below
 
-EXAMPLES = 40
+EXAMPLES = 24
 JOB = [*FAST, f"task.num_examples={EXAMPLES}", "task.max_new_tokens=6"]
 FEW = [*JOB, "limit=3"]
 PAGE = "runs/longeval_lines-tiny_random/report.html"
