@@ -21,7 +21,7 @@ class TaskError(UserError, ValueError):
 
 
 Many = Annotated[int, Ge(1), Le(1_000_000)]
-"""A number of examples, fillers or facts. This bound and those below are far above any run that
+"""A number of examples or fillers. This bound and those below are far above any run that
 finishes, so that a mistyped number is refused."""
 Repeats = Annotated[int, Ge(1), Le(1000)]
 """The number of copies of a text in a prompt."""
