@@ -86,7 +86,7 @@ def test_the_python_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_the_readers_own_task_runs(tmp_path: Path) -> None:
     """As a command, and as the file of conf/README.md."""
-    here = f'kvbench() {{ "{sys.executable}" -m kvbench model=recall_mini logger=none "$@"; }}\n'
+    here = f'kvbench() {{ "{sys.executable}" -m kvbench "$@" model=recall_mini logger=none; }}\n'
     script = here + block("Add your own task", "sh")
     script += (
         "kvbench task=mine compress_after=context budget.sink=4 budget.window=8 --config-dir=conf"
