@@ -47,8 +47,7 @@ def threads_are_ours() -> bool:
 class FewTokens(Tensor):
     """The input of a linear module that is multiplied as W x^T, and on `threads` threads.
 
-    For x W^T of a few tokens MKL packs the weights anew at every call, which takes as long as the
-    product. Results differ by rounding alone.
+    For x W^T of a few tokens MKL packs the weights anew at every call. Results differ by rounding alone.
     """
 
     threads: int
@@ -75,6 +74,9 @@ class FewTokens(Tensor):
 def small_pass(model: PreTrainedModel, tokens: int) -> Iterator[None]:
     """Within this context the model runs on so many tokens of all rows as is fastest on a CPU: see the
     module's text, and `FewTokens`. ``KVBENCH_KERNELS=torch`` leaves the products to torch."""
+    if next(model.parameters()).device.type != "cpu":
+        yield
+        return
     config = model.config.get_text_config()
     hidden = getattr(config, "hidden_size", 0)
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
