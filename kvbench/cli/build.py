@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from kvbench.cli.config import Keys, Settings
 from kvbench.cli.construct import constructed, methods_of
 from kvbench.cli.results import print_scores
+from kvbench.cli.rounds import run_in_rounds
 from kvbench.engine.answer import Sampling
 from kvbench.engine.loading import check_config_class
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
@@ -59,7 +60,8 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
     of_label = _labelled(settings)
     task: Any = constructed(settings.task, "task", Task, Plan)
-    plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
+    limit = None if settings.limit == "auto" else settings.limit
+    plan: Plan = TaskPlan(task, limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
     session = Session(
         spec=spec,
@@ -83,7 +85,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         method_configs={label: settings.methods[name] for label, (name, *_) in of_label.items()},
         task_config={key: value for key, value in settings.task.items() if key not in unhashed},
         budget_configs={label: config for label, (*_, config) in of_label.items()},
-        limit=settings.limit,
+        limit=limit,
         shard=Shard.parse(settings.shard),
         batch_size=settings.batch_size,
         retry_failed=settings.retry_failed,
@@ -129,16 +131,21 @@ def run_config(
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}
     logs = logger.pop("name") == "wandb"
-    with progress_display(title) as progress:
-        result = run_job(job, progress, since=since)
-    write_log(
-        job.results_dir / job.experiment,
-        model=job.session.spec.label,
-        task=job.task,
-        written=result.written,
-        seconds=result.seconds,
-        groups=progress.history,
-    )
+
+    def run(job: Job) -> JobResult:
+        with progress_display(title) as progress:
+            result = run_job(job, progress, since=since)
+        write_log(
+            job.results_dir / job.experiment,
+            model=job.session.spec.label,
+            task=job.task,
+            written=result.written,
+            seconds=result.seconds,
+            groups=progress.history,
+        )
+        return result
+
+    result = run_in_rounds(job, run) if config.limit == "auto" else run(job)
     if print_tables:
         print_scores(job.results_dir / job.experiment, list(result.folders.values()))
     if logs and result.complete:  # of several shards, the one that ends last logs the run

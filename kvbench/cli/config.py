@@ -267,7 +267,7 @@ class Settings:
     results_dir: Folder
     task_label: FolderName
     seed: Whole
-    limit: Count | None
+    limit: Literal["auto"] | Count | None
     shard: str | None
     shards: Annotated[int, Ge(1), Le(1000)] | None
     device: Device
@@ -306,6 +306,7 @@ class Settings:
             if key in settings.logger and not fits(hint, value):
                 raise UserError(refusal(f"logger.{key}", value, hint))
         settings._refuse_secrets()
+        settings._check_rounds()
         Shard.parse(settings.shard)
         return settings
 
@@ -323,6 +324,14 @@ class Settings:
                 raise UserError(f"budget.{key} is {values}; allowed: different numbers")
             return [{**self.budget, key: value} for value in values]
         return [self.budget]
+
+    def _check_rounds(self) -> None:
+        """Refuse ``limit=auto`` where no process sees all scores."""
+        if self.limit == "auto" and (self.shard or self.shards or self.launcher["name"] == "gpus"):
+            raise UserError(
+                "limit is 'auto' and the job is split into shards, none of which sees all scores; "
+                "allowed: a number, or shards=null and another launcher than gpus"
+            )
 
     def _refuse_secrets(self) -> None:
         """Refuse a secret of the environment in a name that folders and pages show."""

@@ -310,7 +310,8 @@ def _scores(group: Group, records: pd.DataFrame, unit: str, value: str) -> Score
         failed.get(label, {}) | ({"missing": int(missing[i])} if missing[i] else {})
         for i, label in enumerate(labels)
     )
-    return Scores(value, values, given, pd.factorize(units, sort=True)[0], statuses)
+    unit_of_pair = pd.factorize(units, sort=True)[0]
+    return Scores(value, values, given, unit_of_pair, statuses, group.looks)
 
 
 def failures_of(records: pd.DataFrame) -> dict[str, int]:

@@ -7,6 +7,8 @@ One convention in every table, page and file:
   correction for continuity; medians have the sign test's. All others are Student's t intervals on each
   dataset's units and two more (`_moments`), of measures that are nowhere negative on the logarithmic
   scale. Units that are all equal have none, unless they are fractions.
+- Where a command may look at its scores several times (`limit=auto`), all of this is at the level
+  1 - .05 / looks at each look, so that it holds at whichever the command stops (`Scores.looks`).
 - A difference is tested from ten prompts on: by the exact McNemar test for right and wrong answers of
   one dataset, else by the t test that belongs to the interval. Holm's method adjusts the p-values of
   the pairs at one rate (`compared`); marks follow them (`kvbench.report.marks`).
@@ -35,8 +37,6 @@ LEVEL = 0.95
 ALPHA = 1 - LEVEL
 FEWEST = 10
 """With fewer independent units (prompts) than this, a report does not judge differences."""
-_Z = float(ndtri((1 + LEVEL) / 2))
-"""The quantile of the normal distribution that belongs to an interval of `LEVEL`: 1.96."""
 
 
 class Estimate(NamedTuple):
@@ -67,6 +67,7 @@ class Scores:
         given: [pairs, variants] whether the variant was to be run on the pair.
         units: [pairs] the number of the independent unit that each pair belongs to.
         statuses: for each variant, how many examples failed, by status.
+        looks: how many times scores of these runs may be looked at, at most, before a command stops.
     """
 
     value: str
@@ -74,6 +75,7 @@ class Scores:
     given: Flags
     units: NDArray[np.intp]
     statuses: tuple[Mapping[str, int], ...]
+    looks: int = 1
 
     def by_unit(self, values: Array) -> Array:
         """[units, columns] of any columns [pairs, columns], such as scores or differences of scores: the
@@ -108,11 +110,10 @@ class _Moments(NamedTuple):
     freedom: Array
     units: Array
 
-    @property
-    def half(self) -> Array:
+    def half(self, looks: int) -> Array:
         """Half the width of Student's t interval; NaN without degrees of freedom or variance."""
         known = (self.freedom > 0) & (self.error > 0)
-        quantile = stdtrit(np.maximum(self.freedom, 1.0), 1 - ALPHA / 2)
+        quantile = stdtrit(np.maximum(self.freedom, 1.0), 1 - ALPHA / looks / 2)
         return np.where(known, quantile * self.error, np.nan)
 
 
@@ -155,22 +156,26 @@ def means(strata: Sequence[Scores], *, fraction: bool) -> list[Estimate]:
     """The mean score of each variant; see `mean_intervals`."""
     parts = [dataset.by_unit(dataset.values) for dataset in strata]
     signed = any((dataset.values < 0).any() for dataset in strata)
-    return mean_intervals(parts, fraction=fraction, signed=signed)
+    return mean_intervals(parts, fraction=fraction, signed=signed, looks=looks_at(strata))
+
+
+def looks_at(strata: Sequence[Scores]) -> int:
+    return max((dataset.looks for dataset in strata), default=1)
 
 
 def mean_intervals(
-    parts: Sequence[Array], *, fraction: bool, signed: bool = False
+    parts: Sequence[Array], *, fraction: bool, signed: bool = False, looks: int = 1
 ) -> list[Estimate]:
     """The mean of each column over datasets [units, columns], with its interval, which is NaN below two
     units; of scores in [0, 1] (`fraction`), of others, or of others that may be negative (`signed`)."""
     moments = _moments(parts, (0.0, 1.0) if fraction else None)
-    mean, half = moments.mean, moments.half
+    mean, half = moments.mean, moments.half(looks)
     if fraction:
         low, high = np.maximum(mean - half, 0.0), np.minimum(mean + half, 1.0)
         if len(parts) == 1:
             right_or_wrong = (np.isnan(parts[0]) | np.isin(parts[0], (0.0, 1.0))).all(0)
             use = right_or_wrong & ~np.isnan(half)
-            bounds = wilson(mean, moments.units)
+            bounds = wilson(mean, moments.units, looks)
             low, high = (np.where(use, *two) for two in zip(bounds, (low, high), strict=True))
     elif signed:
         low, high = mean - half, mean + half
@@ -180,14 +185,15 @@ def mean_intervals(
     return [Estimate(*map(float, column)) for column in zip(mean, low, high, strict=True)]
 
 
-def wilson(p: Array, n: Array) -> tuple[Array, Array]:
+def wilson(p: Array, n: Array, looks: int = 1) -> tuple[Array, Array]:
     """The bounds of Wilson's interval of proportions `p` of `n`, with the correction for continuity."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        square = _Z**2
+        z = float(ndtri(1 - ALPHA / looks / 2))
+        square = z**2
 
         def reach(sign: float) -> Array:
             inner = square + sign * 2 - 1 / n + 4 * p * (n * (1 - p) - sign)
-            return np.asarray(1 + _Z * np.sqrt(np.maximum(inner, 0.0)))
+            return np.asarray(1 + z * np.sqrt(np.maximum(inner, 0.0)))
 
         middle, scale = 2 * n * p + square, 2 * (n + square)
         low = np.where(p == 0, 0.0, (middle - reach(-1.0)) / scale)
@@ -195,16 +201,16 @@ def wilson(p: Array, n: Array) -> tuple[Array, Array]:
     return np.maximum(low, 0.0), np.minimum(high, 1.0)
 
 
-def differences(parts: Sequence[Array], *, reach: float | None) -> list[Estimate]:
+def differences(parts: Sequence[Array], *, reach: float | None, looks: int = 1) -> list[Estimate]:
     """The mean of each column of paired differences over datasets [units, columns], with its interval,
-    which is NaN below two units, and its p-value, which is NaN below `FEWEST`.
+    which is NaN below two units, and its p-value, which is NaN below `FEWEST` and multiplied by `looks`.
 
     Args:
         reach: the largest difference that is possible, where scores are in [0, 1]: the largest score
             seen, since an answer that fails loses all of its score. None for scores without bounds.
     """
     moments = _moments(parts, None if reach is None else (-reach, reach))
-    mean, half = moments.mean, moments.half
+    mean, half = moments.mean, moments.half(looks)
     low, high = mean - half, mean + half
     if reach is not None:
         low, high = np.maximum(low, -1.0), np.minimum(high, 1.0)
@@ -215,7 +221,7 @@ def differences(parts: Sequence[Array], *, reach: float | None) -> list[Estimate
         won, lost = ((parts[0] * sign > 0).sum(0) for sign in (1, -1))
         mcnemar = np.minimum(1.0, 2 * bdtr(np.minimum(won, lost).astype(float), won + lost, 0.5))
         p = np.where(right_or_wrong, mcnemar, p)
-    p = np.where(moments.units < FEWEST, np.nan, p)
+    p = np.where(moments.units < FEWEST, np.nan, np.minimum(1.0, looks * p))
     return [Estimate(*map(float, column)) for column in zip(mean, low, high, p, strict=True)]
 
 
@@ -257,7 +263,21 @@ def paired(
         for dataset in strata
     ]
     largest = max(np.nanmax(dataset.values, initial=0.0) for dataset in strata)
-    return differences(parts, reach=float(largest or 1.0) if fraction else None)
+    reach = float(largest or 1.0) if fraction else None
+    return differences(parts, reach=reach, looks=looks_at(strata))
+
+
+def prompts_to_tell(change: Estimate, strata: Sequence[Scores], *, of: int) -> float:
+    """About how many prompts would show the difference of two of so many variants, if it is what it is
+    now: an interval's width falls with the square root of the prompts, and the strictest of the tests of
+    all pairs decides. Infinite where no difference is seen."""
+    half = max(change.high - change.value, change.value - change.low)
+    if not change.value or math.isnan(half):
+        return math.inf
+    level = ALPHA / looks_at(strata) / 2
+    wider = ndtri(1 - level / math.comb(of, 2)) / ndtri(1 - level)
+    units = sum(len(set(dataset.units)) for dataset in strata)
+    return float(units * (wider * half / change.value) ** 2)
 
 
 def median_of(values: pd.Series) -> Estimate:

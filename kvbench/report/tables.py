@@ -29,7 +29,7 @@ from kvbench.report.labels import natural_order, words
 from kvbench.report.probe_tables import fidelity_table, slope_table, timing_table
 from kvbench.report.ratios import headings, rate_in_title, rate_texts, ratios_of
 from kvbench.report.scaling import slopes
-from kvbench.report.stats import FEWEST, Estimate
+from kvbench.report.stats import ALPHA, FEWEST, Estimate
 from kvbench.report.table import (
     DIFFERENCE,
     ENOUGH,
@@ -206,6 +206,12 @@ def _notes(group: Group) -> Iterator[str]:
     left_out = sorted(set.intersection(*cut)) if cut else []
     if left_out:
         yield f"Datasets of which the limit leaves no example: {', '.join(left_out)}."
+    if group.looks > 1:
+        yield (
+            f"limit=auto, at most {group.looks} rounds: an interval is of "
+            f"{100 * (1 - ALPHA / group.looks):.1f} % and p is multiplied by {group.looks}, so that "
+            "95 % and 5 % hold at whichever round it stopped."
+        )
     if group.left_out:
         yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from scipy.stats import binom, binomtest, multinomial, t
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
 
+from kvbench.cli.rounds import planned
 from kvbench.report.enough import crossing, enough
 from kvbench.report.experiment import self_bleu
 from kvbench.report.marks import standing
@@ -32,6 +34,7 @@ from kvbench.report.stats import (
     mean_intervals,
     means,
     median_of,
+    prompts_to_tell,
 )
 
 
@@ -300,6 +303,7 @@ def test_the_interval_of_a_median_is_that_of_the_binomial_quantile(count: int) -
         lambda: bench.interval_figures(400, (10, 20)),
         lambda: bench.difference_figures(400, (10, 20)),
         lambda: bench.enough_figures(200),
+        lambda: bench.rounds_figures(60),
     ],
 )
 def test_the_worst_cells_keep_their_bounds(figures: Callable[[], Iterable[bench.Figure]]) -> None:
@@ -317,3 +321,35 @@ def test_equal_methods_are_seldom_marked_and_a_worse_one_is() -> None:
     means = [0.6] * 6 + [0.5]
     found = [6 in bench.marked([bench.answers(rng, 300, means, 0.7)]) for _ in range(12)]
     assert np.mean(found) >= 0.6
+
+
+def test_what_is_shown_at_any_of_several_looks_is_false_in_at_most_one_of_twenty() -> None:
+    """Without the looks in its level, it would be more often."""
+    rng, sizes = np.random.default_rng(3), planned(160)
+    tables = np.moveaxis(bench.drawn(rng, 160, [0.6, 0.6], 0.5, "F1-like", 300), 2, 0)
+    shown = {
+        looks: np.mean(
+            [
+                any(bench.marked([replace(bench.scores(table[:n]), looks=looks)]) for n in sizes)
+                for table in tables
+            ]
+        )
+        for looks in (1, len(sizes))
+    }
+    assert shown[1] > 0.05
+    assert shown[len(sizes)] <= 0.05
+    part = [rng.random((50, 1)) - 0.4]
+    (once,), (fifth,) = (differences(part, reach=1.0, looks=looks) for looks in (1, 5))
+    assert fifth.p == pytest.approx(min(1.0, 5 * once.p))
+    quantiles = t.ppf((1 - 0.05 / 5 / 2, 1 - 0.05 / 2), 49)
+    assert (fifth.high - fifth.value) / (once.high - once.value) == pytest.approx(
+        quantiles[0] / quantiles[1]
+    )
+
+
+def test_prompts_that_would_tell_are_those_at_which_the_interval_leaves_zero() -> None:
+    change = Estimate(0.1, -0.1, 0.3)  # of two methods: twice as wide as the difference
+    strata = [bench.scores(np.zeros((25, 2)))]
+    assert prompts_to_tell(change, strata, of=2) == pytest.approx(100)
+    assert prompts_to_tell(change, strata, of=3) > 100  # three tests
+    assert prompts_to_tell(Estimate(0.0, -0.1, 0.1), strata, of=2) == math.inf
