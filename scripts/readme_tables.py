@@ -296,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stale = []
     for name in (
         "results/README.md",
+        "results/README-more.md",
         "scripts/README.md",
         "kvbench/assets/recall_mini/README.md",
         "conf/README-experiments.md",

@@ -4,7 +4,7 @@ A fact of several tokens can be copied only where all of them are held. Sampling
 keeps k of m entries independently but for (k - 1) m / (k (m - 1)), a little below 1. Balancing gives
 entries that are alike opposite signs, and neighbours often are: below 1 they are separated. Above 1
 entries are kept in runs (SnapKV, which pools its scores). Pairs lie in the middle; the methods see the
-whole layer. No paper shows it; results/README.md has a table of it.
+whole layer. No paper shows it; results/README-more.md has a table of it.
 
     kvbench reproduce joint_survival      any model; `make results-claims` has the table's settings
     kvbench reproduce joint_survival model=recall_mini limit=1
