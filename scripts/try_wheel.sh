@@ -8,9 +8,10 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 unset PYTHONPATH
 "${PYTHON:-python3}" -m venv "$folder/venv"
-pip() { "$folder/venv/bin/pip" install --quiet --disable-pip-version-check "$@"; }
+pip() { "$folder/venv/bin/pip" install --quiet --disable-pip-version-check --no-compile "$@"; }
 pip ${2:-torch}
 pip -c "$constraints" "$wheel"
+"$folder/venv/bin/python" -m compileall -qq -j 0 "$folder/venv/lib" || true  # on all cores; packages hold files that are no Python
 cd "$folder"
 kvbench() { "$folder/venv/bin/kvbench" "$@"; }
 kvbench list methods | grep balancekv > /dev/null
