@@ -96,28 +96,6 @@ def test_a_report_is_made_without_torch_transformers_or_wandb(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "unneeded"),
-    [
-        (["method=snapkvv"], {"torch", "pandas", "transformers", "wandb"}),
-        (["budget.rate=1.5"], {"torch", "pandas", "transformers", "wandb"}),
-        (["sampling.top_p=2"], {"torch", "pandas", "transformers", "wandb"}),
-        (["methods.snapkv.kernel_size=4"], {"pandas", "transformers", "wandb"}),
-    ],
-)
-def test_usage_errors_come_without_importing_what_they_do_not_need(
-    words: list[str], unneeded: set[str]
-) -> None:
-    script = (
-        "import sys, kvbench; from kvbench.cli.main import main\n"
-        "assert 'compress' in dir(kvbench)\n"
-        f"try: main({words})\n"
-        f"finally: assert not {unneeded} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-
-
-@pytest.mark.parametrize(
     ("own", "displayed"), [({}, "'PASSIVE'"), ({"GOMP_SPINCOUNT": "7"}, "'7'")], ids=["", "own"]
 )
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(

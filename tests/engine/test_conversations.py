@@ -49,11 +49,11 @@ def prompt_of(methods: dict[str, Any], new: int = 10) -> Prompt:
 
 def test_questions_are_answered_as_in_separate_runs() -> None:
     model = on_kvbench(tiny_model("llama"))
-    prompt = prompt_of(METHODS)
+    prompt = prompt_of(METHODS, new=6)
     together = generate(model, [prompt], seed=3)[0]
     for i, question in enumerate(QUESTIONS):
         alone = Prompt.of(
-            prompt.ids, question, prompt.methods, Stopping(10), "x", compress_after="context"
+            prompt.ids, question, prompt.methods, Stopping(6), "x", compress_after="context"
         )
         (separate,) = generate_each(model, [alone], seed=3)
         for name, answers in together.items():

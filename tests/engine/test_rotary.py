@@ -58,7 +58,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 6])
+@pytest.mark.parametrize("batch_size", [2, 6])
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_answers_are_those_of_generate_in_any_batch_and_order(kind, batch_size):
     """A prompt of 53 reaches the change with its last token, which is not fed."""

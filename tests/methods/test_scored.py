@@ -237,7 +237,11 @@ ROTATIONS = [
     (t.LlamaConfig(**GROUPED), "q_proj", 16),
     (t.Gemma2Config(**{**_MIXED, "query_pre_attn_scalar": 16}), "q_proj", 16),
     (t.Gemma3TextConfig(**_MIXED), "q_norm", 16),
-    (t.Gemma4TextConfig(**_MIXED, num_kv_shared_layers=0), "q_norm", 512),
+    (
+        t.Gemma4TextConfig(**_MIXED, num_kv_shared_layers=0, vocab_size_per_layer_input=97),
+        "q_norm",
+        512,
+    ),
     (t.Olmo3Config(**_MIXED), "q_norm", 16),
     (t.LagunaConfig(**_MIXED), "q_norm", 8),
     (t.MellumConfig(**_MIXED), "q_norm", 16),

@@ -20,6 +20,7 @@ from support.report_runs import (
     write_demo,
     write_longbench,
     write_run,
+    write_scores,
     write_sweep,
 )
 from support.tables import data, group_of, shown
@@ -36,7 +37,6 @@ from kvbench.report.verdicts import verdict
 
 
 def drawn(group: Group) -> dict[str, Drawn]:
-    """By what a name adds to the group's."""
     figures = figures_of(group, tidy(group))
     return {one.name.removeprefix(f"{group.task}-{group.model}-"): one for one in figures}
 
@@ -95,9 +95,7 @@ def test_at_most_eight_lines_have_a_colour_and_a_name(tmp_path: Path) -> None:
     for method, mean in means.items():
         for rate in (0.25, 0.5):
             ratio = rate / (9 if method == "cheap" else 1)
-            record = {"example_id": "a", "score": mean, "ratio": ratio}
-            options = {"budget.rate": rate}
-            write_run(tmp_path, method=method, records=[record], options=options)
+            write_scores(tmp_path, {method: [mean]}, rate=rate, fields={"ratio": ratio})
     one = drawn(group_of(tmp_path / "demo"))["ratio"]
     (legend,) = one.figure.legends
     named = [text.get_text() for text in legend.get_texts()]

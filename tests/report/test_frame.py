@@ -10,7 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import binomtest
-from support.report_runs import ERROR_META, lines_records, write_demo, write_run, write_sweep
+from support.report_runs import (
+    ERROR_META,
+    lines_records,
+    write_demo,
+    write_run,
+    write_scores,
+    write_sweep,
+)
 from support.tables import data, group_of, totals_of
 
 import kvbench
@@ -26,18 +33,10 @@ from kvbench.report.verdicts import verdict
 
 
 def group_from(folder: Path, **values: list[float | None]) -> Group:
-    """One group of methods with these scores; None is out of memory, missing ones are not run."""
-    for method, each in values.items():
-        records = [
-            {"example_id": f"e{i}", "score": value, "status": "ok" if value is not None else "oom"}
-            for i, value in enumerate(each)
-        ]
-        write_run(folder, method=method, records=records)
-    return group_runs(load_runs(folder / "demo"))[0]
+    return group_of(write_scores(folder, values))
 
 
 def marks(group: Group) -> dict[str, set[str]]:
-    """The marks of every variant's total score."""
     return {label: set(mark.split()) for label, mark in totals_of(group)["mark"].items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,12 @@ def run_of(
     command: str = "kvbench a",
     asked: Sequence[str] | None = None,
     options: dict[str, Any] | None = None,
+    manifest: dict[str, Any] | None = None,
 ) -> Path:
     """A run with a record of each example; `asked`: what its last command asked for, if not these."""
     records = [{"example_id": example, "score": float(i % 2)} for i, example in enumerate(examples)]
-    run = write_run(folder, method=method, records=records, options=options)
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest |= {"started": started, "command": command}
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    said = {"started": started, "command": command, **(manifest or {})}
+    run = write_run(folder, method=method, records=records, options=options, manifest=said)
     write_examples(run, examples if asked is None else asked)
     return run
 
@@ -104,9 +102,7 @@ def test_a_setting_that_older_runs_lack_sets_nothing_apart(tmp_path: Path) -> No
 
 def test_datasets_that_every_run_left_out_are_named(tmp_path: Path) -> None:
     for method, datasets in (("exact", ["b", "a"]), ("h2o", ["a", "b", "c"])):
-        run = run_of(tmp_path, method, "xy")
-        manifest = json.loads((run / "manifest.json").read_text())
-        (run / "manifest.json").write_text(json.dumps(manifest | {"datasets_left_out": datasets}))
+        run_of(tmp_path, method, "xy", manifest={"datasets_left_out": datasets})
     (group,) = groups_of(tmp_path).values()
     assert "Datasets of which the limit leaves no example: a, b." in table_of(group).notes
 

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from support.encoders import chat, ids_of, shipped
+from support.paths import write_lines
 
 from kvbench.run.encoding import encode_examples
 from kvbench.tasks.base import TaskError
@@ -27,7 +28,7 @@ ROWS = [
 
 
 def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return str(path)
 
 
