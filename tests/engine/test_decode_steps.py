@@ -251,7 +251,7 @@ ALONE = ("topk", "subgen_streaming", "balancekv_streaming", "exact_4bit", "snapk
 """Methods whose rows decode one by one."""
 
 
-def capturable_prompts(new_tokens: int = 28) -> list[dict[str, Any]]:
+def capturable_prompts(new_tokens: int = 40) -> list[dict[str, Any]]:
     return [
         prompt
         | {
