@@ -38,14 +38,7 @@ EXPERIMENTS = {
 GENERATED = {"balancekv_figure4", "h2o_figure5", "streaming_llm_figure3", "subgen_table1"}
 GENERATED |= {"clustergen_table1"}
 """Items whose small runs read texts that a task makes."""
-NEEDED = {"balancekv_figure4": ["task.haystack_files=[x]"], "subgen_table1": ["task.files=[x]"]}
 SCRIPTS = ROOT / "scripts/papers"
-
-
-@cache
-def config_of(name: str) -> DictConfig:
-    """The config of an item's experiment."""
-    return composed(f"experiment={MADE[name].experiment}", *NEEDED.get(name, []))
 
 
 @cache
@@ -132,7 +125,7 @@ def test_experiments_and_published_files_are_in_the_list() -> None:
 
 def test_every_experiment_says_how_it_differs_from_its_paper(capsys: Any) -> None:
     for name in COMPOSED:
-        made = config_of(name)
+        made = composed_once(f"experiment={MADE[name].experiment}")
         assert made.differs or name == "balancekv_theorem3_1", name
         assert (MADE[name].status == "published") is bool(made.paper_table), name
         specs: Any = OmegaConf.to_container(made.paper_table) if made.paper_table else []
@@ -154,7 +147,6 @@ def test_a_missing_file_is_a_line_that_says_where_it_comes_from(name: str) -> No
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_command_composes_on_the_shipped_model(every: bool) -> None:
-    """The first line of each, or all of them."""
     for name in COMPOSED:
         lines = list(command_lines(name, ["model=recall_mini", "limit=2", "device=cpu"]))
         assert lines
@@ -166,8 +158,6 @@ def test_every_command_composes_on_the_shipped_model(every: bool) -> None:
 
 
 def check_small_run(name: str, line: Sequence[str]) -> None:
-    """A line's config is allowed, its folder and table are not the paper's, and its page says that it is
-    small and where its texts are invented."""
     swept = re.compile(r"[\w.]+=[^\[{']*,")
     words = [word for word in line if not swept.match(word)]
     settings = Settings.of(composed(*words))

@@ -66,7 +66,7 @@ def test_a_wrong_command_is_refused_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-@pytest.mark.parametrize("dry", ["dry_run=true", "dry_run=false", "-m"])
+@pytest.mark.parametrize("dry", ["dry_run=false", "-m"])
 def test_nothing_that_a_config_names_is_called(tmp_path: Path, dry: str) -> None:
     mark = tmp_path / "mark"
     targets = {

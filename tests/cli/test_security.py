@@ -113,19 +113,16 @@ PLAIN = ["chunk_tokens=512 max_new_tokens=8 tokenizer=x", "non-finite logits at 
 PLAIN += ["task.key=a-b", "abc/def:80@x"]
 
 
-@pytest.mark.parametrize("text", [*SECRET, *PLAIN])
-def test_what_is_hidden_and_what_is_not(text: str) -> None:
-    assert (redact(text) != text) is (text in SECRET)
-    assert redact({"a": [text]}) == {"a": [redact(text)]}
-
-
 SECRET_NAMES = ["HF_TOKEN", "a.api_key", "secret", "my_password", "AWS_SECRET_ACCESS_KEY"]
 PLAIN_NAMES = ["chunk_tokens", "task.max_new_tokens", "model.tokenizer", "line_key", "seed"]
 
 
-@pytest.mark.parametrize("name", [*SECRET_NAMES, *PLAIN_NAMES])
-def test_names_of_secrets(name: str) -> None:
-    assert names_a_secret(name) is (name in SECRET_NAMES)
+def test_what_is_hidden_and_what_is_not() -> None:
+    for text in (*SECRET, *PLAIN):
+        assert (redact(text) != text) is (text in SECRET), text
+        assert redact({"a": [text]}) == {"a": [redact(text)]}
+    for name in (*SECRET_NAMES, *PLAIN_NAMES):
+        assert names_a_secret(name) is (name in SECRET_NAMES), name
 
 
 # Results from elsewhere.

@@ -29,14 +29,12 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What kvbench said; W&B keeps a log of its own."""
     return [
         r.message for r in caplog.records if (r.name, r.levelname) == (ours.__name__, "WARNING")
     ]
 
 
 def write(folder: Path, *methods: str, rates: tuple[float, ...] = (0.25,)) -> Path:
-    """An experiment of one needle task."""
     for method in methods or ("exact", "snapkv"):
         for rate in rates if method != "exact" else rates[:1]:
             about: Any = {"task": "needle", "method": method, "task_meta": NEEDLE_META}
@@ -46,7 +44,6 @@ def write(folder: Path, *methods: str, rates: tuple[float, ...] = (0.25,)) -> Pa
 
 
 def logged(folder: Path) -> dict[tuple[str, str], tuple[Path, list[Any]]]:
-    """An experiment's W&B runs by group and name: the folder and the messages of each."""
     found = {}
     for place in (folder / "wandb").glob("offline-run-*"):
         place, messages = offline_run(folder, place.name.rpartition("-")[2])

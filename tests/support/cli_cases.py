@@ -87,9 +87,3 @@ def ended(
     )
     verbose = any(text.startswith(("-v", "--verbose", "hydra.verbose")) for text in arguments)
     return Ended(status, out.getvalue(), err.getvalue(), sweep, verbose)
-
-
-def with_base(base: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """The chosen arguments, after those of the base that they do not give themselves."""
-    given = {text.partition("=")[0] for text in chosen}
-    return [*(text for text in base if text.partition("=")[0] not in given), *chosen]
