@@ -33,7 +33,6 @@ INVENTED = ["copa", "mathqa", "openbookqa", "piqa", "rte", "winogrande"]
 
 
 def save_model(folder: Path, *, bos: bool) -> str:
-    """A tiny Llama of 256 positions and the shipped tokenizer, which adds a BOS or does not."""
     made = tokenizer(bos="<s>" if bos else "", eos="</s>", special=("<s>",))
     made.save_pretrained(folder)
     begin, end = made.convert_tokens_to_ids(["<s>", "</s>"])
@@ -156,7 +155,6 @@ def test_draws_depend_on_the_context_alone(saved):
 def harness_job(
     saved: str, tmp_path: Path, task: Any, methods: dict[str, Any], **changes: Any
 ) -> Job:
-    """A job of our side on the saved model."""
     session = Session(ModelSpec(name="tiny", path=saved), torch.device("cpu"), torch.float32)
     return make_job(tmp_path, methods, session=session, plan=task, task="lm_eval", **changes)
 

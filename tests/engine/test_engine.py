@@ -67,8 +67,6 @@ def test_exact_and_keep_everything_generate_what_transformers_generates(
 
 
 class ByHead(Everything):
-    """Keeps everything, each head in a cache of its own."""
-
     def compress(self, layer: LayerKV, *rest: Any) -> CompressedKV:
         kept = super().compress(layer, *rest)
         return replace(kept, lengths=torch.full(kept.keys.shape[:2], layer.n))
@@ -176,17 +174,6 @@ def test_what_methods_note_goes_to_the_device_of_each_layer(monkeypatch):
     assert row.carried["noted"].is_meta
 
 
-def test_captured_layers_are_what_the_layers_saw():
-    model = tiny_model("qwen3")
-    model.set_attn_implementation("kvbench")
-    captured = capture_layers(model, prompt_ids(40), [0, 3])
-    assert sorted(captured) == [0, 3]
-    assert captured[3].keys.shape == (1, 2, 40, 16)
-    assert captured[3].queries.shape == (1, 4, 40, 16)
-    with pytest.raises(UnsupportedModel, match=r"layer 4 .* allowed: 0\.\.3"):
-        capture_layers(model, prompt_ids(40), [4])
-
-
 REFUSED_IN_THE_PASS = [
     (t.DiffLlamaConfig, {}, "computes the attention of layer 0 twice in a pass"),
     (t.RobertaConfig, {"is_decoder": False}, "attends both ways within its prompt"),
@@ -211,7 +198,14 @@ def test_exact_whose_bytes_are_not_the_models_fails(monkeypatch):
     assert "the exact cache holds 28 bytes" in str(result.failure)
 
 
-def test_attention_refuses_what_it_does_not_compute():
+def test_captured_layers_are_what_they_saw_and_attention_refuses_what_it_does_not_compute():
+    model = on_kvbench(tiny_model("qwen3"))
+    captured = capture_layers(model, prompt_ids(40), [0, 3])
+    assert sorted(captured) == [0, 3]
+    assert captured[3].keys.shape == (1, 2, 40, 16)
+    assert captured[3].queries.shape == (1, 4, 40, 16)
+    with pytest.raises(UnsupportedModel, match=r"layer 4 .* allowed: 0\.\.3"):
+        capture_layers(model, prompt_ids(40), [4])
     model = tiny_model("llama")
     model.set_attn_implementation("kvbench")
     with pytest.raises(UnsupportedModel, match="outside kvbench's engine"):
@@ -234,8 +228,6 @@ def test_keys_that_are_not_finite_are_refused_by_layer_and_head():
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it lies on a GPU."""
-
     is_cuda = property(lambda self: True)
 
 

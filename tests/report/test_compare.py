@@ -64,6 +64,12 @@ def test_the_same_examples_are_paired(both: tuple[Path, Path]) -> None:
     h2o = by.loc["h2o"]
     assert (h2o["common_examples"], h2o["difference"]) == (2, 0), "the first and the last"
     assert (h2o["first_failed"], h2o["second_failed"]) == ("1 oom", "1 oom")
+    assert comparison.names == tuple(map(str, both))
+    lacking = [
+        ["recall_mini / t / topk", str(both[0])],
+        ["recall_mini / t / uniform", str(both[1])],
+    ]
+    assert shown(comparison.tables[-1]) == lacking
 
 
 def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> None:
@@ -91,16 +97,6 @@ def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> Non
     write_run(tmp_path / "c", method="snapkv", records=older, task_meta=ERROR_META)
     row = compared(tmp_path / "c" / "demo", tmp_path / "b" / "demo").frame.iloc[0]
     assert row["p"] < 0.001, "then every record is a unit"
-
-
-def test_runs_that_only_one_experiment_has_are_listed(both: tuple[Path, Path]) -> None:
-    comparison = compared(*both)
-    assert comparison.names == tuple(map(str, both))
-    lacking = [
-        ["recall_mini / t / topk", str(both[0])],
-        ["recall_mini / t / uniform", str(both[1])],
-    ]
-    assert shown(comparison.tables[-1]) == lacking
 
 
 def test_runs_are_matched_whatever_else_their_folders_hold(tmp_path: Path) -> None:
