@@ -14,18 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from support.attacks import RUN, SECRETS, TYPED, leaks
-from support.cli_cases import ended
-from support.command import FAST, SHORT, composed, main, refusal_of
+from support.command import FAST, SHORT, composed, ended, main, refusal_of
 
 from kvbench.catalogue import KINDS, catalogue
 from kvbench.cli.build import build_job
 from kvbench.cli.config import Settings
 from kvbench.cli.finished import finished
 from kvbench.cli.main import own_task
-from kvbench.engine.prefill import Prefill
 from kvbench.errors import HIDDEN
 from kvbench.report.__main__ import main as report_main
 from kvbench.run import progress, session
@@ -161,6 +158,8 @@ def test_a_sweep_shows_its_progress_and_loads_a_model_once(
     assert lines[0] == "loading the data and the model"
     prefill = re.compile(r"0/2, prefill of \d+ tokens: layer 1 of 6")
     assert any(map(prefill.fullmatch, lines))
+    assert any(line.endswith(" tokens: snapkv compresses layer 6 of 6") for line in lines)
+    assert any(line.endswith("decoding 2 methods, token 1 of 2") for line in lines)
     assert any(line.startswith("2/2, done, about 0 s left; exact ") for line in lines)
     again = main(capsys, *SHORT, "lock_timeout=9")[2]
     assert again.endswith("longeval_lines: 2/2, 2 of 2 on disk\n")
@@ -224,27 +223,6 @@ def test_a_command_given_again_needs_no_torch(capsys: Any, tmp_path: Path) -> No
     assert finished(settings) is None
 
 
-def test_progress_names_what_happens_in_a_long_prompt() -> None:
-    shown: list[str] = []
-    progress = Progress(lambda now, _: shown.append(str(now)))
-    example = SimpleNamespace(n=100, example=SimpleNamespace(max_new_tokens=50))
-    progress.begin([(SimpleNamespace(examples=(example,)), {"exact": 1, "h2o": 2})] * 2, 3)
-    model = OneLayer()
-    rows: Any = [SimpleNamespace(label=label, rescores=False) for label in ("exact", "h2o", "h2o")]
-    state = Prefill(rows, [0])
-    with progress.watching(model):
-        model(input_ids=torch.zeros(1, 100), kvbench=state)
-        state.on_compress("h2o")
-        model(input_ids=torch.zeros(2, 1), kvbench=SimpleNamespace(rows=rows))
-    assert shown == [
-        "loading the data and the model",
-        "1/3, 1 of 3 on disk",
-        "1/3, prefill of 100 tokens: layer 1 of 1",
-        "1/3, prefill of 100 tokens: h2o compresses layer 1 of 1",
-        "1/3, decoding 2 methods, token 1 of 50",
-    ]
-
-
 def test_the_time_left_is_true_within_a_third_once_two_groups_are_done(monkeypatch: Any) -> None:
     """Groups of two prompts of 400 and 800 tokens in turn; the first takes twice as long."""
     now = 0.0
@@ -263,15 +241,6 @@ def test_the_time_left_is_true_within_a_third_once_two_groups_are_done(monkeypat
     for seconds, _, left in watched.history[2:]:
         assert left == pytest.approx(now - seconds, rel=1 / 3, abs=1)
     assert watched.history[-1] == (now, len(units), 0)
-
-
-class OneLayer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Identity()])
-
-    def forward(self, input_ids: torch.Tensor, kvbench: Any) -> torch.Tensor:
-        return self.layers[0](input_ids)
 
 
 def test_a_sweep_has_one_folder(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:

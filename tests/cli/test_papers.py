@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from support.cli_cases import ended
-from support.command import composed, main, refusal_of
+from support.command import composed, ended, main, refusal_of
 from support.paths import ROOT
 
 from kvbench.cli import config

@@ -15,13 +15,7 @@ from support.tiny import on_kvbench, prompt_ids, tiny_model
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
 from kvbench.engine.answer import Stopping
-from kvbench.engine.generate import (
-    Prompt,
-    Question,
-    copies_at_once,
-    generate,
-    generate_each,
-)
+from kvbench.engine.generate import Prompt, Question, copies_at_once, generate, generate_each
 from kvbench.engine.row import Row
 from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method

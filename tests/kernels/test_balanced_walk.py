@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.interpreted import DEVICE
-from support.kernels import (
-    BRAIN,
-    FLOAT,
-    FULL_SIZE,
-    HALF,
-    both,
-    generator,
-    put,
-)
+from support.kernels import BRAIN, FLOAT, FULL_SIZE, HALF, both, generator, put
 from support.method_layers import walk_by_definition
 from torch import Tensor
 
@@ -220,15 +212,6 @@ def test_walk_of_large_values_is_that_in_float64():
         for kind in (torch.float32, torch.float64)
     )
     assert torch.equal(single, double)
-
-
-def test_a_walk_that_is_forced_onto_a_gpu_is_refused_where_there_is_none(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    keys, values, index, uniforms = walk_inputs(1, 1, 8, 4, 4, FLOAT)
-    with pytest.raises(ValueError, match="balanced_walk cannot run as a Triton kernel"):
-        balanced_walk.balanced_walk(
-            keys, values, index, uniforms, gamma=4.0, offset=0.0, implementation="triton"
-        )
 
 
 def test_walk_without_gamma_is_a_fair_coin():

@@ -18,11 +18,7 @@ from kvbench.kernels.philox import philox
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
-pytestmark = [
-    pytest.mark.cuda,
-    needs_cuda,
-    needs_triton,
-]
+pytestmark = [pytest.mark.cuda, needs_cuda, needs_triton]
 
 
 def another() -> torch.device:

@@ -7,10 +7,7 @@ import math
 import pytest
 import torch
 from support.interpreted import DEVICE
-from support.kernels import (
-    generator,
-    needs_triton,
-)
+from support.kernels import generator, needs_triton
 
 from kvbench.kernels import _choice, online_clusters
 from kvbench.kernels.online_clusters import OnlineClusters

@@ -12,14 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.method_layers import (
-    LAYERS,
-    attend,
-    make_layer,
-    rotary,
-    run,
-    walk_by_definition,
-)
+from support.method_layers import LAYERS, attend, make_layer, rotary, run, walk_by_definition
 from support.variants import OTHERS, VARIANTS, label
 from torch import Tensor
 

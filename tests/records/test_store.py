@@ -17,13 +17,7 @@ import pytest
 from support.stores import fill, make_record
 
 from kvbench.records import durable
-from kvbench.records.read import (
-    COMMON_FIELDS,
-    StoreError,
-    load_run,
-    load_runs,
-    read_manifest,
-)
+from kvbench.records.read import COMMON_FIELDS, StoreError, load_run, load_runs, read_manifest
 from kvbench.records.schema import NUMBER_FIELDS
 from kvbench.records.store import RecordStore, config_hash, run_folder, safe_name, write_manifest
 
