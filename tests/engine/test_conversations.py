@@ -60,7 +60,6 @@ def test_questions_are_answered_as_in_separate_runs() -> None:
 def test_as_many_conversations_at_once_as_memory_has_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answers are the same."""
     model = on_kvbench(tiny_model("llama"))
     prompt = prompt_of({name: METHODS[name] for name in ("exact", "snapkv")})
     rows: list[int] = []

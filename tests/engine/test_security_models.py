@@ -42,8 +42,6 @@ Harm = Callable[[Path], object]
 
 
 def hidden(name: str, index: str | None = None, **config: str) -> Harm:
-    """A pickle of that name, perhaps behind an index, perhaps named by the config."""
-
     def harm(folder: Path) -> None:
         (folder / WEIGHTS).unlink()
         (folder / "pytorch_model.bin").rename(folder / name)
@@ -172,7 +170,6 @@ def test_a_harmful_or_broken_folder_is_refused_in_one_line(
 
 
 def test_unusual_folders_that_are_sound_load(tmp_path: Path) -> None:
-    """Weights in several files, and a template that adds its marks alone."""
     folder = shutil.copytree(PACKAGE / "assets" / "recall_mini", tmp_path / "model")
     found = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()

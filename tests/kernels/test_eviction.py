@@ -126,7 +126,6 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
 
 
 def evicting(rules: list[Eviction], limits: list[int], scores: Any, places: list[int]) -> Any:
-    """The addresses of two rows alike that evict by these rules."""
     rows, positions = len(rules), torch.zeros(1, 4, dtype=torch.int64)
     entries = [torch.zeros(1, 4, 8)] * rows
     return addresses_of(

@@ -24,7 +24,6 @@ from kvbench.methods.minference import _module
 
 @pytest.fixture
 def _no_packages(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As if neither package were installed."""
     monkeypatch.setitem(sys.modules, "kvpress", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     _module.cache_clear()

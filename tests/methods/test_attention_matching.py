@@ -24,7 +24,6 @@ from kvbench.methods._matching import Block, match
 
 
 def options_of(case: dict[str, Any]) -> dict[str, Any]:
-    """A case's options by our names."""
     theirs = case["options"]
     low, high = theirs.get("nnls_lower_bound"), theirs.get("nnls_upper_bound")
     return {

@@ -244,7 +244,6 @@ NAMES = ("one", "two", "three")
 
 @pytest.fixture(scope="module")
 def experiments(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with three small experiments, from which the command is run."""
     folder = tmp_path_factory.mktemp("experiments")
     for name in NAMES:
         write_run(folder, experiment=name, records=lines_records("exact")[:3])
@@ -451,6 +450,8 @@ FORGED: list[tuple[str, Any]] = [
     ("record.kept", {"tokens": "ten", "width": 0, "layers": [1]}),
     ("record.kept", {"tokens": 10**12, "width": 3, "layers": {"0": [float("nan"), -1]}}),
     ("record.length", {"a": [1]}),
+    ("record.ratio", 1e308),
+    ("record.ratio", -1.0),
     ("record.entries", {"mean": "ten", "max": [1]}),
 ]
 

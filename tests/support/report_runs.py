@@ -221,7 +221,6 @@ TASKS = {
 def write_demo(
     results: Path, methods: Sequence[str] = tuple(SKILL), tasks: Sequence[str] = tuple(TASKS)
 ) -> Path:
-    """An experiment with every kind of task; returns its folder."""
     for task in tasks:
         make, meta = TASKS[task]
         for method in methods:
@@ -231,7 +230,6 @@ def write_demo(
 
 
 def write_sweep(results: Path) -> Path:
-    """Three rates of some methods on one task; returns the experiment's folder."""
     methods = "exact", "snapkv", "balancekv", "uniform"
     for method, rate in itertools.product(methods, (0.5, 0.25, 0.125)):
         records = lines_records(method, rate if method != "exact" else 1.0)
@@ -251,7 +249,6 @@ DATASETS = {  # how well an exact cache does, and the width of scores: right or 
 
 
 def longbench_records(method: str, model: str) -> list[dict[str, Any]]:
-    """Examples of some of LongBench-E's datasets, in three buckets of length."""
     records: list[dict[str, Any]] = []
     loss = {"exact": 0.0, "streaming_llm": 0.11}.get(method, 0.1 * (0.9 - SKILL[method]))
     for name, (mean, width) in DATASETS.items():

@@ -31,7 +31,6 @@ BOOK = "Ann met Bob at the mill. They counted seven geese. " * 8
 
 
 def overrides(name: str) -> list[str]:
-    """The words of the command line that give a benchmark its invented data."""
     if name in FILES:
         return [f"task.files=[{INVENTED / name}.jsonl]"]
     folder = ROOT / "tests/data/summaries" if name == "h2o_summaries" else INVENTED / name

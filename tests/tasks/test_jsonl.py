@@ -250,7 +250,6 @@ def test_a_chat_template_goes_around_the_prompt_unless_chat_is_false(file: str) 
 
 @pytest.fixture
 def long_file(tmp_path: Path) -> str:
-    """Two questions about one context of 89 numbers."""
     text = " ".join(map(str, range(10, 99)))
     rows = [{"text": text, "q": question, "gold": "x"} for question in ("A?", "Is it B?")]
     return write(tmp_path / "long.jsonl", rows)
