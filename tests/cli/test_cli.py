@@ -149,10 +149,7 @@ def test_a_sweep_shows_its_progress_and_loads_a_model_once(
     status, out, err = main(capsys, *SHORT, "-m", "compress_after=prompt,context")
     assert (status, loaded) == (0, ["tiny_random"]), err
     jobs = [line for line in out.splitlines() if line.startswith("job ")]
-    assert jobs == [
-        "job 1 of 2: compress_after=prompt",
-        "job 2 of 2: compress_after=context",
-    ]
+    assert jobs == ["job 1 of 2: compress_after=prompt", "job 2 of 2: compress_after=context"]
     assert out.count(": score, %") == 2, "the first job's table, and those of all jobs at the end"
     lines = [line.partition("longeval_lines: ")[2] for line in err.splitlines()]
     assert lines[0] == "loading the data and the model"

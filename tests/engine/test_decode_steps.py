@@ -101,12 +101,7 @@ def generate(path: str, n: int, method: Method, budget: Budget = ROOM) -> Any:
     if path == "live":
         rate = budget.rate if budget.size is None else None
         with compress(
-            model,
-            method,
-            rate=rate,
-            sink=budget.sink,
-            window=budget.window,
-            size=budget.size,
+            model, method, rate=rate, sink=budget.sink, window=budget.window, size=budget.size
         ) as session:
             model.generate(torch.tensor([ids]), min_new_tokens=NEW, max_new_tokens=NEW)
         return session.rows[0]

@@ -51,10 +51,7 @@ def test_every_method_names_its_paper_and_has_a_yaml_as_has_every_preset():
 
 @pytest.mark.parametrize(
     ("base", "present", "missing"),
-    [
-        (Method, {}, "compress"),
-        (TokenScoringMethod, {"compress": SnapKV.compress}, "token_scores"),
-    ],
+    [(Method, {}, "compress"), (TokenScoringMethod, {"compress": SnapKV.compress}, "token_scores")],
 )
 def test_a_method_without_what_it_must_implement_cannot_be_made(base, present, missing):
     incomplete = type("Incomplete", (base,), present)

@@ -369,11 +369,7 @@ def test_heavy_hitters_beside_a_pattern_and_of_topk(name, options):
     assert torch.equal(marks[0].nonzero()[:, 1].view(2, -1), heaviest)
 
 
-@given(
-    older=st.integers(1, 120),
-    count=st.integers(0, 60),
-    summary=st.integers(1, 9),
-)
+@given(older=st.integers(1, 120), count=st.integers(0, 60), summary=st.integers(1, 9))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_the_patterns_by_definition(older, count, summary):
     count = min(count, older)

@@ -96,16 +96,10 @@ def test_of_few_prompts_nothing_is_said(tmp_path: Path) -> None:
 
 NOTES: list[tuple[dict[str, list[float | None]], set[str]]] = [
     ({"exact": [1, 0] * 10}, {"interval"}),
-    (
-        {"exact": [1] * 4, "snapkv": [1] * 4, "uniform": [0] * 4},
-        {"interval", "few", "delta"},
-    ),
+    ({"exact": [1] * 4, "snapkv": [1] * 4, "uniform": [0] * 4}, {"interval", "few", "delta"}),
     ({"snapkv": [1, 0] * 10}, {"interval", "no exact"}),
     ({"exact": [1] * 20, "snapkv": [1, 0] * 10}, {"interval", "delta"}),
-    (
-        {"snapkv": [1] * 20, "uniform": [0] * 20},
-        {"interval", "best", "worse", "no exact"},
-    ),
+    ({"snapkv": [1] * 20, "uniform": [0] * 20}, {"interval", "best", "worse", "no exact"}),
     ({"snapkv": [1, 0] * 10, "uniform": [0, 1] * 10}, {"interval", "best", "no exact"}),
     (
         {"snapkv": [1, 0.5] * 20, "h2o": [None, *[1] * 39], "uniform": [*[1] * 20, *[None] * 20]},

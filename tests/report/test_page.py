@@ -164,9 +164,7 @@ def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
     assert ratios["10"] > ratios[ALL] > ratios["50"], "each of its own examples"
 
 
-def test_scores_are_drawn_against_fields_alone_or_at_every_rate(
-    tmp_path: Path,
-) -> None:
+def test_scores_are_drawn_against_fields_alone_or_at_every_rate(tmp_path: Path) -> None:
     group = group_of(write_demo(tmp_path, ("exact",), ("needle",)))
     chart = scores_chart(group, tidy(group))
     assert chart is not None

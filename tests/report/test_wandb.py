@@ -218,11 +218,6 @@ def test_a_report_is_built_without_a_network(tmp_path: Path) -> None:
     assert wandb_report.main([str(folder), "--no-send"]) == 0
     blocks = json.loads((folder / "wandb" / "report.json").read_text())["blocks"]
     text = json.dumps(blocks)
-    for part in (
-        "needle on recall_mini",
-        "| snapkv |",
-        "task_by_method",
-        "0123abcd",
-    ):
+    for part in ("needle on recall_mini", "| snapkv |", "task_by_method", "0123abcd"):
         assert part in text, part
     assert wandb_report.main([str(tmp_path / "nowhere")]) == 1

@@ -57,7 +57,7 @@ ANSWERS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     "detectable_format:number_bullet_lists": [({"num_bullets": 3}, LISTED, "* one\n* two")],
     "detectable_format:number_highlighted_sections": [
-        ({"num_highlights": 2}, "*one* and **two**", "*one* and * *"),
+        ({"num_highlights": 2}, "*one* and **two**", "*one* and * *")
     ],
     "detectable_format:title": [({}, "<<The moon>>\nOnce", "<<>> <moon>")],
     "detectable_format:json_format": [({}, '```json\n{"a": [1]}\n```', "{'a': 1}")],

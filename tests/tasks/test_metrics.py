@@ -227,12 +227,7 @@ def test_longbench_scores_by_dataset() -> None:
 
 def example(answers: Any, dataset: str = "x") -> Example:
     return Example(
-        id="x",
-        context="c",
-        question="q",
-        answers=tuple(answers),
-        max_new_tokens=1,
-        dataset=dataset,
+        id="x", context="c", question="q", answers=tuple(answers), max_new_tokens=1, dataset=dataset
     )
 
 

@@ -237,9 +237,7 @@ def essays(tmp_path: Path) -> dict[str, Any]:
     return {"haystack": "files", "haystack_files": str(tmp_path / "*.txt")}
 
 
-def test_text_files_take_turns_and_each_filler_begins_with_another(
-    essays: dict[str, Any],
-) -> None:
+def test_text_files_take_turns_and_each_filler_begins_with_another(essays: dict[str, Any]) -> None:
     assert len(task(**essays).digests()) == 2
     for example in task(**essays).examples(PLAIN):
         assert len(ids_of(example)) == example.fields["length"]
