@@ -191,7 +191,7 @@ HELD = {
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_what_is_held_while_decoding_is_what_each_step_left(architecture: str) -> None:
     """The bytes at the end of shorter answers are those at the steps of a longer one."""
-    model, ids, new = model_on("cpu", architecture), prompt_ids(60), 12
+    model, ids, new = model_on("cpu", architecture), prompt_ids(60), 8
     made = {label: build_method(name, **options) for label, (name, options) in HELD.items()}
     pairs = {label: (method, Budget(size=44, sink=4, window=4)) for label, method in made.items()}
     ends: dict[str, list[int]] = {label: [] for label in HELD}
