@@ -142,7 +142,7 @@ def test_verbose_logs_show_no_secrets(
     monkeypatch.setenv("HF_TOKEN", "planted-1234")
     status, _, err = main(
         capsys, *TINY[:-1], "-m", "-v", "-v", "task.num_examples=1,2", f"results_dir={tmp_path}",
-        "differs=[planted-1234]", "dry_run=true",
+        "differs=[planted-1234]",
     )  # fmt: skip
     assert status == 0, err
     assert "differs=[***" in err, "Hydra says what a job is asked for"
