@@ -14,7 +14,7 @@ from support.command import FAST
 from support.fork_server import Child, ForkServer
 from support.stores import rows_below
 
-JOB = [*FAST, "task.num_examples=16", "task.max_new_tokens=6"]
+JOB = [*FAST[:-1], "task.num_lines=[8]", "task.num_examples=16", "task.max_new_tokens=6"]
 FEW = [*JOB, "limit=3"]
 PAGE = "runs/longeval_lines-tiny_random/report.html"
 ENDLESS = ("kvbench.run.plan.generate", 2)

@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 PRELOADED = (
     *("kvbench.cli.main", "kvbench.cli.build", "kvbench.report.build", "kvbench.report.render"),
+    *("kvbench.report.figures", "kvbench.report.page", "kvbench.tasks.longeval_lines"),
     *("kvbench.run.preview", "support.jobs", "transformers.models.llama.modeling_llama"),
 )
 
