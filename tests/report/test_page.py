@@ -366,34 +366,26 @@ def test_the_page_of_a_script_keeps_the_order_of_its_runs_and_shows_what_the_pap
     assert "balancekv_table1, as printed" in text
 
 
-@pytest.mark.parametrize(
-    ("hardware", "device"),
-    [
-        ({"gpu": "H100", "processor": "Xeon", "cpu": "2 cores"}, "H100"),
-        ({"gpu": None, "processor": "Xeon", "cpu": "2 cores"}, "Xeon"),
-        ({"cpu": "2 cores"}, "2 cores"),
-    ],
-)
-def test_the_device_of_the_page_is_what_ran_the_model(
-    tmp_path: Path, hardware: dict[str, Any], device: str
+def test_the_device_of_a_page_ran_the_model_and_its_commands_name_no_path_of_that_machine(
+    tmp_path: Path,
 ) -> None:
-    write_run(tmp_path, records=lines_records("exact"), manifest={"hardware": hardware})
-    assert facts_of(load_experiment(tmp_path / "demo"))["device"] == device
-
-
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        ("kvbench task=needle results_dir=/home/ann/runs limit=2", "kvbench task=needle limit=2"),
-        ("kvbench task=needle 'results_dir=/home/ann/runs'", "kvbench task=needle"),
-        ("kvbench results_dir=results limit=2", "kvbench results_dir=results limit=2"),
-    ],
-)
-def test_a_command_on_a_page_is_without_a_path_of_the_machine_that_ran_it(
-    tmp_path: Path, command: str, shown: str
-) -> None:
-    write_run(tmp_path, records=lines_records("exact"), manifest={"command": command})
-    assert dict(how_to_reproduce(load_experiment(tmp_path / "demo")))["command"] == [shown]
+    facts: list[tuple[dict[str, Any], str, str, str]] = [
+        (
+            {"gpu": "H100", "processor": "Xeon", "cpu": "2 cores"}, "H100",
+            "kvbench task=needle results_dir=/home/ann/runs limit=2", "kvbench task=needle limit=2",
+        ),
+        (
+            {"gpu": None, "processor": "Xeon", "cpu": "2 cores"}, "Xeon",
+            "kvbench task=needle 'results_dir=/home/ann/runs'", "kvbench task=needle",
+        ),
+        ({"cpu": "2 cores"}, "2 cores", *["kvbench results_dir=results limit=2"] * 2),
+    ]  # fmt: skip
+    for name, (hardware, device, command, shown) in zip("abc", facts, strict=True):
+        manifest = {"hardware": hardware, "command": command}
+        write_run(tmp_path, experiment=name, records=lines_records("exact"), manifest=manifest)
+        experiment = load_experiment(tmp_path / name)
+        assert facts_of(experiment)["device"] == device
+        assert dict(how_to_reproduce(experiment))["command"] == [shown]
 
 
 def test_the_head_of_a_page_names_the_task_where_settings_differ(tmp_path: Path) -> None:
@@ -459,7 +451,7 @@ def test_forged_records_and_manifests_are_a_page_or_one_line(
     tmp_path: Path, place: str, odd: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part, _, key = place.partition(".")
-    records = needle_records("snapkv")
+    records = needle_records("snapkv")[:8]
     records[0] |= {key: odd} if part == "record" else {}
     meta = NEEDLE_META | ({key: odd} if part == "task_meta" else {})
     run = write_run(tmp_path, method="snapkv", records=records, task_meta=meta)
