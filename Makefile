@@ -44,10 +44,10 @@ demo: setup ## a real language model and the shipped one x eight methods; tables
 	$(KVBENCH) experiment=demo results_dir=$(RESULTS)
 
 test: setup lint ## lint, types, and the tests that are not slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-all: test ## all tests: the long ones (a Slurm of this machine among them: root), the reference packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -rs -m slow
 	$(MAKE) --no-print-directory test-references
 
 test-references: $(VENV_REFERENCES)/.ready ## compare with the real kvpress and minference packages, in $(VENV_REFERENCES)

@@ -66,6 +66,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{reasons.total()} skipped: " + "; ".join(lines))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --dist loadgroup a file is run by one worker, which makes its fixtures once, and so are all
+    tests of the fork server, which takes seconds to start."""
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        uses_server = "server" in getattr(item, "fixturenames", ())
+        group = "fork server" if uses_server else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Same sums in the same order on every machine."""

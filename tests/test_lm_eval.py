@@ -8,11 +8,11 @@ from typing import Any
 
 import lm_eval
 import pytest
-import tokenizers
 import torch
 import transformers as t
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from support.encoders import tokenizer
 from support.jobs import make_job, records_of
 from support.paths import ROOT
 from support.tiny import CONFIGS
@@ -33,21 +33,12 @@ INVENTED = ["copa", "mathqa", "openbookqa", "piqa", "rte", "winogrande"]
 
 
 def save_model(folder: Path, *, bos: bool) -> str:
-    """A tiny Llama of 256 positions and the shipped tokenizer, which adds a BOS or does not."""
-    inner = t.AutoTokenizer.from_pretrained(ROOT / "kvbench/assets/recall_mini").backend_tokenizer
-    inner.add_special_tokens(["<s>", "</s>"])
-    begin, end = map(inner.token_to_id, ("<s>", "</s>"))
-    if bos:
-        inner.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", begin)]
-        )
-    names = {"bos_token": "<s>"} if bos else {}
-    t.PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="</s>", pad_token="</s>", **names
-    ).save_pretrained(folder)
+    made = tokenizer(bos="<s>" if bos else "", eos="</s>", special=("<s>",))
+    made.save_pretrained(folder)
+    begin, end = made.convert_tokens_to_ids(["<s>", "</s>"])
     config = CONFIGS["llama"]()
     changes = {"max_position_embeddings": 256, "bos_token_id": begin, "eos_token_id": end}
-    config.update({"vocab_size": inner.get_vocab_size(), **changes})
+    config.update({"vocab_size": len(made), **changes})
     torch.manual_seed(0)
     t.LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
@@ -164,7 +155,6 @@ def test_draws_depend_on_the_context_alone(saved):
 def harness_job(
     saved: str, tmp_path: Path, task: Any, methods: dict[str, Any], **changes: Any
 ) -> Job:
-    """A job of our side on the saved model."""
     session = Session(ModelSpec(name="tiny", path=saved), torch.device("cpu"), torch.float32)
     return make_job(tmp_path, methods, session=session, plan=task, task="lm_eval", **changes)
 

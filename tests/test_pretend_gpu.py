@@ -18,7 +18,6 @@ METHODS = ("exact", "snapkv", "h2o", "balancekv", "subgen")
 
 
 def needs_tool(test: Any) -> Any:
-    """A slow test, of the tool beside the checkout."""
     absent = pytest.mark.skipif(not TOOL.exists(), reason="needs tools/pretend.py")
     return pytest.mark.slow(absent(test))
 
@@ -42,7 +41,6 @@ def test_the_ceiling_of_a_decode_speed_up_is_that_of_the_bytes_read(
 
 
 def pretending(*command: str, gpus: int) -> subprocess.CompletedProcess[str]:
-    """A process of its own: the tool makes torch believe in GPUs for good."""
     return subprocess.run(
         [sys.executable, *command],
         cwd=TESTS.parent,
@@ -70,7 +68,6 @@ def test_what_is_marked_cuda_passes_on_pretend_gpus():
 
 
 def gpu_check(tmp_path: Path, *arguments: str) -> tuple[int, dict, str]:
-    """Exit status, report and output of gpu_check on two pretended GPUs."""
     script = (
         "import runpy, sys, support.pretended\n"
         "for name in ('hydra', 'omegaconf', 'wandb', 'datasets', 'wonderwords', 'lm_eval'):\n"

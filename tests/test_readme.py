@@ -65,7 +65,6 @@ def test_the_readme_is_read_in_three_minutes() -> None:
 
 
 def block(section: str, language: str, file: str = "README.md") -> str:
-    """The code block of a section of a README."""
     text = (ROOT / file).read_text(encoding="utf-8")
     found = re.search(rf"^## {section}\n.*?^```{language}\n(.*?)^```$", text, re.M | re.S)
     assert found, section

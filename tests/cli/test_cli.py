@@ -14,36 +14,43 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from support.attacks import RUN, SECRETS, TYPED, leaks
-from support.cli_cases import ended
-from support.command import FAST, SHORT, composed, main, refusal_of
+from support.command import FAST, SHORT, composed, ended, main, refusal_of
 
-from kvbench.catalogue import KINDS, catalogue, config_dir
+from kvbench.catalogue import KINDS, catalogue
+from kvbench.cli.build import build_job
 from kvbench.cli.config import Settings
 from kvbench.cli.finished import finished
 from kvbench.cli.main import own_task
-from kvbench.engine.prefill import Prefill
 from kvbench.errors import HIDDEN
 from kvbench.report.__main__ import main as report_main
 from kvbench.run import progress, session
 from kvbench.run.plan import TaskPlan
 from kvbench.run.progress import Progress
+from kvbench.run.runner import run_job
+
+WITHOUT_TORCH = """
+import sys, kvbench
+from kvbench.cli.main import main
+assert "compress" in dir(kvbench)
+for *words, status in (
+    ["--help", 0], ["list", "methods", 0], ["show", "method=snapkv", "seed=7", 0],
+    ["method=snapkvv", 2], ["budget.rate=1.5", 2], ["sampling.top_p=2", 2],
+    ["methods.snapkv.kernel_size=4", 2],  # a method's class needs torch
+):
+    assert "torch" not in sys.modules
+    try: main(words)
+    except SystemExit as stop: assert stop.code == status, words
+assert not {"transformers", "wandb", "pandas"} & set(sys.modules)
+"""
 
 
 @pytest.fixture(scope="module")
 def printed() -> str:
-    """What --help, list and show print, none of which needs torch."""
-    script = (
-        "import sys\nfrom kvbench.cli.main import main\n"
-        "for words in (['--help'], ['list', 'methods'], ['show', 'method=snapkv', 'seed=7']):\n"
-        "    try: main(words)\n"
-        "    except SystemExit as stop: assert stop.code == 0, words\n"
-        "assert not {'torch', 'transformers', 'wandb', 'pandas'} & set(sys.modules)\n"
-    )
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
+    """What --help, list and show print, none of which needs torch, nor do four refusals of a line."""
+    process = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+    assert (process.returncode, process.stderr.count("\n")) == (0, 4), process.stderr
     return process.stdout
 
 
@@ -65,7 +72,6 @@ def test_show_prints_a_config_with_everything_filled_in(printed: str) -> None:
 
 
 def test_the_first_line_comes_before_torch() -> None:
-    """Importing torch takes seconds, in which a user would see nothing."""
     script = "import builtins, sys\nreal = builtins.__import__\n"
     script += "def spy(name, *rest):\n    if name == 'torch' and 'torch' not in sys.modules:\n"
     script += "        print('IMPORTED', flush=True); sys.exit(9)\n    return real(name, *rest)\n"
@@ -112,27 +118,19 @@ def test_a_hub_id_or_a_folder_is_a_model_with_one_label(tmp_path: Path, monkeypa
             assert (model.path, model.name) == (value, "2 mine")
 
 
-@pytest.mark.parametrize("task", catalogue("tasks"))
-def test_a_task_says_which_model_it_runs_on(task: str) -> None:
-    """Records of lines are for the model that was trained on them; SmolLM2 answers none of them."""
-    lines = task.startswith("longeval_")
-    default = "recall_mini" if lines else "smollm2_135m"
-    assert composed(f"task={task}").model.name == default
-    assert composed(f"task={task}", "model=tiny_random").model.name == "tiny_random"
-
-
-def test_the_shipped_models_demo_needs_no_other_model() -> None:
-    """Its tasks are those that it names, some of which run on SmolLM2 elsewhere."""
-    experiment = yaml.safe_load((config_dir() / "experiment/demo_recall_mini.yaml").read_text())
-    for task in experiment["hydra"]["sweeper"]["params"]["task"].split(","):
-        assert composed("experiment=demo_recall_mini", f"task={task}").model.name == "recall_mini"
-
-
-def test_the_model_of_an_experiment_or_of_prompts_is_its_own() -> None:
-    assert composed("experiment=h2o_table7").model.name == "OPT-6.7B"
-    assert composed("task=layer_error", "task@task.prompts=longeval_lines").model.name == (
-        "smollm2_135m"
-    )
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        ("task=longeval_lines", "recall_mini"),  # trained on them; SmolLM2 answers none
+        ("task=needle", "smollm2_135m"),
+        ("task=needle model=tiny_random", "tiny_random"),
+        ("task=layer_error task@task.prompts=longeval_lines", "smollm2_135m"),
+        ("experiment=h2o_table7", "OPT-6.7B"),
+        ("experiment=demo_recall_mini task=needle", "recall_mini"),
+    ],
+)
+def test_a_task_or_an_experiment_says_which_model_it_runs_on(words: str, model: str) -> None:
+    assert composed(*words.split()).model.name == model
 
 
 def test_a_sweep_shows_its_progress_and_loads_a_model_once(
@@ -151,15 +149,14 @@ def test_a_sweep_shows_its_progress_and_loads_a_model_once(
     status, out, err = main(capsys, *SHORT, "-m", "compress_after=prompt,context")
     assert (status, loaded) == (0, ["tiny_random"]), err
     jobs = [line for line in out.splitlines() if line.startswith("job ")]
-    assert jobs == [
-        "job 1 of 2: compress_after=prompt",
-        "job 2 of 2: compress_after=context",
-    ]
+    assert jobs == ["job 1 of 2: compress_after=prompt", "job 2 of 2: compress_after=context"]
     assert out.count(": score, %") == 2, "the first job's table, and those of all jobs at the end"
     lines = [line.partition("longeval_lines: ")[2] for line in err.splitlines()]
     assert lines[0] == "loading the data and the model"
     prefill = re.compile(r"0/2, prefill of \d+ tokens: layer 1 of 6")
     assert any(map(prefill.fullmatch, lines))
+    assert any(line.endswith(" tokens: snapkv compresses layer 6 of 6") for line in lines)
+    assert any(line.endswith("decoding 2 methods, token 1 of 2") for line in lines)
     assert any(line.startswith("2/2, done, about 0 s left; exact ") for line in lines)
     again = main(capsys, *SHORT, "lock_timeout=9")[2]
     assert again.endswith("longeval_lines: 2/2, 2 of 2 on disk\n")
@@ -176,7 +173,7 @@ def test_methods_and_rates_of_a_sweep_are_one_job(capsys: Any, tmp_path: Path) -
     ), err
     for rate in (0.5, 0.25):
         alone = [f"budget.rate={rate}", f"results_dir={tmp_path}/two"]
-        main(capsys, *task, "method=[exact,snapkv,h2o]", *alone)
+        run_job(build_job(composed(*task, "method=[exact,snapkv,h2o]", *alone)))
     one, two = (
         {
             path.parent.name: [
@@ -223,27 +220,6 @@ def test_a_command_given_again_needs_no_torch(capsys: Any, tmp_path: Path) -> No
     assert finished(settings) is None
 
 
-def test_progress_names_what_happens_in_a_long_prompt() -> None:
-    shown: list[str] = []
-    progress = Progress(lambda now, _: shown.append(str(now)))
-    example = SimpleNamespace(n=100, example=SimpleNamespace(max_new_tokens=50))
-    progress.begin([(SimpleNamespace(examples=(example,)), {"exact": 1, "h2o": 2})] * 2, 3)
-    model = OneLayer()
-    rows: Any = [SimpleNamespace(label=label, rescores=False) for label in ("exact", "h2o", "h2o")]
-    state = Prefill(rows, [0])
-    with progress.watching(model):
-        model(input_ids=torch.zeros(1, 100), kvbench=state)
-        state.on_compress("h2o")
-        model(input_ids=torch.zeros(2, 1), kvbench=SimpleNamespace(rows=rows))
-    assert shown == [
-        "loading the data and the model",
-        "1/3, 1 of 3 on disk",
-        "1/3, prefill of 100 tokens: layer 1 of 1",
-        "1/3, prefill of 100 tokens: h2o compresses layer 1 of 1",
-        "1/3, decoding 2 methods, token 1 of 50",
-    ]
-
-
 def test_the_time_left_is_true_within_a_third_once_two_groups_are_done(monkeypatch: Any) -> None:
     """Groups of two prompts of 400 and 800 tokens in turn; the first takes twice as long."""
     now = 0.0
@@ -262,15 +238,6 @@ def test_the_time_left_is_true_within_a_third_once_two_groups_are_done(monkeypat
     for seconds, _, left in watched.history[2:]:
         assert left == pytest.approx(now - seconds, rel=1 / 3, abs=1)
     assert watched.history[-1] == (now, len(units), 0)
-
-
-class OneLayer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Identity()])
-
-    def forward(self, input_ids: torch.Tensor, kvbench: Any) -> torch.Tensor:
-        return self.layers[0](input_ids)
 
 
 def test_a_sweep_has_one_folder(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -298,10 +265,6 @@ def test_a_folder_of_configs_may_come_before_the_command(capsys: Any, tmp_path: 
     assert (before[0], yaml.safe_load(before[1])["methods"]["mine"]["kernel_size"]) == (0, 3)
 
 
-def test_reproduce_alone_is_the_list(capsys: Any) -> None:
-    assert main(capsys, "reproduce") == main(capsys, "list", "experiments")
-
-
 def test_kvbench_alone_is_a_short_help_and_no_run(
     capsys: Any, tmp_path: Any, monkeypatch: Any
 ) -> None:
@@ -316,7 +279,6 @@ def test_kvbench_alone_is_a_short_help_and_no_run(
 
 
 def test_own_rows_are_one_word(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """A file in any form, its fields by their usual names; two rates from one prefill."""
     monkeypatch.chdir(tmp_path)
     text = "Ann walked to the mill. The number of the house is 4711. " * 4
     Path("it's mine.csv").write_text(f"Text,q,gold\n{text},What is the number?,4711\n")
@@ -338,12 +300,13 @@ def test_own_rows_are_one_word(capsys: Any, tmp_path: Path, monkeypatch: Any) ->
     assert "no.jsonl" in main(capsys, "own", "no.jsonl", *words)[2]
 
 
-@pytest.mark.parametrize("command", ["list", "show", "own", "reproduce", "claims"])
-def test_every_command_has_help(capsys: Any, command: str) -> None:
-    status, out, err = main(capsys, command, "--help")
-    assert (status, err) == (0, "")
-    assert out.startswith(f"kvbench {command}")
-    assert all(len(line) <= 80 for line in out.splitlines())
+def test_every_command_has_help(capsys: Any) -> None:
+    for command in ("list", "show", "own", "reproduce", "claims"):
+        status, out, err = main(capsys, command, "--help")
+        assert (status, err) == (0, "")
+        assert out.startswith(f"kvbench {command}")
+        assert all(len(line) <= 80 for line in out.splitlines())
+    assert main(capsys, "reproduce") == main(capsys, "list", "experiments")
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
@@ -356,11 +319,11 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert out.count("tiny_random x longeval_lines: dry run, nothing written") == 1
     for word in ("2 examples, 2 of them to run", "prompt tokens (min", "snapkv", "0/2", "(100%)"):
         assert word in out
-    status, out, err = main(capsys, *SHORT, "-m", "seed=range(11)", "dry_run=true", "shards=2")
+    status, out, err = main(capsys, *SHORT, "-m", "seed=range(3)", "dry_run=true", "shards=2")
     assert (status, err) == (0, "")
-    assert out.count("prompt tokens (min") == 11
-    assert "job 11: seed=10: 2 methods, 2 examples, 2 of them to run; " in out
-    assert "22 jobs; launcher=local" in out
+    assert out.count("prompt tokens (min") == 3
+    assert "job 3: seed=2: 2 methods, 2 examples, 2 of them to run; " in out
+    assert "6 jobs; launcher=local" in out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -399,7 +362,6 @@ def test_a_config_is_shown_without_secrets(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("planted")
 def test_a_bug_is_reported_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one line, as a traceback, and in the summary that ends a sweep."""
     message = f"GET https://me:{SECRETS['HF_TOKEN']}@hub {SECRETS['MY_PASSWORD']} failed"
 
     def units(*_: Any) -> None:
@@ -436,24 +398,9 @@ def test_hydra_s_own_options_work_as_in_any_of_its_programs(
     assert "task/needle" in out
     assert "Hydra" in main(capsys, "--hydra-help")[1]
     assert composed("+experiment=demo") == composed("experiment=demo")
-    assert not list(tmp_path.iterdir())
-
-
-def test_shell_completion_knows_the_tasks(capsys: Any, monkeypatch: Any) -> None:
-    status, out, _ = main(capsys, "-sc", "install=bash")
-    assert status == 0
-    assert "hydra_bash_completion" in out
+    assert "hydra_bash_completion" in main(capsys, "-sc", "install=bash")[1]
     monkeypatch.setenv("COMP_LINE", "kvbench task=longeval_l")
     monkeypatch.setenv("COMP_POINT", str(len("kvbench task=longeval_l")))
     status, out, _ = main(capsys, "-sc", "query=bash")
     assert (status, out.split()) == (0, ["task=longeval_lines", "task=longeval_lines_context"])
-
-
-def test_a_run_is_not_continued_with_another_decode(
-    capsys: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for decode in ("auto", "eager"):
-        assert main(capsys, *SHORT, "method=[exact]", "limit=1", f"decode={decode}")[0] == 0
-    files = (tmp_path / "runs").rglob("records.jsonl")
-    assert sorted(json.loads(file.read_text())["decode"] for file in files) == ["auto", "eager"]
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,8 @@ def test_uniform_in_the_subset_is_balancekv_without_balance(rate: float) -> None
     budget = Budget(rate=rate, sink=16, window=16)
     subset = chosen_by(build_method("uniform", scope="subset"), budget, layer)
     assert subset == chosen_by(build_method("balancekv", gamma=0.0), budget, layer)
+    other_keys = replace(layer, keys=layer.keys.flip(2))
+    assert subset == chosen_by(build_method("uniform", scope="subset"), budget, other_keys)
     balanced = chosen_by(build_method("balancekv"), budget, layer)
     assert subset != balanced
     middle = layer.n - 32

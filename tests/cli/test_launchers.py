@@ -46,25 +46,23 @@ def test_a_job_that_fails_leaves_the_others_alone(capsys: Any, tmp_path: Path) -
     assert "page: " in out
 
 
-@pytest.mark.parametrize(
-    ("statuses", "status"),
-    [([0, 0], 0), ([0, FAILED], FAILED), ([USAGE, 0], USAGE), ([USAGE, FAILED, 0], FAILED)],
-)
-def test_the_exit_status_of_a_sweep(statuses: list[int], status: int) -> None:
-    jobs = Jobs(["kvbench"])
-    jobs.outcomes += [JobOutcome(status=job_status) for job_status in statuses]
-    assert jobs.status == status
-
-
-def test_the_names_of_a_sweeps_jobs() -> None:
+def test_the_names_of_a_sweeps_jobs_and_its_exit_status() -> None:
     sweep = [["limit=2", "task=a", "seed=0"], ["limit=2", "task=b", "seed=0"]]
     assert names(sweep) == ["task=a", "task=b"]
     assert names([["limit=2"], ["limit=2"]]) == ["job 1", "job 2"]
+    for *statuses, status in (
+        [0, 0, 0],
+        [0, FAILED, FAILED],
+        [USAGE, 0, USAGE],
+        [USAGE, FAILED, FAILED],
+    ):
+        jobs = Jobs(["kvbench"])
+        jobs.outcomes += [JobOutcome(status=job_status) for job_status in statuses]
+        assert jobs.status == status
 
 
 def test_shards_and_a_worker_make_the_same_records(capsys: Any, tmp_path: Path) -> None:
-    once, shards, worker = (tmp_path / name for name in ("once", "shards", "worker"))
-    assert main(capsys, *TINY, f"results_dir={once}")[0] == 0
+    shards, worker = tmp_path / "shards", tmp_path / "worker"
     for folder, words in (
         (shards, ["shards=2"]),
         (worker, ["launcher=gpus", "launcher.workers=1"]),
@@ -74,17 +72,13 @@ def test_shards_and_a_worker_make_the_same_records(capsys: Any, tmp_path: Path) 
         assert ("2 jobs, all well" in out) is (folder == shards)
         assert out.count(": score, %") == 1, "the table"
         assert out.count("page: ") == 1
-        assert records(folder) == records(once)
-        check_command(folder, words)
+        manifest = json.loads(next(folder.rglob("manifest.json")).read_text())
+        assert manifest["command"].endswith(f"results_dir={folder} {' '.join(words)}")
+        assert not list(folder.rglob("multirun.yaml")), "Hydra leaves no file of its own"
+    assert [len(rows) for rows in records(shards).values()] == [5]
+    assert records(shards) == records(worker)
     (logs,) = worker.glob("*/.workers/*")
     assert logs.stat().st_mode & 0o077 == 0, "logs may hold secrets"
-
-
-def check_command(results: Path, words: list[str]) -> None:
-    """Manifests hold the command as typed, and Hydra leaves no file of its own."""
-    manifest = json.loads(next(results.rglob("manifest.json")).read_text())
-    assert manifest["command"].endswith(f"results_dir={results} {' '.join(words)}")
-    assert not list(results.rglob("multirun.yaml"))
 
 
 def test_workers_share_a_queue_and_each_sees_its_own_gpu(
@@ -178,24 +172,16 @@ def test_workers_share_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     for workers, device in ((None, "auto"), (2, "cuda")):
         with pytest.raises(UserError, match="finds no GPU"):
             devices(workers, device)
-
-
-@pytest.mark.parametrize(
-    ("visible", "count", "devices"),
-    [
+    # those before the first that is not there; of MIG instances all, though CUDA counts one
+    for visible, count, seen in (
         ("4,GPU-5ebe9f43,7", 3, ["4", "GPU-5ebe9f43", "7"]),
         (" 0, 2", 2, ["0", "2"]),
         ("0,-1,2", 1, ["0"]),
         ("MIG-1f2b,MIG-77aa", 1, ["MIG-1f2b", "MIG-77aa"]),
-    ],
-)
-def test_workers_take_the_gpus_that_cuda_sees(
-    monkeypatch: pytest.MonkeyPatch, visible: str, count: int, devices: list[str]
-) -> None:
-    """Those before the first that is not there; of MIG instances all, though CUDA counts one."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    assert devices_of({"workers": None, "gpus_per_worker": 1}, "auto") == devices
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
+        assert devices(None) == seen
 
 
 def children(pid: int) -> list[int]:
@@ -225,7 +211,6 @@ def test_one_of_two_workers_is_killed_and_the_rest_goes_on(tmp_path: Path) -> No
 
 
 def check_one_failed(command: subprocess.Popen[str]) -> None:
-    """The command ends with one line about the job whose worker was killed."""
     out, err = command.communicate()
     assert command.returncode == FAILED
     assert "Traceback" not in err
@@ -234,7 +219,6 @@ def check_one_failed(command: subprocess.Popen[str]) -> None:
 
 
 def check_all_well(command: subprocess.Popen[str]) -> None:
-    """The command ends with the tables of all shards."""
     out, err = command.communicate()
     assert command.returncode == 0, err
     assert "3 jobs, all well" in out

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from support.cli_cases import ended
-from support.command import composed, main, refusal_of
+from support.command import composed, ended, main, refusal_of
 from support.paths import ROOT
 
+from kvbench.cli import config
 from kvbench.cli import reproduce as reproducing
 from kvbench.cli.catalogue import experiment_called, paper_items
-from kvbench.cli.config import Settings, expanded
+from kvbench.cli.config import Settings, expanded, hydra_of_conf
 from kvbench.cli.reproduce import command_lines, reproduce
 from kvbench.errors import UserError
 from kvbench.records.read import load_runs
@@ -37,14 +37,19 @@ EXPERIMENTS = {
 GENERATED = {"balancekv_figure4", "h2o_figure5", "streaming_llm_figure3", "subgen_table1"}
 GENERATED |= {"clustergen_table1"}
 """Items whose small runs read texts that a task makes."""
-NEEDED = {"balancekv_figure4": ["task.haystack_files=[x]"], "subgen_table1": ["task.files=[x]"]}
 SCRIPTS = ROOT / "scripts/papers"
 
 
 @cache
-def config_of(name: str) -> DictConfig:
-    """The config of an item's experiment."""
-    return composed(f"experiment={MADE[name].experiment}", *NEEDED.get(name, []))
+def composed_once(*overrides: str) -> DictConfig:
+    with hydra_of_conf() as hydra:
+        return config.composed(hydra, overrides)
+
+
+@pytest.fixture(autouse=True)
+def _compose_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An experiment is composed once for all tests that ask for its commands."""
+    monkeypatch.setattr(reproducing, "composed", lambda _, overrides: composed_once(*overrides))
 
 
 @pytest.mark.parametrize(
@@ -63,13 +68,9 @@ def test_the_list_has_every_number_of_the_papers(paper: str, kind: str, count: i
     assert {int(match[1]) for match in matches if match} == set(range(1, count + 1))
 
 
-def test_what_no_paper_has_is_listed_apart() -> None:
-    own = ["ablation", "needle_ablation", "confirm", "joint_survival", "clusters", "streams"]
-    assert [item.id for item in ITEMS.values()][-6:] == own
-    assert [item.id for item in ITEMS.values() if item.status == "own"] == own
-
-
 def test_every_item_says_what_it_shows_and_what_makes_it() -> None:
+    own = ["ablation", "needle_ablation", "confirm", "joint_survival", "clusters", "streams"]
+    assert [item.id for item in ITEMS.values() if item.status == "own"] == own
     for item in ITEMS.values():
         assert item.alias or (item.shows and (item.needs or item.no_data))
         assert not (item.no_data and item.experiment in EXPERIMENTS)
@@ -111,14 +112,6 @@ def test_an_alias_is_its_item_and_nothing_else() -> None:
     assert len(list(command_lines("clustergen_table1", ["model=recall_mini"]))) == 3
 
 
-def test_a_status_is_what_a_page_shows() -> None:
-    for name in COMPOSED:
-        assert (MADE[name].status == "published") is bool(config_of(name).paper_table), name
-    assert {ITEMS[name].status for name in ("h2o_figure6", "h2o_figure8", "h2o_figure2d")} == {
-        "ours"
-    }
-
-
 def test_experiments_and_published_files_are_in_the_list() -> None:
     for name, experiment in EXPERIMENTS.items():
         is_table = name.partition("_")[0] in PAPERS and "table" in name
@@ -133,9 +126,10 @@ def test_experiments_and_published_files_are_in_the_list() -> None:
 
 def test_every_experiment_says_how_it_differs_from_its_paper(capsys: Any) -> None:
     for name in COMPOSED:
-        config = config_of(name)
-        assert config.differs or name == "balancekv_theorem3_1", name
-        specs: Any = OmegaConf.to_container(config.paper_table) if config.paper_table else []
+        made = composed_once(f"experiment={MADE[name].experiment}")
+        assert made.differs or name == "balancekv_theorem3_1", name
+        assert (MADE[name].status == "published") is bool(made.paper_table), name
+        specs: Any = OmegaConf.to_container(made.paper_table) if made.paper_table else []
         for spec in specs if isinstance(specs, list) else [specs]:
             assert set(spec) - {"where", "model", "statistic"} == {"file"}
             assert spec["file"] in ITEMS
@@ -154,7 +148,6 @@ def test_a_missing_file_is_a_line_that_says_where_it_comes_from(name: str) -> No
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_command_composes_on_the_shipped_model(every: bool) -> None:
-    """The first line of each, or all of them."""
     for name in COMPOSED:
         lines = list(command_lines(name, ["model=recall_mini", "limit=2", "device=cpu"]))
         assert lines
@@ -166,8 +159,6 @@ def test_every_command_composes_on_the_shipped_model(every: bool) -> None:
 
 
 def check_small_run(name: str, line: Sequence[str]) -> None:
-    """A line's config is allowed, its folder and table are not the paper's, and its page says that it is
-    small and where its texts are invented."""
     swept = re.compile(r"[\w.]+=[^\[{']*,")
     words = [word for word in line if not swept.match(word)]
     settings = Settings.of(composed(*words))

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.attacks import PACKAGE, RUN, SECRETS, SMALL, TYPED, leaks, model_folder, written
-from support.cli_cases import ended
-from support.command import SHORT, composed
+from support.attacks import PACKAGE, RUN, SECRETS, TYPED, leaks, written
+from support.command import SHORT, composed, ended
 from support.report_runs import LINES_META, write_run
 
 from kvbench.cli.config import Settings
@@ -59,53 +57,7 @@ def test_no_model_runs_code_of_its_own_by_default() -> None:
     assert not ModelSpec(name="a", path="b").trust_remote_code
 
 
-CODE = """
-from pathlib import Path
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-Path({mark!r}).touch()
-class EvilConfig(LlamaConfig):
-    model_type = "evil"
-class Evil(LlamaForCausalLM):
-    config_class = EvilConfig
-class EvilTokenizer(PreTrainedTokenizerFast):
-    pass
-"""
-
-
-CLASSES = {
-    "config.json": {
-        "auto_map": {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"},
-        "model_type": "evil",
-    },
-    "tokenizer_config.json": {
-        "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]},
-        "tokenizer_class": "EvilTokenizer",
-    },
-}
-
-
-def test_code_and_pickles_of_a_model_folder_are_refused_in_one_line(tmp_path: Path) -> None:
-    mark = tmp_path / "owned"
-    folder = model_folder(tmp_path / "model", mark)
-    words = [*SMALL, "logger=none", "device=cpu", "model=hf", f"model.path={folder}"]
-    for requirement in ("safetensors", "trust_remote_code"):
-        result = ended(words, folder=tmp_path)
-        assert result.problem() is None, result
-        assert result.status == 2
-        assert requirement in result.err
-        assert not mark.exists()
-        assert not (tmp_path / "runs").exists(), "no job was started"
-        (folder / "evil.py").write_text(CODE.format(mark=str(mark)))
-        for name, fields in CLASSES.items():
-            path = folder / name
-            path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    torch.load(folder / "pytorch_model.bin", weights_only=False)  # the trap works
-    assert mark.exists()
-
-
 class Leaking(SnapKV):
-    """A method whose error's message contains secrets."""
-
     def compress(self, layer: Any, budget: Any, generator: Any) -> Any:
         raise ValueError(f"GET https://me:secret99@hub?token={os.environ['HF_TOKEN']} failed")
 
@@ -137,7 +89,6 @@ def test_no_secret_is_written_or_printed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_secret_in_prompts_and_answers_is_replaced(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In records, on the page and in W&B's files."""
     secret = 'q"uo\\te é secret'
     monkeypatch.setenv("MY_PASSWORD", secret)
     rows = tmp_path_factory.mktemp("data") / "rows.jsonl"
@@ -161,19 +112,16 @@ PLAIN = ["chunk_tokens=512 max_new_tokens=8 tokenizer=x", "non-finite logits at 
 PLAIN += ["task.key=a-b", "abc/def:80@x"]
 
 
-@pytest.mark.parametrize("text", [*SECRET, *PLAIN])
-def test_what_is_hidden_and_what_is_not(text: str) -> None:
-    assert (redact(text) != text) is (text in SECRET)
-    assert redact({"a": [text]}) == {"a": [redact(text)]}
-
-
 SECRET_NAMES = ["HF_TOKEN", "a.api_key", "secret", "my_password", "AWS_SECRET_ACCESS_KEY"]
 PLAIN_NAMES = ["chunk_tokens", "task.max_new_tokens", "model.tokenizer", "line_key", "seed"]
 
 
-@pytest.mark.parametrize("name", [*SECRET_NAMES, *PLAIN_NAMES])
-def test_names_of_secrets(name: str) -> None:
-    assert names_a_secret(name) is (name in SECRET_NAMES)
+def test_what_is_hidden_and_what_is_not() -> None:
+    for text in (*SECRET, *PLAIN):
+        assert (redact(text) != text) is (text in SECRET), text
+        assert redact({"a": [text]}) == {"a": [redact(text)]}
+    for name in (*SECRET_NAMES, *PLAIN_NAMES):
+        assert names_a_secret(name) is (name in SECRET_NAMES), name
 
 
 # Results from elsewhere.
@@ -221,25 +169,12 @@ def test_a_value_of_a_wrong_type_is_named_in_one_line(tmp_path: Path) -> None:
             assert ("not JSON" if is_half_a_character else key) in str(error.value), (key, value)
             assert files[name].name in str(error.value)
             files[name].write_bytes(before[name])
+    for key in set(COMMON_FIELDS) - {"example_id", "status"}:
+        change(files["records"], key, None)
+    assert load_run(run).records["score"].isna()[1], "null is allowed"
     change(files["manifest"], "seed", "x")
     result = ended([str(tmp_path / "demo")], main=main)
-    assert (result.problem(), result.status) == (None, 1)
-
-
-def test_null_is_allowed_in_a_record(tmp_path: Path) -> None:
-    rows = [{"example_id": f"e{i}", "num_lines": 5, "score": 1.0} for i in range(3)]
-    run = write_run(tmp_path, task="t", method="exact", records=rows, task_meta=LINES_META)
-    for key in set(COMMON_FIELDS) - {"example_id", "status"}:
-        change(run / "records.jsonl", key, None)
-    assert load_run(run).records["score"].isna()[1]
-
-
-def test_a_ratio_that_no_figure_can_show_does_not_end_the_report(tmp_path: Path) -> None:
-    for method, ratio in (("exact", 1.0), ("snapkv", 0.0), ("uniform", 1e308), ("h2o", -1.0)):
-        rows = [{"example_id": f"e{i}", "score": 0.5, "ratio": ratio} for i in range(12)]
-        write_run(tmp_path, method=method, records=rows, task_meta=LINES_META)
-    result = ended([str(tmp_path / "demo"), "--list"], main=main)
-    assert (result.problem(), result.status) == (None, 0), result.err[-2000:]
+    assert (result.status, result.err.count("\n")) == (1, 1), result.err
 
 
 def test_a_secret_does_not_become_a_folders_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +191,6 @@ NAMES += ["$\\frac{", "=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "é" * 300, "x" 
 
 
 def write_hostile_runs(folder: Path) -> None:
-    """Two runs with a name of `NAMES` in every field that is shown or could become a file's name."""
     run_name = f"{UP}{QUOTES}\x1b]0;owned\x07"
     for method in ("exact", f"m{run_name}"):
         rows: list[dict[str, Any]] = []
@@ -276,7 +210,7 @@ def test_names_and_texts_of_other_peoples_results_are_data_only(tmp_path: Path) 
     write_hostile_runs(inside)
     before = {path for path in tmp_path.rglob("*") if not path.is_relative_to(inside)}
     result = ended([str(inside / "demo"), "--list"], folder=tmp_path, main=main)
-    assert result.problem() is None, result.err[-2000:]
+    assert (result.status, result.err) == (0, "")
     printed = set(result.out + result.err)
     assert {c for c in printed if unicodedata.category(c) in ("Cc", "Cf", "Zl")} <= {"\n"}
     assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(inside)} == before
@@ -287,7 +221,6 @@ def test_names_and_texts_of_other_peoples_results_are_data_only(tmp_path: Path) 
 
 
 def check_harmless(path: Path, text: str) -> None:
-    """A file of a report has no markup, control codes or formulas of the results' in it."""
     if path.suffix in (".html", ".md", ".tex"):
         for part in ("<img src=x", "<svg onload", "<script>document"):
             assert part not in text, path

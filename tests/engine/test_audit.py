@@ -31,8 +31,6 @@ from kvbench.run.runner import run_job
 
 @dataclass(frozen=True, kw_only=True)
 class OwnJudge(Greedy):
-    """Keeps everything, and says that it may."""
-
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         return n
 
@@ -57,8 +55,6 @@ OfKvbench.__module__ = "kvbench.methods.released"
 
 
 class Nothing(Method):
-    """Keeps no entry at all."""
-
     def compress(self, layer: Any, budget: Budget, generator: torch.Generator) -> CompressedKV:
         return gather_entries(layer, torch.zeros(1, 2, 0, dtype=torch.int64))
 
@@ -124,11 +120,8 @@ def test_probes_check_the_budget_whatever_a_method_says_of_itself(judge: Method)
     line = f"'m' holds 640 entries in all layers; its budget allows {2 * budget.capacity(320)}"
     with pytest.raises(BudgetExceeded, match=line):
         check_total("m", judge, budget, 320, 2)
-
-
-@pytest.mark.parametrize("method", [OfKvbench(whole=True), build_method("h2o")], ids=str)
-def test_probes_allow_presets_of_kvbench_and_what_is_within_the_budget(method: Method) -> None:
-    check_total("m", method, Budget(rate=0.5, sink=32, window=32), 320, 2)
+    for allowed in (OfKvbench(whole=True), build_method("h2o")):
+        check_total("m", allowed, budget, 320, 2)
 
 
 def weights_of(*heads: str) -> torch.Tensor:
@@ -170,22 +163,6 @@ def test_entries_without_weight_at_every_head_exceed_the_budget(tmp_path: Path) 
 
 LAYER = LayerKV(torch.zeros(1, 2, 75, 16), torch.zeros(1, 2, 75, 16), None, 0, 1, 0.5)
 HELD = gather_entries(LAYER, torch.arange(50, 75).expand(1, 2, -1), torch.zeros(1, 2, 25))
-MISSHAPEN: list[tuple[dict[str, Any], str]] = [
-    ({"log_weights": torch.zeros(1, 2, 1)}, r"log_weights are \(1, 2, 1\)"),
-    ({"log_weights": torch.zeros(1, 1, 25)}, r"log_weights are \(1, 1, 25\) torch.float32"),
-    ({"log_weights": torch.zeros(1, 2, 25).double()}, r"are \(1, 2, 25\) torch.float64"),
-    ({"scores": torch.zeros(1, 1, 1)}, r"scores are .*allowed: \(1, 2, 25\) torch.float32"),
-    ({"positions": HELD.positions[:, :1]}, r"positions are \(1, 1, 25\) torch.int64 on cpu"),
-    ({"positions": HELD.positions.float()}, "positions are .*; allowed: .* torch.int64"),
-    ({"positions": None}, "positions are a NoneType; allowed: a tensor"),
-    ({"keys": HELD.keys.to("meta")}, "keys are .* on meta; allowed: .* on cpu"),
-]
-
-
-@pytest.mark.parametrize(("fields", "said"), MISSHAPEN)
-def test_every_field_is_checked_against_the_keys(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=said):
-        check_held(replace(HELD, **fields), LAYER)
 
 
 def test_fields_that_fit_are_accepted() -> None:
@@ -195,16 +172,12 @@ def test_fields_that_fit_are_accepted() -> None:
     check_held(CompressedKV(twice, twice, None, torch.zeros(1, 4, 9).long()), LAYER)
 
 
-@pytest.mark.parametrize("n", [100, 512, 513, 7000])
-def test_a_share_of_the_prompt_is_the_share_in_all(n: int) -> None:
+def test_a_share_of_the_prompt_is_the_share_in_all() -> None:
     budget = Budget(total_rate=0.2, sink=8, window=8)
-    assert budget.capacity(n) == budget.limit(n) == round(0.2 * n)
-    assert budget.middle_kept(n) == round(0.2 * n) - 16
-    assert budget.rate_of(n) == (round(0.2 * n) - 16) / (n - 16)
-
-
-def test_shares_by_hand() -> None:
-    budget = Budget(total_rate=0.2, sink=8, window=8)
+    for n in (100, 512, 513, 7000):
+        assert budget.capacity(n) == budget.limit(n) == round(0.2 * n)
+        assert budget.middle_kept(n) == round(0.2 * n) - 16
+        assert budget.rate_of(n) == (round(0.2 * n) - 16) / (n - 16)
     assert Budget(total_rate=0.2, sink=0, window=0).capacity(512) == 102
     assert Budget(rate=0.2).capacity(512) == 64 + 90  # 30 per cent of the prompt
     assert budget.with_share(0.5).capacity(100) == 50

@@ -237,7 +237,6 @@ def row_of(method: Method, budget: Budget, room: int = 0) -> Row:
 
 
 def hold(row: Row, kept: CompressedKV, capacity: int, layer: LayerKV | None = None) -> None:
-    """Give a row what its method keeps of layer 0."""
     layer = layer or LayerKV(kept.keys, kept.values, None, 0, 1, 0.3)
     row._hold(0, kept, capacity, None, layer)
 
@@ -297,7 +296,6 @@ def test_heads_of_different_lengths_hold_no_scores_signed_weights_or_lone_keys(e
 
 
 def schedule(method: Method, n: int, steps: int) -> list[int]:
-    """Entries held after each generated token."""
     torch.manual_seed(0)
     layer = make_layer(n, kv_heads=2, num_layers=1)
     budget = Budget(size=method.to, sink=0, window=4)

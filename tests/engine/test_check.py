@@ -36,8 +36,6 @@ OTHERS = ("snapkv", "h2o", "exact", "balancekv")
 
 @dataclass(frozen=True, kw_only=True)
 class Bad(H2O):
-    """H2O, after a fault."""
-
     fault: Callable[[LayerKV], Any] = print
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
@@ -78,7 +76,6 @@ def errors_in(found: dict[str, Any]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The records of the others where there is no bad method."""
     return records(tmp_path_factory.mktemp("without"))
 
 
@@ -133,7 +130,6 @@ def test_generators_and_settings_are_put_back(tmp_path: Path, without: Any) -> N
 
 
 def odd(**answers: Any) -> Method:
-    """H2O of a class from elsewhere with other answers."""
     method: Method = type("Odd", (H2O,), {**answers, "__module__": "elsewhere"})()
     return method
 
@@ -162,7 +158,20 @@ HELD: list[tuple[Callable[[CompressedKV], Any], str]] = [
     (lambda held: replace(held, keys=[1]), "keys are a list; allowed: a tensor"),
     (lambda held: replace(held, keys=held.keys.half()), "keys are .*torch.float16"),
     (lambda held: replace(held, keys=held.keys[None]), "keys are .*; allowed: "),
+    (
+        lambda held: replace(held, keys=held.keys.to("meta")),
+        "keys are .* on meta; allowed: .* on cpu",
+    ),
     (lambda held: replace(held, positions=held.positions.float()), "positions are .*float32"),
+    (lambda held: replace(held, positions=held.positions[:, :1]), r"positions are \(1, 1, 20\)"),
+    (lambda held: replace(held, positions=None), "positions are a NoneType; allowed: a tensor"),
+    (lambda held: replace(held, log_weights=torch.zeros(1, 2, 1)), r"log_weights are \(1, 2, 1\)"),
+    (
+        lambda held: replace(held, log_weights=torch.zeros(1, 1, 20)),
+        r"log_weights are \(1, 1, 20\)",
+    ),
+    (lambda held: replace(held, log_weights=torch.zeros(1, 2, 20).double()), "are .*float64"),
+    (lambda held: replace(held, scores=torch.zeros(1, 1, 1)), r"scores .*; allowed: \(1, 2, 20\)"),
     (lambda held: replace(held, keys_only="all"), "keys_only is 'all'; allowed: 0 to "),
     (lambda held: replace(held, keys_only=-1), "keys_only is -1; allowed: 0 to "),
     (lambda held: replace(held, value_range=(1, 2)), "value_range is not of two tensors"),
@@ -204,8 +213,6 @@ def test_positions_outside_the_prompt_and_missing_scores_are_refused(
 
 @dataclass(frozen=True, kw_only=True)
 class BadEviction(H2O):
-    """H2O that fails at a decoded token."""
-
     def eviction(self, capacity: int, sink: int) -> None:
         return None
 
@@ -215,8 +222,6 @@ class BadEviction(H2O):
 
 @dataclass(frozen=True, kw_only=True)
 class BadRestriction(TopK):
-    """TopK that fails at a decoded token."""
-
     def restrict(self, held: Held, logits: torch.Tensor) -> Any:
         raise KeyError("restrict")
 
@@ -229,8 +234,6 @@ def test_faults_while_decoding(tmp_path: Path, without: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BadRescoring(KVzip):
-    """KVzip that writes to the repetition that it is shown."""
-
     def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
         super().rescore(layer, repeated, budget)
         repeated.keys.zero_()

@@ -98,7 +98,6 @@ def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> No
 
 @pytest.fixture
 def shipped() -> tuple[Any, Any]:
-    """The shipped model and its tokenizer, as transformers loads them."""
     path = local_path("asset:recall_mini")
     model = t.AutoModelForCausalLM.from_pretrained(path, device_map="cpu").eval()
     return model, t.AutoTokenizer.from_pretrained(path, padding_side="left")

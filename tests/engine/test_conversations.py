@@ -15,13 +15,7 @@ from support.tiny import on_kvbench, prompt_ids, tiny_model
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
 from kvbench.engine.answer import Stopping
-from kvbench.engine.generate import (
-    Prompt,
-    Question,
-    copies_at_once,
-    generate,
-    generate_each,
-)
+from kvbench.engine.generate import Prompt, Question, copies_at_once, generate, generate_each
 from kvbench.engine.row import Row
 from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method
@@ -49,11 +43,11 @@ def prompt_of(methods: dict[str, Any], new: int = 10) -> Prompt:
 
 def test_questions_are_answered_as_in_separate_runs() -> None:
     model = on_kvbench(tiny_model("llama"))
-    prompt = prompt_of(METHODS)
+    prompt = prompt_of(METHODS, new=6)
     together = generate(model, [prompt], seed=3)[0]
     for i, question in enumerate(QUESTIONS):
         alone = Prompt.of(
-            prompt.ids, question, prompt.methods, Stopping(10), "x", compress_after="context"
+            prompt.ids, question, prompt.methods, Stopping(6), "x", compress_after="context"
         )
         (separate,) = generate_each(model, [alone], seed=3)
         for name, answers in together.items():
@@ -66,7 +60,6 @@ def test_questions_are_answered_as_in_separate_runs() -> None:
 def test_as_many_conversations_at_once_as_memory_has_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answers are the same."""
     model = on_kvbench(tiny_model("llama"))
     prompt = prompt_of({name: METHODS[name] for name in ("exact", "snapkv")})
     rows: list[int] = []

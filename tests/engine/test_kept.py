@@ -26,18 +26,20 @@ SMALL: dict[str, Any] = {"sink": 4, "window": 4}
 PROMPT = "the quick brown fox jumps over the lazy dog. " * 4
 
 
+MODEL = tiny_model("llama")
+
+
 def row_of(method: Any, ids: list[int]) -> Row:
-    model = tiny_model("llama")
     row = Row("m", method, Budget(**SMALL), 0, prompt_name(ids), room=0)
-    with kvbench_attention_on(model):
-        prefill(model, ids, [row])
+    with kvbench_attention_on(MODEL):
+        prefill(MODEL, ids, [row])
     assert row.failure is None
     return row
 
 
 def check_frame(name: str, options: dict[str, Any]) -> None:
-    model, ids = tiny_model("llama"), Letters().encode(PROMPT)
-    frame = kvbench.kept(model, Letters(), PROMPT, name, **SMALL, **options)
+    ids = Letters().encode(PROMPT)
+    frame = kvbench.kept(MODEL, Letters(), PROMPT, name, **SMALL, **options)
     assert list(frame.columns) == ["position", "token", "layer", "head", "weight"]
     row = row_of(build_method(name, **options), ids)
     for layer, (cache,) in row.caches.items():

@@ -16,6 +16,8 @@ import httpx
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from support.encoders import tokenizer as with_template
+from support.kernels import relative
 from support.tiny import prompt_ids, tiny_model
 from transformers import AutoTokenizer
 
@@ -62,7 +64,6 @@ def load(folder: Path | str, **options: Any) -> Any:
 
 
 def recall(**options: Any) -> Any:
-    """The shipped model: bitsandbytes' kernels want rows of whole blocks."""
     return load("asset:recall_mini", **options)
 
 
@@ -138,7 +139,6 @@ def test_what_cannot_be_is_refused_in_one_line(call: Callable[[], Any], message:
 
 
 def test_a_wrong_type_in_a_config_is_one_line_at_any_verbosity(caplog: Any) -> None:
-    """What the user wrote is no fault of the program, whose traceback -v would show."""
     tiny = {"model_type": "llama", "num_attention_heads": -0.0}
     wrong = ModelSpec(name="m", path="p", random_weights=True, architecture=tiny)
     with caplog.at_level("DEBUG"), pytest.raises(ModelError, match=r"expected int.*-0\.0") as error:
@@ -171,11 +171,6 @@ def test_a_model_that_cannot_be_run_is_refused_by_its_config(
     assert "\n" not in str(error.value)
 
 
-def test_a_dtype_of_auto_follows_the_device() -> None:
-    assert resolve_dtype("auto", CPU) == torch.float32
-    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-
-
 def test_a_base_model_gets_no_template_and_a_bos_where_its_tokenizer_puts_one():
     assert tokenizer(RECALL.path)().overhead == 0
 
@@ -186,18 +181,20 @@ def test_a_base_model_gets_no_template_and_a_bos_where_its_tokenizer_puts_one():
             return ([1] if add_special_tokens else []) + [ord(c) for c in text]
 
     assert prompt_encoder(WithBos(), RECALL).prefix_ids == (1,)
+    config, generation = SimpleNamespace(eos_token_id=9), SimpleNamespace(eos_token_id=[7, 8])
+    model = SimpleNamespace(generation_config=generation, config=config)
+    assert end_token_ids(model, SimpleNamespace(eos_token_id=3)) == {3, 7, 8, 9}
 
 
 def test_a_chat_template_goes_around_the_prompt():
-    tokenizer = AutoTokenizer.from_pretrained(local_path("asset:recall_mini"))
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}user: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}bot:{% endif %}"
     )
-    encoder = prompt_encoder(tokenizer, RECALL)
+    encoder = prompt_encoder(with_template(template), RECALL)
     around = (encoder.decode(encoder.prefix_ids), encoder.decode(encoder.suffix_ids))
     assert around == ("user: ", "\nbot:")
-    bare = prompt_encoder(tokenizer, ModelSpec(name="m", path="x", chat_template="never"))
+    bare = prompt_encoder(with_template(template), spec("x", chat_template="never")())
     assert bare.overhead == 0
 
 
@@ -221,41 +218,28 @@ OPENS, CLOSES = "<think>\n", "<think>\n\n</think>\n\n"
 def test_a_thought_is_found_in_the_chat_template(
     options: Any, generation: str, thought: Thought | None
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(local_path("asset:recall_mini"))
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}user: {{ m['content'].split('</think>')[-1] }}\n{% endfor %}"
         f"{{% if add_generation_prompt %}}bot:{generation}"
         f"{{% if enable_thinking is false %}}{CLOSES}{{% endif %}}{{% endif %}}"
     )
-    encoder = prompt_encoder(tokenizer, ModelSpec(name="m", path="x", **options))
+    encoder = prompt_encoder(with_template(template), spec("x", **options)())
     assert encoder.thought == thought
     _, (ids,) = encode_shared(encoder, "", [("What?", "Answer:")])
     assert encoder.decode(ids).endswith("Answer:") == (thought is None or bool(thought.start))
 
 
 def test_thinking_that_the_template_does_not_know_is_refused() -> None:
-    spec = ModelSpec(name="m", path="x", enable_thinking=True)
-    tokenizer = AutoTokenizer.from_pretrained(local_path("asset:recall_mini"))
     with pytest.raises(ModelError, match=r"enable_thinking is True and .* allowed: null"):
-        prompt_encoder(tokenizer, spec)
+        prompt_encoder(with_template(), spec("x", enable_thinking=True)())
 
 
 def test_an_end_of_thought_that_is_a_special_token_is_decoded() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(local_path("asset:recall_mini"))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[/THINK]"]})
-    spec = ModelSpec(name="m", path="x", answer_after="[/THINK]")
-    encoder = prompt_encoder(tokenizer, spec)
+    made = with_template(special=["[/THINK]"])
+    encoder = prompt_encoder(made, spec("x", answer_after="[/THINK]")())
     text = encoder.decode(encoder.encode_text("line a[/THINK] 12"))
     assert encoder.thought is not None
     assert encoder.thought.split(text) == ("line a", "12")
-
-
-def test_every_end_token_counts():
-    model = SimpleNamespace(
-        generation_config=SimpleNamespace(eos_token_id=[7, 8]),
-        config=SimpleNamespace(eos_token_id=9),
-    )
-    assert end_token_ids(model, SimpleNamespace(eos_token_id=3)) == {3, 7, 8, 9}
 
 
 def test_random_weights_need_no_download_and_follow_the_seed():
@@ -281,23 +265,30 @@ def test_random_weights_need_no_download_and_follow_the_seed():
     assert torch.equal(state, torch.random.get_rng_state()), "the caller's generator is untouched"
 
 
+def test_a_dtype_of_auto_follows_the_device_and_a_tilde_is_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve_dtype("auto", CPU) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert local_path("~/mine") == str(tmp_path / "mine")
+    assert local_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+
+
 def test_weights_of_files_go_into_the_config_beside_them() -> None:
     architecture = {"model_type": "llama", "num_hidden_layers": 2}
     assert recall(architecture=architecture).config.to_dict() == recall().config.to_dict()
 
 
 def logits(model: Any, ids: list[int]) -> torch.Tensor:
-    """[ids, vocabulary] float32, by transformers' own attention."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with torch.no_grad():
         found: torch.Tensor = model(torch.tensor([ids])).logits[0]
     model.set_attn_implementation(before)
     return found
-
-
-def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((result - expected).norm() / expected.norm())
 
 
 def test_a_gguf_file_is_read_as_the_format_says(tiny: Any, tmp_path: Path) -> None:
@@ -389,13 +380,3 @@ def test_a_model_that_cannot_be_run_is_refused_before_its_tokenizer_is_fetched(
     with pytest.raises(ModelError, match="no such model"):
         _ = session.Session(RECALL, CPU, torch.float32).encoder
     assert not fetched
-
-
-def test_a_folder_of_the_home_is_found_by_its_tilde(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text("{}")
-    assert local_path("~/mine") == str(tmp_path / "mine")
-    assert local_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"

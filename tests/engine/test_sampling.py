@@ -52,13 +52,6 @@ def test_draws_depend_on_seed_example_sample_and_nothing_else() -> None:
         assert torch.equal(alone[:, 0], rows[:, row])
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(1e-30), Sampling(5.0, 1e-9)], ids=["cold", "one token left"]
-)
-def test_with_one_likely_token_sampling_is_greedy(sampling: Sampling) -> None:
-    assert sampling.pick(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([1 - 2**-24]))[0, 0] == 1
-
-
 def test_the_edges() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [float("nan"), 0.0, 1.0], [2.0, float("inf"), 0.0]])
     largest = torch.full((3,), 1 - 2**-24)
@@ -68,10 +61,9 @@ def test_the_edges() -> None:
     assert sound.tolist() == [1, 0, 0]
     assert tokens[0] == 0
     assert Sampling(1.0).pick(logits, torch.zeros(3))[0, 0] == 1
-
-
-def test_a_draw_between_two_tokens_is_the_second() -> None:
-    """Each token has [below, below + probability): equal ones in the order of the vocabulary."""
+    for cold in (Sampling(1e-30), Sampling(5.0, 1e-9)):  # one token left
+        assert cold.pick(torch.tensor([[1.0, 3.0, 2.0]]), largest[:1])[0, 0] == 1
+    # each token has [below, below + probability): equal ones in the order of the vocabulary
     draws = torch.tensor([0.0, 0.249, 0.25, 0.5, 0.75, 1 - 2**-24])
     tokens, _ = Sampling(1.0).pick(torch.zeros(6, 4), draws)
     assert tokens.tolist() == [0, 0, 1, 2, 3, 3]

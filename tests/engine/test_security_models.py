@@ -23,7 +23,6 @@ WEIGHTS = "model.safetensors"
 
 
 def loaded(folder: Path) -> PromptEncoder:
-    """Everything a job reads of a model's folder, and a long text through its tokenizer."""
     spec = ModelSpec(name="m", path=str(folder))
     encoder = prompt_encoder(load_tokenizer(spec), spec)
     encoder.encode_text("a" * 40 + " aab " * 10)
@@ -43,8 +42,6 @@ Harm = Callable[[Path], object]
 
 
 def hidden(name: str, index: str | None = None, **config: str) -> Harm:
-    """A pickle of that name, perhaps behind an index, perhaps named by the config."""
-
     def harm(folder: Path) -> None:
         (folder / WEIGHTS).unlink()
         (folder / "pytorch_model.bin").rename(folder / name)
@@ -83,8 +80,6 @@ def lacking(folder: Path) -> None:
 
 
 def file(name: str, content: Any) -> Harm:
-    """Replace a file, or change fields of it."""
-
     def harm(folder: Path) -> None:
         text = json.dumps(content).replace("MARK", str(folder.parent / "owned"))
         if isinstance(content, dict):
@@ -93,6 +88,24 @@ def file(name: str, content: Any) -> Harm:
             (folder / name).write_text(text)
 
     return harm
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({mark!r}).touch()
+class EvilConfig(LlamaConfig):
+    model_type = "evil"
+class Evil(LlamaForCausalLM):
+    config_class = EvilConfig
+"""
+
+
+def code(folder: Path) -> None:
+    (folder / "evil.py").write_text(CODE.format(mark=str(folder.parent / "owned")))
+    classes = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"}
+    changed(folder / "config.json", auto_map=classes, model_type="evil")
+    changed(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]})
 
 
 def template(text: str) -> Harm:
@@ -112,6 +125,7 @@ FOLDERS: dict[str, tuple[Harm, str]] = {
         "safetensors",
     ),
     "a pickle called safetensors": (hidden(WEIGHTS), CANNOT),
+    "code of its own": (code, "trust_remote_code"),
     "a header of exabytes": (weights(lambda _: (2**60).to_bytes(8, "little") + b"{}"), CANNOT),
     "an offset beyond the file": (weights(entry(data_offsets=[0, 2**50])), CANNOT),
     "another shape": (
@@ -156,7 +170,6 @@ def test_a_harmful_or_broken_folder_is_refused_in_one_line(
 
 
 def test_unusual_folders_that_are_sound_load(tmp_path: Path) -> None:
-    """Weights in several files, and a template that adds its marks alone."""
     folder = shutil.copytree(PACKAGE / "assets" / "recall_mini", tmp_path / "model")
     found = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()

@@ -100,19 +100,14 @@ def test_in_a_small_pass_products_alone_run_on_all_threads(
     assert torch.get_num_threads() == 2
 
 
-def test_a_weight_that_is_not_large_is_left_to_torch(
+def test_small_weights_and_modules_that_somebody_else_replaced_are_left_to_torch(
     two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "LARGE", 64 * 24 + 1)
     model = OneProduct(monkeypatch, 64)
-    model.run(torch.randn(4, 1, 64))
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "LARGE", 64 * 24 + 1)
+        model.run(torch.randn(4, 1, 64))
     assert model.seen == [1], "torch's own product is not seen"
-
-
-def test_a_module_that_somebody_else_replaced_is_left_alone(
-    two_threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = OneProduct(monkeypatch, 64)
     monkeypatch.setattr(model.product, "forward", lambda x: type(x))
     assert model.run(torch.randn(4, 1, 64)) is Tensor  # type: ignore[comparison-overlap]
 

@@ -1,14 +1,11 @@
-"""BalanceKV's exact halving as a Triton kernel, against torch."""
+"""BalanceKV's exact halving as a Triton kernel, against torch, which BalanceKV's tests compare with the
+definition."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.kernels import (
-    generator,
-    needs_triton,
-    put,
-)
+from support.kernels import generator, needs_triton, put
 
 from kvbench.kernels.balanced_cut import halve
 
@@ -19,7 +16,6 @@ pytestmark = pytest.mark.cuda
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize(("m", "entries"), [(2, 2), (3, 5), (77, 80), (1025, 2100), (2048, 2048)])
 def test_cut(m, entries, share):
-    """The torch form is compared with the definition in the tests of BalanceKV."""
     g = generator(m)
     positive = (torch.rand(2, 3, m + 3, generator=g) < share)[:, :, :m]  # not contiguous
     order = torch.randint(0, 9999, (2, 3, entries), generator=g)

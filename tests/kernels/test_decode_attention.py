@@ -93,7 +93,6 @@ def by_definition(
 
 
 def put_all(drawn: Any) -> Any:
-    """What `draw` returns, on the device."""
     query, *entries = drawn
     return query.to(DEVICE), *(put(*part) for part in entries)
 
@@ -247,25 +246,15 @@ KEY = torch.zeros(2, 5, 4)
         ),
     ],
 )
-def test_what_does_not_fit_a_step_is_refused(heads, length, options, message):
+def test_what_does_not_fit_a_step_or_a_table_is_refused(heads, length, options, message):
     table = addresses_of([KEY], [KEY])
     with pytest.raises(ValueError, match=message):
         weighted_decode_attention(torch.zeros(1, heads, 4), table, [length], scaling=1.0, **options)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        (torch.zeros(1, 1, 4), torch.zeros(1, 2, 4)),
-        (torch.zeros(1, 2, 4), torch.zeros(1, 2, 3)),
-        (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4).half()),
-        (KEY, KEY),
-    ],
-    ids=["heads", "dim", "dtype", "rows"],
-)
-def test_a_new_entry_that_does_not_fit_is_refused(key, value):
-    with pytest.raises(ValueError, match=r"(key|value) is .*; allowed: \(1, 2, 4\)"):
-        append_entries(addresses_of([KEY], [KEY]), [3], key, value)
+    fits = torch.zeros(1, 2, 4)
+    wrong = [(fits[:, :1], fits), (fits, fits[..., :3]), (fits, fits.half()), (KEY, KEY)]
+    for key, value in wrong:  # heads, dim, dtype, rows
+        with pytest.raises(ValueError, match=r"(key|value) is .*; allowed: \(1, 2, 4\)"):
+            append_entries(table, [3], key, value)
 
 
 def test_groups_of_many_query_heads_run_in_triton_and_too_wide_ones_are_refused(monkeypatch):

@@ -16,7 +16,7 @@ from kvbench.kernels.eviction import evict_entries
 pytestmark = pytest.mark.cuda
 
 DIM, VALUE_DIM = 16, 8
-LIMITS, LENGTHS, RESERVED = [64, 7, 1100, 9], [64, 3, 1100, 9], [65, 12, 1103, 10]
+LIMITS, LENGTHS, RESERVED = [64, 7, 300, 9], [64, 3, 300, 9], [65, 12, 303, 10]
 """Four rows: full, not full, of several pieces of the kernel, and one that has ended."""
 ENDED = 3
 
@@ -66,7 +66,7 @@ def rows(weighs: bool, heads: int, seed: int = 0) -> Any:
     return keys, values, weights, positions, scores
 
 
-@pytest.mark.parametrize(("heads", "piece"), [(1, 512), (2, 32)])
+@pytest.mark.parametrize(("heads", "piece"), [(1, 128), (2, 32)])
 @both
 @pytest.mark.parametrize(
     "rule",
@@ -126,7 +126,6 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
 
 
 def evicting(rules: list[Eviction], limits: list[int], scores: Any, places: list[int]) -> Any:
-    """The addresses of two rows alike that evict by these rules."""
     rows, positions = len(rules), torch.zeros(1, 4, dtype=torch.int64)
     entries = [torch.zeros(1, 4, 8)] * rows
     return addresses_of(

@@ -7,14 +7,7 @@ import random
 import pytest
 import torch
 from support.interpreted import DEVICE
-from support.kernels import (
-    BRAIN,
-    FLOAT,
-    FULL_SIZE,
-    HALF,
-    generator,
-    put,
-)
+from support.kernels import BRAIN, FLOAT, FULL_SIZE, HALF, generator, put
 
 from kvbench.kernels import kcentre
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
@@ -87,11 +80,8 @@ def test_kcentre_in_passes_of_any_size(seed, monkeypatch):
             torch.testing.assert_close(distance, apart.amin(-1), atol=2e-3, rtol=0)
 
 
-def test_a_centre_is_nearest_to_itself():
+def test_a_centre_is_nearest_to_itself_and_more_centres_than_points_are_refused():
     same = torch.ones(1, 5, 2)
     assert nearest_centre(same, torch.tensor([[1, 3]]))[0, [1, 3]].tolist() == [0, 1]
-
-
-def test_more_centres_than_points_are_refused():
     with pytest.raises(ValueError, match="4 centres of 3 points"):
         greedy_k_centre(torch.zeros(1, 3, 2), 4, torch.tensor([0]))

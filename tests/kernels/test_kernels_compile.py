@@ -34,14 +34,17 @@ KERNELS = 12
     ],
     ids=str,
 )
-def test_every_kernel_compiles_and_fits(capabilities, options, tmp_path):
+def test_every_kernel_compiles_and_fits(capabilities, options, request, tmp_path):
     """The interpreter has no types: what a compiler refuses (a value whose shape changes in a loop, at
     dimensions that are no power of two) passes there."""
     script = ROOT / "scripts" / "benchmarks" / "compile_kernels.py"
-    # A process of its own: this one's triton is the interpreter.
+    # What has been compiled once stays in pytest's cache. A process of its own: this one's triton is
+    # the interpreter.
+    cache = getattr(request.config, "cache", None)
+    compiled = cache.mkdir("triton") if cache else tmp_path
     done = subprocess.run(
         [sys.executable, str(script), *map(str, capabilities), *options],
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(compiled)},
         capture_output=True,
         text=True,
     )

@@ -18,15 +18,10 @@ from kvbench.kernels.philox import philox
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
-pytestmark = [
-    pytest.mark.cuda,
-    needs_cuda,
-    needs_triton,
-]
+pytestmark = [pytest.mark.cuda, needs_cuda, needs_triton]
 
 
 def another() -> torch.device:
-    """The last GPU; the current one is the first."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     return torch.device("cuda", torch.cuda.device_count() - 1)

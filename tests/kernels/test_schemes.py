@@ -54,12 +54,6 @@ def test_a_method_names_the_option_of_its_scheme(options: dict[str, Any], messag
     assert "\n" not in str(refusal.value)
 
 
-def test_the_smallest_options_are_taken() -> None:
-    assert Quantization(group_size=1, bits=2).group_size == 1
-    assert TurboQuant(bits=1, outlier_bits=5).outlier_bits == 5
-    assert QJL(m_out=0, first_m_out=0, outliers=0, group=1, buffer=1).m_out == 0
-
-
 @pytest.mark.parametrize(
     ("scheme", "by_entry"),
     [
@@ -73,3 +67,5 @@ def test_the_smallest_options_are_taken() -> None:
 )
 def test_entries_may_leave_where_they_are_packed_one_by_one(scheme: Any, by_entry: bool) -> None:
     assert scheme.by_entry is by_entry
+    assert TurboQuant(bits=1, outlier_bits=5).outlier_bits == 5, "the smallest and the largest"
+    assert QJL(m_out=0, first_m_out=0, outliers=0, group=1, buffer=1).m_out == 0

@@ -24,7 +24,6 @@ from kvbench.methods._matching import Block, match
 
 
 def options_of(case: dict[str, Any]) -> dict[str, Any]:
-    """A case's options by our names."""
     theirs = case["options"]
     low, high = theirs.get("nnls_lower_bound"), theirs.get("nnls_upper_bound")
     return {
@@ -181,6 +180,13 @@ def test_layers_share_as_in_pyramidkv_beyond_sink_and_window():
     assert sum(shares) == 6 * budget.capacity(n)
 
 
+def assert_held(row: Row, layer: int, expected: CompressedKV) -> None:
+    (held,) = row.caches[layer]
+    assert torch.equal(held.positions[:, : held.length], expected.positions[0])
+    assert_near(held.values[:, : held.length], expected.values[0], 1e-3)
+    assert_near(held.log_weights[:, : held.length], expected.log_weights[0], 1e-3)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"keys": "omp"}, {"keys": "omp", "choose": 3, "interval": 2}]
 )
@@ -195,10 +201,7 @@ def test_the_engine_holds_what_was_matched(options):
     assert row.failure is None
     for layer in layers:
         expected = run(method, seen[layer], budget)
-        (held,) = row.caches[layer]
-        assert torch.equal(held.positions[:, : held.length], expected.positions[0])
-        assert_near(held.values[:, : held.length], expected.values[0], 1e-3)
-        assert_near(held.log_weights[:, : held.length], expected.log_weights[0], 1e-3)
+        assert_held(row, layer, expected)
 
 
 def test_queries_of_a_repetition_are_those_of_a_pass_over_prompt_and_chunk():
@@ -219,9 +222,6 @@ def test_queries_of_a_repetition_are_those_of_a_pass_over_prompt_and_chunk():
         queries = torch.cat([seen[layer].queries[:, :, len(ids) :] for seen in passes], dim=2)
         shown = replace(prompt[layer], queries=queries, shared={})
         expected = run(build_method("attention_matching"), shown, budget)
-        (held,) = row.caches[layer]
-        assert torch.equal(held.positions[:, : held.length], expected.positions[0])
-        assert_near(held.values[:, : held.length], expected.values[0], 1e-3)
-        assert_near(held.log_weights[:, : held.length], expected.log_weights[0], 1e-3)
+        assert_held(row, layer, expected)
     with pytest.raises(KVError, match="queries is repeat and layer"):
         run(repeat, prompt[layers[0]], budget)

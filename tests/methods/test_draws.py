@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from support.jobs import SMALL
+from support.kernels import generator
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.prefill import prefill
@@ -15,10 +16,6 @@ from kvbench.methods import build_method
 from kvbench.methods._draws import place, places, uniforms
 
 CPU = torch.device("cpu")
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def test_draws_are_philox_under_a_key_of_the_generator() -> None:
@@ -34,7 +31,7 @@ def test_draws_are_philox_under_a_key_of_the_generator() -> None:
 
 def test_places_are_a_fair_sample_without_replacement() -> None:
     """Each place of 40 is drawn 10 of 40 times, each pair as often as independence less one allows."""
-    going_on, heads, n, count = generator(), 8000, 40, 10
+    going_on, heads, n, count = generator(0), 8000, 40, 10
     taken_places = places(going_on, heads, n, count, CPU)[0]
     assert taken_places.shape == (heads, count)
     assert bool((taken_places.diff() > 0).all())

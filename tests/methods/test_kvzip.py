@@ -74,7 +74,6 @@ def read(
     encoder: Any = WORDS,
     others: Sequence[Method] = (),
 ) -> tuple[Any, ...]:
-    """A prefilled row of the method, after the others."""
     model = tiny_model(architecture)
     rows = [Row(f"o{i}", other, budget, 0, "x", room=0) for i, other in enumerate(others)]
     row = Row("kvzip", method, budget, 0, "x", room=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -22,16 +21,13 @@ LISTED = {name for name, _ in (*VARIANTS, *OTHERS)}
 LABELS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 
 
-def composed(*overrides: str) -> Any:
-    with initialize_config_dir(str(CONF), version_base=None):
-        return compose("config", overrides=list(overrides)).methods
-
-
 def test_yaml_is_the_method_with_its_defaults():
     """``snapkv`` or ``<method>_<preset>``; of a package that is not installed, up to its making."""
-    for label in LABELS:
+    with initialize_config_dir(str(CONF), version_base=None):
+        methods = compose("config", overrides=[f"method=[{','.join(LABELS)}]"]).methods
+    assert sorted(methods) == LABELS
+    for label, node in methods.items():
         name = max((n for n in available_methods() if f"{label}_".startswith(f"{n}_")), key=len)
-        node = composed(f"method=[{label}]")[label]
         options = {str(key) for key in node} - {"_target_"}
         fields = {field.name for field in dataclasses.fields(method_class(name))}
         assert options | {"quantize"} == fields, label  # quantize is every method's
@@ -55,10 +51,7 @@ def test_every_method_names_its_paper_and_has_a_yaml_as_has_every_preset():
 
 @pytest.mark.parametrize(
     ("base", "present", "missing"),
-    [
-        (Method, {}, "compress"),
-        (TokenScoringMethod, {"compress": SnapKV.compress}, "token_scores"),
-    ],
+    [(Method, {}, "compress"), (TokenScoringMethod, {"compress": SnapKV.compress}, "token_scores")],
 )
 def test_a_method_without_what_it_must_implement_cannot_be_made(base, present, missing):
     incomplete = type("Incomplete", (base,), present)

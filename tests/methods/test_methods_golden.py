@@ -56,7 +56,6 @@ def balance_case(balance: dict[str, Any], name: str) -> tuple[Any, ...]:
 def signs_of(
     config: dict[str, Any], method: Any, keys: Tensor, values: Tensor | None, uniforms: Tensor
 ) -> Tensor:
-    """Signs of the first halving, token by token."""
     batch, heads, n, dim = keys.shape
     blocks, b = uniforms.shape[2:]
     index = torch.arange(blocks * b).clamp(max=n - 1)
@@ -114,7 +113,6 @@ def test_balancekv_overflow_is_where_we_differ(balance):
 
 
 def test_balancekv_decode(balance):
-    """One decode step on sink + survivors + window."""
     config = json.loads(str(balance["decode_json"]))
     shape = (config["b"], config["hkv"], config["n_total"], config["d"])
     one = (config["b"], config["hq"], 1, config["d"])

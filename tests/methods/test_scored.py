@@ -164,11 +164,6 @@ def test_a_budget_that_pages_ask_for_is_enough():
     ]
 
 
-def test_without_an_interval_nothing_is_compressed_again():
-    assert build_method("rkv", every=None).recompression is None
-    assert build_method("rkv", every=16).recompression.every == 16
-
-
 # -- properties ----------------------------------------------------------------------------------
 
 BUDGET = Budget(rate=0.3, sink=4, window=6)
@@ -237,7 +232,11 @@ ROTATIONS = [
     (t.LlamaConfig(**GROUPED), "q_proj", 16),
     (t.Gemma2Config(**{**_MIXED, "query_pre_attn_scalar": 16}), "q_proj", 16),
     (t.Gemma3TextConfig(**_MIXED), "q_norm", 16),
-    (t.Gemma4TextConfig(**_MIXED, num_kv_shared_layers=0), "q_norm", 512),
+    (
+        t.Gemma4TextConfig(**_MIXED, num_kv_shared_layers=0, vocab_size_per_layer_input=97),
+        "q_norm",
+        512,
+    ),
     (t.Olmo3Config(**_MIXED), "q_norm", 16),
     (t.LagunaConfig(**_MIXED), "q_norm", 8),
     (t.MellumConfig(**_MIXED), "q_norm", 16),
@@ -349,6 +348,8 @@ def test_a_number_that_no_budget_grants_is_refused_before_decoding():
     row = Row("rkv", method, SIZED, 0, "x", room=0)
     with pytest.raises(KVError, match=r"budget\.size is 8; allowed: more than"):
         row._hold(0, run(method, layer, SIZED), 50, None, layer)
+    assert build_method("rkv", every=None).recompression is None
+    assert build_method("rkv", every=16).recompression.every == 16
 
 
 def test_importance_is_of_the_logits_that_the_model_bounds():

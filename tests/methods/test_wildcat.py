@@ -60,7 +60,6 @@ def test_one_bin_as_released(shared_file):
 def whole_heads(
     file: dict[str, Any], case: dict[str, Any], draws: Any, shift: Any
 ) -> tuple[Any, ...]:
-    """A case's layer, its budget, its uniforms, and a check of what was kept of it."""
     b, hkv, hq, n, d = (case[k] for k in ("b", "hkv", "hq", "n", "d"))
     g = np.random.default_rng(case["seed"])
     keys = g.standard_normal((b, hkv, n, d), dtype=np.float32) * np.float32(case["key_scale"])

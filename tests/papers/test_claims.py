@@ -75,7 +75,7 @@ def test_answers_that_are_all_alike_bear_out_nothing(side: str, more: dict[str, 
     assert SCRIPT["verdict_on"](np.zeros((12, 1)), {"side": side} | more).verdict != "holds"
 
 
-def test_a_slope_is_compared_with_a_target() -> None:
+def test_a_slope_is_compared_with_a_target_and_a_factor_multiplies_what_is_subtracted() -> None:
     frame = pd.DataFrame(
         {"prompt": f"p{p}", "method": "a", "held": held, "error": (1 + p) * held**-0.5}
         for p in range(4)
@@ -85,13 +85,11 @@ def test_a_slope_is_compared_with_a_target() -> None:
     slopes = SCRIPT["values_of_units"](frame, comparison)
     (differences,) = SCRIPT["differences_to_each"](slopes, comparison).values()
     assert differences.abs().max().max() < 1e-12
-
-
-def test_a_factor_multiplies_what_is_subtracted() -> None:
     values = pd.DataFrame({"a": [4.0, 5.0], "b": [2.0, 2.0], "c": [3.0, 3.0]})
-    comparison = {"first": "a", "against": ["b", "c"], "factor": 1.25}
-    tables = SCRIPT["differences_to_each"](values, comparison)
-    assert tables["1.25 b"].iloc[:, 0].tolist() == [1.5, 2.5]
+    times = SCRIPT["differences_to_each"](
+        values, {"first": "a", "against": ["b", "c"], "factor": 1.25}
+    )
+    assert times["1.25 b"].iloc[:, 0].tolist() == [1.5, 2.5]
 
 
 def test_the_committed_table_says_of_each_claim_what_the_list_says() -> None:
@@ -106,7 +104,6 @@ IN_ONE_RUN = SIDES | {"run": "here"}
 
 
 def decided(*comparisons: dict[str, Any], runs: dict[str, Any] = RUNS) -> list[dict[str, Any]]:
-    """The rows of a claim with these comparisons."""
     about = {"id": "X", "place": "p", "stated": "s", "measure": "as stated", "claim": "c"}
     return SCRIPT["rows_of_claim"](about | {"comparisons": list(comparisons)}, runs)
 
@@ -134,6 +131,8 @@ def test_what_no_model_can_do_says_nothing() -> None:
 
 
 def test_the_claims_name_runs_that_are_there() -> None:
+    with pytest.raises(UserError, match="allowed: B1,B2"):
+        SCRIPT["main"](["claims=Z9"])
     claims = CLAIMS["claims"]
     assert len({claim["id"] for claim in claims}) == len(claims)
     names = set()
@@ -157,11 +156,6 @@ def test_the_commands_of_runs_are_accepted_and_read_the_texts() -> None:
             word if "[" in word or "{" in word else word.partition(",")[0] for word in words[3:]
         ]
         assert refusal_of([word for word in first_of_sweep if word != "-m"]) is None, name
-
-
-def test_an_unknown_claim_is_refused() -> None:
-    with pytest.raises(UserError, match="allowed: B1,B2"):
-        SCRIPT["main"](["claims=Z9"])
 
 
 def test_the_command_runs_the_script_where_it_is(
@@ -195,8 +189,6 @@ TWO_RUNS = {
 
 @dataclass(frozen=True)
 class Decided:
-    """What the script was asked for, and what it printed."""
-
     claims: dict[str, Any]
     arguments: list[str]
     folder: Path

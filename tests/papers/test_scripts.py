@@ -83,7 +83,6 @@ def test_scripts_refuse_what_they_do_not_know() -> None:
 
 
 def attention(layer: LayerKV) -> torch.Tensor:
-    """[heads, n, n] float64, all at once."""
     keys = layer.keys[0].double().repeat_interleave(layer.group, 0)
     logits = layer.queries[0].double() @ keys.mT * layer.scaling
     if layer.softcap is not None:
@@ -246,7 +245,6 @@ def test_neurons_are_counted_and_dropped_by_hooks(kind: str, into: str, out: str
     model, ids = tiny_model(kind), list(range(5, 45))
 
     def linears(part: str) -> list[Any]:
-        """The linear layers into or out of the MLPs' neurons, a layer of the model each."""
         modules = model.named_modules()
         return [m for path, m in modules if path.split(".")[-1].split("_")[0] == part]
 

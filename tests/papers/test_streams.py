@@ -21,16 +21,7 @@ from kvbench.methods.h2o import H2O
 sys.path.insert(0, str(ROOT / "scripts" / "papers"))
 
 import streams
-from streams import (
-    Band,
-    HeavyHitters,
-    read_text,
-    recomputed,
-    rotary,
-    rotated,
-    rotation_of,
-    stream,
-)
+from streams import Band, HeavyHitters, read_text, recomputed, rotary, rotated, rotation_of, stream
 
 
 def streaming_nll(

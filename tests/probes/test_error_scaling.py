@@ -81,12 +81,6 @@ SMALL_PROBE = {"n": 64, "kept": (8, 16), "queries": 2, "draws": 1}
 DATA = {"d": BoundedData(head_dim=4)}
 
 
-def test_options_grow_with_the_memory():
-    probe = ErrorScaling(**SMALL_PROBE, data=DATA, per_kept={"wide": {"block_size": 0.5}})
-    sized = probe._sized("wide", build_method("balancekv"), 16)
-    assert sized == build_method("balancekv", block_size=8)
-
-
 def test_a_method_that_fails_is_a_record_and_stops_no_other():
     probe = ErrorScaling(**SMALL_PROBE, data=DATA)
     broken = build_method("balancekv", block_size=[16, 16])  # too short a list at rate 1/8
@@ -106,6 +100,8 @@ def test_a_method_that_fails_is_a_record_and_stops_no_other():
 
 def test_names_and_numbers_that_mean_nothing_are_refused():
     probe = ErrorScaling(**SMALL_PROBE, data=DATA, per_kept={"wide": {"block_size": 0.5}})
+    sized = probe._sized("wide", build_method("balancekv"), 16)
+    assert sized == build_method("balancekv", block_size=8), "options grow with the memory"
     with pytest.raises(KVError, match=r"task.per_kept names 'wide'.*allowed: uniform"):
         probe.units(SESSION, {"uniform": (build_method("uniform"), BUDGET)})
     without_blocks = {"wide": (build_method("uniform"), BUDGET)}

@@ -30,8 +30,6 @@ from kvbench.tasks.text import RunningText
 
 @dataclass(frozen=True, kw_only=True)
 class Kept(Method):
-    """The positions given for every layer and KV head."""
-
     kept: tuple = ()
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:

@@ -64,7 +64,6 @@ def test_one_record_per_prompt_layer_rate_seed_and_method(tmp_path):
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Of a numpy vector, in its own precision."""
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
 
@@ -181,8 +180,6 @@ def test_methods_that_share_a_budget_out_hold_the_same_at_the_layers_probed(
 
 
 class Heavy(type(METHODS["uniform"])):
-    """Holds more than the others at any budget."""
-
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         return min(n, 2 * budget.capacity(n) + 100)
 
@@ -198,15 +195,8 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     probe = LayerError(layers=(1, 2), exact=16, prompts=Echo(count=1))
     with pytest.raises(KVError, match=r"task.layers is \[1, 2\] and Heavy holds 268 entries there"):
         probe.budget_of(Heavy(), 0.25, 300, 4)
-
-
-def test_a_method_of_even_layers_has_the_rate_as_its_budget():
-    probe = LayerError(layers=(1, 2), exact=16, prompts=Echo(count=1))
     even = probe.budget_of(METHODS["uniform"], 0.25, 300, 4)
     assert (even.rate, even.sink, even.window, even.size) == (0.25, 16, 16, None)
-
-
-def test_a_layer_that_does_not_exist_is_a_record(tmp_path):
     missing = LayerError(layers=(9,), exact=20, prompts=Echo(count=1))
     result = run_job(probe_job(tmp_path, missing, {"exact": METHODS["exact"]}))
     assert "layer 8 does not exist" in records_of(result)["exact"][0]["error"]

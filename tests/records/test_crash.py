@@ -104,12 +104,8 @@ def test_a_file_that_was_removed_is_not_written(tmp_path: Path) -> None:
 
 
 def start_and_kill(server: ForkServer, folder: Path, draw: random.Random, seconds: float) -> int:
-    """Start a job that is to be killed, half of the time anywhere in its code and else at or in a change
-    that it makes to the disk; returns its exit status, 0 where it ended first.
-
-    Args:
-        seconds: how long a job takes.
-    """
+    """Start a job, which takes so many seconds, to be killed: half of the time anywhere in its code and
+    else at or in a change that it makes to the disk. Its exit status, 0 where it ended first."""
     if draw.random() < 0.5:
         child = server.job(folder)
         time.sleep(draw.uniform(0.0, seconds))

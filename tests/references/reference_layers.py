@@ -47,7 +47,6 @@ def random_layer(
     dtype: torch.dtype = torch.float32,
     scaling: float | None = None,
 ) -> LayerKV:
-    """Normal keys, values and all queries, a rotary table and an output projection."""
     batch, kv_heads, group, n, dim = shape
     heads = {"kv_heads": kv_heads, "group": group, "dim": dim}
     where = {"layer_index": layer_index, "num_layers": num_layers}
@@ -59,7 +58,6 @@ def random_layer(
 
 @cache
 def shipped_prompts() -> tuple[tuple[int, ...], ...]:
-    """Token ids of line-retrieval prompts, short to long."""
     encoder = SHIPPED.encoder
     examples = LongEvalLines(num_lines=(10, 30, 60), num_examples=1).examples(encoder)
     encoded = [encode_example(example, encoder) for example in examples]
@@ -68,7 +66,6 @@ def shipped_prompts() -> tuple[tuple[int, ...], ...]:
 
 @cache
 def shipped_layers(prompt: int) -> tuple[LayerKV, ...]:
-    """Every layer of the shipped model on one of `shipped_prompts`."""
     model = SHIPPED.model
     count = model.config.num_hidden_layers
     captured = capture_layers(model, shipped_prompts()[prompt], range(count))
@@ -76,12 +73,10 @@ def shipped_layers(prompt: int) -> tuple[LayerKV, ...]:
 
 
 def all_shipped_layers() -> list[LayerKV]:
-    """Every layer of every prompt."""
     return [layer for prompt in range(len(shipped_prompts())) for layer in shipped_layers(prompt)]
 
 
 def random_layers(shape: tuple[int, int, int, int, int], **options: float) -> list[LayerKV]:
-    """One layer for each seed."""
     return [random_layer(shape, seed, **options) for seed in SEEDS]  # type: ignore[arg-type]
 
 
@@ -104,13 +99,11 @@ def kept(method: Method, layer: LayerKV, budget: Budget, seed: int = 0) -> Compr
 
 
 def queries_of(layer: LayerKV) -> Tensor:
-    """The layer's queries, which every layer here has."""
     assert layer.queries is not None
     return layer.queries
 
 
 def eager_weights(layer: LayerKV) -> Tensor:
-    """Causal softmax attention [batch, heads, n, n], the plain way."""
     keys = layer.keys.repeat_interleave(layer.group, 1)
     logits = queries_of(layer) @ keys.mT * layer.scaling
     future = torch.ones(layer.n, layer.n, dtype=torch.bool).triu(1)

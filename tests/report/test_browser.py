@@ -134,7 +134,6 @@ CLICKS = (ROOT / "tests" / "data" / "page_clicks.js").read_text()
 
 @pytest.fixture(scope="module")
 def clicked(pages: dict[str, Path]) -> dict[str, Any]:
-    """What page_clicks.js saw of the report while it clicked."""
     seen, _ = run_in(pages["report"], [CLICKS])
     return seen
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import t
-from support.report_runs import ERROR_META, HOSTILE, write_run
+from support.report_runs import ERROR_META, HOSTILE, write_run, write_scores
 from support.tables import heads, shown
 
 from kvbench.records.read import StoreError
@@ -23,24 +23,10 @@ Values = Mapping[str, Sequence[float | None]]
 
 
 def write(
-    folder: Path, methods: Values, *, seed: int = 0, fields: Any = None, **options: Any
+    folder: Path, methods: Values, *, seed: int = 0, fields: Any = None, rate: float | None = None
 ) -> Path:
-    for method, values in methods.items():
-        records = [
-            {
-                "example_id": f"e{i}",
-                "score": x,
-                "status": "oom" if x is None else "ok",
-                "prediction": HOSTILE,
-                "ratio": 0.25,
-                "compress_s": 0.5,
-                "decode_s": 1.0,
-                **(fields or {}),
-            }
-            for i, x in enumerate(values)
-        ]
-        write_run(folder, method=method, records=records, seed=seed, options=options)
-    return folder / "demo"
+    costs = {"prediction": HOSTILE, "ratio": 0.25, "compress_s": 0.5, "decode_s": 1.0}
+    return write_scores(folder, methods, rate=rate, seed=seed, fields=costs | (fields or {}))
 
 
 def compared(first: Path, second: Path) -> Comparison:
@@ -55,7 +41,7 @@ def both(tmp_path: Path) -> tuple[Path, Path]:
     after = list(before + rng.normal(0.1, 0.05, 80))
     first: Values = {"snapkv": list(before), "h2o": [1, 0, None, 1], "topk": [1.0]}
     second: Values = {"snapkv": after, "h2o": [1, None, 1, 1], "uniform": [1.0]}
-    return write(tmp_path / "a", first), write(tmp_path / "b", second, **{"budget.rate": 0.5})
+    return write(tmp_path / "a", first), write(tmp_path / "b", second, rate=0.5)
 
 
 def test_the_same_examples_are_paired(both: tuple[Path, Path]) -> None:
@@ -78,6 +64,12 @@ def test_the_same_examples_are_paired(both: tuple[Path, Path]) -> None:
     h2o = by.loc["h2o"]
     assert (h2o["common_examples"], h2o["difference"]) == (2, 0), "the first and the last"
     assert (h2o["first_failed"], h2o["second_failed"]) == ("1 oom", "1 oom")
+    assert comparison.names == tuple(map(str, both))
+    lacking = [
+        ["recall_mini / t / topk", str(both[0])],
+        ["recall_mini / t / uniform", str(both[1])],
+    ]
+    assert shown(comparison.tables[-1]) == lacking
 
 
 def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> None:
@@ -107,26 +99,16 @@ def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> Non
     assert row["p"] < 0.001, "then every record is a unit"
 
 
-def test_runs_that_only_one_experiment_has_are_listed(both: tuple[Path, Path]) -> None:
-    comparison = compared(*both)
-    assert comparison.names == tuple(map(str, both))
-    lacking = [
-        ["recall_mini / t / topk", str(both[0])],
-        ["recall_mini / t / uniform", str(both[1])],
-    ]
-    assert shown(comparison.tables[-1]) == lacking
-
-
 def test_runs_are_matched_whatever_else_their_folders_hold(tmp_path: Path) -> None:
     """A label names the rate only where a folder has several; the hash is the same."""
     first = write(tmp_path / "a", {"snapkv": [1.0, 0.0]})
     for rate in (0.25, 0.5):
-        second = write(tmp_path / "b", {"snapkv": [1.0, 1.0]}, **{"budget.rate": rate})
+        second = write(tmp_path / "b", {"snapkv": [1.0, 1.0]}, rate=rate)
     comparison = compared(first, second)
     assert list(comparison.frame["variant"]) == ["snapkv, rate 0.25"]
     assert shown(comparison.tables[-1]) == [["recall_mini / t / snapkv, rate 0.5", str(second)]]
-    write(tmp_path / "a", {"snapkv": [0.0, 0.0]}, seed=7, **{"budget.rate": 0.5})
-    third = write(tmp_path / "c", {"snapkv": [1.0, 1.0]}, seed=8, **{"budget.rate": 0.5})
+    write(tmp_path / "a", {"snapkv": [0.0, 0.0]}, seed=7, rate=0.5)
+    third = write(tmp_path / "c", {"snapkv": [1.0, 1.0]}, seed=8, rate=0.5)
     assert list(compared(first, third).frame["first"]) == [0.0], "no hash in common: by the rate"
 
 

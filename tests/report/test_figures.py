@@ -20,6 +20,7 @@ from support.report_runs import (
     write_demo,
     write_longbench,
     write_run,
+    write_scores,
     write_sweep,
 )
 from support.tables import data, group_of, shown
@@ -36,7 +37,6 @@ from kvbench.report.verdicts import verdict
 
 
 def drawn(group: Group) -> dict[str, Drawn]:
-    """By what a name adds to the group's."""
     figures = figures_of(group, tidy(group))
     return {one.name.removeprefix(f"{group.task}-{group.model}-"): one for one in figures}
 
@@ -95,9 +95,7 @@ def test_at_most_eight_lines_have_a_colour_and_a_name(tmp_path: Path) -> None:
     for method, mean in means.items():
         for rate in (0.25, 0.5):
             ratio = rate / (9 if method == "cheap" else 1)
-            record = {"example_id": "a", "score": mean, "ratio": ratio}
-            options = {"budget.rate": rate}
-            write_run(tmp_path, method=method, records=[record], options=options)
+            write_scores(tmp_path, {method: [mean]}, rate=rate, fields={"ratio": ratio})
     one = drawn(group_of(tmp_path / "demo"))["ratio"]
     (legend,) = one.figure.legends
     named = [text.get_text() for text in legend.get_texts()]
@@ -133,24 +131,18 @@ def test_heatmaps_share_one_scale_and_leave_gaps_where_nothing_was_scored(tmp_pa
     assert one.chart["panels"][1]["values"][0][0] is None
 
 
-def test_a_forest_has_its_intervals_along_the_scores() -> None:
+def test_a_forest_has_its_intervals_along_the_scores_and_a_name_that_no_font_has() -> None:
+    with pytest.raises(ValueError, match=r"^task_meta\.figures: 0\.heatmap\.y: Field required$"):
+        figures_in({"figures": [{"kind": "heatmap", "x": "length"}]})
     row = {"row": "snapkv", "method": "snapkv", "mean": 50.0, "low": 30.0, "high": 90.0}
     (ax,) = forest(pd.DataFrame([row]), "score").axes
     intervals: Any = ax.collections[0]
     (interval,) = intervals.get_segments()
     assert interval.tolist() == [[30.0, 0.0], [90.0, 0.0]]
-
-
-def test_a_name_that_no_font_has_is_drawn_without_a_warning() -> None:
     figure = Figure()
     figure.suptitle("\U00012000")
     with warnings.catch_warnings(action="error"):
         assert Drawn("name", "title", "caption", lambda: figure).encoded("png")
-
-
-def test_a_figure_that_lacks_a_field_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^task_meta\.figures: 0\.heatmap\.y: Field required$"):
-        figures_in({"figures": [{"kind": "heatmap", "x": "length"}]})
 
 
 def test_panels_show_the_best_methods_of_the_lowest_rate_and_name_the_rest(tmp_path: Path) -> None:
@@ -225,7 +217,7 @@ def write_curves(folder: Path, laws: dict[str, float], noise: float, units: int 
     return group_of(folder / "demo")
 
 
-def test_fits_recover_the_slopes_they_were_made_with(tmp_path: Path) -> None:
+def test_fits_recover_slopes_and_are_a_table_a_figure_and_a_sentence(tmp_path: Path) -> None:
     group = write_curves(tmp_path, {"uniform": -0.5, "balancekv": -1.0}, 0.0)
     frame = slopes(group, SPEC)
     for row in frame.to_dict("records"):
@@ -237,10 +229,6 @@ def test_fits_recover_the_slopes_they_were_made_with(tmp_path: Path) -> None:
         assert row["bytes_ratio_last"] == 0.25
     ratio = frame[frame["method"] == "balancekv"]["last_ratio"]
     assert list(ratio) == pytest.approx([1024**-0.5] * 2)
-
-
-def test_slopes_are_a_table_a_figure_and_a_sentence(tmp_path: Path) -> None:
-    group = write_curves(tmp_path, {"uniform": -0.5, "balancekv": -1.0}, 0.0)
     table = slope_table(group, SPEC)
     assert shown(table)[0] == ["uniform", "−0.500", *2 * ["−0.500 [−0.500, −0.500]"]]
     assert len(data(table)) == 4

@@ -10,7 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import binomtest
-from support.report_runs import ERROR_META, lines_records, write_demo, write_run, write_sweep
+from support.report_runs import (
+    ERROR_META,
+    lines_records,
+    write_demo,
+    write_run,
+    write_scores,
+    write_sweep,
+)
 from support.tables import data, group_of, totals_of
 
 import kvbench
@@ -26,18 +33,10 @@ from kvbench.report.verdicts import verdict
 
 
 def group_from(folder: Path, **values: list[float | None]) -> Group:
-    """One group of methods with these scores; None is out of memory, missing ones are not run."""
-    for method, each in values.items():
-        records = [
-            {"example_id": f"e{i}", "score": value, "status": "ok" if value is not None else "oom"}
-            for i, value in enumerate(each)
-        ]
-        write_run(folder, method=method, records=records)
-    return group_runs(load_runs(folder / "demo"))[0]
+    return group_of(write_scores(folder, values))
 
 
 def marks(group: Group) -> dict[str, set[str]]:
-    """The marks of every variant's total score."""
     return {label: set(mark.split()) for label, mark in totals_of(group)["mark"].items()}
 
 
@@ -97,16 +96,10 @@ def test_of_few_prompts_nothing_is_said(tmp_path: Path) -> None:
 
 NOTES: list[tuple[dict[str, list[float | None]], set[str]]] = [
     ({"exact": [1, 0] * 10}, {"interval"}),
-    (
-        {"exact": [1] * 4, "snapkv": [1] * 4, "uniform": [0] * 4},
-        {"interval", "few", "delta"},
-    ),
+    ({"exact": [1] * 4, "snapkv": [1] * 4, "uniform": [0] * 4}, {"interval", "few", "delta"}),
     ({"snapkv": [1, 0] * 10}, {"interval", "no exact"}),
     ({"exact": [1] * 20, "snapkv": [1, 0] * 10}, {"interval", "delta"}),
-    (
-        {"snapkv": [1] * 20, "uniform": [0] * 20},
-        {"interval", "best", "worse", "no exact"},
-    ),
+    ({"snapkv": [1] * 20, "uniform": [0] * 20}, {"interval", "best", "worse", "no exact"}),
     ({"snapkv": [1, 0] * 10, "uniform": [0, 1] * 10}, {"interval", "best", "no exact"}),
     (
         {"snapkv": [1, 0.5] * 20, "h2o": [None, *[1] * 39], "uniform": [*[1] * 20, *[None] * 20]},
@@ -293,38 +286,28 @@ def test_several_datasets_count_alike_and_every_seed_is_expected(tmp_path: Path)
     assert "x" not in set(also["value"]), "an average that lacks a part is left out"
 
 
-def test_variants_are_named_by_what_differs(tmp_path: Path) -> None:
+RECORD = [{"example_id": "a", "score": 1.0}]
+
+
+def test_variants_are_named_by_what_differs_or_by_their_hash(tmp_path: Path) -> None:
     (group,) = load_experiment(write_sweep(tmp_path)).groups
     assert group.labels[:3] == ["exact", "uniform, rate 0.5", "uniform, rate 0.25"]
     assert len(group.labels) == 10, "a budget means nothing to exact"
     assert set(group.baseline.values()) == {None, "exact"}
-
-
-RECORD = [{"example_id": "a", "score": 1.0}]
-
-
-@pytest.mark.parametrize(
-    ("option", "values", "labels"),
-    [
-        ("budget.size", (64, 256), {"h2o, size 64", "h2o, size 256"}),
-        ("method.f", ("a/x.txt", "b/y.txt"), {"h2o, f a/x.txt", "h2o, f b/y.txt"}),
-    ],
-)
-def test_variants_are_named_by_the_option_that_differs(
-    tmp_path: Path, option: str, values: tuple[Any, Any], labels: set[str]
-) -> None:
-    for value in values:
-        write_run(tmp_path, method="h2o", records=RECORD, options={option: value})
-    assert set(group_of(tmp_path / "demo").labels) == labels
-
-
-def test_variants_that_differ_in_nothing_that_counts_are_named_by_their_hash(
-    tmp_path: Path,
-) -> None:
-    for version in (1, 2):
-        write_run(tmp_path, method="h2o", records=RECORD, options={"verbose": version})
-    group = group_of(tmp_path / "demo")
-    assert set(group.labels) == {f"h2o, {m['config_hash']}" for m in group.manifests}
+    for option, values in {
+        "budget.size": (64, 256),
+        "method.f": ("a/x.txt", "b/y.txt"),
+        "verbose": (1, 2),
+    }.items():
+        for value in values:
+            about: Any = {"experiment": option, "options": {option: value}}
+            write_run(tmp_path, method="h2o", records=RECORD, **about)
+        group = group_of(tmp_path / option)
+        name = option.rpartition(".")[2]
+        expected = {f"h2o, {name} {value}" for value in values}
+        if option == "verbose":  # which changes no score
+            expected = {f"h2o, {m['config_hash']}" for m in group.manifests}
+        assert set(group.labels) == expected
 
 
 def test_models_stand_in_the_order_in_which_they_were_started(tmp_path: Path) -> None:
@@ -357,15 +340,13 @@ def test_records_are_a_frame_with_documented_columns_and_parquet(tmp_path: Path)
     assert list(again["answers"][0]) == frame["answers"][0]
 
 
-@pytest.mark.parametrize(("temperature", "likeness"), [(1.0, 1.0), (0.0, np.nan)])
-def test_sampled_answers_have_their_likeness(
-    tmp_path: Path, temperature: float, likeness: float
-) -> None:
+def test_sampled_answers_have_their_likeness(tmp_path: Path) -> None:
     records = [
         {"example_id": f"e{i}", "score": 1.0, "prediction": "the dog ran off"} for i in range(2)
     ]
-    options = {"sampling": {"temperature": temperature}}
-    write_run(tmp_path, method="snapkv", records=records, options=options)
-    table = tidy(group_of(tmp_path / "demo"))
-    means = table[table["measure"] == "self_bleu"]["mean"]
-    assert list(means) == [pytest.approx(likeness, nan_ok=True)]
+    for temperature, likeness in ((1.0, 1.0), (0.0, np.nan)):
+        about: Any = {"experiment": f"t{temperature}", "method": "snapkv", "records": records}
+        write_run(tmp_path, options={"sampling": {"temperature": temperature}}, **about)
+        table = tidy(group_of(tmp_path / f"t{temperature}"))
+        means = table[table["measure"] == "self_bleu"]["mean"]
+        assert list(means) == [pytest.approx(likeness, nan_ok=True)]

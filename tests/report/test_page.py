@@ -24,7 +24,6 @@ from support.report_runs import (
     lines_records,
     needle_records,
     write_demo,
-    write_longbench,
     write_run,
     write_sweep,
 )
@@ -90,12 +89,6 @@ def test_a_page_is_one_file_that_runs_its_own_scripts_alone(demo: ReportPaths) -
     assert len(text.encode()) < 1_500_000, "the libraries are 0.8 of these"
 
 
-def test_the_summary_has_scores_with_intervals(demo: ReportPaths) -> None:
-    summary = json.loads((demo.page.parent / "summary.json").read_text())["recall_mini"]
-    assert summary["longeval_lines"]["snapkv"]["score"] == pytest.approx(0.72)
-    assert set(summary["longeval_lines"]["snapkv"]) == {"score", "low", "high", "n", "ratio"}
-
-
 def test_a_page_leads_with_the_leaderboard_and_folds_what_is_secondary(demo: ReportPaths) -> None:
     text = demo.page.read_text()
     assert text.count("[low, high]: 95 % confidence interval over prompts") == 1, (
@@ -134,13 +127,11 @@ def test_a_page_and_its_files_hold_everything(demo: ReportPaths) -> None:
         assert part in text, part
     names = {path.name for path in demo.tables}
     stem = "longeval_lines-recall_mini"
+    summary = json.loads((demo.page.parent / "summary.json").read_text())["recall_mini"]
+    assert summary["longeval_lines"]["snapkv"]["score"] == pytest.approx(0.72)
+    assert set(summary["longeval_lines"]["snapkv"]) == {"score", "low", "high", "n", "ratio"}
     assert {f"{stem}.csv", f"{stem}.md", f"{stem}.tex", "overview-recall_mini.md"} <= names
     assert f"{stem}-ratio.pdf" in {path.name for path in demo.figures}
-
-
-def test_a_table_of_a_tasks_datasets_stands_on_the_page_once(tmp_path: Path) -> None:
-    text = build_report(write_longbench(tmp_path)).page.read_text()
-    assert re.findall("<caption><span>(.*?)</span>", text).count("longbench: score, %") == 1
 
 
 def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
@@ -168,19 +159,12 @@ def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
         expected = [100 * total[key][label] for key in ("mean", "low", "high")]
         assert list(row[["mean", "low", "high"]]) == pytest.approx(expected, rel=1e-4)
         assert (row["n"], row["bytes"]) == (50, pytest.approx(2048 * 720 * row["ratio"], rel=0.1))
-
-
-def test_a_part_of_a_chart_stands_at_the_ratio_of_its_own_examples(tmp_path: Path) -> None:
-    group = group_of(write_sweep(tmp_path))
-    chart = scores_chart(group, tidy(group))
-    assert chart is not None
-    rows = pd.DataFrame(chart["rows"], columns=list(FIELDS))
     parts = rows[rows["name"].eq("snapkv") & rows["rate"].eq(0.25) & rows["measure"].eq("score")]
     ratios = parts.set_index("part")["ratio"]
-    assert ratios["10"] > ratios[ALL] > ratios["50"]
+    assert ratios["10"] > ratios[ALL] > ratios["50"], "each of its own examples"
 
 
-def test_where_nothing_saves_memory_scores_are_drawn_against_fields_alone(tmp_path: Path) -> None:
+def test_scores_are_drawn_against_fields_alone_or_at_every_rate(tmp_path: Path) -> None:
     group = group_of(write_demo(tmp_path, ("exact",), ("needle",)))
     chart = scores_chart(group, tidy(group))
     assert chart is not None
@@ -188,10 +172,7 @@ def test_where_nothing_saves_memory_scores_are_drawn_against_fields_alone(tmp_pa
     write_run(tmp_path, experiment="one", records=[{"example_id": "a", "score": 1.0}])
     group = group_of(tmp_path / "one")
     assert scores_chart(group, tidy(group)) is None
-
-
-def test_a_chart_of_one_run_with_several_rates_has_each(tmp_path: Path) -> None:
-    group = group_of(write_demo(tmp_path, ("uniform", "balancekv"), ("layer_error",)))
+    group = group_of(write_demo(tmp_path / "rates", ("uniform", "balancekv"), ("layer_error",)))
     chart = scores_chart(group, tidy(group))
     assert chart is not None
     rows = pd.DataFrame(chart["rows"], columns=list(FIELDS))
@@ -261,20 +242,10 @@ NAMES = ("one", "two", "three")
 
 @pytest.fixture(scope="module")
 def experiments(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with three small experiments, from which the command is run."""
     folder = tmp_path_factory.mktemp("experiments")
     for name in NAMES:
         write_run(folder, experiment=name, records=lines_records("exact")[:3])
     return folder
-
-
-def test_the_command_makes_a_report_and_lists_its_files(
-    experiments: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(experiments / "one"), "--list"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[-1] == f"{experiments}/one/report.html"
-    assert len(out) > 5
 
 
 def test_records_that_are_gone_are_said_in_the_terminal_and_on_the_page(
@@ -300,11 +271,19 @@ def test_records_that_are_gone_are_said_in_the_terminal_and_on_the_page(
         records.unlink(missing_ok=True)
 
 
-def test_several_reports_have_an_index(experiments: Path) -> None:
+def test_the_command_makes_reports_with_an_index_and_lists_their_files(
+    experiments: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(experiments / "one"), "--list"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == f"{experiments}/one/report.html"
+    assert len(out) > 5
     assert main([str(experiments / name) for name in NAMES]) == 0
     index = (experiments / "index.html").read_text()
     assert re.findall('href="([^"]*)"', index) == [f"{name}/report.html" for name in NAMES]
     assert write_index([experiments / "one"]) == experiments / "index.html"
+    with pytest.raises(StoreError, match=r"no reports in .*nowhere; expected report\.html in each"):
+        write_index([experiments / "nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -337,18 +316,16 @@ USERS_OWN = "<!doctype html><title>My results</title>\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "file"),
+    ("words", "files"),
     [
-        (["one", "--index"], "index.html"),
-        (["one", "two", "--out", "."], "compare.html"),
-        (["one", "two", "--out", "."], "compare.csv"),
-        (["one"], "one/report.html"),
-        (["one"], "one/summary.json"),
+        (["one", "--index"], ["index.html"]),
+        (["one", "two", "--out", "."], ["compare.html", "compare.csv"]),
+        (["one"], ["one/report.html", "one/summary.json"]),
     ],
 )
 def test_a_file_of_the_user_s_is_not_replaced(
     words: list[str],
-    file: str,
+    files: list[str],
     experiments: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -359,17 +336,15 @@ def test_a_file_of_the_user_s_is_not_replaced(
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         assert main(list(words)) == 0, "its own is"
-    Path(file).write_text(USERS_OWN)
-    assert main(list(words)) == 1
-    assert Path(file).read_text() == USERS_OWN
-    error = capsys.readouterr().err
-    assert f"{file} is not kvbench's and stays as it is" in error
-    assert error.count("\n") == 1
-
-
-def test_an_index_of_no_report_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"no reports in .*nowhere; expected report\.html in each"):
-        write_index([tmp_path / "nowhere"])
+    for file in map(Path, files):
+        own = file.read_text()
+        file.write_text(USERS_OWN)
+        assert main(list(words)) == 1
+        assert file.read_text() == USERS_OWN
+        error = capsys.readouterr().err
+        assert f"{file} is not kvbench's and stays as it is" in error
+        assert error.count("\n") == 1
+        file.write_text(own)
 
 
 def test_the_page_of_a_script_keeps_the_order_of_its_runs_and_shows_what_the_paper_printed(
@@ -391,50 +366,36 @@ def test_the_page_of_a_script_keeps_the_order_of_its_runs_and_shows_what_the_pap
     assert "balancekv_table1, as printed" in text
 
 
-@pytest.mark.parametrize(
-    ("hardware", "device"),
-    [
-        ({"gpu": "H100", "processor": "Xeon", "cpu": "2 cores"}, "H100"),
-        ({"gpu": None, "processor": "Xeon", "cpu": "2 cores"}, "Xeon"),
-        ({"cpu": "2 cores"}, "2 cores"),
-    ],
-)
-def test_the_device_of_the_page_is_what_ran_the_model(
-    tmp_path: Path, hardware: dict[str, Any], device: str
+def test_the_device_of_a_page_ran_the_model_and_its_commands_name_no_path_of_that_machine(
+    tmp_path: Path,
 ) -> None:
-    run = write_run(tmp_path, records=lines_records("exact"), task_meta=LINES_META)
-    manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps(manifest | {"hardware": hardware}))
-    assert facts_of(load_experiment(tmp_path / "demo"))["device"] == device
-
-
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        ("kvbench task=needle results_dir=/home/ann/runs limit=2", "kvbench task=needle limit=2"),
-        ("kvbench task=needle 'results_dir=/home/ann/runs'", "kvbench task=needle"),
-        ("kvbench results_dir=results limit=2", "kvbench results_dir=results limit=2"),
-    ],
-)
-def test_a_command_on_a_page_is_without_a_path_of_the_machine_that_ran_it(
-    tmp_path: Path, command: str, shown: str
-) -> None:
-    run = write_run(tmp_path, records=lines_records("exact"), task_meta=LINES_META)
-    manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps(manifest | {"command": command}))
-    assert dict(how_to_reproduce(load_experiment(tmp_path / "demo")))["command"] == [shown]
+    facts: list[tuple[dict[str, Any], str, str, str]] = [
+        (
+            {"gpu": "H100", "processor": "Xeon", "cpu": "2 cores"}, "H100",
+            "kvbench task=needle results_dir=/home/ann/runs limit=2", "kvbench task=needle limit=2",
+        ),
+        (
+            {"gpu": None, "processor": "Xeon", "cpu": "2 cores"}, "Xeon",
+            "kvbench task=needle 'results_dir=/home/ann/runs'", "kvbench task=needle",
+        ),
+        ({"cpu": "2 cores"}, "2 cores", *["kvbench results_dir=results limit=2"] * 2),
+    ]  # fmt: skip
+    for name, (hardware, device, command, shown) in zip("abc", facts, strict=True):
+        manifest = {"hardware": hardware, "command": command}
+        write_run(tmp_path, experiment=name, records=lines_records("exact"), manifest=manifest)
+        experiment = load_experiment(tmp_path / name)
+        assert facts_of(experiment)["device"] == device
+        assert dict(how_to_reproduce(experiment))["command"] == [shown]
 
 
 def test_the_head_of_a_page_names_the_task_where_settings_differ(tmp_path: Path) -> None:
     """A probe of single layers keeps its own number of tokens at both ends, whatever the budget says."""
-    write_run(tmp_path, task="lines", records=lines_records("exact"), task_meta=LINES_META)
-    run = write_run(tmp_path, task="layer_error", records=error_records("exact"))
-    for place in (tmp_path / "demo").rglob("manifest.json"):
-        manifest = json.loads(place.read_text())
-        settings: dict[str, Any] = {"budget": {"sink": 4, "window": 8}, "compress_after": "prompt"}
-        if place.parent == run:
-            settings["task"] = {"exact": 64}
-        place.write_text(json.dumps(manifest | {"identity": settings}))
+    common: dict[str, Any] = {"budget": {"sink": 4, "window": 8}, "compress_after": "prompt"}
+    for task, records, own in (
+        ("lines", lines_records("exact"), {}),
+        ("layer_error", error_records("exact"), {"task": {"exact": 64}}),
+    ):
+        write_run(tmp_path, task=task, records=records, manifest={"identity": common | own})
     facts = facts_of(load_experiment(tmp_path / "demo"))
     assert facts["sink and window"] == (
         "layer_error: first 64 and last 64 tokens; lines: first 4 and last 8 tokens, always kept and not"
@@ -479,6 +440,8 @@ FORGED: list[tuple[str, Any]] = [
     ("record.kept", {"tokens": "ten", "width": 0, "layers": [1]}),
     ("record.kept", {"tokens": 10**12, "width": 3, "layers": {"0": [float("nan"), -1]}}),
     ("record.length", {"a": [1]}),
+    ("record.ratio", 1e308),
+    ("record.ratio", -1.0),
     ("record.entries", {"mean": "ten", "max": [1]}),
 ]
 
@@ -488,7 +451,7 @@ def test_forged_records_and_manifests_are_a_page_or_one_line(
     tmp_path: Path, place: str, odd: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part, _, key = place.partition(".")
-    records = needle_records("snapkv")
+    records = needle_records("snapkv")[:8]
     records[0] |= {key: odd} if part == "record" else {}
     meta = NEEDLE_META | ({key: odd} if part == "task_meta" else {})
     run = write_run(tmp_path, method="snapkv", records=records, task_meta=meta)
@@ -496,7 +459,7 @@ def test_forged_records_and_manifests_are_a_page_or_one_line(
         made = json.loads((run / "manifest.json").read_text())
         made["config"][key] = odd
         (run / "manifest.json").write_text(json.dumps(made))
-    for command in (main, wandb_main):
+    for command in (main, wandb_main) if part == "config" else (main,):
         with warnings.catch_warnings(action="error"):
             status = command([str(tmp_path / "demo")])
         assert status in (0, 1)

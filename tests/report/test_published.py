@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.tables import heads, shown
 
 from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
-from kvbench.report.papers import notes_on
+from kvbench.report.papers import PaperError, notes_on
 from kvbench.report.published import beside, published_tables
 
 PAPER = Path(__file__).parents[2] / "results" / "paper"
@@ -66,24 +67,17 @@ def test_ours_are_joined_by_method_and_value_in_per_cent(tmp_path: Path) -> None
     assert heads(table) == ["method", "measured on", "ours", "published", "published of"]
     of_another = ["exact", "qasper", "50.0 [0.0, 100.0]", "42.87", "Llama-3.1-8B-Instruct"]
     assert shown(table)[0] == of_another
-
-
-def test_differences_are_from_numbers_of_the_same_model(tmp_path: Path) -> None:
-    write_qa(tmp_path, ON_LLAMA, model="Llama-3.1-8B-Instruct")
-    frame = joined(tmp_path)
-    assert list(frame["difference"]) == pytest.approx([7.13, -2.05])
-    (table,) = published_tables(frame)
-    assert heads(table) == ["method", "measured on", "ours", "published", "difference"]
-    assert shown(table)[0] == ["exact", "qasper", "50.0 [0.0, 100.0]", "42.87", "+7.1"]
-
-
-def test_a_score_that_lacks_prompts_is_marked(tmp_path: Path) -> None:
-    write_qa(tmp_path, {"file": "balancekv_table1"})
-    frame = joined(tmp_path)
     frame.loc[frame["value"] == "qasper", "n"] -= 1
     (table,) = published_tables(frame)
     marks = table.frame.groupby("value")["score_mark"].agg(set)
     assert marks.to_dict() == {"qasper": {"incomplete"}, "hotpotqa": {""}}
+    same = tmp_path / "same"
+    write_qa(same, ON_LLAMA, model="Llama-3.1-8B-Instruct")
+    frame = joined(same)
+    assert list(frame["difference"]) == pytest.approx([7.13, -2.05])
+    (table,) = published_tables(frame)
+    assert heads(table) == ["method", "measured on", "ours", "published", "difference"]
+    assert shown(table)[0] == ["exact", "qasper", "50.0 [0.0, 100.0]", "42.87", "+7.1"]
 
 
 def test_a_printed_fraction_stands_in_the_unit_of_ours_and_is_compared_in_it(
@@ -219,7 +213,9 @@ def test_known_differences_reach_the_page_with_and_without_a_published_table(
 
 def test_published_rows_stand_below_ours_as_a_paper_prints_them(tmp_path: Path) -> None:
     folder = write_longbench(tmp_path)
-    build_report(folder)
+    page = build_report(folder).page.read_text()
+    captions = re.findall("<caption><span>(.*?)</span>", page)
+    assert captions.count("longbench: score, %") == 1, "a table of a task's datasets stands once"
     name = "Llama-3.1-8B-Instruct"
     lines = (folder / "tables" / "longbench-paper.tex").read_text().splitlines()
     rows = [line.removesuffix(r" \\").split(" & ") for line in lines if line.startswith(name)]
@@ -263,7 +259,11 @@ def test_what_cannot_be_joined_is_a_warning_of_one_line(
     else:
         file.write_bytes(content)
     write_qa(tmp_path, spec)
-    (warning,) = build_report(tmp_path / "demo").warnings
+    with pytest.raises(PaperError) as error:
+        joined(tmp_path)
+    warning = str(error.value)
+    if spec == "nowhere":
+        assert build_report(tmp_path / "demo").warnings == (warning,)
     assert "\n" not in warning
     assert said in warning
     assert "paper_table" in warning or "mine.csv" in warning

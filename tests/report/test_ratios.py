@@ -57,6 +57,8 @@ def test_a_page_names_no_rate_alone(tmp_path: Path) -> None:
         records = error_records(method)
         about: Any = {"experiment": "sweep", "task_meta": ERROR_META}
         write_run(tmp_path, task="layer_error", method=method, records=records, **about)
+    over_rates = rate_in_title(group_of(sweep, "layer_error"))
+    assert over_rates == ", mean over rates 0.5, 0.25, 0.125 and 0.0625"
     for folder in (sweep, write_longbench(tmp_path)):
         report = build_report(folder)
         text = text_of(report.page)
@@ -69,15 +71,6 @@ def test_a_page_names_no_rate_alone(tmp_path: Path) -> None:
             said = [table.title, *heads(table), *table.answer, *table.notes]
             said += [heading for heading, _ in table.groups()]
             assert not NO_RATIO.findall("\n".join(said))
-
-
-def test_a_mean_over_rates_says_so(tmp_path: Path) -> None:
-    """The rate of the budget is not that of a probe whose runs each measure several."""
-    for method in ("exact", "uniform"):
-        records = error_records(method)
-        write_run(tmp_path, method=method, records=records, task_meta=ERROR_META)
-    group = group_of(tmp_path / "demo")
-    assert rate_in_title(group) == ", mean over rates 0.5, 0.25, 0.125 and 0.0625"
 
 
 def test_methods_of_two_rates_stand_apart_without_the_exact_cache(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,12 @@ def run_of(
     command: str = "kvbench a",
     asked: Sequence[str] | None = None,
     options: dict[str, Any] | None = None,
+    manifest: dict[str, Any] | None = None,
 ) -> Path:
     """A run with a record of each example; `asked`: what its last command asked for, if not these."""
     records = [{"example_id": example, "score": float(i % 2)} for i, example in enumerate(examples)]
-    run = write_run(folder, method=method, records=records, options=options)
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest |= {"started": started, "command": command}
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    said = {"started": started, "command": command, **(manifest or {})}
+    run = write_run(folder, method=method, records=records, options=options, manifest=said)
     write_examples(run, examples if asked is None else asked)
     return run
 
@@ -49,7 +47,6 @@ def table_of(group: Group) -> Table:
 
 
 def prompts_of(group: Group) -> dict[str, set[str]]:
-    """The prompts of each row of the table."""
     rows = group.records.groupby("variant")["example_id"]
     return {str(variant): set(names) for variant, names in rows}
 
@@ -69,12 +66,9 @@ def test_other_settings_of_a_task_are_a_table_of_their_own(tmp_path: Path) -> No
     assert groups["t, num_lines 20"].baseline == {"exact": None, "knorm": "exact"}
     now, then = (data(table_of(group)).drop(columns="task") for group in (groups[first], before))
     assert now.equals(then)
-
-
-def test_a_sweep_over_a_setting_names_every_section(tmp_path: Path) -> None:
-    for size in (1, 2):
-        run_of(tmp_path, "exact", "ab", options={"task.size": size})
-    assert list(groups_of(tmp_path)) == ["t, size 1", "t, size 2"]
+    run_of(tmp_path / "older", "exact", "ab", options={"task.size": 1})
+    run_of(tmp_path / "older", "h2o", "ab", options={"task.size": 1, "task.new": 0}, **later)
+    assert list(groups_of(tmp_path / "older")) == ["t"], "a setting that older runs lack"
 
 
 def test_terminal_and_page_say_which_row_is_of_which_command(
@@ -96,17 +90,9 @@ def test_terminal_and_page_say_which_row_is_of_which_command(
     assert "exact  " not in printed, "of this command's task alone"
 
 
-def test_a_setting_that_older_runs_lack_sets_nothing_apart(tmp_path: Path) -> None:
-    run_of(tmp_path, "exact", "ab", options={"task.size": 1})
-    run_of(tmp_path, "h2o", "ab", started="11", options={"task.size": 1, "task.new": 0})
-    assert list(groups_of(tmp_path)) == ["t"]
-
-
 def test_datasets_that_every_run_left_out_are_named(tmp_path: Path) -> None:
     for method, datasets in (("exact", ["b", "a"]), ("h2o", ["a", "b", "c"])):
-        run = run_of(tmp_path, method, "xy")
-        manifest = json.loads((run / "manifest.json").read_text())
-        (run / "manifest.json").write_text(json.dumps(manifest | {"datasets_left_out": datasets}))
+        run_of(tmp_path, method, "xy", manifest={"datasets_left_out": datasets})
     (group,) = groups_of(tmp_path).values()
     assert "Datasets of which the limit leaves no example: a, b." in table_of(group).notes
 
@@ -133,18 +119,15 @@ def test_a_table_is_about_the_prompts_of_the_last_command(
 
 
 def test_an_interrupted_run_stays_in_its_table(tmp_path: Path) -> None:
-    """It was asked for every prompt, and its row says how many are missing."""
-    run_of(tmp_path, "h2o", "ab", asked="abcd")
-    run_of(tmp_path, "exact", "abcd", started="11")
-    (group,) = groups_of(tmp_path).values()
-    assert prompts_of(group) == {"exact": set("abcd"), "h2o": set("ab")}
-
-
-def test_runs_that_do_not_say_what_they_were_asked_for_show_everything(tmp_path: Path) -> None:
-    for method, examples in (("exact", "abcd"), ("h2o", "ab")):
-        (run_of(tmp_path, method, examples) / EXAMPLES).unlink()
-    (group,) = groups_of(tmp_path).values()
-    assert prompts_of(group) == {"exact": set("abcd"), "h2o": set("ab")}
+    """It was asked for every prompt, and its row says how many are missing; as do runs that do not say
+    what they were asked for."""
+    runs = [run_of(tmp_path, "h2o", "ab", asked="abcd")]
+    runs += [run_of(tmp_path, "exact", "abcd", started="11")]
+    for _ in range(2):
+        (group,) = groups_of(tmp_path).values()
+        assert prompts_of(group) == {"exact": set("abcd"), "h2o": set("ab")}
+        for run in runs:
+            (run / EXAMPLES).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("content", ['{"a": 1}', "[1]", "no JSON"])

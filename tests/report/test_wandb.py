@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ import pandas as pd
 import pytest
 from support.report_runs import LINES_META, NEEDLE_META, lines_records, needle_records, write_run
 from support.wandb_files import history, isolated, offline_run, start_of, table_of, updates
-from support.wandb_server import Fault, StandIn
 
-from kvbench.records.read import load_run, load_runs
+from kvbench.records.read import load_runs
 from kvbench.report import wandb as ours
 from kvbench.report import wandb_report
 from kvbench.report.build import build_report
@@ -30,14 +29,12 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What kvbench said; W&B keeps a log of its own."""
     return [
         r.message for r in caplog.records if (r.name, r.levelname) == (ours.__name__, "WARNING")
     ]
 
 
 def write(folder: Path, *methods: str, rates: tuple[float, ...] = (0.25,)) -> Path:
-    """An experiment of one needle task."""
     for method in methods or ("exact", "snapkv"):
         for rate in rates if method != "exact" else rates[:1]:
             about: Any = {"task": "needle", "method": method, "task_meta": NEEDLE_META}
@@ -47,7 +44,6 @@ def write(folder: Path, *methods: str, rates: tuple[float, ...] = (0.25,)) -> Pa
 
 
 def logged(folder: Path) -> dict[tuple[str, str], tuple[Path, list[Any]]]:
-    """An experiment's W&B runs by group and name: the folder and the messages of each."""
     found = {}
     for place in (folder / "wandb").glob("offline-run-*"):
         place, messages = offline_run(folder, place.name.rpartition("-")[2])
@@ -189,40 +185,31 @@ def test_a_failure_is_one_warning_and_leaves_nothing_behind(
     assert log_runs(load_runs(folder)) == 0
 
 
-def test_the_real_client_sends_what_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends", ["sent", "refused", "in no time"])
+def test_what_was_not_sent_is_one_warning_and_asked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: str
 ) -> None:
+    """By `wandb sync` of all runs at once, which marks those that it has sent."""
     folder = write(tmp_path / "results", "snapkv")
-    with StandIn() as server:
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-        (run,) = load_runs(folder)
-        assert log_runs([run], project="p", timeout_s=60) == 1
-        assert server.unknown == []
-        (name,) = server.runs
-        assert server.runs[name]["displayName"].startswith("recall_mini/needle/snapkv/rate")
-        assert server.summary[name]["score"] == pytest.approx(run.records["score"].mean())
-        assert any("scores" in path for path in server.uploads)
-        assert not not_sent(list((folder / "wandb").glob("offline-run-*")))
+    calls: list[list[str]] = []
 
+    def run(words: list[str], *, timeout: float, env: Any, **_: Any) -> None:
+        assert (timeout, env["WANDB_MODE"], env["WANDB_DIR"]) == (3, "online", str(folder))
+        calls.append(words)
+        if ends == "in no time":
+            raise subprocess.TimeoutExpired(words, timeout)
+        for place in words[words.index("sync") + 1 :] if ends == "sent" else ():
+            (Path(place) / "run.wandb.synced").touch()
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["errors", "silent", "dies"])
-def test_a_server_that_fails_loses_nothing_and_is_asked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Fault
-) -> None:
-    folder = write(tmp_path / "results", "snapkv")
-    run = load_run(next(folder.glob("*/*/*")))
-    with StandIn(fault) as server, caplog.at_level(logging.WARNING):
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-        for _ in range(2):
-            assert log_runs([run], timeout_s=3) == 1
-    (said,) = warnings_of(caplog)
-    assert "1 of 1 runs were not sent" in said
-    assert "wandb sync" in said
-    assert "x" * 40 not in said
-    assert not_sent(list((folder / "wandb").glob("offline-run-*")))
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setattr(ours.subprocess, "run", run)
+    runs = load_runs(folder)
+    for _ in range(2):
+        assert log_runs(runs, timeout_s=3) == 1
+    said = warnings_of(caplog)
+    assert (len(calls), len(said)) == ((2, 0) if ends == "sent" else (1, 1))
+    assert all("1 of 1 runs were not sent" in line and "wandb sync" in line for line in said)
+    assert bool(not_sent(list((folder / "wandb").glob("offline-run-*")))) == bool(said)
 
 
 def test_a_report_is_built_without_a_network(tmp_path: Path) -> None:
@@ -231,11 +218,6 @@ def test_a_report_is_built_without_a_network(tmp_path: Path) -> None:
     assert wandb_report.main([str(folder), "--no-send"]) == 0
     blocks = json.loads((folder / "wandb" / "report.json").read_text())["blocks"]
     text = json.dumps(blocks)
-    for part in (
-        "needle on recall_mini",
-        "| snapkv |",
-        "task_by_method",
-        "0123abcd",
-    ):
+    for part in ("needle on recall_mini", "| snapkv |", "task_by_method", "0123abcd"):
         assert part in text, part
     assert wandb_report.main([str(tmp_path / "nowhere")]) == 1

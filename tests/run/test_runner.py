@@ -112,22 +112,25 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert (retried.failed, retried.written) == (0, 4)
 
 
-def test_two_examples_of_one_id_are_refused(tmp_path: Path) -> None:
-    class Twice(Echo):
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (lambda found: [*found, *found], "has 2 examples with the id 'e0'; allowed: one"),
+        (
+            lambda found: [replace(each, fields={"status": "mine"}) for each in found],
+            ", example 'e0': fields have 'status', which every",
+        ),
+    ],
+)
+def test_examples_that_cannot_be_recorded_are_refused(
+    tmp_path: Path, changed: Any, says: str
+) -> None:
+    class Wrong(Echo):
         def examples(self, encoder: PromptEncoder) -> Any:
-            return [*super().examples(encoder)] * 2
+            return changed(super().examples(encoder))
 
-    with pytest.raises(KVError, match="task echo has 2 examples with the id 'e0'; allowed: one"):
-        run_job(make_job(tmp_path, EXACT, echo=Twice()))
-
-
-def test_a_field_of_an_example_that_every_record_has_is_refused(tmp_path: Path) -> None:
-    class Taken(Echo):
-        def examples(self, encoder: PromptEncoder) -> Any:
-            return [replace(e, fields={"status": "mine"}) for e in super().examples(encoder)]
-
-    with pytest.raises(KVError, match="task echo, example 'e0': fields have 'status', which every"):
-        run_job(make_job(tmp_path, EXACT, echo=Taken()))
+    with pytest.raises(KVError, match=f"task echo.*{says}"):
+        run_job(make_job(tmp_path, EXACT, echo=Wrong()))
 
 
 def test_answers_end_at_the_models_tokens_and_at_the_encoders(tmp_path: Path) -> None:
@@ -206,7 +209,8 @@ def test_whatever_changes_a_score_changes_the_hash_and_nothing_else_does(tmp_pat
     other = [{"budget_configs": halves}, {"task_config": {"name": "x"}}]
     other += [{"session": with_session(job, seed=1).session}]
     other += [{"session": with_session(job, compress_after="context").session}]
-    assert len({folder(**changes) for changes in [{}, *other]}) == 5
+    other += [{"session": with_session(job, decode="eager").session}]
+    assert len({folder(**changes) for changes in [{}, *other]}) == 6
     # exact does not look at the budget: one run serves every rate
     assert folder("exact", budget_configs=halves) == folder("exact")
     changed = {**job.methods, "uniform": (Changed(), SMALL)}
@@ -242,13 +246,9 @@ def test_an_option_that_is_added_with_its_default_changes_no_name(
     assert lean(After, size=3, shapes=[2, 1]) != before
     assert lean(Before, size=4) != before
     assert lean(Before, size=3, rate=0.25) != before
-
-
-def test_options_of_a_model_that_are_not_at_their_default_are_part_of_its_name() -> None:
     model = {"name": "m", "path": "p", "dtype": "auto", "random_weights": True}
-    named = {"model": model, "method": {}, "task": {}, "seed": 0}
-    found = without_defaults(named)["model"]
-    assert found == {"name": "m", "path": "p", "random_weights": True}
+    named = without_defaults({"model": model, "method": {}, "task": {}, "seed": 0})
+    assert named["model"] == {"name": "m", "path": "p", "random_weights": True}
 
 
 def test_another_file_under_the_same_name_is_another_run(tmp_path: Path) -> None:
@@ -328,11 +328,5 @@ def test_a_dry_run_shows_the_capacity_of_each_method_at_the_median_prompt(
     }
     assert capacities == {label: str(capacity) for label, capacity in expected.items()}
     assert "as the task says" not in out
-
-
-def test_a_dry_run_of_a_task_without_prompts_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = Throughput(settings=[(60, 4, 1, 0.5)], runs=1)
-    print_dry_run(make_job(tmp_path, EXACT, plan=plan))
+    print_dry_run(make_job(tmp_path, EXACT, plan=Throughput(settings=[(60, 4, 1, 0.5)], runs=1)))
     assert "tokens as the task says" in capsys.readouterr().out

@@ -44,22 +44,18 @@ def test_units_that_come_round_in_a_cycle_are_spread_over_all_shards() -> None:
             assert max(times) <= 90
 
 
-def test_shards_are_read_from_text() -> None:
+@pytest.mark.parametrize(
+    "wrong", ["0/4", "5/4", "4", "a/b", "1/2/3", "-1/4", " 1/4", "", 0.25, True, ["1/4"]]
+)
+def test_a_shard_is_read_from_text_and_other_texts_are_refused(wrong: Any) -> None:
     assert Shard.parse(None) is None
     assert Shard.parse("3/8") == Shard(3, 8)
     assert str(Shard(3, 8)) == "3/8"
-
-
-@pytest.mark.parametrize(
-    "wrong", ["0/4", "5/4", "4", "a/b", "1/2/3", "-1/4", " 1/4", "", 1, 0.25, True, ["1/4"]]
-)
-def test_texts_that_are_no_shard_are_refused(wrong: Any) -> None:
     with pytest.raises(UserError, match=r"shard is .*; allowed: i/k with whole numbers"):
         Shard.parse(wrong)
 
 
 def plain(folder: Path) -> list[dict[str, object]]:
-    """Records without seconds, by example."""
     records = load_run(folder).records.drop(columns=list(TIMES))
     return sorted(json.loads(records.to_json(orient="records")), key=lambda r: r["example_id"])
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-import pytest
 from omegaconf import DictConfig, open_dict
 
 from kvbench.cli import main as cli
@@ -40,16 +46,47 @@ def refusal_of(overrides: Sequence[str]) -> str | None:
     return None
 
 
-def main(capsys: Any, *arguments: str) -> tuple[int, str, str]:
-    """The command in this process: exit status, stdout, stderr."""
-    argv, handlers, level = sys.argv, list(logging.root.handlers), logging.root.level
-    try:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(list(arguments))
-    finally:  # what Hydra changed
-        sys.argv = argv
-        logging.root.handlers[:] = handlers
-        logging.root.setLevel(level)
+class Ended(NamedTuple):
+    """The exit status and the output of a command line."""
+
+    status: Any
+    out: str
+    err: str
+
+
+def ended(
+    arguments: Sequence[str],
+    *,
+    folder: Path | None = None,
+    main: Callable[[list[str]], int | None] = cli.main,
+) -> Ended:
+    """Run the command line in this process, in an empty folder or the one given; what Hydra changes is
+    put back."""
+    handlers, level = list(logging.root.handlers), logging.root.level
+    status: Any = None
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        chdir(folder or empty),
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+        patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
+        patch.object(sys, "argv", sys.argv),
+        patch.dict(os.environ),
+    ):
+        try:
+            status = main(list(arguments))
+        except SystemExit as stop:
+            status = stop.code
+        except Exception:  # noqa: BLE001 - what Python would have printed
+            traceback.print_exc()
+        finally:
+            logging.root.handlers[:] = handlers
+            logging.root.setLevel(level)
+    return Ended(status, out.getvalue(), err.getvalue())
+
+
+def main(capsys: Any, *arguments: str) -> Ended:
+    """The command in this folder; what its processes print comes after its own."""
+    status, out, err = ended(arguments, folder=Path.cwd())
     said = capsys.readouterr()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code, said.out, said.err
+    return Ended(status, out + said.out, err + said.err)

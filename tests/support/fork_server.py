@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 PRELOADED = (
     *("kvbench.cli.main", "kvbench.cli.build", "kvbench.report.build", "kvbench.report.render"),
+    *("kvbench.report.figures", "kvbench.report.page", "kvbench.tasks.longeval_lines"),
     *("kvbench.run.preview", "support.jobs", "transformers.models.llama.modeling_llama"),
 )
 
@@ -35,22 +36,17 @@ class Child:
     err: Path
 
     def signal(self, number: int) -> None:
-        """Send a signal."""
         os.kill(self.process.pid, number)
 
     def wait(self) -> int:
-        """Exit status, negative for a signal, as subprocess has it."""
         self.process.join()
         return self.process.exitcode
 
     def running(self) -> bool:
-        """Whether it has not ended."""
         return self.process.is_alive()
 
 
 class ForkServer:
-    """Children are of the folder and the arguments they are given."""
-
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["support.fork_server"])
@@ -67,25 +63,13 @@ class ForkServer:
         slow_exit: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> Child:
-        """The command line in `folder`.
-
-        Args:
-            env: variables that it has beside its own.
-            stall: (name, k): print "stalled" and sleep in place of the k-th call (from 1) of the
-                function of that name.
-            slow_exit: print "signal came" and sleep again when a signal ends the first sleep.
-        """
+        """The command line in `folder`; `stall` and `slow_exit` are those of the function `stall`."""
         return self._start(
             folder, {"main": list(arguments), "stall": stall, "slow_exit": slow_exit, "env": env}
         )
 
     def job(self, folder: Path, kill: tuple[int, float] | None = None) -> Child:
-        """A small job on a tiny model, results below `folder`.
-
-        Args:
-            kill: (k, share): die at the k-th change of the disk (from 0), after that share of its
-                bytes if it is a write.
-        """
+        """A small job on a tiny model, results below `folder`; `kill` is what `die_at` is given."""
         return self._start(folder, {"job": str(folder), "kill": kill})
 
     def _start(self, folder: Path, what: dict[str, Any]) -> Child:
@@ -133,7 +117,8 @@ def _child(request: dict[str, Any]) -> None:
 
 
 def stall(name: str, count: int, slow_exit: bool) -> None:
-    """Make the `count`-th call of a function of the package come to no end."""
+    """Make the `count`-th call (from 1) of a function print "stalled" and sleep, and with `slow_exit`
+    print "signal came" and sleep again when a signal ends the first sleep."""
     place, _, function = name.rpartition(".")
     real, calls = pkgutil.resolve_name(name), itertools.count(1)
 
@@ -152,7 +137,8 @@ def stall(name: str, count: int, slow_exit: bool) -> None:
 
 
 def die_at(count: int, share: float) -> None:
-    """Make this process kill itself at the `count`-th change it makes to the disk."""
+    """Make this process kill itself at the `count`-th change (from 0) that it makes to the disk, after
+    that share of its bytes if it is a write."""
     left = itertools.count(-count)
 
     def deadly(real: Any, *arguments: Any, **named: Any) -> Any:

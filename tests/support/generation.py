@@ -22,7 +22,6 @@ def tiny_model(architecture: str) -> Any:
 
 
 def batch(*lengths: int) -> dict[str, Any]:
-    """Prompts of these lengths, padded on the left."""
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for i, length in enumerate(lengths):

@@ -59,7 +59,6 @@ def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
-    """A SentencePiece vocabulary of single characters."""
     letters = ["▁", *(c for c in string.printable if not c.isspace())]
     tokens = ["<unk>", "<s>", "</s>", *letters][:size]
     tokens += [f"<extra_{i}>" for i in range(size - len(tokens))]

@@ -35,13 +35,11 @@ def golden_model(golden: Any) -> Any:
 
 
 def arrays_of(path: Path) -> dict[str, Any]:
-    """A file's arrays by name."""
     with np.load(path, allow_pickle=False) as file:
         return dict(file)
 
 
 def cases_of(golden: Any, listing: str = "configs_json") -> dict[str, Any]:
-    """The cases that a file lists, by name."""
     return {case["name"]: case for case in json.loads(str(golden[listing]))}
 
 

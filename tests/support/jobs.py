@@ -115,7 +115,6 @@ class Faulty(Method):
 
 
 def with_session(job: Job, **changes: Any) -> Job:
-    """The job with another session on the same model."""
     session = replace(job.session, **changes)
     loaded = ("model", "tokenizer", "encoder")
     session.__dict__.update({name: job.session.__dict__[name] for name in loaded})

@@ -25,15 +25,12 @@ both = pytest.mark.parametrize(
 
 
 def generator(seed: int) -> torch.Generator:
-    """A generator on the CPU."""
     return torch.Generator().manual_seed(seed)
 
 
 def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the error as a share of the norm of what is expected."""
     return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 def put(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The tensors on the device under test."""
     return [None if x is None else x.to(DEVICE) for x in tensors]

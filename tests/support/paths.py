@@ -11,6 +11,5 @@ DATA = ROOT / "tests" / "data" / "longbench"
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """A file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

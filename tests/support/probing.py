@@ -25,6 +25,5 @@ def probe_job(tmp_path: Path, probe: Any, methods: Any = METHODS, **changes: Any
 
 
 def shipped() -> Session:
-    """A session with the shipped model, loaded when it is needed."""
     spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
     return Session(spec, torch.device("cpu"), torch.float32)

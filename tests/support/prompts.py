@@ -72,5 +72,4 @@ FACTS = attrgetter("tokens", "failure", *(f"cost.{name}" for name in COSTS))
 
 
 def facts(answer: dict[str, Any]) -> dict[str, Any]:
-    """Of every method all that an answer is, but its times."""
     return {label: FACTS(one) for label, one in answer.items()}

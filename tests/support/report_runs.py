@@ -40,8 +40,10 @@ def write_run(
     model: str = "recall_mini",
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
+    manifest: Mapping[str, Any] | None = None,
 ) -> Path:
-    """One run folder; `records` need only the fields that differ from the defaults."""
+    """One run folder; `records`, `options` (of the config, ``a.b`` being b within a) and `manifest` need
+    only what differs from the defaults."""
     config: dict[str, Any] = {
         "model": {"name": model},
         "task": {"name": task},
@@ -86,12 +88,36 @@ def write_run(
         "started": "2026-11-20T12:00:00+00:00",
         "task_meta": LINES_META if task_meta is None else task_meta,
     }
-    write_manifest(folder, about | made)
+    write_manifest(folder, about | made | dict(manifest or {}))
     return folder
 
 
+def write_scores(
+    folder: Path,
+    scores: Mapping[str, Sequence[float | None]],
+    *,
+    rate: float | None = None,
+    fields: Mapping[str, Any] | None = None,
+    **about: Any,
+) -> Path:
+    """A run a method with these scores of examples e0, e1 ..., None being out of memory; returns the
+    experiment's folder."""
+    for method, each in scores.items():
+        records = [
+            {
+                "example_id": f"e{i}",
+                "score": x,
+                "status": "oom" if x is None else "ok",
+                **(fields or {}),
+            }
+            for i, x in enumerate(each)
+        ]
+        options = {} if rate is None else {"budget.rate": rate}
+        write_run(folder, method=method, records=records, options=options, **about)
+    return folder / about.get("experiment", "demo")
+
+
 def costs(rng: np.random.Generator, method: str, rate: float, tokens: int) -> dict[str, Any]:
-    """Memory and time of one example."""
     held = int(tokens * (1.0 if method == "exact" else min(1.0, rate + 64 / tokens)))
     return {
         "prompt_tokens": tokens,
@@ -128,7 +154,6 @@ def lines_records(method: str, rate: float = 0.25, seed: int = 0) -> list[dict[s
 
 
 def needle_records(method: str) -> list[dict[str, Any]]:
-    """A grid of lengths and depths, two needles each."""
     rng = np.random.default_rng([5, *method.encode()])
     records = []
     for length, depth, i in itertools.product(
@@ -144,7 +169,6 @@ def needle_records(method: str) -> list[dict[str, Any]]:
 
 
 def error_records(method: str) -> list[dict[str, Any]]:
-    """Relative errors: 3 prompts x 4 seeds x 4 rates x 3 layers."""
     rng = np.random.default_rng([9, *method.encode()])
     factor = {"uniform": 1.0, "balancekv": 0.7}.get(method, 1.3)
     records = []
@@ -158,7 +182,6 @@ def error_records(method: str) -> list[dict[str, Any]]:
 
 
 def throughput_records(method: str) -> list[dict[str, Any]]:
-    """Five timed runs."""
     rng = np.random.default_rng([13, *method.encode()])
     records = []
     for run in range(5):
@@ -198,7 +221,6 @@ TASKS = {
 def write_demo(
     results: Path, methods: Sequence[str] = tuple(SKILL), tasks: Sequence[str] = tuple(TASKS)
 ) -> Path:
-    """An experiment with every kind of task; returns its folder."""
     for task in tasks:
         make, meta = TASKS[task]
         for method in methods:
@@ -208,7 +230,6 @@ def write_demo(
 
 
 def write_sweep(results: Path) -> Path:
-    """Three rates of some methods on one task; returns the experiment's folder."""
     methods = "exact", "snapkv", "balancekv", "uniform"
     for method, rate in itertools.product(methods, (0.5, 0.25, 0.125)):
         records = lines_records(method, rate if method != "exact" else 1.0)
@@ -228,7 +249,6 @@ DATASETS = {  # how well an exact cache does, and the width of scores: right or 
 
 
 def longbench_records(method: str, model: str) -> list[dict[str, Any]]:
-    """Examples of some of LongBench-E's datasets, in three buckets of length."""
     records: list[dict[str, Any]] = []
     loss = {"exact": 0.0, "streaming_llm": 0.11}.get(method, 0.1 * (0.9 - SKILL[method]))
     for name, (mean, width) in DATASETS.items():

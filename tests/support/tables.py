@@ -20,12 +20,10 @@ def group_of(folder: Path, task: str | None = None) -> Group:
 
 
 def totals_of(group: Group, measure: str = "score") -> pd.DataFrame:
-    """By variant the rows of the last value: an average, or the only one."""
     return totals(scores(group), measure).drop(columns="variant")
 
 
 def shown(table: Table) -> list[list[str]]:
-    """The cells of every row, as readers see them."""
     return [
         [table.cell(row, c).text for c in table.columns]
         for _, rows in table.groups()
@@ -34,12 +32,10 @@ def shown(table: Table) -> list[list[str]]:
 
 
 def heads(table: Table) -> list[str]:
-    """The headings of the columns."""
     return [column.name for column in table.columns]
 
 
 def data(table: Table | None) -> pd.DataFrame:
-    """What the table's file holds."""
     assert table is not None
     found: Any = table.data
     assert found is not None

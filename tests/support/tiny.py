@@ -97,7 +97,6 @@ if not hasattr(t, "Gemma4TextConfig"):
 
 
 def tiny_model(architecture: str, seed: int = 0, layers: int | None = None) -> t.PreTrainedModel:
-    """A random model in evaluation mode, on transformers' own attention."""
     register()
     torch.manual_seed(seed)
     config = {**WITH_SINKS, **CONFIGS}[architecture]()
@@ -117,7 +116,6 @@ def on_kvbench(model: t.PreTrainedModel) -> t.PreTrainedModel:
 
 
 def prompt_ids(n: int, seed: int = 0) -> list[int]:
-    """Random token ids, none of them special."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 97, (n,), generator=generator).tolist()
 

@@ -57,13 +57,11 @@ def offline_run(experiment: Path, run_id: str) -> tuple[Path, list[Any]]:
 
 
 def start_of(messages: list[Any]) -> Any:
-    """The message that names the run."""
     (start,) = [m.run for m in messages if m.WhichOneof("record_type") == "run"]
     return start
 
 
 def updates(messages: list[Any], kind: str) -> dict[str, Any]:
-    """Config or summary, as the messages leave it."""
     found: dict[str, Any] = {}
     for message in messages:
         sources = {"config": [message.config], "summary": [message.summary]}[kind]
@@ -76,7 +74,6 @@ def updates(messages: list[Any], kind: str) -> dict[str, Any]:
 
 
 def history(messages: list[Any]) -> list[dict[str, Any]]:
-    """What was logged, step by step."""
     return [
         {
             "/".join(item.nested_key) or item.key: json.loads(item.value_json)
@@ -88,7 +85,6 @@ def history(messages: list[Any]) -> list[dict[str, Any]]:
 
 
 def table_of(folder: Path, key: str) -> dict[str, list[Any]]:
-    """A logged table, by its key: columns to values."""
     (file,) = (folder / "files/media/table").glob(f"{key}_*.table.json")
     table = json.loads(file.read_text())
     return {

@@ -24,13 +24,11 @@ TINY += ["task.num_examples=5"]
 
 
 def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """All records below a folder by run, without seconds, by example."""
     found = rows_below(folder)
     return {run: sorted(rows, key=lambda row: row["example_id"]) for run, rows in found.items()}
 
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
     command = [sys.executable, "-m", "kvbench", *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options

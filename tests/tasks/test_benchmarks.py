@@ -31,7 +31,6 @@ BOOK = "Ann met Bob at the mill. They counted seven geese. " * 8
 
 
 def overrides(name: str) -> list[str]:
-    """The words of the command line that give a benchmark its invented data."""
     if name in FILES:
         return [f"task.files=[{INVENTED / name}.jsonl]"]
     folder = ROOT / "tests/data/summaries" if name == "h2o_summaries" else INVENTED / name
@@ -86,9 +85,7 @@ def test_earlier_answers_may_be_the_methods_own_or_left_out() -> None:
 
 
 @pytest.mark.slow
-def test_scbench_compresses_before_aime_draws_eight_samples_and_all_run(
-    tmp_path: Path,
-) -> None:
+def test_scbench_compresses_before_aime_draws_eight_samples_and_all_run(tmp_path: Path) -> None:
     def job(name: str, *more: str) -> Any:
         where = ["device=cpu", "task_label=t", "budget.sink=2", "budget.window=2", "limit=1"]
         where += [f"results_dir={tmp_path}", f"experiment_name={name}", "method=[exact,snapkv]"]

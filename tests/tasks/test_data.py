@@ -115,7 +115,6 @@ def test_numbers_of_parquet_keep_their_digits_and_gaps_are_none(tmp_path: Path) 
 
 @pytest.fixture
 def namesakes(tmp_path: Path) -> list[Path]:
-    """Two files of one name, each of one row that is also a text."""
     files = [tmp_path / folder / "test.jsonl" for folder in "ab"]
     for file in files:
         write_lines(file, [{"context": "c", "question": "q", "answers": file.parent.name}])
@@ -165,14 +164,6 @@ def test_data_are_told_apart_by_the_content_of_every_file(
     assert data_of(READERS[reader](files)) == seen[0]
 
 
-def test_the_order_of_files_belongs_to_the_data_and_one_file_is_known_by_its_name(
-    namesakes: list[Path],
-) -> None:
-    first, second = (str(file) for file in namesakes)
-    assert Jsonl(files=[first, second]).digests() != Jsonl(files=[second, first]).digests()
-    assert list(Jsonl(files=[first]).digests()) == ["test.jsonl"]
-
-
 def test_files_of_one_name_are_texts_and_data_sets_of_their_own(namesakes: list[Path]) -> None:
     files = [str(file) for file in namesakes]
     texts = texts_of_files("files", files)
@@ -182,6 +173,8 @@ def test_files_of_one_name_are_texts_and_data_sets_of_their_own(namesakes: list[
     examples = Jsonl(files=files).examples(shipped())
     assert [example.dataset for example in examples] == ["a/test", "b/test"]
     assert [name for name, _ in texts_of_files("files", files[:1])] == ["test.jsonl"]
+    assert list(Jsonl(files=files[:1]).digests()) == ["test.jsonl"]
+    assert Jsonl(files=files).digests() != Jsonl(files=files[::-1]).digests()
 
 
 REPOSITORY = {"dataset": "some/set", "archive": "data.zip", "file": "a.jsonl"}
@@ -277,9 +270,6 @@ def test_a_repository_is_read_by_datasets_where_the_hub_answers(requests: list[A
     assert requests == [("some/set", "x", "test", "r"), ("some/set", None, "dev", None)]
     places = [(place, stem) for place, stem, _ in Source("t", dataset="some/set").rows()]
     assert places == [(f"some/set row {i}", "set") for i in (1, 2, 3)]
-
-
-def test_texts_are_a_column_of_a_repository(requests: list[Any]) -> None:
     texts = texts_of_dataset("files", "some/set", None, "test", "text")
     assert texts[0] == ("row 0", ROWS[0]["text"])
     with pytest.raises(TaskError, match="no column 'body'; one of text, n"):

@@ -80,7 +80,7 @@ REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
         ({"tasks": ["qa_1"]}, "qa_1 needs task.squad=<file>, dev-v2.0.json"),
     ],
     LongBench: [
-        ({"datasets": ["qaspr"]}, "'qaspr', which is not in split 'e' (did you mean 'qasper'?)"),
+        ({"datasets": ["qaspr"]}, "'qaspr', which is not in split 'e' (did you mean 'qasper'?)")
     ],
     Jsonl: [
         ({"fields": {"contxt": "text"}}, "contxt stands for nothing (did you mean 'context'?)"),

@@ -6,16 +6,14 @@ import json
 import random
 import re
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.utils import instantiate
 from support.command import composed
-from support.encoders import Letters, chat, ids_of, shipped
-from support.paths import ROOT
-from transformers import AutoTokenizer
+from support.encoders import Letters, chat, ids_of, shipped, tokenizer
+from support.paths import write_lines
 
 from kvbench.cli.build import build_job
 from kvbench.prompts import PromptEncoder
@@ -59,7 +57,7 @@ ANSWERS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     "detectable_format:number_bullet_lists": [({"num_bullets": 3}, LISTED, "* one\n* two")],
     "detectable_format:number_highlighted_sections": [
-        ({"num_highlights": 2}, "*one* and **two**", "*one* and * *"),
+        ({"num_highlights": 2}, "*one* and **two**", "*one* and * *")
     ],
     "detectable_format:title": [({}, "<<The moon>>\nOnce", "<<>> <moon>")],
     "detectable_format:json_format": [({}, '```json\n{"a": [1]}\n```', "{'a': 1}")],
@@ -107,19 +105,16 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% 
 
 
 def with_template(template: str) -> PromptEncoder:
-    """The shipped model's tokenizer with a chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "kvbench/assets/recall_mini")
-    tokenizer.chat_template = template
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    before, after = (tuple(encode(text)) for text in ("<user>", "</><assistant>"))
-    return PromptEncoder(tokenizer, prefix_ids=before, suffix_ids=after, chat=True)
+    made = tokenizer(template)
+    before, after = (tuple(made.encode(text)) for text in ("<user>", "</><assistant>"))
+    return PromptEncoder(made, prefix_ids=before, suffix_ids=after, chat=True)
 
 
 def instructed(encoder: PromptEncoder | None = None, **options: Any) -> Any:
     return Instructions(**options).examples(encoder or PromptEncoder(Letters()))
 
 
-def test_each_kind_stands_at_each_place_as_often() -> None:
+def test_a_system_prompt_is_its_instructions_and_each_kind_is_at_each_place_as_often() -> None:
     every = list(KINDS)[:8]
     examples = instructed(kinds=every, num_instructions=5, num_examples=24)
     places = Counter(
@@ -130,24 +125,17 @@ def test_each_kind_stands_at_each_place_as_often() -> None:
     assert len(places) == 5 * 8
     assert set(places.values()) == {3}
     assert len({example.context for example in examples}) == 24
-
-
-def test_a_system_prompt_is_made_of_its_instructions() -> None:
-    for example in instructed(kinds=list(KINDS)[:8], num_instructions=5, num_examples=8):
+    for example in examples:
         texts = [instruction.text for instruction in example.instructions]
         kinds = [instruction.kind for instruction in example.instructions]
         assert example.context == "\n".join([PREAMBLE, *texts])
         assert example.private_text == "\n".join(texts)
         assert len(set(kinds)) == 5
         assert example.fields["kinds"] == ", ".join(kinds)
-
-
-def test_kinds_come_in_another_order_in_every_round() -> None:
-    kinds = list(KINDS)[:8]
-    first = [e.instructions[0].kind for e in instructed(kinds=kinds, num_examples=24)]
+    first = [e.instructions[0].kind for e in instructed(kinds=every, num_examples=24)]
     rounds = [tuple(first[i : i + 8]) for i in (0, 8, 16)]
-    assert len({tuple(kinds), *rounds}) == 4
-    assert {frozenset(order) for order in rounds} == {frozenset(kinds)}
+    assert len({tuple(every), *rounds}) == 4, "another order in every round"
+    assert {frozenset(order) for order in rounds} == {frozenset(every)}
 
 
 def test_prompts_depend_on_the_seed_alone() -> None:
@@ -253,7 +241,7 @@ ROWS = [
 
 def test_prompts_of_ifeval(tmp_path: Path) -> None:
     file = tmp_path / "ifeval_input_data.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_lines(file, ROWS)
     for data in (file, tmp_path):
         task = Instructions(prompts="ifeval", data=str(data))
         first, last = task.examples(chat())  # that of an unknown check is left out
@@ -273,11 +261,8 @@ def test_prompts_of_ifeval(tmp_path: Path) -> None:
         assert task.score("A FOX", last)["place_1"] == 1.0
         assert list(task.digests()) == [file.name]
     assert len(Instructions(prompts="ifeval", data=str(file), num_examples=1).examples(chat())) == 1
-
-
-def test_without_a_file_ifevals_prompts_are_the_hubs() -> None:
-    source = Instructions(prompts="ifeval").source
-    assert (source.dataset, source.files) == ("google/IFEval", ())
+    of_the_hub = Instructions(prompts="ifeval").source
+    assert (of_the_hub.dataset, of_the_hub.files) == ("google/IFEval", ())
 
 
 @pytest.mark.parametrize(
@@ -291,7 +276,7 @@ def test_without_a_file_ifevals_prompts_are_the_hubs() -> None:
 )
 def test_a_wrong_row_of_ifeval_is_one_line(change: Any, message: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(ROWS[0] | change) + "\n")
+    write_lines(file, [ROWS[0] | change])
     with pytest.raises(TaskError, match=r"rows.jsonl row 1 is no row of IFEval") as caught:
         instructed(chat(), prompts="ifeval", data=str(file))
     assert message in str(caught.value)

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from support.encoders import chat, ids_of, shipped
+from support.paths import write_lines
 
 from kvbench.run.encoding import encode_examples
 from kvbench.tasks.base import TaskError
@@ -27,7 +28,7 @@ ROWS = [
 
 
 def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return str(path)
 
 
@@ -186,6 +187,10 @@ def test_one_row_may_have_lists_of_questions_and_answers(tmp_path: Path) -> None
         ("m-00001-q2", ("b", "c"), "m-00001-q1"),
         ("m-00002", ("d",), None),
     ]
+    rows = [{"i": 7, "text": "T.", "q": "A?", "gold": gold} for gold in ("a", "b")]
+    path = write(tmp_path / "i.jsonl", rows)
+    (merged,) = examples(path, fields={**FIELDS, "id": "i"}, merge_answers=True)
+    assert (merged.id, merged.answers) == ("i-7", ("a", "b")), "rows of one id, too"
 
 
 PAIRS = [{"Q": "A?", "A": "a"}, {"Q": "B?", "A": "b"}]
@@ -198,13 +203,6 @@ def test_one_row_may_have_a_list_of_objects(tmp_path: Path, value: Any) -> None:
     first, second = examples(path, fields=fields)
     assert (first.answers, second.answers) == (("a",), ("b",))
     assert second.question.startswith("B?")
-
-
-def test_rows_of_one_id_may_be_one_question(tmp_path: Path) -> None:
-    rows = [{"i": 7, "text": "T.", "q": "A?", "gold": gold} for gold in ("a", "b")]
-    path = write(tmp_path / "i.jsonl", rows)
-    (merged,) = examples(path, fields={**FIELDS, "id": "i"}, merge_answers=True)
-    assert (merged.id, merged.answers) == ("i-7", ("a", "b"))
 
 
 def test_fields_and_the_prompt_may_be_templates(file: str) -> None:
@@ -252,7 +250,6 @@ def test_a_chat_template_goes_around_the_prompt_unless_chat_is_false(file: str) 
 
 @pytest.fixture
 def long_file(tmp_path: Path) -> str:
-    """Two questions about one context of 89 numbers."""
     text = " ".join(map(str, range(10, 99)))
     rows = [{"text": text, "q": question, "gold": "x"} for question in ("A?", "Is it B?")]
     return write(tmp_path / "long.jsonl", rows)
@@ -269,9 +266,6 @@ def test_a_long_context_loses_its_middle_and_the_record_counts_the_tokens(long_f
         assert before.fields["truncated_tokens"] == 0
         assert len(ids_of(before)) - len(ids_of(after)) == after.fields["truncated_tokens"]
         assert after.question_ids == before.question_ids
-
-
-def test_a_context_may_be_cut_to_the_models_positions(long_file: str) -> None:
     (longest, _) = examples(long_file, replace(shipped(), max_positions=124), max_input="model")
     assert len(ids_of(longest)) + longest.max_new_tokens <= 124
 

@@ -14,13 +14,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support.encoders import ids_of
+from support.encoders import ids_of, tokenizer
 from support.paths import DATA, write_lines
-from tokenizers import processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvbench.engine.answer import Stopping
-from kvbench.engine.model_spec import ModelError, ModelSpec, local_path
+from kvbench.engine.model_spec import ModelError, ModelSpec
 from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import TaskError
@@ -158,20 +156,10 @@ QWEN = (
 
 
 def encoder(family: str, template: str, special: list[str], stop: list[str], positions: int) -> Any:
-    """The shipped model's tokenizer, with special tokens (begin, end ...) and a chat template."""
-    backend = AutoTokenizer.from_pretrained(local_path("asset:recall_mini")).backend_tokenizer
-    backend.add_special_tokens([token for token in special if token])
-    bos, end, *_ = special
-    if bos:
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
-        )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=bos or None, eos_token=end
-    )
-    tokenizer.chat_template = template
+    bos, end, *others = special
     spec = ModelSpec(name="m", path="x", stop_tokens=stop)
-    return replace(prompt_encoder(tokenizer, spec), family=family, max_positions=positions)
+    made = prompt_encoder(tokenizer(template, bos, end, others), spec)
+    return replace(made, family=family, max_positions=positions)
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +284,6 @@ def test_a_stop_token_that_the_tokenizer_lacks_is_refused(llama: Any) -> None:
 
 
 def released(prediction: str, dataset: str, llama: bool) -> str:
-    """The released evaluation's cut, step by step."""
     text = prediction.strip()
     if dataset not in ("lcc", "repobench-p") or llama:
         text = text.lstrip("\n").split("\n")[0]
@@ -343,15 +330,12 @@ def test_the_score_of_a_settled_answer_does_not_change(llama: Any, qwen: Any) ->
 # the task
 
 
-def test_data_sets_take_turns(llama: Any) -> None:
+def test_data_sets_take_turns_and_chinese_ones_run_only_where_they_are_named(llama: Any) -> None:
     task = LongBench(data=str(DATA), per_dataset=2, datasets=["lcc", "trec"])
     made = task.examples(llama)
     ids = ["lcc-lcc-00", "trec-trec-00", "lcc-lcc-01", "trec-trec-01"]
     assert [example.id for example in made] == ids
     assert made[1].fields["length_bucket"] == "0-4k"
     assert set(task.digests()) == {"lcc_e", "trec_e"}
-
-
-def test_the_full_benchmark_runs_chinese_data_sets_only_where_they_are_named() -> None:
     assert len(LongBench(split="full").datasets or ()) == 16
     assert LongBench(split="full", datasets=["dureader"]).datasets == ("dureader",)

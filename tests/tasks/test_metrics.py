@@ -45,7 +45,6 @@ def test_every_metric_scores_its_cases(
 
 
 def test_without_lm_eval_a_metric_that_needs_it_is_refused(monkeypatch: Any) -> None:
-    """All others work."""
     packages = {"lm_eval", "rouge", "jieba", "fuzzywuzzy"}
     for module in [name for name in sys.modules if name.partition(".")[0] in packages]:
         monkeypatch.delitem(sys.modules, module)
@@ -136,23 +135,20 @@ def test_containment_ignores_case_blanks_and_the_last_full_stop(
     assert containment(prediction, answer) == score
 
 
+def test_word_recall_counts_repetitions_and_rouge_1_stems_nothing() -> None:
+    assert word_recall("a sandwich, a day!", "eat a sandwich on a day") == pytest.approx(4 / 6)
+    assert word_recall("", "eat") == word_recall("eat", "") == 0.0
+    assert rouge1("eat a sandwich", "eat a sandwich") == 1.0
+    assert rouge1("eat a", "eat a fine sandwich") == pytest.approx(2 / 3)
+    assert rouge1("eats", "eat") == 0.0
+
+
 @pytest.mark.parametrize("metric", ["exponential_similarity", "contains", "choice", "boxed"])
 @pytest.mark.parametrize("part", ["1", "1.", "1,", "answer is ", "\\boxed{", "I think ", "1 ab "])
 def test_a_long_prediction_takes_linear_time(metric: str, part: str) -> None:
     start = time.process_time()
     METRICS[metric](part * 2000, Key(("5%",)))
     assert time.process_time() - start < 2
-
-
-def test_word_recall_counts_repetitions() -> None:
-    assert word_recall("a sandwich, a day!", "eat a sandwich on a day") == pytest.approx(4 / 6)
-    assert word_recall("", "eat") == word_recall("eat", "") == 0.0
-
-
-def test_rouge_1_of_words_that_are_not_stemmed() -> None:
-    assert rouge1("eat a sandwich", "eat a sandwich") == 1.0
-    assert rouge1("eat a", "eat a fine sandwich") == pytest.approx(2 / 3)
-    assert rouge1("eats", "eat") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -179,7 +175,11 @@ def longbench(shared_file: Callable[[str], Path]) -> Any:
     return json.loads(shared_file("golden/longbench_metrics.json").read_text(encoding="utf-8"))
 
 
-def test_every_case_scored_by_the_original_code_scores_the_same(longbench: Any) -> None:
+def test_every_case_scored_by_the_original_code_scores_the_same(
+    longbench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not fuzzywuzzy finds Levenshtein installed, whose scores are others."""
+    monkeypatch.setattr("fuzzywuzzy.fuzz.SequenceMatcher", None)
     assert len(longbench["cases"]) == 342
     for case in longbench["cases"]:
         actual = score(case["dataset"], case["prediction"], case["answers"], case["all_classes"])
@@ -187,7 +187,6 @@ def test_every_case_scored_by_the_original_code_scores_the_same(longbench: Any) 
 
 
 def test_means_of_data_sets_are_those_of_the_original_code(longbench: Any) -> None:
-    """Over all cases of a data set, and over those of each length bucket."""
     for dataset, expected in longbench["whole_set"].items():
         cases = [case for case in longbench["cases"] if case["dataset"] == dataset]
         assert len(cases) == expected["n"]
@@ -200,17 +199,6 @@ def test_means_of_data_sets_are_those_of_the_original_code(longbench: Any) -> No
         assert round(100 * fmean(scores), 2) == pytest.approx(expected["scorer"], abs=1e-9)
         for name, mean in expected["scorer_e"].items():
             assert round(100 * fmean(by_bucket[name]), 2) == pytest.approx(mean, abs=1e-9)
-
-
-def test_code_similarity_ignores_an_installed_levenshtein(longbench: Any, monkeypatch: Any) -> None:
-    def fail(*arguments: Any) -> None:
-        raise AssertionError("the backend of fuzzywuzzy was asked")
-
-    monkeypatch.setattr("fuzzywuzzy.fuzz.SequenceMatcher", fail)
-    for case in longbench["cases"]:
-        if "score_levenshtein_backend" in case:
-            actual = score(case["dataset"], case["prediction"], case["answers"])
-            assert actual == pytest.approx(case["score"], abs=1e-9)
 
 
 @pytest.mark.slow
@@ -239,12 +227,7 @@ def test_longbench_scores_by_dataset() -> None:
 
 def example(answers: Any, dataset: str = "x") -> Example:
     return Example(
-        id="x",
-        context="c",
-        question="q",
-        answers=tuple(answers),
-        max_new_tokens=1,
-        dataset=dataset,
+        id="x", context="c", question="q", answers=tuple(answers), max_new_tokens=1, dataset=dataset
     )
 
 
@@ -256,10 +239,7 @@ def test_lines_are_scored_as_by_the_official_scorer(shared_file: Any) -> None:
         scores.append(LongEvalLines().score(case["output"], example([str(case["label"])]))["score"])
         assert scores[-1] == float(case["correct"]), case
     assert fmean(scores) == pytest.approx(golden["accuracy"])
-
-
-def test_a_number_too_long_for_an_integer_is_wrong_and_no_error() -> None:
-    assert parse_number("1" * 5000) == -1
+    assert parse_number("1" * 5000) == -1, "too long for an integer: wrong, and no error"
 
 
 def test_ruler_is_scored_as_by_the_official_scorer(shared_file: Any) -> None:

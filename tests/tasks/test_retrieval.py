@@ -41,7 +41,6 @@ def test_official_files(shared_file: Any, count: int) -> None:
 
 
 def test_a_file_in_the_official_format(tmp_path: Path) -> None:
-    """Invented, of three lines in another order each time."""
     cases = []
     for turn in range(3):
         pairs = [("old-hat", 41077), ("big-cup", 12903), ("shy-owl", 30058)]
@@ -76,17 +75,7 @@ def check_read_as_written(path: Path, cases: list[dict[str, Any]]) -> None:
 RECORDS: dict[str, Any] = {"num_lines": [5, 40, 9], "num_examples": 3, "number_range": [7, 900]}
 
 
-def test_a_generated_record_has_different_keys_of_two_words() -> None:
-    for example in lines(**RECORDS, seed=3):
-        pairs = lines_of(example.context)
-        keys = {key for key, _ in pairs}
-        assert len(pairs) == len(keys) == example.fields["num_lines"]
-        assert all(7 <= int(number) <= 900 for _, number in pairs)
-        assert all(is_adjective_and_noun(key) for key in keys)
-
-
 def is_adjective_and_noun(key: str) -> bool:
-    """Words may have a hyphen themselves."""
     hyphens = [place for place, letter in enumerate(key) if letter == "-"]
     return any(key[:place] in ADJECTIVES and key[place + 1 :] in NOUNS for place in hyphens)
 
@@ -97,11 +86,12 @@ def test_generated_records_depend_on_the_seed_and_every_prefix_is_balanced() -> 
     assert lines(**RECORDS | {"num_examples": 4}, seed=3)[:9] == examples
     others = {example.context for example in lines(**RECORDS, seed=4)}
     assert others.isdisjoint(example.context for example in examples)
-
-
-def test_a_generated_question_asks_for_one_of_the_lines() -> None:
-    for example in lines(num_lines=[5, 9], num_examples=3):
+    for example in examples:
         pairs, key = lines_of(example.context), example.fields["line_key"]
+        keys = {key for key, _ in pairs}
+        assert len(pairs) == len(keys) == example.fields["num_lines"]
+        assert all(7 <= int(number) <= 900 for _, number in pairs)
+        assert all(is_adjective_and_noun(key) for key in keys)
         assert pairs[example.fields["line_place"]] == (key, example.answers[0])
         assert example.context.startswith(INTRODUCTION)
         assert example.question == QUESTION.format(key=key)
@@ -125,21 +115,15 @@ CASE = {"prompt": "x", "expected_number": 1, "random_idx": ["a-b", 0]}
         ("", "no test case"),
         (json.dumps(CASE | {"expected_number": 7e400}), "line 1 is not a test case"),
         (json.dumps(CASE), "after a blank line"),
+        (None, "git clone"),
     ],
 )
-def test_a_file_in_another_format_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_a_file_in_another_format_is_refused(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text(content)
+    if content is not None:
+        path.write_text(content)
     with pytest.raises(TaskError, match=message):
         lines(files=[str(path)])
-
-
-def test_missing_files_and_two_of_one_name_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    with pytest.raises(TaskError, match="git clone"):
-        lines(files=[str(path)])
-    with pytest.raises(TaskError, match="file names must differ"):
-        lines(files=[str(tmp_path / "other" / "lines.jsonl"), str(path)])
 
 
 def test_lines_are_counted_where_the_case_does_not_say_how_many_there_are(tmp_path: Path) -> None:
@@ -148,6 +132,8 @@ def test_lines_are_counted_where_the_case_does_not_say_how_many_there_are(tmp_pa
     path.write_text(json.dumps(CASE | {"prompt": prompt}) + "\n")
     (example,) = lines(files=str(path))
     assert example.fields["num_lines"] == 1
+    with pytest.raises(TaskError, match="file names must differ"):
+        lines(files=[str(tmp_path / "other" / path.name), str(path)])
 
 
 def task(name: str, **options: Any) -> Any:
@@ -155,8 +141,9 @@ def task(name: str, **options: Any) -> Any:
     return instantiate(composed(f"task={name}", *settings).task, _convert_="all")
 
 
-def test_several_questions_are_asked_about_one_object() -> None:
-    examples = task("key_value", num_pairs="[5,12]", num_examples=3, queries=3).examples(shipped())
+def test_several_questions_are_asked_about_one_object_of_uuids() -> None:
+    made = task("key_value", num_pairs="[5,12]", num_examples=3, queries=3)
+    examples = made.examples(shipped())
     for first in range(0, len(examples), 3):
         group = examples[first : first + 3]
         assert len({example.context_id for example in group}) == 1
@@ -166,19 +153,10 @@ def test_several_questions_are_asked_about_one_object() -> None:
         depths = [example.fields["depth"] for example in group]
         assert depths == sorted(depths)
     assert len({example.context for example in examples}) == 6
-
-
-def test_objects_have_uuids_alone() -> None:
-    for example in task("key_value", num_pairs="[5,12]", num_examples=3).examples(shipped()):
+    for example in examples:
         pairs = json.loads(example.context.partition("JSON data:\n")[2])
         assert len(pairs) == example.fields["num_pairs"]
         assert all(uuid.UUID(text).version == 4 for pair in pairs.items() for text in pair)
-
-
-def test_the_value_of_a_key_is_the_answer() -> None:
-    made = task("key_value", num_pairs="[5]", num_examples=1, queries=3)
-    for example in made.examples(shipped()):
-        pairs = json.loads(example.context.partition("JSON data:\n")[2])
         key = re.fullmatch(r'Key: "(.+)"\nCorresponding value:', example.question)
         assert key is not None
         assert pairs[key[1]] == example.answers[0]
@@ -207,37 +185,23 @@ def test_a_passkeys_answer_begins_after_the_assistants_header_within_the_length(
 
 @pytest.mark.parametrize(("name", "digits"), [("passkey", 5), ("number_string", 10)])
 def test_a_key_is_hidden_in_a_text_as_long_as_there_is_room(name: str, digits: int) -> None:
-    examples = task(name, lengths="[400,900]", num_examples=12).examples(shipped())
+    made = task(name, lengths="[400,900]", num_examples=12)
+    examples = made.examples(shipped())
     for example in examples:
         (key,) = example.answers
         assert example.context.count(key) == 2
         assert len(key) == digits
+        assert name == "passkey" or re.search(r"(\d)\1", key), "digits repeat"
+        assert made.score(f" {key}. 1", example) == {"score": 1.0}
+        assert made.score(f"1 {key}", example) == {"score": 0.0}, "the first number counts"
+        assert not example.settled(key)
+        assert example.settled(key + ".")
         assert example.fields["length"] - 32 <= len(ids_of(example)) <= example.fields["length"]
         lines = example.context.strip().split("\n")[2:]
         place = next(number for number, line in enumerate(lines) if key in line)
         assert example.fields["depth"] == 10 * round(10 * place / (len(lines) - 1))
         assert type(example.fields["depth"]) is int
     assert len({example.fields["depth"] for example in examples}) > 4
-
-
-def test_a_number_string_repeats_digits() -> None:
-    for example in task("number_string", lengths="[400]", num_examples=12).examples(shipped()):
-        assert re.search(r"(\d)\1", example.answers[0])
-
-
-def test_hidden_keys_depend_on_the_seed_alone() -> None:
-    examples = task("passkey", lengths="[400]", num_examples=3).examples(shipped())
-    assert task("passkey", lengths="[400]", num_examples=3).examples(shipped()) == examples
-    other, *_ = task("passkey", seed=1, lengths="[400]").examples(shipped())
+    assert made.examples(shipped()) == examples
+    other, *_ = task(name, seed=1, lengths="[400]").examples(shipped())
     assert other.context not in {example.context for example in examples}
-
-
-@pytest.mark.parametrize("name", ["passkey", "number_string"])
-def test_a_key_is_the_first_number_of_an_answer(name: str) -> None:
-    made = task(name, lengths="[400]", num_examples=1)
-    for example in made.examples(shipped()):
-        (key,) = example.answers
-        assert made.score(f" {key}. 1", example) == {"score": 1.0}
-        assert made.score(f"1 {key}", example) == {"score": 0.0}
-        assert not example.settled(key)
-        assert example.settled(key + ".")

@@ -18,14 +18,13 @@ from support.encoders import Letters, Words, chat, ids_of, shipped
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks import ruler_generators
 from kvbench.tasks.base import Example, TaskError
-from kvbench.tasks.encoding import encode_split
 from kvbench.tasks.ruler import GENERATED, TASKS, Ruler
 from kvbench.tasks.ruler_data import Collection, Question
 from kvbench.tasks.ruler_generators import DEPTHS, DOCUMENT, NEEDLE, NOISE, PROMPTS
 
 NUMBER = re.compile(r"(?:^| )\d+\. ")
 """What stands before each word of a numbered list."""
-TOWNS = (
+TOWNS = [
     "Arnby",
     "Lund",
     "Colvik",
@@ -36,11 +35,10 @@ TOWNS = (
     "Farrow",
     "Jarrow",
     "Selby",
-)
+]
 
 
 def sentences(count: int, seed: str) -> str:
-    """Invented sentences."""
     rng = random.Random(seed)
     people = ("potter", "glazier", "warden", "drummer", "weaver", "cooper")
     actions = ("buys the kiln", "measures the hedge", "forgets the road", "admires the harbour")
@@ -69,7 +67,6 @@ def squad_article(town: str) -> dict[str, Any]:
 
 
 def hotpotqa_row(number: int) -> dict[str, Any]:
-    """A question about two of ten paragraphs."""
     paragraphs = [
         [
             f"{town} {number}",
@@ -175,18 +172,10 @@ def test_in_a_chat_template_the_prefix_follows_the_assistants_header() -> None:
     assert prefix.startswith(" The special magic number")
 
 
-def test_context_and_question_are_tokenised_together() -> None:
-    context, question = encode_split(shipped(), "a hat is there.\n", "Where is it?")
-    assert [*context, *question] == shipped().encode_text("a hat is there.\nWhere is it?")
-
-
-@pytest.mark.parametrize("task", GENERATED)
-def test_a_length_that_is_too_short_is_one_line(task: str) -> None:
-    with pytest.raises(TaskError, match=f"length 180 is too short for {task}"):
-        made(tasks=[task], lengths=[180])
-
-
 def test_a_length_that_is_too_short_is_refused_with_the_least() -> None:
+    for task in GENERATED:
+        with pytest.raises(TaskError, match=f"length 180 is too short for {task}"):
+            made(tasks=[task], lengths=[180])
     with pytest.raises(TaskError) as caught:
         made(tasks=["niah_multikey_3"], lengths=[400])
     (least,) = re.findall(r"take (\d+) of", str(caught.value))
@@ -242,9 +231,11 @@ def test_frequent_words_lie_between_the_others() -> None:
 
 
 def test_no_document_stands_twice(files: dict[str, str]) -> None:
-    for example in made(files, tasks=["qa_1", "qa_2"], lengths=[1536, 8192]):
+    for example in made(files, tasks=["qa_1", "qa_2"], lengths=[1536, 8192], num_examples=5):
         documents = re.split(r"\n*Document \d+:\n", example.context)[1:]
         assert len(set(documents)) == len(documents)
+        if example.dataset.startswith("qa_1"):
+            assert "In which {year}" in example.question, "not one without an answer"
 
 
 def test_documents_beside_the_gold_are_drawn_at_random() -> None:
@@ -254,11 +245,6 @@ def test_documents_beside_the_gold_are_drawn_at_random() -> None:
     drawn = [frozenset(collection.draw(question, 5, random.Random(i))) for i in range(200)]
     assert all(documents >= set("abc") for documents in drawn)
     assert len(set(drawn)) == 10, "pairs of the five others"
-
-
-def test_questions_without_an_answer_are_left_out(files: dict[str, str]) -> None:
-    for example in made(files, tasks=["qa_1"], num_examples=20):
-        assert "In which {year}" in example.question, "not: who paid for it"
 
 
 def test_generation_may_end_once_all_values_are_in_the_answer() -> None:

@@ -63,7 +63,6 @@ TASKS: dict[str, Any] = {
 
 
 def whole(encoder: PromptEncoder, text: str) -> list[int]:
-    """The tokens of a prompt that is encoded as one text."""
     tokenizer: Any = encoder.tokenizer
     return list(tokenizer(text, add_special_tokens=not encoder.before)["input_ids"])
 

@@ -47,13 +47,10 @@ def test_pieces_follow_each_other_and_the_answer_follows_the_piece(task: Running
     assert task.score("zebra", first)["score"] == 0.0
 
 
-def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+def test_a_text_that_is_too_short_or_missing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXTS["a.txt"])
     with pytest.raises(TaskError, match=r"task.tokens is 500 and the longest text has \d+ tokens"):
         RunningText(files=[str(tmp_path / "a.txt")], tokens=500).examples(shipped())
-
-
-def test_files_that_are_missing_are_named_with_their_option() -> None:
     with pytest.raises(TaskError, match=r"^task\.files: no file matches \['none\.txt'\]; allowed"):
         RunningText(files=["none.txt"]).examples(shipped())
 
