@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvbench.engine.check import check_finite
 from kvbench.engine.row import layer_generator
-from kvbench.errors import nearest
+from kvbench.errors import check_known
 from kvbench.errors.options import Count, Distinct, Fraction, Positive, Whole, check_options
 from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
@@ -181,10 +181,11 @@ class ErrorScaling(LayerProbe):
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         for label, options in self.per_kept.items():
-            _check_name("task.per_kept", label, list(methods))
+            check_known(f"task.per_kept names {label!r}", label, [*methods], KVError)
             known_options = [option.name for option in fields(methods[label][0])]
             for option in options:
-                _check_name(f"task.per_kept.{label}", option, known_options)
+                what = f"task.per_kept.{label} names {option!r}"
+                check_known(what, option, known_options, KVError)
         if self.prompts is None:
             return [
                 self._unit(f"{name}/draw{draw}", [name], [f"draw{draw}"], (name, draw))
@@ -280,10 +281,3 @@ class ErrorScaling(LayerProbe):
             option: max(2, round(factor * kept)) for option, factor in factors.items()
         }
         return replace(method, **sized)
-
-
-def _check_name(where: str, name: str, allowed: Sequence[str]) -> None:
-    if name not in allowed:
-        raise KVError(
-            f"{where} names {name!r}{nearest(name, allowed)}; allowed: {', '.join(allowed)}"
-        )

@@ -33,7 +33,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge, Le
 
-from kvbench.errors import first_line, nearest
+from kvbench.errors import check_known, first_line
 from kvbench.errors.options import Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError
@@ -167,10 +167,7 @@ class Instructions(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         for kind in self.kinds:
-            if kind not in KINDS:
-                raise TaskError(
-                    f"task.kinds has {kind!r}{nearest(kind, list(KINDS))}; allowed: {', '.join(KINDS)}"
-                )
+            check_known(f"task.kinds has {kind!r}", kind, [*KINDS], TaskError)
         if self._num_drawn > len(self.kinds):
             raise TaskError(
                 f"task.num_instructions is {self.num_instructions} and task.kinds has "

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import regex
 from annotated_types import Ge
 
-from kvbench.errors import nearest
+from kvbench.errors import check_known
 from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, NewTokens, Task, TaskError, with_newlines
@@ -113,32 +113,17 @@ class Jsonl(Task):
         object.__setattr__(self, "breakdown", self.breakdowns)
         named = {role: name and with_newlines(name) for role, name in self.fields.items()}
         object.__setattr__(self, "fields", {**DEFAULT_FIELDS, **named})
-        self._check_fields()
-        _check_one_of("metric", self.metric, tuple(METRICS))
+        for role in self.fields:
+            check_known(f"jsonl: fields.{role} stands for nothing", str(role), ROLES, TaskError)
+        if self.fields.get("answers") is None:
+            raise TaskError("jsonl: fields.answers is null; allowed: the field with the answers")
+        check_known(f"task.metric is {self.metric!r}", self.metric, [*METRICS], TaskError)
         try:
             regex.compile(self.pattern or "")
         except regex.error as problem:
             raise TaskError(
                 f"task.pattern is {self.pattern!r}, which is no regular expression: {problem}"
             ) from problem
-        self._check_source()
-        for name in self.datasets or ():
-            _check_one_of("datasets", name, tuple(self.subsets))
-        # Made here so that a wrong template or subset is refused when the task is made.
-        assert template("task.template", self.template)
-        assert self._parts
-
-    def _check_fields(self) -> None:
-        for role in self.fields:
-            if role not in ROLES:
-                raise TaskError(
-                    f"jsonl: fields.{role} stands for nothing{nearest(str(role), ROLES)}; allowed: "
-                    f"{', '.join(ROLES)}"
-                )
-        if self.fields.get("answers") is None:
-            raise TaskError("jsonl: fields.answers is null; allowed: the field with the answers")
-
-    def _check_source(self) -> None:
         if self.subsets and self.files:
             raise TaskError(
                 f"task.files is {list(self.files)!r} and the task has {len(self.subsets)} data sets; "
@@ -148,6 +133,11 @@ class Jsonl(Task):
             raise TaskError(
                 "jsonl: no data; allowed: task.files=[my.jsonl], or task.dataset=<owner>/<name>"
             )
+        for name in self.datasets or ():
+            check_known(f"task.datasets is {name!r}", name, [*self.subsets], TaskError)
+        # Made here so that a wrong template or subset is refused when the task is made.
+        assert template("task.template", self.template)
+        assert self._parts
 
     @cached_property
     def _parts(self) -> Mapping[str, Jsonl]:
@@ -158,7 +148,7 @@ class Jsonl(Task):
         for name in self.subsets if self.datasets is None else self.datasets:
             options = dict(self.subsets[name])
             for option in options:
-                _check_one_of(f"subsets.{name}", option, known)
+                check_known(f"task.subsets.{name} is {option!r}", option, known, TaskError)
             options["fields"] = {**self.fields, **options.get("fields", {})}
             parts[name] = replace(self, subsets={}, datasets=None, **options)
         return parts or {"": self}
@@ -363,9 +353,3 @@ def _by_context(prompts: Iterable[_Prompt]) -> Iterable[list[_Prompt]]:
         id_without_context = "" if prompt.head else prompt.id
         groups.setdefault((prompt.dataset, prompt.head, id_without_context), []).append(prompt)
     return groups.values()
-
-
-def _check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        hint = nearest(value, allowed)
-        raise TaskError(f"task.{option} is {value!r}{hint}; allowed: {', '.join(allowed)}")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
-from kvbench.errors import nearest
+from kvbench.errors import check_known
 from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Task, TaskError
@@ -71,11 +71,8 @@ class LongBench(Task):
         names = SPLITS[self.split] if self.datasets is None else self.datasets
         known = E_DATASETS if self.split == "e" else tuple(DATASETS)
         for name in names:
-            if name not in known:
-                raise TaskError(
-                    f"task.datasets has {name!r}, which is not in split {self.split!r}"
-                    f"{nearest(name, known)}; allowed: {', '.join(known)}"
-                )
+            what = f"task.datasets has {name!r}, which is not in split {self.split!r}"
+            check_known(what, name, known, TaskError)
         object.__setattr__(self, "datasets", tuple(names))
 
     @cached_property
