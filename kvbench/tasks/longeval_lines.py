@@ -191,7 +191,7 @@ class LongEvalLines(Task):
                 "https://github.com/DachengLi1/LongChat (longeval/evaluation/lines/testcases)"
             )
         examples: list[Example] = []
-        for line, row in file_rows("longeval_lines", str(path)):
+        for line, row in file_rows("longeval_lines", path):
             case = _official_case(row)
             if case is None:
                 raise TaskError(

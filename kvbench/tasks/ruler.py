@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import ClassVar
 
-from kvbench.errors import nearest
+from kvbench.errors import check_known
 from kvbench.errors.options import Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Many, Task, TaskError, Tokens, balanced_order
 from kvbench.tasks.data import file_digests
 from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting
 from kvbench.tasks.metrics_text import Key, contains_all
-from kvbench.tasks.ruler_data import Collection, Essays, hotpotqa, squad
+from kvbench.tasks.ruler_data import Collection, Essays, read_collection
 from kvbench.tasks.ruler_generators import (
     PROMPTS,
     CommonWords,
@@ -145,10 +145,7 @@ class Ruler(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         for task in self.tasks:
-            if task not in TASKS:
-                raise TaskError(
-                    f"task.tasks has {task!r}{nearest(task, TASKS)}; allowed: {', '.join(TASKS)}"
-                )
+            check_known(f"task.tasks has {task!r}", task, TASKS, TaskError)
             if task in QA and getattr(self, QA[task]) is None:
                 raise TaskError(f"ruler: {task} needs task.{QA[task]}=<file>, {QA_FILES[task]}")
 
@@ -166,8 +163,8 @@ class Ruler(Task):
 
     @cached_property
     def _collections(self) -> dict[str, Collection]:
-        readers = {"qa_1": squad, "qa_2": hotpotqa}
-        return {task: readers[task](getattr(self, QA[task])) for task in self.tasks if task in QA}
+        options = {task: QA[task] for task in self.tasks if task in QA}
+        return {task: read_collection(name, getattr(self, name)) for task, name in options.items()}
 
     def metric_name(self) -> str:
         return "references found"
