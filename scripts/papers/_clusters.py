@@ -19,11 +19,7 @@ from kvbench.errors import UserError, needs_extra
 
 
 def draw_tsne(points: Tensor, centres: Tensor, seed: int, file: str) -> None:
-    """Write t-SNE of points [n, d] as PNG, the points with the indices `centres` marked.
-
-    Raises:
-        UserError: scikit-learn, which computes it, is not installed.
-    """
+    """Write t-SNE of points [n, d] as PNG, the points with the indices `centres` marked."""
     try:
         from sklearn.manifold import TSNE
     except ModuleNotFoundError as error:

@@ -55,7 +55,6 @@ TRIVIAQA = "task=longbench task.datasets=[triviaqa]"
 
 
 def random_number(count: int, seed: int) -> int:
-    """A number from 1 to `count`, drawn with the seed."""
     return random.Random(seed).randint(1, count)
 
 
@@ -98,10 +97,6 @@ class Run(SimpleNamespace):
             model, task: overrides that hold where the command line names none; both empty: the script
                 draws its data, unless synthetic=false and a model say otherwise.
             own: the script's own keys, with their defaults.
-
-        Raises:
-            UserError: a word with a key that there is not, or in a dry run what the run would be
-                refused for.
         """
         values: dict[str, Any] = {
             "limit": 8,
@@ -133,11 +128,7 @@ class Run(SimpleNamespace):
             sys.exit(0)
 
     def check(self) -> str:
-        """Make what model and task name, without loading anything; a line that says what was checked.
-
-        Raises:
-            UserError: what the run would be refused for.
-        """
+        """Make what model and task name, without loading anything; a line that says what was checked."""
         if self.synthetic:
             return "settings checked: no model is read"
         config: Any = OmegaConf.to_container(self.config(), resolve=True)
@@ -152,7 +143,6 @@ class Run(SimpleNamespace):
 
     @cached_property
     def session(self) -> Session:
-        """The model and its tokenizer."""
         spec = instantiate(self.config().model, _convert_="all")
         device = resolve_device(self.device)
         return Session(spec, device, resolve_dtype(self.dtype, device, spec.dtype), self.seed)
@@ -173,6 +163,12 @@ class Run(SimpleNamespace):
         numbers = self.layer_numbers(layers)
         layer_of_index = capture_layers(self.session.model, ids, [n - 1 for n in numbers])
         return ((number, layer_of_index[number - 1]) for number in numbers)
+
+    def every_layer(self) -> Iterator[tuple[str, int, LayerKV]]:
+        """Prompt, number and tensors of each layer that the key `layers` asks for, of all prompts."""
+        for prompt, ids in self.prompts():
+            for number, layer in self.captured(ids, self.layers):
+                yield prompt, number, layer
 
     @property
     def place(self) -> Path:
