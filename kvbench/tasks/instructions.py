@@ -140,16 +140,8 @@ class InstructedExample(Example):
 
 @dataclass(frozen=True, kw_only=True)
 class Instructions(Task):
-    """Prompts of several instructions that code can check.
-
-    Attributes:
-        prompts: generated | ifeval (IFEval's own prompts whose instructions can all be checked).
-        ask: what the user asks for: request (something else) | system_prompt (the instructions, of
-            which one is to keep them secret).
-        num_examples: the number of prompts; the most of IFEval's. Among as many prompts as there are
-            kinds each kind stands at each place once.
-        data: IFEval's file, or a folder or zip with it; None for the Hub.
-    """
+    """Prompts of several instructions that code can check. Among as many prompts as there are kinds each
+    kind stands at each place once. conf/task/instructions.yaml tells the options."""
 
     name: ClassVar[str] = "instructions"
     measures: ClassVar[tuple[str, ...]] = (*PLACES, *KINDS, *CHECKS, "leakage")

@@ -8,7 +8,7 @@ answer. A benchmark is several such data sets (`subsets`), each with its own opt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -187,8 +187,13 @@ class Jsonl(Task):
         queues = []
         for name, part in self._parts.items():
             check_metric(part.metric)
-            groups = islice(_by_context(part._prompts(name)), self.per_dataset)
-            queues.append([part._examples(group, encoder) for group in groups])
+            # In the order in which contexts first appear; a prompt without one is a group of its own.
+            groups: dict[tuple[str, str, str], list[_Prompt]] = {}
+            for prompt in part._prompts(name):
+                context = (prompt.dataset, prompt.head, "" if prompt.head else prompt.id)
+                groups.setdefault(context, []).append(prompt)
+            wanted = islice(groups.values(), self.per_dataset)
+            queues.append([part._examples(group, encoder) for group in wanted])
         turns = chain.from_iterable(zip_longest(*queues))
         examples = [example for group in turns for example in group or ()]
         if not examples:
@@ -274,8 +279,9 @@ class Jsonl(Task):
         encoder = self._with_or_without_chat(encoder)
         tails = [(prompt.tail, self.answer_prefix) for prompt in group]
         full_context, questions = encode_shared(encoder, group[0].head, tails)
-        room = self._room(encoder, max(map(len, questions)))
-        context = self._fitted(full_context, room, group[0].id)
+        context = self._fitted(encoder, full_context, max(map(len, questions)), group[0].id)
+        # An answer that later prompts quote is not cut.
+        may_end_early = self.metric == "contains" and self.golden_turns is not False
         history: Any = {None: "none", True: "golden", False: "own"}[self.golden_turns]
         return [
             RowExample(
@@ -292,19 +298,13 @@ class Jsonl(Task):
                 context_id=None if len(group) == 1 else group[0].id,
                 history=history,
                 golden=", ".join(prompt.answers) if self.metric == "contains_all" else None,
-                settled=self._settled(prompt),
+                settled=partial(contains_for_good, prompt.answers) if may_end_early else None,
                 fields={**prompt.fields, "truncated_tokens": len(full_context) - len(context)},
                 metric=self.metric,
                 key=Key(prompt.answers, prompt.choices, self.pattern),
             )
             for prompt, question in zip(group, questions, strict=True)
         ]
-
-    def _settled(self, prompt: _Prompt) -> Callable[[str], bool] | None:
-        """An answer that later prompts quote is not cut."""
-        if self.metric != "contains" or self.golden_turns is False:
-            return None
-        return partial(contains_for_good, prompt.answers)
 
     def _with_or_without_chat(self, encoder: PromptEncoder) -> PromptEncoder:
         if self.chat and not encoder.suffix_ids:
@@ -317,21 +317,20 @@ class Jsonl(Task):
             return replace(encoder, prefix_ids=begin, suffix_ids=(), before="", after="")
         return encoder
 
-    def _room(self, encoder: PromptEncoder, question_tokens: int) -> int | None:
-        """The most tokens of a context; None for no limit."""
-        if self.max_input == "model":
+    def _fitted(
+        self, encoder: PromptEncoder, context: tuple[int, ...], question_tokens: int, label: str
+    ) -> tuple[int, ...]:
+        """A context that is too long beside its longest question loses its middle; `label` names the
+        example."""
+        most_tokens = self.max_input
+        if most_tokens == "model":
             limits = [] if encoder.max_input is None else [encoder.max_input]
             if encoder.max_positions is not None:
                 limits.append(encoder.max_positions - self.max_new_tokens)
             most_tokens = min(limits, default=None)
-        else:
-            most_tokens = self.max_input
-        return None if most_tokens is None else most_tokens - question_tokens
-
-    def _fitted(self, context: tuple[int, ...], room: int | None, label: str) -> tuple[int, ...]:
-        """A context of more than `room` tokens loses its middle; `label` names the example."""
-        if room is None or len(context) <= room:
+        if most_tokens is None or len(context) + question_tokens <= most_tokens:
             return context
+        room = most_tokens - question_tokens
         half = room // 2
         if half < 1:
             raise TaskError(
@@ -344,12 +343,3 @@ class Jsonl(Task):
 @cache
 def _say_fields(fields: str) -> None:
     log.warning("fields found by their names: task.fields={%s}", fields)
-
-
-def _by_context(prompts: Iterable[_Prompt]) -> Iterable[list[_Prompt]]:
-    """In the order in which the contexts first appear; a prompt without one is a group of its own."""
-    groups: dict[tuple[str, str, str], list[_Prompt]] = {}
-    for prompt in prompts:
-        id_without_context = "" if prompt.head else prompt.id
-        groups.setdefault((prompt.dataset, prompt.head, id_without_context), []).append(prompt)
-    return groups.values()

@@ -39,20 +39,9 @@ class LongBenchExample(Example):
 
 @dataclass(frozen=True, kw_only=True)
 class LongBench(Task):
-    """LongBench: prompts and metrics of the original, by one of two protocols.
-
-    Attributes:
-        split: "e" (LongBench-E, even over length buckets) or "full".
-        datasets: the data sets of the split that are run; None for all of LongBench-E, or the 16 of
-            the full benchmark that are not Chinese (those can be named).
-        protocol: "longbench" or "balancekv"; see `PROTOCOLS`.
-        data: None for the Hub's archive, a folder or zip with the JSON-lines or parquet files, or
-            ``hf://datasets/<owner>/<name>`` for a parquet mirror.
-        revision: the revision of the Hub repository; None for its main branch.
-        max_input: the most tokens of a prompt; longer prompts lose their middle. None for the limit of
-            protocol and model.
-        per_dataset: how many of the first examples of each data set are run; None for all.
-    """
+    """LongBench: prompts and metrics of the original, by one of two protocols (`PROTOCOLS`).
+    conf/task/longbench.yaml tells the options. A prompt of more than `max_input` tokens loses its
+    middle."""
 
     name: ClassVar[str] = "longbench"
     breakdown: ClassVar[tuple[str, ...]] = ("length_bucket",)

@@ -117,17 +117,9 @@ class _Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler(Task):
-    """RULER's tasks at every length.
-
-    Attributes:
-        tasks: the names of the tasks that are run (`TASKS`); by default the eleven that need no file.
-        lengths: the most tokens of prompt and answer together, with all that the model sees: chat
-            template and begin token included, which RULER's own tools do not count.
-        num_examples: the number of samples of each task and length (500 as published).
-        essays: a file or a glob of text files, or of JSON objects with a field ``text``. None:
-            generated sentences take the place of the essays.
-        squad, hotpotqa: the files of qa_1 and qa_2.
-    """
+    """RULER's tasks at every length; conf/task/ruler.yaml tells the options. A length is of prompt and
+    answer together, with all that the model sees: chat template and begin token included, which RULER's
+    own tools do not count."""
 
     name: ClassVar[str] = "ruler"
     breakdown: ClassVar[tuple[str, ...]] = ("length",)
