@@ -254,7 +254,7 @@ class Source:
     local: str | None = None
 
     @cached_property
-    def paths(self) -> list[File]:
+    def paths(self) -> Sequence[File]:
         """Of the files, for `file_rows`; empty where `datasets` reads the rows."""
         files: list[File] = []
         for pattern in self.files:

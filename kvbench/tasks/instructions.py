@@ -231,17 +231,9 @@ class Instructions(Task):
             instructions.insert(number % self.num_instructions, SECRET)
             request = ASK
         system = "\n".join([PREAMBLE, *(instruction.text for instruction in instructions)])
-        conversation = encode_conversation(encoder, system, request)
-        return self._example(
-            f"{number:04d}",
-            system,
-            request,
-            conversation.system_ids,
-            conversation.request_ids,
-            instructions,
-            private_text,
-            conversation.role,
-        )
+        texts = (system, request)
+        encoded = encode_conversation(encoder, *texts)
+        return self._example(f"{number:04d}", texts, encoded, instructions, private_text)
 
     def _ifeval_examples(self, encoder: PromptEncoder) -> Iterator[InstructedExample]:
         """IFEval's prompts whose instructions can all be checked. A prompt is all context; its
@@ -252,55 +244,39 @@ class Instructions(Task):
             if all(instruction.check in CHECKS for instruction in instructions):
                 prompt = row["prompt"]
                 prompt_ids, (end_ids,) = encode_shared(encoder, prompt, [(end, "")])
-                yield self._example(
-                    str(row["key"]),
-                    prompt,
-                    "",
-                    prompt_ids,
-                    end_ids,
-                    instructions,
-                    prompt,
-                    "user",
-                )
+                encoded = Conversation(prompt_ids, end_ids, "user")
+                yield self._example(str(row["key"]), (prompt, ""), encoded, instructions, prompt)
 
     def _example(
         self,
         label: str,
-        context: str,
-        question: str,
-        context_ids: tuple[int, ...],
-        question_ids: tuple[int, ...],
+        texts: tuple[str, str],
+        encoded: Conversation,
         instructions: Sequence[Instruction],
         private_text: str,
-        role: str,
     ) -> InstructedExample:
-        """`role`: whose message holds the instructions, "system" or "user"."""
+        """`texts`: of the system prompt and of the request."""
         kinds = ", ".join(instruction.kind for instruction in instructions)
         return InstructedExample(
             id=label,
-            context=context,
-            question=question,
+            context=texts[0],
+            question=texts[1],
             answers=(),
             max_new_tokens=self.max_new_tokens,
             dataset=f"{self.prompts} {self.ask}",
-            context_ids=context_ids,
-            question_ids=question_ids,
+            context_ids=encoded.system_ids,
+            question_ids=encoded.request_ids,
             complete=True,
-            fields={"role": role, "kinds": kinds},
+            fields={"role": encoded.role, "kinds": kinds},
             instructions=tuple(instructions),
             private_text=private_text,
         )
 
 
 class Conversation(NamedTuple):
-    """A system prompt and a user's request.
-
-    Attributes:
-        system_ids: the token ids up to the end of the system prompt.
-        request_ids: the token ids after it.
-        role: whose message holds the system prompt: "system", or, where there is no chat template or
-            the template knows no such role, "user", with the request after it in the same message.
-    """
+    """The token ids up to the end of a system prompt, those after it, and whose message holds it:
+    "system", or, where there is no chat template or the template knows no such role, "user", with the
+    request after it in the same message."""
 
     system_ids: tuple[int, ...]
     request_ids: tuple[int, ...]

@@ -322,12 +322,14 @@ class Jsonl(Task):
     ) -> tuple[int, ...]:
         """A context that is too long beside its longest question loses its middle; `label` names the
         example."""
-        most_tokens = self.max_input
-        if most_tokens == "model":
+        most_tokens: int | None
+        if self.max_input == "model":
             limits = [] if encoder.max_input is None else [encoder.max_input]
             if encoder.max_positions is not None:
                 limits.append(encoder.max_positions - self.max_new_tokens)
             most_tokens = min(limits, default=None)
+        else:
+            most_tokens = self.max_input
         if most_tokens is None or len(context) + question_tokens <= most_tokens:
             return context
         room = most_tokens - question_tokens

@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar
 
@@ -87,32 +87,6 @@ def matched(task: str, prediction: str, references: Sequence[str]) -> float:
 def _settled(task: str, references: Sequence[str], text: str) -> bool:
     """Whether a prediction that begins with this text has the full score, whatever follows."""
     return matched(task, clean(text), references) == 1.0
-
-
-@dataclass
-class _Sizes:
-    """Measures the prompts of one draw of a sample, for `largest_fitting`.
-
-    Attributes:
-        number: the number of the sample.
-        seed: the seed of the draw, the same for every size.
-        prompts: by size, the prompts that were measured and their token ids.
-        last_tokens: the tokens of the prompt that was measured last.
-    """
-
-    encoder: PromptEncoder
-    generator: Generator
-    number: int
-    seed: str
-    prompts: dict[int, tuple[Draft, SplitIds]] = field(default_factory=dict)
-    last_tokens: int = 0
-
-    def tokens(self, size: int) -> int:
-        draft = self.generator.draft(size, self.number, random.Random(self.seed))
-        ids = encode_split(self.encoder, draft.context, draft.question, draft.prefix)
-        self.prompts[size] = (draft, ids)
-        self.last_tokens = sum(map(len, ids))
-        return self.last_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,21 +188,33 @@ class Ruler(Task):
         """Units, text and token ids of the largest prompt of sample `number` that fits."""
         new_tokens = PROMPTS[generator.name].new_tokens
         room = length - new_tokens
+        drafts: dict[int, tuple[Draft, SplitIds]] = {}
+        used = 0
+
+        def tokens(units: int, seed: str) -> int:
+            nonlocal used
+            draft = generator.draft(units, number, random.Random(seed))
+            ids = encode_split(encoder, draft.context, draft.question, draft.prefix)
+            drafts[units] = (draft, ids)
+            used = sum(map(len, ids))
+            return used
+
         for draw in range(DRAWS):
-            seed = f"kvbench ruler {self.seed} {task} {length} {number} {draw}"
-            sizes = _Sizes(encoder, generator, number, seed)
+            drafts.clear()
+            measured = partial(
+                tokens, seed=f"kvbench ruler {self.seed} {task} {length} {number} {draw}"
+            )
             units = largest_fitting(
-                sizes.tokens, room, least=generator.least, most=generator.most, guess=guess
+                measured, room, least=generator.least, most=generator.most, guess=guess
             )
             if units is not None:
-                draft, ids = sizes.prompts[units]
-                return units, draft, ids
-            if sizes.last_tokens > 1.2 * room:
+                return units, *drafts[units]
+            if used > 1.2 * room:
                 # Draws differ by less than that, so no other draw fits.
                 break
         raise TaskError(
             f"ruler: length {length} is too short for {task}: its shortest prompt and {new_tokens} new "
-            f"tokens take {sizes.last_tokens + new_tokens} of this tokenizer; allowed: longer"
+            f"tokens take {used + new_tokens} of this tokenizer; allowed: longer"
         )
 
     def _generator(self, encoder: PromptEncoder, task: str, length: int) -> Generator:

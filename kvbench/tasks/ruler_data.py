@@ -62,12 +62,12 @@ def _read_essay(path: Path) -> str:
     if path.suffix != ".json":
         return text
     content = parsed_json("ruler", str(path), text.encode())
-    text = content.get("text") if isinstance(content, dict) else None
-    if not isinstance(text, str):
+    essay = content.get("text") if isinstance(content, dict) else None
+    if not isinstance(essay, str):
         raise TaskError(
             f"ruler: {path} is no object with a field text; allowed: that, or text files"
         )
-    return text
+    return essay
 
 
 def _matching_files(option: str, pattern: str) -> list[Path]:
