@@ -69,15 +69,9 @@ COLUMNS = (
 
 
 class Verdict(NamedTuple):
-    """How a comparison was decided.
-
-    Attributes:
-        verdict: one of `ORDER`.
-        difference: the mean over cells, with its interval.
-        units: independent repetitions: prompts, texts, fillers.
-        held: cells that hold, of `cells`.
-        more: how many units would tell, where it cannot be told.
-    """
+    """How a comparison was decided: the mean difference over cells, of so many independent units
+    (prompts, texts, fillers); cells that hold, of all; how many units would tell where it cannot be
+    told."""
 
     verdict: str
     difference: Estimate
@@ -85,22 +79,6 @@ class Verdict(NamedTuple):
     held: int
     cells: int
     more: int | None = None
-
-
-class Compared(NamedTuple):
-    """A comparison of `first` with one other method, and its differences.
-
-    Attributes:
-        comparison: the entry of claims.yaml.
-        needs: what it needs that the model has not; empty where it tells methods apart.
-        differences: [units, cells].
-        reach: the largest score that is compared.
-    """
-
-    comparison: Mapping[str, Any]
-    needs: str
-    differences: pd.DataFrame
-    reach: float
 
 
 def claims_for(model: str) -> dict[str, Any]:
@@ -121,10 +99,7 @@ def claims_for(model: str) -> dict[str, Any]:
 
 def read_run(place: Path) -> pd.DataFrame:
     """The rows of a run: records of kvbench, or a script's CSV file, which is named after the model.
-
-    Raises:
-        UserError: examples failed, so that cells would be absent.
-    """
+    Where examples failed cells would be absent, so that is refused."""
     files = [] if list(place.glob("*/*/*/manifest.json")) else sorted(place.rglob("*.csv"))
     if files:
         return pd.read_csv(files[0]).assign(model=files[0].stem)
@@ -265,38 +240,9 @@ def rows_of_claim(
     The row with the claim's verdict has `decides` (of several the first). A comparison with `minus`, a
     run of the same units, is of how much smaller the difference is in that run.
     """
-    compared_rows: list[tuple[Compared, dict[str, Any]]] = []
     rows: list[dict[str, Any]] = []
     for comparison in claim["comparisons"]:
-        if runs[comparison["run"]].empty:
-            rows.append(
-                {
-                    "comparison": f"{comparison['run']}, {comparison['value']}",
-                    "result": unmet_need(runs[comparison["run"]], comparison),
-                    "run": comparison["run"],
-                    "model": "none",
-                }
-            )
-            continue
-        for name, compared in compare(comparison, runs):
-            rows.append({"comparison": name})
-            compared_rows.append((compared, rows[-1]))
-    for compared, row in compared_rows:
-        comparison = compared.comparison
-        values = compared.differences.to_numpy(float)
-        verdict = verdict_on(values, comparison, compared.reach)
-        model = runs[comparison["run"]]["model"].iloc[0]
-        row |= {
-            "claimed": f"{comparison.get('side', 'below')} {comparison.get('by', 0):g}",
-            **verdict.difference.named("difference"),
-            "units": verdict.units,
-            "held": verdict.held,
-            "cells": verdict.cells,
-            "more": None if compared.needs else verdict.more,
-            "result": compared.needs or verdict.verdict,
-            "run": comparison["run"],
-            "model": "random data" if str(model) == "nan" else model,
-        }
+        rows += compare(comparison, runs)
     results = [row["result"] for row in rows]
     worst = min(results, key=lambda result: ORDER.index(result) if result in ORDER else len(ORDER))
     deciding = results.index(worst)
@@ -307,10 +253,15 @@ def rows_of_claim(
 
 def compare(
     comparison: Mapping[str, Any], runs: Mapping[str, pd.DataFrame]
-) -> Iterator[tuple[str, Compared]]:
-    """A comparison with each method that it names, and how tables call it."""
+) -> Iterator[dict[str, Any]]:
+    """A row for the comparison with each method that it names."""
     run = comparison["run"]
     needs = unmet_need(runs[run], comparison)
+    if runs[run].empty:
+        name = f"{run}, {comparison['value']}"
+        yield {"comparison": name, "result": needs, "run": run, "model": "none"}
+        return
+    model = runs[run]["model"].iloc[0]
     values = values_of_units(runs[run], comparison)
     names = [comparison["first"], *comparison.get("against", [])]
     reach = float(np.nanmax(values[names].abs().to_numpy())) or 1.0
@@ -328,11 +279,22 @@ def compare(
             differences_to_other = differences_to_other - subtracted[other]
         if "over" in comparison:
             name += f", mean over {comparison['over']}"
-        yield name, Compared(comparison, needs, differences_to_other, reach)
+        verdict = verdict_on(differences_to_other.to_numpy(float), comparison, reach)
+        yield {
+            "comparison": name,
+            "claimed": f"{comparison.get('side', 'below')} {comparison.get('by', 0):g}",
+            **verdict.difference.named("difference"),
+            "units": verdict.units,
+            "held": verdict.held,
+            "cells": verdict.cells,
+            "more": None if needs else verdict.more,
+            "result": needs or verdict.verdict,
+            "run": run,
+            "model": "random data" if str(model) == "nan" else model,
+        }
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows that decide, as a table of Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
     for row in rows:
         if not row["decides"]:
@@ -358,7 +320,6 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    """A comparison as the terminal shows it."""
     if "difference" not in row:
         return f"{row['comparison']}: {row['result']}"
     return (
@@ -397,11 +358,7 @@ def command(name: str, words: str, options: Mapping[str, str], place: Path) -> l
 
 
 def run_once(name: str, words: Sequence[str], place: Path) -> None:
-    """Run a command whose results go to place/name, unless it ran to its end there before.
-
-    Raises:
-        UserError: the folder is of another command, or the command failed.
-    """
+    """Run a command whose results go to place/name, unless it ran to its end there before."""
     done = place / name / "done"
     line = shlex.join(words[1:]).replace(str(ROOT / "scripts"), "scripts")
     heading = f"{name}: python {line}"
@@ -421,11 +378,6 @@ def run_once(name: str, words: Sequence[str], place: Path) -> None:
 
 
 def options_of(arguments: Sequence[str]) -> dict[str, str]:
-    """The command line's options, of words key=value.
-
-    Raises:
-        UserError: a word that is not one of them.
-    """
     options = {"model": "smollm2_135m", "claims": "", "files": "", "results_dir": ""}
     for text in arguments:
         key, equals, value = text.partition("=")
@@ -445,13 +397,8 @@ def run_comparisons(
     runs: dict[str, pd.DataFrame],
 ) -> None:
     """Put the rows of every run that a claim's comparisons need into `runs`, after running what was not
-    run yet.
-
-    A run that a difference is subtracted from (`minus`) is left out where the model cannot do the task.
-
-    Args:
-        known_runs: the runs of claims.yaml, by name.
-    """
+    run yet. A run that a difference is subtracted from (`minus`) is left out where the model cannot
+    do the task."""
     for comparison, key in product(claim["comparisons"], ("run", "minus")):
         name = comparison.get(key)
         if name is None or name in runs:
@@ -465,11 +412,6 @@ def run_comparisons(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run, decide, print a line for each comparison; write the tables.
-
-    Raises:
-        UserError: an unknown key or claim, or a run that failed.
-    """
     options = options_of(arguments)
     yaml_of_model = claims_for(options["model"])
     known_runs = yaml_of_model["runs"]

@@ -222,7 +222,6 @@ def ceiling(weights: int, exact: float, compressed: float, batch: int) -> float:
 
 
 def random_ids(model: Any, n: int, batch: int = 1, seed: int = 0) -> list[list[int]]:
-    """`batch` prompts of n random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(model.config.vocab_size, (batch, n), generator=generator).tolist()
 
@@ -283,7 +282,6 @@ def _rates(sizes: Sizes, on: torch.device) -> tuple[float, float]:
 
 
 def tests(arguments: str, out: Figures) -> None:
-    """Run the tests of kernels and steps that are marked `cuda`."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", *arguments.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     passed = re.search(r"(\d+) passed", done.stdout)
@@ -576,7 +574,6 @@ SECTIONS: tuple[Callable[[Sizes, torch.device, Figures], None], ...] = (
 
 
 def main() -> int:
-    """Run the sections; the exit status is 0 where all of them passed, 2 without a GPU."""
     names = [*(section.__name__ for section in SECTIONS), "tests"]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(names), help="sections, with commas")

@@ -74,7 +74,6 @@ class Column:
         return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["method"])
 
     def _text(self, row: pd.Series) -> str:
-        """The cell of a row: the number with its interval, marked as best or tied."""
         if pd.isna(row["mean"]):
             return ""
         marks = str(row["mark"]).split()
@@ -101,7 +100,6 @@ def bytes_of(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _score_at_rate(heading: str, task: str, rate: float) -> Column:
-    """The score of a task of the leaderboard at a rate."""
     where = {"rate": rate, "by": "dataset"}
     return Column(f"{heading}, {rate:g}", f"leaderboard/{task}-{MODEL}", where)
 
@@ -109,7 +107,6 @@ def _score_at_rate(heading: str, task: str, rate: float) -> Column:
 def _at_quarter(
     heading: str, task: str, table: str, measure: str, where: dict[str, object]
 ) -> Column:
-    """A measure of a table of the leaderboard at rate 0.25."""
     return Column(f"{heading}, 0.25", f"leaderboard/{task}-{MODEL}{table}", where, measure, 3)
 
 
@@ -204,7 +201,6 @@ def scores(columns: Sequence[Column]) -> str:
 
 
 def csv_as_markdown(file: str) -> str:
-    """A CSV file as a table of Markdown, with all its columns."""
     frame = pd.read_csv(RESULTS / file, dtype=str, keep_default_na=False)
     return markdown([list(frame.columns), *frame.to_numpy().tolist()])
 
@@ -230,7 +226,6 @@ def statistics() -> str:
 
 
 def claims() -> str:
-    """The table of claims with the comparison that decided each, as `kvbench claims` wrote it."""
     return (RESULTS / "claims" / "claims.md").read_text(encoding="utf-8")
 
 
@@ -258,25 +253,14 @@ def experiments() -> str:
 
 
 def written(text: str) -> str:
-    """`text` with every table between its comments made again.
-
-    Raises:
-        KeyError: a comment names a table that does not exist.
-    """
-
-    def with_table(comments: re.Match[str]) -> str:
-        return comments["begin"] + table(comments["name"]) + comments["end"]
-
-    pattern = r"(?P<begin><!-- table (?P<name>\w+) -->\n).*?(?P<end><!-- end (?P=name) -->)"
-    return re.sub(pattern, with_table, text, flags=re.DOTALL)
+    """`text` with every table between its comments made again."""
+    pattern = re.compile(
+        r"(?P<begin><!-- table (?P<name>\w+) -->\n).*?(?P<end><!-- end (?P=name) -->)", re.DOTALL
+    )
+    return pattern.sub(lambda found: found["begin"] + table(found["name"]) + found["end"], text)
 
 
 def table(name: str) -> str:
-    """The table that a comment names.
-
-    Raises:
-        KeyError: there is no table of this name.
-    """
     makers = {
         "claims": claims,
         "experiments": experiments,
@@ -289,7 +273,6 @@ def table(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the tables; the exit status is 1 where a check finds an old one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check

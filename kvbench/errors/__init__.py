@@ -42,6 +42,13 @@ def nearest(word: str, allowed: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def check_known(what: str, name: str, known: Sequence[str], error: type[UserError]) -> None:
+    """Refuse a name that is not among the known ones; `what` begins the message, such as ``unknown
+    method 'snapvk'``."""
+    if name not in known:
+        raise error(f"{what}{nearest(name, known)}; allowed: {', '.join(known) or 'none'}")
+
+
 def presentable(text: str) -> str:
     """`text` as one line without secrets and control characters. Of more than 1,000 characters the first
     700 and the last 300 stay."""

@@ -55,14 +55,11 @@ class QJL:
     left out.
 
     Attributes:
-        m, m_out: projections of a key, and of its outlier channels.
-        first_layers: how many of the first layers have `first_m` and `first_m_out` instead.
+        m, m_out: projections of a key, and of its outlier channels; `first_m` and `first_m_out` in the
+            `first_layers`.
         outliers: how many channels of a group, those of the largest norms, are its outliers; 0: there
             is no second sketch.
         group: how many consecutive tokens share their outlier channels.
-        buffer: how many recent tokens stay exact; a multiple of `group`.
-        value_bits, value_group: the bits of a value's number, and how many numbers of a value share a
-            scale (`Quantization`).
         orthogonal: whether the columns of each chunk of d are orthogonal (the released form), or all
             are plain Gaussian.
         unbias: whether the small bias of orthogonal columns is divided out.
@@ -85,13 +82,10 @@ class QJL:
         check_options(self, "quantize.", SchemeError)
         if self.outliers and not self.m_out:
             raise SchemeError("quantize.m_out is 0; allowed: at least 8 where outliers > 0")
-        for name in ("m_out", "first_m_out"):
-            m = getattr(self, name.removesuffix("_out"))
-            if getattr(self, name) > m:
-                raise SchemeError(
-                    f"quantize.{name} is {getattr(self, name)}; allowed: at most "
-                    f"{name.removesuffix('_out')}, {m}"
-                )
+        for name in ("m", "first_m"):
+            m, m_out = getattr(self, name), getattr(self, f"{name}_out")
+            if m_out > m:
+                raise SchemeError(f"quantize.{name}_out is {m_out}; allowed: at most {name}, {m}")
         if self.buffer % self.group:
             raise SchemeError(
                 f"quantize.buffer is {self.buffer}; allowed: a multiple of group, {self.group}"
@@ -223,11 +217,8 @@ class Signs(Block):
 
 
 def pack_keys(keys: Tensor, *, projection: Tensor, m_out: int, scheme: QJL) -> Signs:
-    """Pack keys [heads, n, d], n a multiple of `scheme.group`, as signs.
-
-    Args:
-        projection: [d, m], the sketch; its first `m_out` columns are that of the outlier channels.
-    """
+    """Pack keys [heads, n, d], n a multiple of `scheme.group`, as signs; the first `m_out` columns of
+    the sketch [d, m] are that of the outlier channels."""
     d = keys.shape[-1]
     if scheme.outliers >= d:
         raise ValueError(

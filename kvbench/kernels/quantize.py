@@ -197,7 +197,6 @@ class Quantization:
     """The scheme of packed integers with a scale and a zero point per group (see the module).
 
     Attributes:
-        group_size: how many numbers share a scale and a zero point.
         keys: channel (groups of a key's channel run along the entries; the keys and values of new
             tokens stay exact) | entry (groups run along an entry's channels, as FlexGen stores what
             H2O keeps; new tokens are packed, too, and entries may leave while decoding).

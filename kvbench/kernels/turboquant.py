@@ -48,8 +48,7 @@ class TurboQuant:
     (`per`).
 
     Attributes:
-        bits, outlier_bits: bits of a number; outlier_bits None: one set of all channels.
-        outlier_share: the share of the channels that are outliers; their number is rounded.
+        outlier_bits: None: one set of all channels.
         keys, values: mse (Algorithm 1) | prod (Algorithm 2: one bit less, and the signs of a
             projection of the residual, which makes inner products unbiased and their error larger).
         rotation: qr (the paper's) | hadamard (no part of the paper; the channels of a set must be a
@@ -57,7 +56,6 @@ class TurboQuant:
         codebook: beta (optimal for a coordinate of the unit sphere) | normal (for its limit in many
             dimensions, whose centroids the paper prints).
         per: model | layer, what the rotations are drawn for.
-        buffer: how many recent tokens stay exact.
     """
 
     bits: CodeBits = 4
@@ -132,13 +130,10 @@ class TurboQuant:
             for d, stage in zip(sides, (self.keys, self.values), strict=True)
             for number, (size, bits) in enumerate(self.sets(d))
         }
-        total = 0
-        for size, bits, stage, *_ in coders:
-            if stage == "mse":
-                total += 4 * (size**2 + 2**bits)
-            else:
-                total += 4 * (2 * size**2 + 2 ** (bits - 1))
-        return total
+        return sum(
+            4 * (size**2 + 2**bits if stage == "mse" else 2 * size**2 + 2 ** (bits - 1))
+            for size, bits, stage, *_ in coders
+        )
 
 
 def vector_bytes(size: int, bits: int, stage: str, itemsize: int) -> int:
@@ -324,13 +319,9 @@ def lloyd_max(d: int, bits: int, codebook: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rotated(ValueBlock):
-    """Packed vectors. Their channels are split into sets, each with a coder (see `TurboQuant.sets`).
-
-    Attributes:
-        parts: for each set, what its coder's `encode` returned.
-        coders: one for each set.
-        order: [heads, d], the channels of one set after those of the other; None for a single set.
-    """
+    """Packed vectors. Their channels are split into sets (`TurboQuant.sets`), each with a coder, and
+    what its `encode` returned. The order [heads, d] has the channels of one set after those of the
+    other; None for a single set."""
 
     ROWS = ("parts",)
 

@@ -31,8 +31,7 @@ from kvbench.prompts import PromptEncoder
 log = logging.getLogger(__name__)
 
 LABEL = "method"
-ALLOWED = {"scoring": Scoring, "protocol": Literal["prompt", "minus_last"], "seed": int}
-"""Type hints of the arguments that `KVBenchLM` checks itself."""
+Protocol = Literal["prompt", "minus_last"]
 
 
 @register_model("kvbench")
@@ -76,7 +75,7 @@ class KVBenchLM(Requests):
         total_rate: float | None = None,
         seed: int = 0,
         scoring: Scoring = "sum",
-        protocol: str = "prompt",
+        protocol: Protocol = "prompt",
         tokenizer: str | None = None,
         revision: str | None = None,
         dtype: str = "auto",
@@ -93,9 +92,14 @@ class KVBenchLM(Requests):
     ) -> None:
         # The harness passes these two to every model.
         del max_batch_size, metadata
-        for name, value in (("scoring", scoring), ("protocol", protocol), ("seed", seed)):
-            if not fits(ALLOWED[name], value):
-                raise UserError(refusal(f"model_args {name}", value, ALLOWED[name]))
+        given = (
+            ("scoring", scoring, Scoring),
+            ("protocol", protocol, Protocol),
+            ("seed", seed, int),
+        )
+        for name, value, hint in given:
+            if not fits(hint, value):
+                raise UserError(refusal(f"model_args {name}", value, hint))
         self.options = method_options(method, method_args, dotted)
         self.scoring = scoring
         self.protocol = protocol
@@ -130,7 +134,6 @@ class KVBenchLM(Requests):
         self.records: list[dict[str, Any]] = []
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse ``--use_cache``."""
         raise UserError(
             "--use_cache keeps answers by request alone, so that two methods would share them; allowed: "
             "without it (--cache_requests is harmless)"

@@ -31,15 +31,7 @@ class HarnessTask(Probe):
     A document's context without its last token is prefilled once for all methods and for all choices
     that share it, and compressed by every method. `kvbench.lm_eval.KVBenchLM` gives the same numbers
     from the harness's own command line, where it also generates and applies chat templates.
-
-    Attributes:
-        tasks: the harness's names of the tasks.
-        num_fewshot: the number of examples before each question; None for the task's own number.
-        include_path: a folder with YAML files of tasks, and their data files.
-        per_dataset: how many of the first documents of each task are used; None for all.
-        metric: the metric that is the score; a task without this metric takes its first one.
-        scoring: ``sum``; or ``mean``, per token, as in H2O's released evaluation.
-        max_length: the most tokens of context and continuation; None for the model's positions.
+    conf/task/lm_eval.yaml tells the options; a task without the `metric` takes its first one.
     """
 
     name: ClassVar[str] = "lm_eval"

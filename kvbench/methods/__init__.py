@@ -10,8 +10,9 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
+from kvbench.errors import check_known
 from kvbench.kv import KVError
-from kvbench.methods.base import Held, Method, check_known
+from kvbench.methods.base import Held, Method
 
 __all__ = ["Held", "Method", "available_methods", "build_method", "method_class", "option_names"]
 
@@ -33,7 +34,7 @@ def method_class(name: str) -> type[Method]:
         presets = [
             f"{method}_{preset}" for method in known for preset in method_class(method).presets
         ]
-        check_known(f"unknown method {name!r}", name, sorted([*known, *presets]))
+        check_known(f"unknown method {name!r}", name, sorted([*known, *presets]), KVError)
     module = importlib.import_module(f"{__name__}.{name}")
     classes = [
         value
@@ -63,11 +64,11 @@ def build_method(name: str, preset: str | None = None, **options: Any) -> Method
     preset_options: Mapping[str, Any] = {}
     if preset is not None:
         known_presets = sorted(method.presets)
-        check_known(f"method {name!r} has no preset {preset!r}", preset, known_presets)
+        check_known(f"method {name!r} has no preset {preset!r}", preset, known_presets, KVError)
         preset_options = method.presets[preset]
     known_options = [field.name for field in dataclasses.fields(method)]
     for option in options:
-        check_known(f"method {name!r} has no option {option!r}", option, known_options)
+        check_known(f"method {name!r} has no option {option!r}", option, known_options, KVError)
     return method(**{**preset_options, **options})
 
 

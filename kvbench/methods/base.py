@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.errors import nearest
+from kvbench.errors import check_known
 from kvbench.errors.options import check_options
 from kvbench.kernels.addresses import Eviction
 from kvbench.kernels.qjl import QJL
@@ -44,7 +44,6 @@ __all__ = [
     "TokenScoringMethod",
     "allowed_entries",
     "build_scheme",
-    "check_known",
     "rule_of",
 ]
 
@@ -60,16 +59,6 @@ SEED_STRIDE = 1_000_003
 stride is larger than any number of draws, so that no two draws of two seeds are the same."""
 
 
-def check_known(what: str, name: str, known: Sequence[str]) -> None:
-    """Refuse a name that is not among the known ones.
-
-    Args:
-        what: the beginning of the message, such as ``unknown method 'snapvk'``.
-    """
-    if name not in known:
-        raise KVError(f"{what}{nearest(name, known)}; allowed: {', '.join(known) or 'none'}")
-
-
 def build_scheme(method: str, options: Mapping[str, Any]) -> Scheme:
     """Make the scheme of packed storage that `Method.quantize` describes.
 
@@ -80,10 +69,10 @@ def build_scheme(method: str, options: Mapping[str, Any]) -> Scheme:
     """
     scheme_options = dict(options)
     scheme = str(scheme_options.pop("scheme", "affine"))
-    check_known(f"{method}.quantize.scheme is {scheme!r}", scheme, [*SCHEMES])
+    check_known(f"{method}.quantize.scheme is {scheme!r}", scheme, [*SCHEMES], KVError)
     known = [field.name for field in fields(SCHEMES[scheme])]
     for option in scheme_options:
-        check_known(f"{method}.quantize has no option {option!r}", str(option), known)
+        check_known(f"{method}.quantize has no option {option!r}", str(option), known, KVError)
     try:
         return SCHEMES[scheme](**scheme_options)
     except SchemeError as error:

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.errors import first_line
+from kvbench.errors import check_known, first_line
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods._adapters import locate_entries
 from kvbench.methods._press_module import AttentionModule, ColumnSums
 from kvbench.methods._select import keep_marked
-from kvbench.methods.base import Method, check_known
+from kvbench.methods.base import Method
 
 INSTALL = "pip install 'kvbench[kvpress]' (it needs transformers < 5.3)"
 
@@ -97,7 +97,7 @@ def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
             name, or a mapping of ``press`` (the name) and the options of that press.
         budget: sets n_sink, num_sinks and window_size where the press has them and `options` does not.
     """
-    check_known(f"unknown press {name!r}", str(name), available_presses())
+    check_known(f"unknown press {name!r}", str(name), available_presses(), KVError)
     cls: type[Any] = getattr(_package(), str(name))
     for ancestor in cls.__mro__:
         if ancestor.__name__ in REFUSED:
@@ -110,7 +110,7 @@ def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
             raise KVError(
                 f"press {name} takes its compression_ratio from budget.rate; leave it out"
             )
-        check_known(f"press {name} has no option {option!r}", str(option), allowed)
+        check_known(f"press {name} has no option {option!r}", str(option), allowed, KVError)
     arguments = dict(options)
     for option in allowed:
         if option in _WRAPPED:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvbench.engine.check import check_finite
 from kvbench.engine.row import layer_generator
-from kvbench.errors import nearest
+from kvbench.errors import check_known
 from kvbench.errors.options import Count, Distinct, Fraction, Positive, Whole, check_options
 from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
@@ -47,13 +47,11 @@ class BoundedData:
     cluster share theirs; queries stay uniform).
 
     Attributes:
-        head_dim: d, of keys and values alike.
         key_norm, query_norm, value_norm: l2 norms. The logits q.k / sqrt(d) lie within
             +- key_norm * query_norm / sqrt(d), whose exponential the bounds carry as a factor.
             The default value_norm is no power of two: those part the buckets of BalanceKV's
             Algorithm 1, and rounding would spread equal norms over two of them.
         heads: KV heads, each with a query head of its own and data of its own.
-        clusters: directions that keys and values are drawn around; 0 for none.
         spread: share of the squared norm that is noise around the centre (before rescaling).
     """
 
@@ -125,19 +123,10 @@ class ErrorScaling(LayerProbe):
     With `data`, every draw has new tensors and new draws of the methods, and is a repetition; with
     `prompts`, only the methods' draws vary, and the repetition is the prompt.
 
-    Attributes:
-        draws: repetitions of each data set, or draws of the methods on each prompt.
-        data: named synthetic data sets; empty with `prompts`.
-        prompts: those that are long enough count.
-        n: entries of the layer.
-        kept: entries asked for, each at most n.
-        queries: queries measured, m.
-        per_kept: options that grow with the memory: {label: {option: factor}} sets the option of
-            that method to max(2, round(factor * kept)).
-        expected: slopes the papers predict, {beginning of a label: slope}, for the report.
-        compare: label of the method that the report divides the others' errors by.
-        fit_rate: slopes are fitted up to this kept / n; nearer to n, sampling without replacement
-            gains by exhausting what there is to sample.
+    conf/task/error_scaling.yaml and error_scaling_model.yaml tell the options. `per_kept` sets an option
+    of the method to max(2, round(factor * kept)). Slopes are fitted up to `fit_rate`, since nearer to n
+    sampling without replacement gains by exhausting what there is to sample. `expected` and `compare`
+    are for the report: slopes that the papers predict, and the method that divides the others' errors.
     """
 
     name: ClassVar[str] = "error_scaling"
@@ -181,10 +170,11 @@ class ErrorScaling(LayerProbe):
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         for label, options in self.per_kept.items():
-            _check_name("task.per_kept", label, list(methods))
+            check_known(f"task.per_kept names {label!r}", label, [*methods], KVError)
             known_options = [option.name for option in fields(methods[label][0])]
             for option in options:
-                _check_name(f"task.per_kept.{label}", option, known_options)
+                what = f"task.per_kept.{label} names {option!r}"
+                check_known(what, option, known_options, KVError)
         if self.prompts is None:
             return [
                 self._unit(f"{name}/draw{draw}", [name], [f"draw{draw}"], (name, draw))
@@ -280,10 +270,3 @@ class ErrorScaling(LayerProbe):
             option: max(2, round(factor * kept)) for option, factor in factors.items()
         }
         return replace(method, **sized)
-
-
-def _check_name(where: str, name: str, allowed: Sequence[str]) -> None:
-    if name not in allowed:
-        raise KVError(
-            f"{where} names {name!r}{nearest(name, allowed)}; allowed: {', '.join(allowed)}"
-        )

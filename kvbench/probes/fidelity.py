@@ -149,13 +149,8 @@ class FidelityProbe(Probe):
 
     All but the last prompt token are compressed (with ``compress_after=context``: the context), and the
     rest is fed, so that the first token of the continuation counts like any other.
-
-    Attributes:
-        prompts: a task whose first `num_prompts` prompts are used; the task ``text`` reads files.
-        continuation: greedy (the exact model's own answer, its end token included) | given (the task's
-            first reference answer, which of ``text`` is how the text goes on).
-        tokens: the continuation's length at most; fewer where the model has no more positions.
-        rates: shares of the middle to keep, all from one prefill; null: the job's budget alone.
+    conf/task/fidelity.yaml tells the options; a continuation has fewer than `tokens` tokens where the
+    model has no more positions, and a greedy one ends with the end token.
     """
 
     name: ClassVar[str] = "fidelity"

@@ -40,12 +40,8 @@ class SyntheticLayers:
     """Random queries, keys and values of chosen norms and clusters, in place of a model's.
 
     Keys are cluster centres plus noise; the values of a cluster share a centre in the same way, so
-    that near keys carry near values, as they do in trained layers.
-
-    Attributes:
-        key_norm, value_norm, query_norm: root mean square l2 norms.
-        clusters: centres that keys and values are drawn around; 0: independent Gaussians.
-        spread: share of a key's and value's squared norm that is noise around the centre.
+    that near keys carry near values, as they do in trained layers. Norms are root mean squares;
+    conf/task/layer_error_synthetic.yaml tells the rest.
     """
 
     n: Tokens = 4096
@@ -242,13 +238,7 @@ class LayerError(LayerProbe):
     Departure: where a method's capacity differs between layers it gets the budget with which it
     holds the same on average over `layers` (`LayerError.budget_of`).
 
-    Attributes:
-        rates: fractions of the middle that are kept.
-        seeds: how many draws of the methods per prompt.
-        exact: tokens kept exactly at both ends.
-        synthetic: the tensors, without prompts.
-        held_out: False shows the methods the measured queries too, and the tables say so.
-        metric: which error is the score.
+    conf/task/layer_error.yaml tells the options.
     """
 
     name: ClassVar[str] = "layer_error"

@@ -82,17 +82,8 @@ class Throughput(Probe):
 
     Each run measures all methods in turn, and begins with another method than the run before. So neither
     a drift of the machine nor the method that ran before favours one of them. Ratios divide values of
-    the same run.
-
-    Attributes:
-        prompt_tokens: the lengths of the prompts (BalanceKV: 16384).
-        new_tokens: the lengths of the answers (BalanceKV: 1024).
-        batch: batch sizes; "largest": for each method the largest that fits into memory.
-        settings: in place of all combinations of these three, a list of [prompt tokens, new tokens,
-            batch]. A fourth value is a rate for this setting: a share of the middle, or of the whole
-            prompt where the job's budget has a `total_rate`.
-        runs: how often each method is measured in each setting (BalanceKV: 10).
-        most_batch: the largest batch that is tried.
+    the same run. conf/task/throughput.yaml tells the options; the rate of a setting is a share of the
+    middle, or of the whole prompt where the job's budget has a `total_rate`.
     """
 
     name: ClassVar[str] = "throughput"
@@ -270,10 +261,8 @@ def largest_batch(trial: Callable[[int], object], device: torch.device, most: in
     sizes. Bisection stops at a sixteenth of the result, by which the result may be too small.
 
     On a CPU, running out of memory would end the process. Doubling therefore stops before a batch that
-    is expected, from the memory of the one before, to take more than 85 % of all memory.
-
-    Raises:
-        torch.OutOfMemoryError: not even one prompt fits.
+    is expected, from the memory of the one before, to take more than 85 % of all memory. Where not even
+    one prompt fits, it is a torch.OutOfMemoryError.
     """
 
     def fitting(batch: int) -> bool:

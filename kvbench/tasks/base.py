@@ -24,11 +24,8 @@ Many = Annotated[int, Ge(1), Le(1_000_000)]
 """A number of examples or fillers. This bound and those below are far above any run that
 finishes, so that a mistyped number is refused."""
 Repeats = Annotated[int, Ge(1), Le(1000)]
-"""The number of copies of a text in a prompt."""
 Tokens = Annotated[int, Ge(1), Le(10_000_000)]
-"""The number of tokens of a prompt."""
 NewTokens = Annotated[int, Ge(1), Le(100_000)]
-"""The number of tokens of an answer."""
 
 
 WORDING = ("template", "question", "answer_prefix", "needle", "stop")
@@ -134,11 +131,8 @@ class Task(ABC):
                 object.__setattr__(self, "version", type(self).version + 1)
 
     def check_files(self) -> None:  # noqa: B027 - most tasks read no files of the user's
-        """Read the user's files that the task names, before anything slow is imported or loaded.
-
-        Raises:
-            TaskError: one is missing, empty or broken: the file, and the line.
-        """
+        """Read the user's files that the task names, before anything slow is imported or loaded. What is
+        missing, empty or broken is a TaskError that names the file, and the line."""
 
     def digests(self) -> Mapping[str, str]:
         """The digests of the data files, in the order in which they are read. They are part of the

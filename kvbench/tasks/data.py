@@ -31,28 +31,31 @@ SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
 NUMPY_ARRAY = re.compile(r"""\s*\[\s*['"].*['"]\s+['"].*\]\s*|.*\barray\(\[.*""", re.DOTALL)
 """The text of an array of texts, which pandas writes into a cell. Python would read it as one text."""
 
+File = Path | zipfile.Path
+"""A file, or the member of a zip archive."""
+
 # files
 
 
-def matching(patterns: Iterable[str]) -> list[str]:
+def matching(patterns: Iterable[str]) -> list[Path]:
     files: set[str] = set()
     for pattern in patterns:
         path = Path(pattern).expanduser()
         files |= {str(path)} if path.is_file() else set(glob.glob(str(path), recursive=True))
-    return sorted(files)
+    return [Path(file) for file in sorted(files)]
 
 
 def file_digests(patterns: Iterable[str]) -> dict[str, str]:
     return digests_in_order("data", matching(patterns))
 
 
-def digests_in_order(task: str, paths: Sequence[str]) -> dict[str, str]:
+def digests_in_order(task: str, files: Sequence[File]) -> dict[str, str]:
     """The sha256 of files in the order in which they are read: by its name for a single file, by number
     and name for several, since names may recur and ids may follow the order."""
-    names = [Path(path.partition("::")[0]).name for path in paths]
+    names = [file.name for file in files]
     if len(names) > 1:
         names = [f"{number} {name}" for number, name in enumerate(names, start=1)]
-    return {name: _sha256(task, path) for name, path in zip(names, paths, strict=True)}
+    return {name: _sha256(task, file) for name, file in zip(names, files, strict=True)}
 
 
 def folder_digests(folder: str) -> dict[str, str]:
@@ -60,18 +63,18 @@ def folder_digests(folder: str) -> dict[str, str]:
     ``__pycache__``."""
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     return {
-        path.relative_to(folder).as_posix(): _sha256("data", str(path))
+        path.relative_to(folder).as_posix(): _sha256("data", path)
         for path in paths
         if "__pycache__" not in path.parts
     }
 
 
-def distinct_names(paths: Sequence[str]) -> list[str]:
+def distinct_names(files: Sequence[File]) -> list[str]:
     """The names of files or, where two are the same, all paths from the folder that holds them."""
-    names = [Path(path).name for path in paths]
-    if len(set(names)) == len(set(paths)):
+    names = [file.name for file in files]
+    if len(set(names)) == len(set(files)):
         return names
-    absolute = [os.path.abspath(path) for path in paths]
+    absolute = [os.path.abspath(str(file)) for file in files]
     folder = Path(os.path.commonpath(absolute))
     return [Path(path).relative_to(folder).as_posix() for path in absolute]
 
@@ -97,49 +100,41 @@ def texts_of_files(option: str, patterns: Sequence[str], hint: str = "") -> list
     return list(zip(distinct_names(paths), texts, strict=True))
 
 
-def _open(file: str) -> Any:
-    if not file.startswith("zip://"):
-        return Path(file).open("rb")
-    name, _, archive = file.removeprefix("zip://").partition("::")
-    return zipfile.ZipFile(archive).open(name)
-
-
-def _sha256(task: str, file: str) -> str:
+def _sha256(task: str, file: File) -> str:
     try:
-        with _open(file) as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
     except OSError as problem:
         raise _unreadable(task, file, problem) from problem
 
 
-def _unreadable(task: str, file: str, problem: OSError) -> TaskError:
+def _unreadable(task: str, file: File, problem: OSError) -> TaskError:
     return TaskError(f"{task}: cannot read {file}: {problem.strerror or problem}")
 
 
 # rows
 
 
-def ending(file: str) -> str:
+def ending(file: File) -> str:
     """In lower case, without a ``.gz`` behind it."""
-    name = file.partition("::")[0].lower()
-    return Path(name.removesuffix(".gz")).suffix
+    return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
-def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
+def file_rows(task: str, file: File) -> Iterator[tuple[int, Any]]:
     """The rows of a file by its `ending`, each with its number from 1, which for JSON lines is the
     line's.
 
     JSON is read by Python itself: the readers of pandas and `datasets` guess types (2009-01-02 becomes
     a date, a large number loses digits) and do not name the line that is wrong."""
     try:
-        zipped = file.partition("::")[0].lower().endswith(".gz")
-        with _open(file) as raw, gzip.GzipFile(fileobj=raw) if zipped else raw as stream:
+        zipped = file.name.lower().endswith(".gz")
+        with file.open("rb") as raw, gzip.GzipFile(fileobj=raw) if zipped else raw as stream:
             if ending(file) == ".parquet":
                 from pyarrow.parquet import read_table
 
                 yield from enumerate(read_table(stream).to_pylist(), start=1)
             elif ending(file) in TABLES:
-                yield from enumerate(_table(file, stream, TABLES[ending(file)]), start=1)
+                yield from enumerate(_table(stream, TABLES[ending(file)]), start=1)
             elif ending(file) == ".json":
                 yield from _json_rows(task, file, stream.read())
             else:
@@ -154,16 +149,16 @@ def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
         raise TaskError(f"{task}: cannot read {file}: {first_line(problem)}") from problem
 
 
-def _lines(task: str, file: str, lines: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
+def _lines(task: str, file: File, lines: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield number, parsed_json(task, f"{file} line {number}", line)
 
 
-def _json_rows(task: str, file: str, text: bytes) -> Iterator[tuple[int, Any]]:
+def _json_rows(task: str, file: File, text: bytes) -> Iterator[tuple[int, Any]]:
     """One list, or JSON lines in a file that is called ``.json``."""
     try:
-        rows = parsed_json(task, file, text)
+        rows = parsed_json(task, str(file), text)
     except TaskError as problem:
         if "Extra data" not in str(problem):
             raise
@@ -186,7 +181,7 @@ def parsed_json(task: str, place: str, text: bytes) -> Any:
         raise TaskError(f"{task}: {place} is not complete JSON ({why})") from problem
 
 
-def _table(file: str, stream: Any, separator: str) -> list[dict[str, Any]]:
+def _table(stream: Any, separator: str) -> list[dict[str, Any]]:
     """Cells are texts, so that 007, NA and 1e5 stay what they are; see `_meant`."""
     import pandas as pd
 
@@ -228,50 +223,7 @@ def parsed_literal(text: str) -> Any:
     return None
 
 
-# the Hub
-
-
-def hub_rows(
-    task: str,
-    repository: str,
-    name: str | None,
-    split: str,
-    revision: str | None = None,
-    limit: int | None = None,
-    instead: str = "task.files=[<file>]",
-) -> list[dict[str, Any]]:
-    """The rows of a data set on the Hub, or the first `limit`; `instead` is the option that takes local
-    files, for messages."""
-    from datasets import load_dataset
-
-    try:
-        if not hub_answers():
-            raise ConnectionError("the Hub cannot be reached")
-        with quiet_hub():
-            rows = load_dataset(
-                repository, name=name, split=split, streaming=True, revision=revision
-            )
-            return [dict(row) for row in islice(rows, limit)]
-    except Exception as problem:
-        data_set = " ".join(part for part in (repository, name, split) if part)
-        raise TaskError(
-            f"{task}: cannot read {data_set}: {first_line(problem)}; allowed: a network, or {instead}"
-        ) from problem
-
-
-def texts_of_dataset(
-    option: str, name: str, config: str | None, split: str, column: str, limit: int = 200
-) -> list[tuple[str, str]]:
-    """A name ("row 3") and the text in a column of each of the first `limit` rows; `option` takes local
-    files in its place."""
-    instead = f"task.{option}=[<file>]"
-    rows = hub_rows("task.dataset_name", name, config, split, limit=limit, instead=instead)
-    for row in rows:
-        if column not in row:
-            raise TaskError(
-                f"task.dataset_column: dataset {name} has no column {column!r}; one of {', '.join(row)}"
-            )
-    return [(f"row {number}", str(row[column])) for number, row in enumerate(rows)]
+# data sets
 
 
 @dataclass(frozen=True)
@@ -302,9 +254,9 @@ class Source:
     local: str | None = None
 
     @cached_property
-    def paths(self) -> list[str]:
+    def paths(self) -> Sequence[File]:
         """Of the files, for `file_rows`; empty where `datasets` reads the rows."""
-        files = []
+        files: list[File] = []
         for pattern in self.files:
             folder = Path(pattern).expanduser()
             found = self._in_folder(folder) if folder.is_dir() else matching([pattern])
@@ -320,14 +272,14 @@ class Source:
         if self.data is not None:
             return self._inside(Path(self.data).expanduser(), file)
         path = self._fetched(self.archive or file)
-        return self._inside(path, file) if self.archive else [str(path)]
+        return self._inside(path, file) if self.archive else [path]
 
-    def _in_folder(self, folder: Path) -> list[str]:
+    def _in_folder(self, folder: Path) -> list[Path]:
         names = {path: path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*"))}
         files = {
-            str(path): set(re.findall("[a-z]+", name.lower()))
+            path: set(re.findall("[a-z]+", name.lower()))
             for path, name in names.items()
-            if path.is_file() and ending(name) in ENDINGS and "/." not in f"/{name}"
+            if path.is_file() and ending(path) in ENDINGS and "/." not in f"/{name}"
         }
         splits = sorted({name for words in files.values() for name in words & SPLITS})
         if not splits:
@@ -339,7 +291,7 @@ class Source:
             )
         return [file for file, words in files.items() if self.split in words]
 
-    def _inside(self, root: Path, file: str) -> list[str]:
+    def _inside(self, root: Path, file: str) -> Sequence[File]:
         """In a zip a member of the same name in another folder is taken if there is only one."""
         name = Path(file)
         if root.is_dir():
@@ -347,7 +299,7 @@ class Source:
             in_data_folder = (f"data/{parquet}", f"data/{shards}")
             for pattern in (file, name.name, parquet, shards, *in_data_folder):
                 if files := sorted(root.glob(pattern)):
-                    return [str(path) for path in files]
+                    return files
         elif root.is_file():
             try:
                 with zipfile.ZipFile(root) as archive:
@@ -357,10 +309,8 @@ class Source:
                     f"{self.task}: {root} is no zip archive ({problem}); allowed: a folder or zip"
                 ) from problem
             same_name = [path for path in names if Path(path).name == name.name]
-            if file in names:
-                return [f"zip://{file}::{root}"]
-            if len(same_name) == 1:
-                return [f"zip://{same_name[0]}::{root}"]
+            if file in names or len(same_name) == 1:
+                return [zipfile.Path(root, file if file in names else same_name[0])]
         elif not root.exists():
             raise TaskError(
                 f"{self.task}: task.data is {self.data!r}, which does not exist; allowed: a folder or "
@@ -403,8 +353,7 @@ class Source:
             yield place, stem, known
 
     def _rows(self) -> Iterator[tuple[str, str, Any]]:
-        inside = [path.removeprefix("zip://").partition("::")[0] for path in self.paths]
-        for path, name in zip(self.paths, distinct_names(inside), strict=True):
+        for path, name in zip(self.paths, distinct_names(self.paths), strict=True):
             stem = re.sub(r"(?i)\.gz$", "", name)
             stem = Path(stem).with_suffix("").as_posix()
             for number, row in file_rows(self.task, path):
@@ -412,16 +361,32 @@ class Source:
         if not self.paths:
             assert self.dataset is not None
             stem = self.dataset.rpartition("/")[2]
-            rows = hub_rows(
-                self.task,
-                self.dataset,
-                self.config,
-                self.split,
-                self.revision,
-                instead=self._local_option,
-            )
-            for number, row in enumerate(rows, start=1):
+            for number, row in enumerate(self.hub_rows(), start=1):
                 yield f"{self.dataset} row {number}", stem, row
+
+    def hub_rows(self, most: int | None = None) -> list[dict[str, Any]]:
+        """The rows that `datasets` reads from the Hub, or the first `most` of them."""
+        from datasets import load_dataset
+
+        assert self.dataset is not None
+        try:
+            if not hub_answers():
+                raise ConnectionError("the Hub cannot be reached")
+            with quiet_hub():
+                rows = load_dataset(
+                    self.dataset,
+                    name=self.config,
+                    split=self.split,
+                    streaming=True,
+                    revision=self.revision,
+                )
+                return [dict(row) for row in islice(rows, most)]
+        except Exception as problem:
+            data_set = " ".join(filter(None, (self.dataset, self.config, self.split)))
+            raise TaskError(
+                f"{self.task}: cannot read {data_set}: {first_line(problem)}; allowed: a network, or "
+                f"{self._local_option}"
+            ) from problem
 
     @property
     def _local_option(self) -> str:

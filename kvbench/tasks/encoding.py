@@ -111,10 +111,7 @@ def largest_fitting(
     The number of tokens grows about linearly with the size. The next size to try is where a line through
     the last two sizes reaches `room`; every fourth time it is the middle of the interval, since prompts
     of different sizes are different random draws. Mostly three or four prompts are measured, and at
-    most about 2 log2(most).
-
-    Args:
-        tokens: makes the prompt of a size and counts its tokens; called once for each size.
+    most about 2 log2(most). `tokens` makes the prompt of a size, once, and counts its tokens.
     """
     # The prompt of size `low` fits and that of size `high` does not, where they are in least .. most.
     low, high = least - 1, most + 1

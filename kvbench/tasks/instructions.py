@@ -33,7 +33,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge, Le
 
-from kvbench.errors import first_line, nearest
+from kvbench.errors import check_known, first_line
 from kvbench.errors.options import Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError
@@ -140,16 +140,8 @@ class InstructedExample(Example):
 
 @dataclass(frozen=True, kw_only=True)
 class Instructions(Task):
-    """Prompts of several instructions that code can check.
-
-    Attributes:
-        prompts: generated | ifeval (IFEval's own prompts whose instructions can all be checked).
-        ask: what the user asks for: request (something else) | system_prompt (the instructions, of
-            which one is to keep them secret).
-        num_examples: the number of prompts; the most of IFEval's. Among as many prompts as there are
-            kinds each kind stands at each place once.
-        data: IFEval's file, or a folder or zip with it; None for the Hub.
-    """
+    """Prompts of several instructions that code can check. Among as many prompts as there are kinds each
+    kind stands at each place once. conf/task/instructions.yaml tells the options."""
 
     name: ClassVar[str] = "instructions"
     measures: ClassVar[tuple[str, ...]] = (*PLACES, *KINDS, *CHECKS, "leakage")
@@ -167,10 +159,7 @@ class Instructions(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         for kind in self.kinds:
-            if kind not in KINDS:
-                raise TaskError(
-                    f"task.kinds has {kind!r}{nearest(kind, list(KINDS))}; allowed: {', '.join(KINDS)}"
-                )
+            check_known(f"task.kinds has {kind!r}", kind, [*KINDS], TaskError)
         if self._num_drawn > len(self.kinds):
             raise TaskError(
                 f"task.num_instructions is {self.num_instructions} and task.kinds has "
@@ -242,17 +231,9 @@ class Instructions(Task):
             instructions.insert(number % self.num_instructions, SECRET)
             request = ASK
         system = "\n".join([PREAMBLE, *(instruction.text for instruction in instructions)])
-        conversation = encode_conversation(encoder, system, request)
-        return self._example(
-            f"{number:04d}",
-            system,
-            request,
-            conversation.system_ids,
-            conversation.request_ids,
-            instructions,
-            private_text,
-            conversation.role,
-        )
+        texts = (system, request)
+        encoded = encode_conversation(encoder, *texts)
+        return self._example(f"{number:04d}", texts, encoded, instructions, private_text)
 
     def _ifeval_examples(self, encoder: PromptEncoder) -> Iterator[InstructedExample]:
         """IFEval's prompts whose instructions can all be checked. A prompt is all context; its
@@ -263,55 +244,39 @@ class Instructions(Task):
             if all(instruction.check in CHECKS for instruction in instructions):
                 prompt = row["prompt"]
                 prompt_ids, (end_ids,) = encode_shared(encoder, prompt, [(end, "")])
-                yield self._example(
-                    str(row["key"]),
-                    prompt,
-                    "",
-                    prompt_ids,
-                    end_ids,
-                    instructions,
-                    prompt,
-                    "user",
-                )
+                encoded = Conversation(prompt_ids, end_ids, "user")
+                yield self._example(str(row["key"]), (prompt, ""), encoded, instructions, prompt)
 
     def _example(
         self,
         label: str,
-        context: str,
-        question: str,
-        context_ids: tuple[int, ...],
-        question_ids: tuple[int, ...],
+        texts: tuple[str, str],
+        encoded: Conversation,
         instructions: Sequence[Instruction],
         private_text: str,
-        role: str,
     ) -> InstructedExample:
-        """`role`: whose message holds the instructions, "system" or "user"."""
+        """`texts`: of the system prompt and of the request."""
         kinds = ", ".join(instruction.kind for instruction in instructions)
         return InstructedExample(
             id=label,
-            context=context,
-            question=question,
+            context=texts[0],
+            question=texts[1],
             answers=(),
             max_new_tokens=self.max_new_tokens,
             dataset=f"{self.prompts} {self.ask}",
-            context_ids=context_ids,
-            question_ids=question_ids,
+            context_ids=encoded.system_ids,
+            question_ids=encoded.request_ids,
             complete=True,
-            fields={"role": role, "kinds": kinds},
+            fields={"role": encoded.role, "kinds": kinds},
             instructions=tuple(instructions),
             private_text=private_text,
         )
 
 
 class Conversation(NamedTuple):
-    """A system prompt and a user's request.
-
-    Attributes:
-        system_ids: the token ids up to the end of the system prompt.
-        request_ids: the token ids after it.
-        role: whose message holds the system prompt: "system", or, where there is no chat template or
-            the template knows no such role, "user", with the request after it in the same message.
-    """
+    """The token ids up to the end of a system prompt, those after it, and whose message holds it:
+    "system", or, where there is no chat template or the template knows no such role, "user", with the
+    request after it in the same message."""
 
     system_ids: tuple[int, ...]
     request_ids: tuple[int, ...]

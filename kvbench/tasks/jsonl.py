@@ -8,7 +8,7 @@ answer. A benchmark is several such data sets (`subsets`), each with its own opt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import regex
 from annotated_types import Ge
 
-from kvbench.errors import nearest
+from kvbench.errors import check_known
 from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, NewTokens, Task, TaskError, with_newlines
@@ -113,32 +113,17 @@ class Jsonl(Task):
         object.__setattr__(self, "breakdown", self.breakdowns)
         named = {role: name and with_newlines(name) for role, name in self.fields.items()}
         object.__setattr__(self, "fields", {**DEFAULT_FIELDS, **named})
-        self._check_fields()
-        _check_one_of("metric", self.metric, tuple(METRICS))
+        for role in self.fields:
+            check_known(f"jsonl: fields.{role} stands for nothing", str(role), ROLES, TaskError)
+        if self.fields.get("answers") is None:
+            raise TaskError("jsonl: fields.answers is null; allowed: the field with the answers")
+        check_known(f"task.metric is {self.metric!r}", self.metric, [*METRICS], TaskError)
         try:
             regex.compile(self.pattern or "")
         except regex.error as problem:
             raise TaskError(
                 f"task.pattern is {self.pattern!r}, which is no regular expression: {problem}"
             ) from problem
-        self._check_source()
-        for name in self.datasets or ():
-            _check_one_of("datasets", name, tuple(self.subsets))
-        # Made here so that a wrong template or subset is refused when the task is made.
-        assert template("task.template", self.template)
-        assert self._parts
-
-    def _check_fields(self) -> None:
-        for role in self.fields:
-            if role not in ROLES:
-                raise TaskError(
-                    f"jsonl: fields.{role} stands for nothing{nearest(str(role), ROLES)}; allowed: "
-                    f"{', '.join(ROLES)}"
-                )
-        if self.fields.get("answers") is None:
-            raise TaskError("jsonl: fields.answers is null; allowed: the field with the answers")
-
-    def _check_source(self) -> None:
         if self.subsets and self.files:
             raise TaskError(
                 f"task.files is {list(self.files)!r} and the task has {len(self.subsets)} data sets; "
@@ -148,6 +133,11 @@ class Jsonl(Task):
             raise TaskError(
                 "jsonl: no data; allowed: task.files=[my.jsonl], or task.dataset=<owner>/<name>"
             )
+        for name in self.datasets or ():
+            check_known(f"task.datasets is {name!r}", name, [*self.subsets], TaskError)
+        # Made here so that a wrong template or subset is refused when the task is made.
+        assert template("task.template", self.template)
+        assert self._parts
 
     @cached_property
     def _parts(self) -> Mapping[str, Jsonl]:
@@ -158,7 +148,7 @@ class Jsonl(Task):
         for name in self.subsets if self.datasets is None else self.datasets:
             options = dict(self.subsets[name])
             for option in options:
-                _check_one_of(f"subsets.{name}", option, known)
+                check_known(f"task.subsets.{name} is {option!r}", option, known, TaskError)
             options["fields"] = {**self.fields, **options.get("fields", {})}
             parts[name] = replace(self, subsets={}, datasets=None, **options)
         return parts or {"": self}
@@ -197,8 +187,13 @@ class Jsonl(Task):
         queues = []
         for name, part in self._parts.items():
             check_metric(part.metric)
-            groups = islice(_by_context(part._prompts(name)), self.per_dataset)
-            queues.append([part._examples(group, encoder) for group in groups])
+            # In the order in which contexts first appear; a prompt without one is a group of its own.
+            groups: dict[tuple[str, str, str], list[_Prompt]] = {}
+            for prompt in part._prompts(name):
+                context = (prompt.dataset, prompt.head, "" if prompt.head else prompt.id)
+                groups.setdefault(context, []).append(prompt)
+            wanted = islice(groups.values(), self.per_dataset)
+            queues.append([part._examples(group, encoder) for group in wanted])
         turns = chain.from_iterable(zip_longest(*queues))
         examples = [example for group in turns for example in group or ()]
         if not examples:
@@ -284,8 +279,9 @@ class Jsonl(Task):
         encoder = self._with_or_without_chat(encoder)
         tails = [(prompt.tail, self.answer_prefix) for prompt in group]
         full_context, questions = encode_shared(encoder, group[0].head, tails)
-        room = self._room(encoder, max(map(len, questions)))
-        context = self._fitted(full_context, room, group[0].id)
+        context = self._fitted(encoder, full_context, max(map(len, questions)), group[0].id)
+        # An answer that later prompts quote is not cut.
+        may_end_early = self.metric == "contains" and self.golden_turns is not False
         history: Any = {None: "none", True: "golden", False: "own"}[self.golden_turns]
         return [
             RowExample(
@@ -302,19 +298,13 @@ class Jsonl(Task):
                 context_id=None if len(group) == 1 else group[0].id,
                 history=history,
                 golden=", ".join(prompt.answers) if self.metric == "contains_all" else None,
-                settled=self._settled(prompt),
+                settled=partial(contains_for_good, prompt.answers) if may_end_early else None,
                 fields={**prompt.fields, "truncated_tokens": len(full_context) - len(context)},
                 metric=self.metric,
                 key=Key(prompt.answers, prompt.choices, self.pattern),
             )
             for prompt, question in zip(group, questions, strict=True)
         ]
-
-    def _settled(self, prompt: _Prompt) -> Callable[[str], bool] | None:
-        """An answer that later prompts quote is not cut."""
-        if self.metric != "contains" or self.golden_turns is False:
-            return None
-        return partial(contains_for_good, prompt.answers)
 
     def _with_or_without_chat(self, encoder: PromptEncoder) -> PromptEncoder:
         if self.chat and not encoder.suffix_ids:
@@ -327,8 +317,12 @@ class Jsonl(Task):
             return replace(encoder, prefix_ids=begin, suffix_ids=(), before="", after="")
         return encoder
 
-    def _room(self, encoder: PromptEncoder, question_tokens: int) -> int | None:
-        """The most tokens of a context; None for no limit."""
+    def _fitted(
+        self, encoder: PromptEncoder, context: tuple[int, ...], question_tokens: int, label: str
+    ) -> tuple[int, ...]:
+        """A context that is too long beside its longest question loses its middle; `label` names the
+        example."""
+        most_tokens: int | None
         if self.max_input == "model":
             limits = [] if encoder.max_input is None else [encoder.max_input]
             if encoder.max_positions is not None:
@@ -336,12 +330,9 @@ class Jsonl(Task):
             most_tokens = min(limits, default=None)
         else:
             most_tokens = self.max_input
-        return None if most_tokens is None else most_tokens - question_tokens
-
-    def _fitted(self, context: tuple[int, ...], room: int | None, label: str) -> tuple[int, ...]:
-        """A context of more than `room` tokens loses its middle; `label` names the example."""
-        if room is None or len(context) <= room:
+        if most_tokens is None or len(context) + question_tokens <= most_tokens:
             return context
+        room = most_tokens - question_tokens
         half = room // 2
         if half < 1:
             raise TaskError(
@@ -354,18 +345,3 @@ class Jsonl(Task):
 @cache
 def _say_fields(fields: str) -> None:
     log.warning("fields found by their names: task.fields={%s}", fields)
-
-
-def _by_context(prompts: Iterable[_Prompt]) -> Iterable[list[_Prompt]]:
-    """In the order in which the contexts first appear; a prompt without one is a group of its own."""
-    groups: dict[tuple[str, str, str], list[_Prompt]] = {}
-    for prompt in prompts:
-        id_without_context = "" if prompt.head else prompt.id
-        groups.setdefault((prompt.dataset, prompt.head, id_without_context), []).append(prompt)
-    return groups.values()
-
-
-def _check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        hint = nearest(value, allowed)
-        raise TaskError(f"task.{option} is {value!r}{hint}; allowed: {', '.join(allowed)}")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
-from kvbench.errors import nearest
+from kvbench.errors import check_known
 from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Task, TaskError
@@ -39,20 +39,9 @@ class LongBenchExample(Example):
 
 @dataclass(frozen=True, kw_only=True)
 class LongBench(Task):
-    """LongBench: prompts and metrics of the original, by one of two protocols.
-
-    Attributes:
-        split: "e" (LongBench-E, even over length buckets) or "full".
-        datasets: the data sets of the split that are run; None for all of LongBench-E, or the 16 of
-            the full benchmark that are not Chinese (those can be named).
-        protocol: "longbench" or "balancekv"; see `PROTOCOLS`.
-        data: None for the Hub's archive, a folder or zip with the JSON-lines or parquet files, or
-            ``hf://datasets/<owner>/<name>`` for a parquet mirror.
-        revision: the revision of the Hub repository; None for its main branch.
-        max_input: the most tokens of a prompt; longer prompts lose their middle. None for the limit of
-            protocol and model.
-        per_dataset: how many of the first examples of each data set are run; None for all.
-    """
+    """LongBench: prompts and metrics of the original, by one of two protocols (`PROTOCOLS`).
+    conf/task/longbench.yaml tells the options. A prompt of more than `max_input` tokens loses its
+    middle."""
 
     name: ClassVar[str] = "longbench"
     breakdown: ClassVar[tuple[str, ...]] = ("length_bucket",)
@@ -71,11 +60,8 @@ class LongBench(Task):
         names = SPLITS[self.split] if self.datasets is None else self.datasets
         known = E_DATASETS if self.split == "e" else tuple(DATASETS)
         for name in names:
-            if name not in known:
-                raise TaskError(
-                    f"task.datasets has {name!r}, which is not in split {self.split!r}"
-                    f"{nearest(name, known)}; allowed: {', '.join(known)}"
-                )
+            what = f"task.datasets has {name!r}, which is not in split {self.split!r}"
+            check_known(what, name, known, TaskError)
         object.__setattr__(self, "datasets", tuple(names))
 
     @cached_property

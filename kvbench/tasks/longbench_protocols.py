@@ -132,8 +132,6 @@ class BalanceKVProtocol(OfficialProtocol):
         return text
 
     def settled(self, encoder: PromptEncoder, dataset: str, text: str) -> bool:
-        """Whether the answer is already cut, so that a continuation belongs to the part behind the
-        cut."""
         return self.answer(encoder, dataset, text) != text.strip()
 
 

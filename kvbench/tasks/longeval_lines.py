@@ -92,17 +92,9 @@ def _official_case(row: Any) -> LineCase | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LongEvalLines(Task):
-    """Line retrieval, by number of lines.
-
-    Attributes:
-        num_lines: the numbers of different lines of a record. Each is a data set of its own, as each
-            official file is, and so a stratum of every interval and average.
-        number_range: the smallest and the largest number of a line.
-        repeats: how often every line stands in the record; the copies are shuffled.
-        files: official JSON-lines files that are read in place of generated records.
-        max_new_tokens: generation limit (100 in the official evaluation).
-        stop: generation ends at one of these strings; the official evaluation has none.
-    """
+    """Line retrieval. Each number of different lines is a data set of its own, as each official file is,
+    and so a stratum of every interval and average. conf/task/longeval_lines.yaml tells the options; the
+    official evaluation has 100 new tokens and no strings that end an answer."""
 
     name: ClassVar[str] = "longeval_lines"
     version: ClassVar[int] = 2
@@ -135,7 +127,13 @@ class LongEvalLines(Task):
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         del encoder
         if self.files:
-            groups = self._read_files()
+            paths = [Path(file) for file in self.files]
+            if len({path.stem for path in paths}) != len(paths):
+                raise TaskError(
+                    f"longeval_lines: files={list(self.files)} repeat a file name; "
+                    "file names must differ, they make the example ids"
+                )
+            groups = [self._read(path) for path in paths]
         else:
             groups = [
                 [self._generate(num_lines, number) for number in range(self.num_examples)]
@@ -175,15 +173,6 @@ class LongEvalLines(Task):
         )
         return self._example(f"lines{num_lines}-{number:04d}", f"{num_lines} lines", case)
 
-    def _read_files(self) -> list[list[Example]]:
-        paths = [Path(file) for file in self.files]
-        if len({path.stem for path in paths}) != len(paths):
-            raise TaskError(
-                f"longeval_lines: files={list(self.files)} repeat a file name; "
-                "file names must differ, they make the example ids"
-            )
-        return [self._read(path) for path in paths]
-
     def _read(self, path: Path) -> list[Example]:
         if not path.is_file():
             raise TaskError(
@@ -191,7 +180,7 @@ class LongEvalLines(Task):
                 "https://github.com/DachengLi1/LongChat (longeval/evaluation/lines/testcases)"
             )
         examples: list[Example] = []
-        for line, row in file_rows("longeval_lines", str(path)):
+        for line, row in file_rows("longeval_lines", path):
             case = _official_case(row)
             if case is None:
                 raise TaskError(

@@ -311,11 +311,8 @@ def loogle(prediction: str, key: Key) -> dict[str, float]:
 def loogle_cloze(prediction: str, key: Key) -> dict[str, float]:
     """The share of masks that are filled in exactly, and as ``partial`` the share whose filling has a
     word of the answer. LooGLE divides by the masks of a whole data set, and reads the prediction, a
-    Python dictionary, with `eval`; here it is read as a literal.
-
-    Args:
-        key: its first answer is a JSON object from mask to name.
-    """
+    Python dictionary, with `eval`; here it is read as a literal. The key's first answer is a JSON object
+    from mask to name."""
     names: dict[str, str] = json.loads(key.answers[0])
     try:
         fillings = ast.literal_eval(prediction.strip())

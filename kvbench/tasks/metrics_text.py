@@ -36,7 +36,6 @@ class Key:
 
     @property
     def letters(self) -> frozenset[str]:
-        """The letters of the acceptable answers."""
         letters = (option_letter(answer, self.choices) for answer in self.answers)
         return frozenset(letter for letter in letters if letter is not None)
 
@@ -75,11 +74,7 @@ def best_of_answers(score: Pairwise) -> Metric:
 
 @cache
 def rouge_scorer(*kinds: str, stem: bool) -> Any:
-    """The scorer of the package rouge-score for these kinds of ROUGE, e.g. ``rougeL``.
-
-    Args:
-        stem: whether words are stemmed before they are compared.
-    """
+    """The scorer of the package rouge-score for these kinds of ROUGE, e.g. ``rougeL``."""
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(list(kinds), use_stemmer=stem)

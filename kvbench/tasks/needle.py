@@ -61,15 +61,11 @@ SCORES: Mapping[str, Pairwise] = {
 """The scores of a prediction and the answer, by name."""
 
 
-class HiddenNeedle(NamedTuple):
+class Fact(NamedTuple):
+    """A text that is hidden, and the question about it."""
+
     depth: float
-    text: str
-
-
-class NeedleQuestion(NamedTuple):
-    """About the needle of this index."""
-
-    needle: int
+    needle: str
     question: str
     answer: str
 
@@ -78,28 +74,18 @@ class NeedleQuestion(NamedTuple):
 class Needle(Task):
     """A needle at every depth of prompts of every length.
 
+    conf/task/needle.yaml tells the options. White space around the needle is kept; where there is none,
+    a blank is added.
+
     Attributes:
-        lengths: the numbers of tokens of a prompt, everything that the model sees counted (but see
-            `buffer`).
-        depths: the percentages of the haystack before the needle, 0 to 100.
-        num_examples: the number of prompts at every length and depth.
         share_fillers: whether a filler is used at every length and depth, as in the protocol, so that
             there are `num_examples` units in all. Otherwise each prompt has its own.
-        needle, question, answer: the text that is hidden, the question about it, and its answer. White
-            space around the needle is kept; where there is none, a blank is added.
         together: whether one prompt has a needle at every depth, each a fact of its own (``{key}`` in
             needle and question is a word, ``{value}`` in needle and answer a number of five digits),
             and a question about each. Under ``compress_after=context`` one compression then shows the
             recall at all depths.
-        template: the prompt, with ``{haystack}`` and after it ``{question}``.
-        buffer: None: every prompt has exactly the number of tokens of its length. Otherwise haystack
-            and needle have `buffer` tokens less than that, whatever template and question have.
         begin_tokens: whether the tokens that the tokenizer puts before any text (BOS) also stand twice
             before the haystack and once before each needle, as in the released code of BalanceKV.
-        haystack: ``generated`` or ``files``.
-        haystack_files: globs of text files; each example begins with another file.
-        primary: the name of the score that is the `score` of the tables.
-        end_tokens: texts; the last token of each ends the generation, as the model's end token does.
     """
 
     name: ClassVar[str] = "needle"
@@ -187,43 +173,29 @@ class Needle(Task):
             raise TaskError("needle: the haystack of files holds no text")
         return texts
 
-    def _needles(
-        self, number: int, length: int, depth: float
-    ) -> tuple[list[HiddenNeedle], list[NeedleQuestion]]:
-        """One, or one for every depth."""
-        if self.together:
-            return self._needles_together(number, length)
-        return [HiddenNeedle(depth, self.needle)], [NeedleQuestion(0, self.question, self.answer)]
-
-    def _needles_together(
-        self, number: int, length: int
-    ) -> tuple[list[HiddenNeedle], list[NeedleQuestion]]:
-        """A key and a value at every depth, and the questions in random order."""
+    def _facts(self, number: int, length: int, depth: float) -> tuple[list[Fact], list[Fact]]:
+        """One, or one for every depth; and the same in the order in which they are asked for."""
+        texts = (self.needle, self.question, self.answer)
+        if not self.together:
+            fact = Fact(depth, *texts)
+            return [fact], [fact]
         rng = random.Random(f"kvbench needles {self.seed} {number} {length}")
-        num_needles = len(self.depths)
-        keys = rng.sample([word for word in words_of("noun") if word.isalpha()], num_needles)
-        values = rng.sample(range(10_000, 100_000), num_needles)
-
-        def filled(text: str, needle: int) -> str:
-            return text.replace("{key}", keys[needle]).replace("{value}", str(values[needle]))
-
-        needles = [
-            HiddenNeedle(depth, filled(self.needle, needle))
-            for needle, depth in enumerate(self.depths)
-        ]
-        questions = [
-            NeedleQuestion(needle, filled(self.question, needle), filled(self.answer, needle))
-            for needle in rng.sample(range(num_needles), num_needles)
-        ]
-        return needles, questions
+        count = len(self.depths)
+        keys = rng.sample([word for word in words_of("noun") if word.isalpha()], count)
+        values = rng.sample(range(10_000, 100_000), count)
+        facts = []
+        for depth, key, value in zip(self.depths, keys, values, strict=True):
+            filled = (text.replace("{key}", key).replace("{value}", str(value)) for text in texts)
+            facts.append(Fact(depth, *filled))
+        return facts, rng.sample(facts, count)
 
     def _context_examples(
         self, encoder: PromptEncoder, filler: Filler, number: int, length: int, depth: float
     ) -> list[Example]:
         """The prompt of the longest question has exactly `length` tokens."""
-        needles, questions = self._needles(number, length, depth)
+        facts, asked = self._facts(number, length, depth)
         before, _, after = self.template.partition(HAYSTACK)
-        texts = [after.replace(QUESTION, question.question) for question in questions]
+        texts = [after.replace(QUESTION, fact.question) for fact in asked]
         if encoder.adds_blank:
             begin = [] if encoder.before else list(encoder.prefix_ids)
             before_ids = begin + encoder.encode_text(self._head(encoder)[0])
@@ -233,34 +205,33 @@ class Needle(Task):
             question_ids = [[*encoder.encode_text(text), *encoder.suffix_ids] for text in texts]
         around = len(before_ids) + max(map(len, question_ids))
         room = length - (around if self.buffer is None else self.buffer)
-        depths = [needle.depth for needle in needles]
-        needle_ids = [self._needle_ids(encoder, needle.text) for needle in needles]
+        depths = [fact.depth for fact in facts]
+        needle_ids = [self._needle_ids(encoder, fact.needle) for fact in facts]
         haystack_ids, spans = place_needles(filler.pieces, needle_ids, depths, length, room)
         context = before + encoder.decode(haystack_ids)
         context_ids = (*before_ids, *haystack_ids)
         end_ids = {encoder.encode_text(text)[-1] for text in self.end_tokens}
         examples = []
-        for question, text, ids in zip(questions, texts, question_ids, strict=True):
-            needle = needles[question.needle]
-            start, tokens = spans[question.needle]
+        for fact, text, ids in zip(asked, texts, question_ids, strict=True):
+            start, tokens = spans[facts.index(fact)]
             examples.append(
                 Example(
-                    id=f"len{length}-depth{needle.depth:g}-{number:04d}",
+                    id=f"len{length}-depth{fact.depth:g}-{number:04d}",
                     context=context,
                     question=text,
-                    answers=(question.answer,),
+                    answers=(fact.answer,),
                     max_new_tokens=self.max_new_tokens,
                     dataset=self.name,
                     stop=tuple(self.stop),
                     context_ids=context_ids,
-                    evidence=needle.text.strip(),
+                    evidence=fact.needle.strip(),
                     question_ids=tuple(ids),
                     complete=True,
                     end_ids=encoder.end_ids | end_ids if end_ids else None,
                     context_id=f"len{length}-{number:04d}" if self.together else None,
                     fields={
                         "length": length,
-                        "depth": needle.depth,
+                        "depth": fact.depth,
                         "filler": filler.name,
                         "needle_start": start + len(before_ids),
                         "needle_tokens": tokens,

@@ -41,14 +41,9 @@ PAIRS, KEY, NAME, CONTEXT, QUESTION = "{pairs}", "{key}", "{name}", "{context}",
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenKeys(Task):
-    """Contexts of several sizes, and questions about keys that are hidden in them.
-
-    Attributes:
-        template: the prompt, with the field of the context and, after it, that of the question.
-        num_examples: the number of contexts of each size.
-        queries: the number of questions about each context. The context is divided into as many parts,
-            and one key of each part is asked for.
-    """
+    """Contexts of several sizes, and questions about keys that are hidden in them. A context is divided
+    into as many parts as there are questions about it (`queries`), and one key of each part is asked
+    for. conf/task tells the options."""
 
     template: Text
     num_examples: Many = 20
@@ -57,11 +52,7 @@ class HiddenKeys(Task):
     max_new_tokens: NewTokens = 100
 
     def _example(self, label: str, query: int, **example_fields: Any) -> Example:
-        """The example of question `query` about the context called `label`.
-
-        Args:
-            example_fields: the other fields of the example.
-        """
+        """The example of question `query` about the context called `label`."""
         several = self.queries > 1
         return Example(
             id=f"{label}-q{query}" if several else label,
@@ -79,12 +70,7 @@ def _depth(place: int, last: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class KeyValue(HiddenKeys):
     """JSON objects of UUIDs, and questions about the values of some of their keys. The fields of the
-    template are ``{pairs}`` and ``{key}``.
-
-    Attributes:
-        num_pairs: the number of keys of an object; 75, 140 and 300 in the paper.
-        max_new_tokens: generation limit (100 in the paper).
-    """
+    template are ``{pairs}`` and ``{key}``."""
 
     name: ClassVar[str] = "key_value"
     breakdown: ClassVar[tuple[str, ...]] = ("num_pairs",)
@@ -144,17 +130,9 @@ def _uuid(rng: random.Random) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Passkey(HiddenKeys):
     """Keys of digits in texts of every length. The fields of the template are ``{context}`` and
-    ``{question}``.
-
-    Attributes:
-        needle: the line that holds a key, with ``{key}``, and ``{name}`` where there are several keys.
-        question, answer_prefix: the question, and the beginning of the answer after the prompt, with
-            ``{name}``. A name is empty where there is one key only, else e.g. " of the old lantern".
-        noise: a line of the text.
-        lengths: the most tokens of a prompt, everything that the model sees counted.
-        digits: the number of digits of a key.
-        runs: whether half of the digits repeat the one before them, as in the original number string.
-    """
+    ``{question}``; the line that holds a key (`needle`) has ``{key}``. ``{name}`` stands there and in
+    question and answer_prefix: empty where there is one key only, else e.g. " of the old lantern". With
+    `runs` half of the digits repeat the one before them, as in the original number string."""
 
     name: ClassVar[str] = "passkey"
     breakdown: ClassVar[tuple[str, ...]] = ("length",)

@@ -21,18 +21,18 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar
 
-from kvbench.errors import nearest
+from kvbench.errors import check_known
 from kvbench.errors.options import Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Many, Task, TaskError, Tokens, balanced_order
 from kvbench.tasks.data import file_digests
 from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting
 from kvbench.tasks.metrics_text import Key, contains_all
-from kvbench.tasks.ruler_data import Collection, Essays, hotpotqa, squad
+from kvbench.tasks.ruler_data import Collection, Essays, read_collection
 from kvbench.tasks.ruler_generators import (
     PROMPTS,
     CommonWords,
@@ -89,45 +89,11 @@ def _settled(task: str, references: Sequence[str], text: str) -> bool:
     return matched(task, clean(text), references) == 1.0
 
 
-@dataclass
-class _Sizes:
-    """Measures the prompts of one draw of a sample, for `largest_fitting`.
-
-    Attributes:
-        number: the number of the sample.
-        seed: the seed of the draw, the same for every size.
-        prompts: by size, the prompts that were measured and their token ids.
-        last_tokens: the tokens of the prompt that was measured last.
-    """
-
-    encoder: PromptEncoder
-    generator: Generator
-    number: int
-    seed: str
-    prompts: dict[int, tuple[Draft, SplitIds]] = field(default_factory=dict)
-    last_tokens: int = 0
-
-    def tokens(self, size: int) -> int:
-        draft = self.generator.draft(size, self.number, random.Random(self.seed))
-        ids = encode_split(self.encoder, draft.context, draft.question, draft.prefix)
-        self.prompts[size] = (draft, ids)
-        self.last_tokens = sum(map(len, ids))
-        return self.last_tokens
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ruler(Task):
-    """RULER's tasks at every length.
-
-    Attributes:
-        tasks: the names of the tasks that are run (`TASKS`); by default the eleven that need no file.
-        lengths: the most tokens of prompt and answer together, with all that the model sees: chat
-            template and begin token included, which RULER's own tools do not count.
-        num_examples: the number of samples of each task and length (500 as published).
-        essays: a file or a glob of text files, or of JSON objects with a field ``text``. None:
-            generated sentences take the place of the essays.
-        squad, hotpotqa: the files of qa_1 and qa_2.
-    """
+    """RULER's tasks at every length; conf/task/ruler.yaml tells the options. A length is of prompt and
+    answer together, with all that the model sees: chat template and begin token included, which RULER's
+    own tools do not count."""
 
     name: ClassVar[str] = "ruler"
     breakdown: ClassVar[tuple[str, ...]] = ("length",)
@@ -145,10 +111,7 @@ class Ruler(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         for task in self.tasks:
-            if task not in TASKS:
-                raise TaskError(
-                    f"task.tasks has {task!r}{nearest(task, TASKS)}; allowed: {', '.join(TASKS)}"
-                )
+            check_known(f"task.tasks has {task!r}", task, TASKS, TaskError)
             if task in QA and getattr(self, QA[task]) is None:
                 raise TaskError(f"ruler: {task} needs task.{QA[task]}=<file>, {QA_FILES[task]}")
 
@@ -166,8 +129,8 @@ class Ruler(Task):
 
     @cached_property
     def _collections(self) -> dict[str, Collection]:
-        readers = {"qa_1": squad, "qa_2": hotpotqa}
-        return {task: readers[task](getattr(self, QA[task])) for task in self.tasks if task in QA}
+        options = {task: QA[task] for task in self.tasks if task in QA}
+        return {task: read_collection(name, getattr(self, name)) for task, name in options.items()}
 
     def metric_name(self) -> str:
         return "references found"
@@ -225,21 +188,33 @@ class Ruler(Task):
         """Units, text and token ids of the largest prompt of sample `number` that fits."""
         new_tokens = PROMPTS[generator.name].new_tokens
         room = length - new_tokens
+        drafts: dict[int, tuple[Draft, SplitIds]] = {}
+        used = 0
+
+        def tokens(units: int, seed: str) -> int:
+            nonlocal used
+            draft = generator.draft(units, number, random.Random(seed))
+            ids = encode_split(encoder, draft.context, draft.question, draft.prefix)
+            drafts[units] = (draft, ids)
+            used = sum(map(len, ids))
+            return used
+
         for draw in range(DRAWS):
-            seed = f"kvbench ruler {self.seed} {task} {length} {number} {draw}"
-            sizes = _Sizes(encoder, generator, number, seed)
+            drafts.clear()
+            measured = partial(
+                tokens, seed=f"kvbench ruler {self.seed} {task} {length} {number} {draw}"
+            )
             units = largest_fitting(
-                sizes.tokens, room, least=generator.least, most=generator.most, guess=guess
+                measured, room, least=generator.least, most=generator.most, guess=guess
             )
             if units is not None:
-                draft, ids = sizes.prompts[units]
-                return units, draft, ids
-            if sizes.last_tokens > 1.2 * room:
+                return units, *drafts[units]
+            if used > 1.2 * room:
                 # Draws differ by less than that, so no other draw fits.
                 break
         raise TaskError(
             f"ruler: length {length} is too short for {task}: its shortest prompt and {new_tokens} new "
-            f"tokens take {sizes.last_tokens + new_tokens} of this tokenizer; allowed: longer"
+            f"tokens take {used + new_tokens} of this tokenizer; allowed: longer"
         )
 
     def _generator(self, encoder: PromptEncoder, task: str, length: int) -> Generator:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 from kvbench.tasks.base import TaskError
@@ -56,19 +57,20 @@ def _generated_words(seed: int) -> Sequence[str]:
     return " ".join(islice(sentences, GENERATED_SENTENCES)).split()
 
 
-def _read_essay(path: str) -> str:
-    if not path.endswith(".json"):
-        return read_text("ruler", path)
-    content = parsed_json("ruler", path, read_text("ruler", path).encode())
-    text = content.get("text") if isinstance(content, dict) else None
-    if not isinstance(text, str):
+def _read_essay(path: Path) -> str:
+    text = read_text("ruler", path)
+    if path.suffix != ".json":
+        return text
+    content = parsed_json("ruler", str(path), text.encode())
+    essay = content.get("text") if isinstance(content, dict) else None
+    if not isinstance(essay, str):
         raise TaskError(
             f"ruler: {path} is no object with a field text; allowed: that, or text files"
         )
-    return text
+    return essay
 
 
-def _matching_files(option: str, pattern: str) -> list[str]:
+def _matching_files(option: str, pattern: str) -> list[Path]:
     paths = matching([pattern])
     if not paths:
         raise TaskError(f"ruler: no file matches {option}={pattern!r}; allowed: a file or a glob")
@@ -108,14 +110,9 @@ class Collection:
         return [self.documents[index] for index in drawn]
 
 
-def squad(pattern: str) -> Collection:
-    """Read SQuAD 2.0: its distinct paragraphs, sorted, and the questions that have an answer, in the
-    order of the file.
-    """
-    return _read_collection("squad", pattern, "SQuAD 2.0", _squad_collection)
-
-
-def _squad_collection(content: Any) -> Collection:
+def _squad(content: Any) -> Collection:
+    """Its distinct paragraphs, sorted, and the questions that have an answer, in the order of the
+    file."""
     articles = [article["paragraphs"] for article in content["data"]]
     documents = sorted({paragraph["context"] for article in articles for paragraph in article})
     index_of = {text: index for index, text in enumerate(documents)}
@@ -132,12 +129,8 @@ def _squad_collection(content: Any) -> Collection:
     return Collection(documents, questions)
 
 
-def hotpotqa(pattern: str) -> Collection:
-    """Read HotpotQA's distractor setting. All ten paragraphs of a question count as gold."""
-    return _read_collection("hotpotqa", pattern, "HotpotQA", _hotpotqa_collection)
-
-
-def _hotpotqa_collection(content: Any) -> Collection:
+def _hotpotqa(content: Any) -> Collection:
+    """The distractor setting. All ten paragraphs of a question count as gold."""
     texts_of_rows = [
         [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]] for row in content
     ]
@@ -150,12 +143,18 @@ def _hotpotqa_collection(content: Any) -> Collection:
     return Collection(documents, questions)
 
 
-def _read_collection(
-    option: str, pattern: str, name: str, collection_of: Callable[[Any], Collection]
-) -> Collection:
-    """From the first JSON file that matches the pattern of a task's option."""
+READERS: Mapping[str, tuple[str, Callable[[Any], Collection]]] = {
+    "squad": ("SQuAD 2.0", _squad),
+    "hotpotqa": ("HotpotQA", _hotpotqa),
+}
+"""The collections by the task's option, with their names, and what reads the published JSON file."""
+
+
+def read_collection(option: str, pattern: str) -> Collection:
+    """From the first file that matches the pattern of a task's option."""
+    name, collection_of = READERS[option]
     path = _matching_files(option, pattern)[0]
-    content = parsed_json("ruler", path, read_text("ruler", path).encode())
+    content = parsed_json("ruler", str(path), read_text("ruler", path).encode())
     try:
         collection = collection_of(content)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:

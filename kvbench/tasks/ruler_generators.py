@@ -5,7 +5,9 @@ Every generator has
 * ``name``: its key in `PROMPTS`,
 * ``least`` and ``most``: the fewest and the most units that a prompt may have. A unit is a word of an
   essay, a line of noise, a word of a list, a coded word or a document.
-* ``draft(size, number, rng)``: the prompt of sample `number` with `size` units, drawn from `rng`.
+* ``draft(size, number, rng)``: the prompt of sample `number` with `size` units, drawn from `rng`: words
+  of essays or lines beside the needles (niah), lines of noise (vt), different words (cwe), about so
+  many occurrences (fwe), documents (qa).
 
 C.-P. Hsieh et al., arXiv 2404.06654; github.com/NVIDIA/RULER at c3f5e3b4 (Apache-2.0, copyright NVIDIA
 CORPORATION), scripts/data/synthetic.
@@ -176,7 +178,6 @@ class Niah:
         return least if self.settings.haystack == "essay" else max(5, least)
 
     def draft(self, size: int, number: int, rng: random.Random) -> Draft:
-        """A prompt of `size` words of essays, or of `size` lines, and the needles."""
         settings = self.settings
         drawn_keys: set[str] = set()
         values_of: dict[str, list[str]] = {}
@@ -290,7 +291,6 @@ class VariableTracking:
     """One line for each statement of the chain, which is inserted before it."""
 
     def draft(self, size: int, number: int, rng: random.Random) -> Draft:
-        """A prompt of `size` lines of noise, with variable names of five letters."""
         example = self.solved(self.example_lines, rng)
         draft = self._chain(size, 5, rng)
         return Draft(f"{example}\n{draft.context}", draft.question, draft.prefix, draft.answers)
@@ -338,7 +338,6 @@ class CommonWords:
     """The common words and another."""
 
     def draft(self, size: int, number: int, rng: random.Random) -> Draft:
-        """A prompt of `size` different words."""
         words = list(sorted_words("noun", "adjective", "verb"))
         rng.shuffle(words)
         example = self._solved(words, rng)
@@ -392,7 +391,6 @@ class FrequentWords:
     """With fewer units the words of ranks 2 to 5 may have the same count."""
 
     def draft(self, size: int, number: int, rng: random.Random) -> Draft:
-        """A prompt of about `size` occurrences."""
         words = _distinct(self.vocabulary, lambda: _letters(string.ascii_lowercase, 6, rng))
         words[0] = "..."
         items = []
@@ -420,7 +418,6 @@ class DocumentQuestions:
         return len(self.collection.documents)
 
     def draft(self, size: int, number: int, rng: random.Random) -> Draft:
-        """A prompt of `size` documents that asks question `number`."""
         questions = self.collection.questions
         if number >= len(questions):
             raise TaskError(

@@ -7,57 +7,50 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from kvbench.errors.options import check_options
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError, Tokens
-from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
+from kvbench.tasks.data import Source, file_digests, texts_of_files
 from kvbench.tasks.haystack import generated_haystack
 from kvbench.tasks.metrics import METRICS
 from kvbench.tasks.metrics_text import Key
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSource:
-    """The source of texts: files, a data set, or generated sentences if neither is given.
+class RunningText(Task):
+    """Prompts that are pieces of texts, for probes that observe a model while it reads. The texts are
+    files, a data set of the Hub whose first `rows` are joined, or else generated.
 
-    Attributes:
-        files: globs of text files.
-        dataset_name, dataset_config, dataset_split, dataset_column: a Hugging Face data set and its
-            column.
-        tokens: the least number of tokens of a generated text.
+    As a task, its score is the word F1 of an answer against the continuation of the text. Only the
+    special tokens of the tokenizer (BOS) stand before a piece. The pieces of a text do not overlap.
+    Examples begin with the first piece of every text, then come the second pieces, and so on.
     """
+
+    name: ClassVar[str] = "text"
+    unhashed: ClassVar[tuple[str, ...]] = ("num_examples",)
 
     files: Sequence[str] = ()
     dataset_name: str | None = None
     dataset_config: str | None = None
     dataset_split: str = "test"
     dataset_column: str = "text"
+    rows: Many = 2000
+    label: str = "text"
     tokens: Tokens = 1024
+    num_examples: Many = 16
+    max_new_tokens: NewTokens = 64
 
     def __post_init__(self) -> None:
-        check_options(self, "task.", TaskError)
+        super().__post_init__()
         if self.files and self.dataset_name:
             raise TaskError("task.files and task.dataset_name: one of them at most may be given")
 
     def texts(self, kind: str, rows: int, count: int) -> Sequence[tuple[str, str]]:
-        """The name and text of each document.
-
-        Args:
-            kind: a word that enters the seed of generated documents.
-            rows: how many of a data set's first rows are read.
-            count: how many documents are generated.
-        """
+        """The name and text of each file, of each of a data set's first `rows`, or of `count` generated
+        documents of at least `tokens` tokens, whose seed is the word `kind`."""
         if self.files:
             return texts_of_files("files", self.files)
         if self.dataset_name:
-            return texts_of_dataset(
-                "files",
-                self.dataset_name,
-                self.dataset_config,
-                self.dataset_split,
-                self.dataset_column,
-                rows,
-            )
+            return self._texts_of_rows(rows)
         documents = []
         for number in range(count):
             # As many sentences as tokens are enough, since every sentence has several tokens.
@@ -65,30 +58,21 @@ class TextSource:
             documents.append((f"generated {number}", " ".join(sentences)))
         return documents
 
-
-@dataclass(frozen=True, kw_only=True)
-class RunningText(TextSource, Task):
-    """Prompts that are pieces of texts, for probes that observe a model while it reads.
-
-    As a task, its score is the word F1 of an answer against the continuation of the text. Only the
-    special tokens of the tokenizer (BOS) stand before a piece. The pieces of a text do not overlap.
-    Examples begin with the first piece of every text, then come the second pieces, and so on.
-
-    Attributes:
-        rows: how many of a data set's first rows are joined to one text.
-        label: the name of the data set in tables.
-        tokens: the exact number of tokens of a prompt.
-        num_examples: the most pieces.
-        max_new_tokens: the number of tokens of the continuation.
-    """
-
-    name: ClassVar[str] = "text"
-    unhashed: ClassVar[tuple[str, ...]] = ("num_examples",)
-
-    rows: Many = 2000
-    label: str = "text"
-    num_examples: Many = 16
-    max_new_tokens: NewTokens = 64
+    def _texts_of_rows(self, most: int) -> Sequence[tuple[str, str]]:
+        source = Source(
+            "task.dataset_name",
+            dataset=self.dataset_name,
+            config=self.dataset_config,
+            split=self.dataset_split,
+        )
+        rows = source.hub_rows(most)
+        for row in rows:
+            if self.dataset_column not in row:
+                raise TaskError(
+                    f"task.dataset_column: dataset {self.dataset_name} has no column "
+                    f"{self.dataset_column!r}; one of {', '.join(row)}"
+                )
+        return [(f"row {n}", str(row[self.dataset_column])) for n, row in enumerate(rows)]
 
     def digests(self) -> Mapping[str, str]:
         return file_digests(self.files)

@@ -188,14 +188,12 @@ def products(
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Processor time of one call."""
     start = time.process_time()
     run()
     return time.process_time() - start
 
 
 def main() -> None:
-    """Print a line for each method."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--n",

@@ -92,7 +92,6 @@ def model_of(options: argparse.Namespace, threads: int | None = 1) -> PreTrained
 
 
 def threads_in_words() -> str:
-    """What a job runs on here."""
     threads = torch.get_num_threads()
     alone = "the products of small passes on all, the rest of them on one"
     return f"{threads} threads" + (f": {alone}" if threads_are_ours() else "")
@@ -134,14 +133,8 @@ def generated(
     budget: Budget,
     idle: int = 0,
 ) -> dict[str, Answer]:
-    """What each method generates from one prefill.
-
-    Args:
-        idle: how many caches of StreamingLLM, which computes nothing to compress, join the job.
-
-    Raises:
-        RuntimeError: a method failed.
-    """
+    """What each method generates from one prefill; so many `idle` caches of StreamingLLM, which computes
+    nothing to compress, join the job."""
     methods = {name: (method_of(name), budget) for name in names}
     for number in range(idle):
         methods[f"idle {number}"] = (build_method("streaming_llm"), budget)
@@ -290,7 +283,6 @@ class Clocked(Stopping):
     times: list[float] = field(default_factory=list)
 
     def reached(self, tokens: Sequence[int], answer_from: int | None = 0) -> bool:
-        """Note the time of this token; see `Stopping.reached`."""
         self.times.append(time.perf_counter())
         return super().reached(tokens, answer_from)
 
@@ -378,7 +370,6 @@ BENCHES = {
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

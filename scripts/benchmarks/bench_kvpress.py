@@ -60,7 +60,6 @@ class Tally:
 
 
 def load() -> Session:
-    """The shipped model; each way has one of its own."""
     return Session(SHIPPED, torch.device("cpu"), torch.float32)
 
 
@@ -119,7 +118,6 @@ WAYS: Mapping[str, Callable[..., dict[str, tuple[list[int], int]]]] = {
 
 
 def main() -> None:
-    """Measure and print; the last line is the ratio of the seconds."""
     parser = argparse.ArgumentParser(description="kvpress and kvbench on the same prompts")
     parser.add_argument("--lines", type=int, default=100, help="of a record")
     parser.add_argument("--prompts", type=int, default=10)

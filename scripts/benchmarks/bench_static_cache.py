@@ -4,19 +4,20 @@
 
 Tables compare methods with kvbench's own `exact`, and would flatter them if `exact` were slow; here the
 same weights (recall_mini) read the same random tokens. What is compared runs in turn after a warm-up;
-medians of the seconds per token are printed, and their ratio.
+medians of the seconds are printed, prefill included, and their ratio.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from _shared import SHIPPED
+from bench_engine import medians, random_tokens
 from transformers import GenerationConfig, StaticCache
 
 from kvbench.engine.answer import Stopping
@@ -28,8 +29,7 @@ from kvbench.kv import Budget
 from kvbench.methods import build_method
 
 
-def static_cache_s(model: Any, ids: Sequence[int], new: int, attention: str) -> float:
-    """Seconds of `new` tokens by transformers, the prefill included."""
+def by_transformers(model: Any, ids: Sequence[int], new: int, attention: str) -> None:
     tokens = torch.tensor([list(ids)], device=model.device)
     cache = StaticCache(config=model.config, max_cache_len=len(ids) + new)
     never_ends = model.config.get_text_config().vocab_size
@@ -37,23 +37,16 @@ def static_cache_s(model: Any, ids: Sequence[int], new: int, attention: str) -> 
         max_new_tokens=new, do_sample=False, eos_token_id=never_ends, pad_token_id=0
     )
     model.set_attn_implementation(attention)
-    try:
-        synchronize(model.device)
-        begin = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(tokens, past_key_values=cache, generation_config=settings)
-        synchronize(model.device)
-        return time.perf_counter() - begin
-    finally:
-        model.set_attn_implementation(IMPLEMENTATION)
+    with torch.inference_mode():
+        model.generate(tokens, past_key_values=cache, generation_config=settings)
+    synchronize(model.device)
+    model.set_attn_implementation(IMPLEMENTATION)
 
 
-def exact_s(model: Any, ids: Sequence[int], new: int) -> float:
-    """Seconds of `new` tokens by kvbench's exact cache, the prefill included."""
+def by_kvbench(model: Any, ids: Sequence[int], new: int) -> None:
     methods = {"exact": (build_method("exact"), Budget())}
-    begin = time.perf_counter()
     generate_one(model, ids, (), methods, Stopping(new), seed=0, example_id="x")
-    return time.perf_counter() - begin
+    synchronize(model.device)
 
 
 def main() -> None:
@@ -66,21 +59,15 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_model(SHIPPED, device=device, dtype=dtype)
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (options.tokens,), generator=generator).tolist()
-    seconds: dict[str, list[float]] = {"transformers": [], "exact": []}
-    for run in range(options.runs + 1):  # the first warms up
-        by_name = {
-            "transformers": static_cache_s(model, ids, options.new, options.attention),
-            "exact": exact_s(model, ids, options.new),
-        }
-        for name, taken in by_name.items():
-            seconds[name] += [taken] if run else []
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    for name, median in medians.items():
+    ids = random_tokens(options.tokens)
+    runs = {
+        "transformers": partial(by_transformers, model, ids, options.new, options.attention),
+        "exact": partial(by_kvbench, model, ids, options.new),
+    }
+    seconds = medians(runs, options.runs, time.perf_counter)
+    for name, median in seconds.items():
         print(f"{name:14} {median:.3f} s for {options.tokens} + {options.new} tokens")
-    print(f"exact over transformers: {medians['exact'] / medians['transformers']:.2f}")
+    print(f"exact over transformers: {seconds['exact'] / seconds['transformers']:.2f}")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,6 @@ class Figure:
 
     @property
     def kept(self) -> bool:
-        """Whether the share keeps its bound."""
         return self.share <= self.bound if self.most else self.share >= self.bound
 
     def __str__(self) -> str:
@@ -82,7 +81,6 @@ def figures(studies: int, sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
 
 
 def interval_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
-    """Coverage of the intervals of means."""
     rng = np.random.default_rng(1)
     for n, p in itertools.product(sizes, LEVELS):
         of = f"n = {n}, mean = {p}"
@@ -108,7 +106,6 @@ def interval_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
 
 
 def difference_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
-    """Coverage of the intervals of paired differences."""
     rng = np.random.default_rng(2)
 
     def figure(name: str, parts: Sequence[Array], truth: float, reach: float | None) -> Figure:
@@ -165,7 +162,6 @@ def mark_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
 
 
 def average_mark_figures(studies: int) -> Iterator[Figure]:
-    """The same of seven methods in an average over datasets."""
     rng = np.random.default_rng(5)
     large = [n for n in LONGBENCH if n >= FEWEST]
     false = [
@@ -249,7 +245,6 @@ def _mean(name: str, parts: Sequence[Array], truth: float) -> Figure:
 
 
 def _coverage(intervals: Sequence[Estimate], truth: float) -> float:
-    """The share of intervals that contain the truth."""
     return float(np.mean([interval.low <= truth <= interval.high for interval in intervals]))
 
 
@@ -285,7 +280,6 @@ def drawn(
 
 
 def answers(rng: Generator, n: int, means: Sequence[float], shared: float = 0.5) -> Scores:
-    """Right and wrong answers of methods to n prompts."""
     return scores(drawn(rng, n, means, shared, "0/1", 1)[:, :, 0])
 
 
@@ -305,7 +299,6 @@ def marked(strata: Sequence[Scores], fraction: bool = True) -> set[int]:
 
 
 def main() -> int:
-    """Measure and print every figure; the exit status is 1 where one misses its bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--studies", type=int, default=2000, help="simulated studies a figure")
     parser.add_argument("--out", type=Path, help="CSV of every row")
@@ -322,7 +315,6 @@ def main() -> int:
 
 
 def write(measured: Sequence[Figure], path: Path) -> None:
-    """Write the figures as CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, lineterminator="\n")

@@ -95,7 +95,6 @@ def decode(
     sinks: torch.Tensor | None = None,
     return_mass: bool = False,
 ) -> None:
-    """A decoding step of eight rows over 16k entries each."""
     _triton_decode.attention(
         empty(8, heads, dim, dtype=dtype),
         empty(8, len(COLUMNS), dtype=torch.int64),
@@ -113,7 +112,6 @@ def decode(
 
 
 def append(dim: int, dtype: torch.dtype, lengths: torch.Tensor = LENGTHS) -> None:
-    """A token joins each of eight rows of 8 KV heads."""
     new = empty(8, 8, dim, dtype=dtype)
     _triton_decode.append(empty(8, len(COLUMNS), dtype=torch.int64), lengths, new, new)
 
@@ -125,7 +123,6 @@ def evict(
     longest: int = 16640,
     lengths: torch.Tensor = LENGTHS,
 ) -> None:
-    """An entry leaves each of eight rows of 8 KV heads."""
     entries, count = empty(8, longest, dim, dtype=dtype), empty(8, dtype=torch.int64)
     _triton_evict.evict(
         empty(8, len(COLUMNS), dtype=torch.int64),
@@ -159,7 +156,6 @@ def walk(b: int, dim: int, dtype: torch.dtype, n: int = 16384, first: bool = Fal
 
 
 def cut(n: int = 16384) -> None:
-    """BalanceKV's cut of n tokens of 8 KV heads."""
     positive, order = empty(8, n, dtype=torch.bool), empty(8, n, dtype=torch.int64)
     _triton_walk.cut(positive, order, empty(8, n))
 
@@ -173,7 +169,6 @@ def mass(
     softcap: float | None = None,
     n: int = 16384,
 ) -> None:
-    """The attention mass of the last m queries over n keys."""
     queries, keys = empty(1, heads, m, dim, dtype=dtype), empty(1, kv_heads, n, dim, dtype=dtype)
     _triton_mass.attention_mass(queries, keys, scaling=dim**-0.5, softcap=softcap)
 
@@ -187,7 +182,6 @@ def first_come(dim: int) -> None:
 
 
 def philox(dtype: torch.dtype, n: int = 16384, key: int = 2**61) -> None:
-    """n random draws for each of 8 heads."""
     _triton_philox.fill(empty(8, n, dtype=dtype), key)
 
 
@@ -255,7 +249,6 @@ def outcome(launch: Launch) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("capabilities", type=int, nargs="+", help="80, 86, 89, 90, 100, 120")
     parser.add_argument("--every", action="store_true", help="every head dimension and dtype")

@@ -32,7 +32,6 @@ class Words:
 
     @staticmethod
     def tokenize(text: str) -> list[str]:
-        """Words in lower case, punctuation left out."""
         return re.findall(r"[^\W_]+(?:'[^\W_]+)?", text.lower())
 
 
@@ -58,7 +57,6 @@ class CiderD:
             self.images += 1
 
     def score(self, prediction: str, references: Sequence[str]) -> float:
-        """The CIDEr-D score of one caption."""
         weights, norms, length = self._vector(prediction)
         total = 0.0
         for reference in references:

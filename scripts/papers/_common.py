@@ -1,4 +1,5 @@
-"""What the scripts of this folder share: the command line, the model and its prompts, their layers.
+"""What the scripts of this folder share: the command line, the model and its prompts, their layers, and
+what a run leaves behind.
 
 Every script takes words of the form key=value:
 
@@ -28,13 +29,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import yaml
-from _output import write
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from kvbench.cli.build import constructed, model_line
+from kvbench.cli.catalogue import paper_items
 from kvbench.cli.config import composed, expanded, hydra_of_conf
 from kvbench.engine.architecture import compressible_layers
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
@@ -44,7 +48,8 @@ from kvbench.kv import LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.probes.base import encoded_prompts
-from kvbench.report.item import RunNote
+from kvbench.report.item import COMMENT, RunNote, means_of, write_item_page
+from kvbench.report.papers import paper_folders
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
 
@@ -55,7 +60,6 @@ TRIVIAQA = "task=longbench task.datasets=[triviaqa]"
 
 
 def random_number(count: int, seed: int) -> int:
-    """A number from 1 to `count`, drawn with the seed."""
     return random.Random(seed).randint(1, count)
 
 
@@ -98,10 +102,6 @@ class Run(SimpleNamespace):
             model, task: overrides that hold where the command line names none; both empty: the script
                 draws its data, unless synthetic=false and a model say otherwise.
             own: the script's own keys, with their defaults.
-
-        Raises:
-            UserError: a word with a key that there is not, or in a dry run what the run would be
-                refused for.
         """
         values: dict[str, Any] = {
             "limit": 8,
@@ -133,11 +133,7 @@ class Run(SimpleNamespace):
             sys.exit(0)
 
     def check(self) -> str:
-        """Make what model and task name, without loading anything; a line that says what was checked.
-
-        Raises:
-            UserError: what the run would be refused for.
-        """
+        """Make what model and task name, without loading anything; a line that says what was checked."""
         if self.synthetic:
             return "settings checked: no model is read"
         config: Any = OmegaConf.to_container(self.config(), resolve=True)
@@ -152,7 +148,6 @@ class Run(SimpleNamespace):
 
     @cached_property
     def session(self) -> Session:
-        """The model and its tokenizer."""
         spec = instantiate(self.config().model, _convert_="all")
         device = resolve_device(self.device)
         return Session(spec, device, resolve_dtype(self.dtype, device, spec.dtype), self.seed)
@@ -174,6 +169,12 @@ class Run(SimpleNamespace):
         layer_of_index = capture_layers(self.session.model, ids, [n - 1 for n in numbers])
         return ((number, layer_of_index[number - 1]) for number in numbers)
 
+    def every_layer(self) -> Iterator[tuple[str, int, LayerKV]]:
+        """Prompt, number and tensors of each layer that the key `layers` asks for, of all prompts."""
+        for prompt, ids in self.prompts():
+            for number, layer in self.captured(ids, self.layers):
+                yield prompt, number, layer
+
     @property
     def place(self) -> Path:
         """Path of this run's files, without their endings."""
@@ -191,10 +192,83 @@ class Run(SimpleNamespace):
         fit: tuple[float, float] | None = None,
     ) -> None:
         """Write the rows and what is made of them: see `kvbench.report.item.RunNote` for the columns,
-        `_output.write` for `fit`."""
+        `write` for `fit`."""
         command = shlex.join(["python", *sys.argv])
         note = RunNote(self.place.name, command, y, x, by, panel, self.small or "")
         write(rows, self.place, note, fit)
+
+
+def write(
+    rows: list[dict[str, Any]],
+    place: Path,
+    note: RunNote,
+    fit: tuple[float, float] | None = None,
+) -> None:
+    """Write the rows as CSV, the mean of `note.y` against `note.x` as a figure, and the page of the
+    item that the folder is named after; print the means, and what results/paper has of that item.
+
+    Args:
+        place: path of the files, without their endings.
+        fit: two values of x. With it the axes are logarithmic, and the exponent of each line's power
+            law between the two is printed (least squares of logarithms).
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    frame = pd.DataFrame(rows)
+    first_line = f"{COMMENT} {note.small}\n" if note.small else ""
+    Path(f"{place}.csv").write_text(first_line + frame.to_csv(index=False), encoding="utf-8")
+    print(means_of(frame, note).to_string())
+    figure = figure_of_means(frame, note, fit)
+    figure.savefig(f"{place}.png", dpi=150, bbox_inches="tight")
+    note.write(place)
+    item = paper_items().get(place.parent.name.removesuffix("_small"))
+    if item is not None:
+        page = write_item_page(
+            place.parent,
+            title=item.name,
+            paper=item.title,
+            shows=item.shows,
+            differs=item.differs,
+        )
+        print(f"page: {page}")
+    print_published(place.parent.name)
+    print(f"{len(rows)} rows: {place}.csv")
+
+
+def print_published(item: str) -> None:
+    """Print the published numbers of an item, where results/paper has some."""
+    for folder in paper_folders():
+        file = folder / f"{item}.csv"
+        if file.is_file():
+            published = pd.read_csv(file, dtype=str)
+            models = ", ".join(published["model"].unique()) if "model" in published else ""
+            heading = f"published, of {models}" if models else "published"
+            print(f"{heading}:\n{published.to_string(index=False)}")
+
+
+def figure_of_means(
+    frame: pd.DataFrame, note: RunNote, fit: tuple[float, float] | None = None
+) -> Figure:
+    """A panel for each value of `note.panel`, in it a line for each value of `note.by`; see `write` for
+    `fit`."""
+    panels = list(frame[note.panel].unique())
+    scale = "log" if fit else "linear"
+    figure = Figure(figsize=(12, 4))
+    if note.small:
+        figure.suptitle(note.small, fontsize=8, wrap=True, y=1.04)
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for (panel, label), part in frame.groupby([note.panel, note.by], sort=False):
+        means = part.groupby(note.x)[note.y].mean()
+        ax = axes[panels.index(panel)]
+        ax.plot(list(means.index), means, marker=".", label=label)
+        heading = f"{note.panel} {panel}"
+        ax.set(title=heading, xlabel=note.x, ylabel=note.y, xscale=scale, yscale=scale)
+        if fit:
+            fitted = means[(means > 0) & means.index.to_series().between(*fit)]
+            if len(fitted) > 1:
+                slope = np.polyfit(np.log(fitted.index.to_numpy()), np.log(fitted), 1)[0]
+                print(f"{heading}, {note.by} {label}: {note.y} as {note.x}^{slope:.3f}")
+    axes[-1].legend()
+    return figure
 
 
 def started(main: Any) -> None:

@@ -24,11 +24,7 @@ ACTIVATIONS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in AC
 
 def activations_of(model: Any) -> dict[int, nn.Module]:
     """The modules whose outputs are the activations of the MLPs' neurons, by layer from 0: after ReLU in
-    OPT, the gate after SiLU in Llama.
-
-    Raises:
-        UserError: a layer has none or several (mixtures of experts), or layers share one.
-    """
+    OPT, the gate after SiLU in Llama."""
     count = model.config.get_text_config().num_hidden_layers
     modules: dict[int, list[nn.Module]] = {layer: [] for layer in range(count)}
     for path, module in model.named_modules():

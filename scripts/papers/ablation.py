@@ -60,7 +60,6 @@ NEEDLE_OPTIONS: list[dict[str, Any]] = [
 
 
 def single_option_variants() -> dict[str, dict[str, Any]]:
-    """The references, each option by itself at each of its values, and the released settings."""
     variants = dict(REFERENCES)
     for option, values in SINGLE_OPTIONS.items():
         for value in values:
@@ -71,19 +70,14 @@ def single_option_variants() -> dict[str, dict[str, Any]]:
     return variants
 
 
-def needle_variants() -> dict[str, dict[str, Any]]:
-    """The references, and the variant that protects tokens with several options."""
-    variants = dict(REFERENCES)
-    for options in NEEDLE_OPTIONS:
-        label = f"needle {options}" if options else "needle"
-        variants[label] = {"name": "balancekv_needle", **options}
-    return variants
-
-
+NEEDLE_VARIANTS = {
+    f"needle {options}".removesuffix(" {}"): {"name": "balancekv_needle", **options}
+    for options in NEEDLE_OPTIONS
+}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "figure3": NOTEBOOK,
     "options": single_option_variants(),
-    "needle": needle_variants(),
+    "needle": {**REFERENCES, **NEEDLE_VARIANTS},
     "confirm": {**REFERENCES, "temperature 0.5": {"temperature": 0.5}},
 }
 """Options by label; ``name`` of the method where it is not balancekv. The first is the reference."""
@@ -95,9 +89,7 @@ def layers(run: Run) -> Iterator[tuple[str, int, LayerKV]]:
         for layer in run.layers:
             yield "synthetic", layer, SyntheticLayers().layer(layer - 1, max(run.layers))
         return
-    for prompt, ids in run.prompts():
-        for layer, kv in run.captured(ids, run.layers):
-            yield prompt, layer, kv
+    yield from run.every_layer()
 
 
 def errors_of_layer(run: Run, prompt: str, layer: int, kv: LayerKV) -> Iterator[dict[str, Any]]:

@@ -60,20 +60,19 @@ def main(arguments: Sequence[str]) -> None:
         top=None,
     )
     rows: list[dict[str, Any]] = []
-    for prompt, ids in run.prompts():
-        for layer, kv in run.captured(ids, run.layers):
-            for per in run.per:
-                shares = sorted_mass(kv, per)
-                where = {"prompt": prompt, "layer": layer, "per": per}
-                if run.top is None:
-                    for rank in run.ranks:
-                        rows.append(where | {"rank": rank, "attention": float(shares[rank - 1])})
-                else:
-                    rank = round(run.top * kv.n)
-                    attention = float(shares[:rank].sum())
-                    beyond = attention - power_law_share(shares.cpu(), run.fit_most, rank)
-                    top = {"rank": rank, "attention": attention, "beyond_power_law": beyond}
-                    rows.append(where | top)
+    for prompt, layer, kv in run.every_layer():
+        for per in run.per:
+            shares = sorted_mass(kv, per)
+            where = {"prompt": prompt, "layer": layer, "per": per}
+            if run.top is None:
+                for rank in run.ranks:
+                    rows.append(where | {"rank": rank, "attention": float(shares[rank - 1])})
+            else:
+                rank = round(run.top * kv.n)
+                attention = float(shares[:rank].sum())
+                beyond = attention - power_law_share(shares.cpu(), run.fit_most, rank)
+                top = {"rank": rank, "attention": attention, "beyond_power_law": beyond}
+                rows.append(where | top)
     run.save(rows, y="attention", x="rank", by="layer", panel="per", fit=(1, run.fit_most))
 
 

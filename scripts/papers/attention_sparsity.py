@@ -57,20 +57,19 @@ def main(arguments: Sequence[str]) -> None:
     shares = [0.01, 0.001, 0.1]
     run = Run(__file__, arguments, "model=opt_6_7b", WIKITEXT, shares=shares, layers=None)
     rows = []
-    for prompt, ids in run.prompts():
-        for layer, kv in run.captured(ids, run.layers):
-            for share, heads in zip(run.shares, sparsity(kv, run.shares), strict=True):
-                rows.append(
-                    {
-                        "prompt": prompt,
-                        "layer": layer,
-                        "below": share,
-                        "of": "all heads",
-                        "sparsity": float(heads.mean()),
-                        "least": float(heads.min()),
-                        "most": float(heads.max()),
-                    }
-                )
+    for prompt, layer, kv in run.every_layer():
+        for share, heads in zip(run.shares, sparsity(kv, run.shares), strict=True):
+            rows.append(
+                {
+                    "prompt": prompt,
+                    "layer": layer,
+                    "below": share,
+                    "of": "all heads",
+                    "sparsity": float(heads.mean()),
+                    "least": float(heads.min()),
+                    "most": float(heads.max()),
+                }
+            )
     run.save(rows, y="sparsity", x="layer", by="below", panel="of")
 
 

@@ -32,11 +32,7 @@ QUESTION = "Provide a one-sentence caption for the image."
 
 
 def captions_of(data: str | None, split: str) -> dict[str, list[str]]:
-    """References by image file, of Karpathy and Fei-Fei's dataset_coco.json.
-
-    Raises:
-        UserError: no file that can be read.
-    """
+    """References by image file, of Karpathy and Fei-Fei's dataset_coco.json."""
     try:
         images = json.loads(Path(data or "").read_bytes())["images"]
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -68,7 +64,6 @@ def inputs_of(processor: Any, image: Path, question: str) -> Any:
 
 
 def load_vision_model(run: Run) -> tuple[Any, Any]:
-    """The run's processor and model, which is on its device."""
     spec = run.session.spec
     processor = AutoProcessor.from_pretrained(spec.path, revision=spec.revision)
     model: Any = AutoModelForImageTextToText.from_pretrained(

@@ -55,21 +55,20 @@ def main(arguments: Sequence[str]) -> None:
         layers=4,
     )
     rows = []
-    for prompt, ids in run.prompts():
-        for layer, kv in run.captured(ids, run.layers):
-            assert kv.queries is not None
-            first = kv.n - run.asked
-            queries = kv.queries[:, :, first:]
-            seen = replace(kv, queries=kv.queries[:, :, :first], withheld=run.asked, shared={})
-            exact = log_sums(keep_all(kv), queries, first, kv)
-            budget = Budget(rate=run.rate, sink=run.asked, window=run.asked)
-            for name in run.methods:
-                generator = layer_generator(SEED_STRIDE * run.seed, prompt, layer)
-                method = build_method(name)
-                compressed, _ = compress_measured(name, method, budget, generator, seen)
-                error = ((log_sums(compressed, queries, first, kv) - exact).exp() - 1).abs()
-                where = {"prompt": prompt, "layer": layer, "method": name, "of": "all heads"}
-                rows.append(where | {"error": float(error.nan_to_num(torch.inf).median())})
+    for prompt, layer, kv in run.every_layer():
+        assert kv.queries is not None
+        first = kv.n - run.asked
+        queries = kv.queries[:, :, first:]
+        seen = replace(kv, queries=kv.queries[:, :, :first], withheld=run.asked, shared={})
+        exact = log_sums(keep_all(kv), queries, first, kv)
+        budget = Budget(rate=run.rate, sink=run.asked, window=run.asked)
+        for name in run.methods:
+            generator = layer_generator(SEED_STRIDE * run.seed, prompt, layer)
+            method = build_method(name)
+            compressed, _ = compress_measured(name, method, budget, generator, seen)
+            error = ((log_sums(compressed, queries, first, kv) - exact).exp() - 1).abs()
+            where = {"prompt": prompt, "layer": layer, "method": name, "of": "all heads"}
+            rows.append(where | {"error": float(error.nan_to_num(torch.inf).median())})
     run.save(rows, y="error", x="layer", by="method", panel="of")
 
 

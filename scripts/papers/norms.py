@@ -56,24 +56,23 @@ def main(arguments: Sequence[str]) -> None:
         layers=None,
     )
     rows = []
-    for prompt, ids in run.prompts():
-        for layer, kv in run.captured(ids, run.layers):
-            for kind in run.kinds:
-                for head, norms in enumerate(norms_of(kv, kind), start=1):
-                    largest = float(norms.max())
-                    row = {
-                        "prompt": prompt,
-                        "layer": layer,
-                        "head": head,
-                        "kind": kind,
-                        "norm_mean": float(norms.mean()),
-                        "norm_max": largest,
-                        "of": "all heads",
-                        "variation": float(norms.std(correction=0) / norms.mean()),
-                    }
-                    if kind == "bound":
-                        row["log10_factor"] = 2 * largest**2 * kv.scaling / math.log(10)
-                    rows.append(row)
+    for prompt, layer, kv in run.every_layer():
+        for kind in run.kinds:
+            for head, norms in enumerate(norms_of(kv, kind), start=1):
+                largest = float(norms.max())
+                row = {
+                    "prompt": prompt,
+                    "layer": layer,
+                    "head": head,
+                    "kind": kind,
+                    "norm_mean": float(norms.mean()),
+                    "norm_max": largest,
+                    "of": "all heads",
+                    "variation": float(norms.std(correction=0) / norms.mean()),
+                }
+                if kind == "bound":
+                    row["log10_factor"] = 2 * largest**2 * kv.scaling / math.log(10)
+                rows.append(row)
     run.save(rows, y="norm_mean", x="layer", by="kind", panel="of")
 
 

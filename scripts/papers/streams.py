@@ -65,11 +65,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotation_of(model: Any) -> Rotary | None:
     """The model's rotary table; None for a model that adds positions to the embedding (OPT). The table
-    is compared with the model's own keys of the first layer.
-
-    Raises:
-        UnsupportedModel: another encoding, such as frequencies that depend on the length.
-    """
+    is compared with the model's own keys of the first layer, so that another encoding, such as
+    frequencies that depend on the length, is refused."""
     frequencies = [x for name, x in model.named_buffers() if name.endswith("inv_freq")]
     if not frequencies:
         return None
@@ -194,11 +191,7 @@ def nll_of(logits: Tensor, targets: Tensor) -> Tensor:
 def stream(
     model: Any, ids: Sequence[int], state: Reading, positions: str = "cache"
 ) -> Iterator[Tensor]:
-    """Negative log-likelihoods of every token but the first, chunk by chunk.
-
-    Raises:
-        UnsupportedModel: positions for which the model has other rotary factors than for the first.
-    """
+    """Negative log-likelihoods of every token but the first, chunk by chunk."""
     longest = state.most if positions == "cache" else state.seen + len(ids)
     change = table_change(model.config)
     if change is not None and longest > change.tokens:

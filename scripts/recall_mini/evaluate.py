@@ -51,7 +51,6 @@ def evaluate(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print accuracies of the model in ``--model``; write them where ``--out`` names a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(ASSET))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -47,8 +47,6 @@ class Forced(SnapKV):
     layers: frozenset[int]
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """See `SnapKV.compress`; the positions that are kept whatever their score are part of the
-        capacity."""
         capacity = self.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
         scores = window_scores(layer, budget.window, self.kernel_size, self.pooling)
         if layer.layer_index in self.layers:
@@ -76,7 +74,6 @@ def variants(example: Example, layers: int) -> Iterator[tuple[str, Method]]:
 
 
 def main() -> None:
-    """Print a line per variant; write them where ``--out`` names a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(ASSET))
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])

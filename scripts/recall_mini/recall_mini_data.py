@@ -101,7 +101,6 @@ class Example:
     scored: list[bool] = field(default_factory=list)
 
     def add(self, ids: list[int], weight: float = 0.0, scored: bool = False) -> None:
-        """Append tokens."""
         self.ids += ids
         self.weight += [weight] * len(ids)
         self.scored += [scored] * len(ids)
@@ -135,7 +134,6 @@ class Generator:
         self.cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode_cached(self, text: str) -> list[int]:
@@ -147,11 +145,9 @@ class Generator:
         return self.cache[text]
 
     def key(self, rng: random.Random) -> list[int]:
-        """A random key of a line: adjective and noun."""
         return rng.choice(self.adjectives) + self.dash + rng.choice(self.nouns)
 
     def line_tokens(self, key: list[int], number: int) -> list[int]:
-        """A line of a LongEval record."""
         return self.line + key + self.content + self.numbers[number] + self.close
 
     def shuffled_lines(self, rng: random.Random, lines: int, length: int, full: bool) -> Example:
@@ -207,7 +203,6 @@ class Generator:
         return example
 
     def name(self, rng: random.Random) -> str:
-        """A made-up proper name of one or two words."""
         return " ".join(
             "".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))).capitalize()
             for _ in range(rng.choice((1, 1, 2)))

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,6 @@ ROPE_THETA = 1e7
 
 
 def build_model(seed: int) -> LlamaForCausalLM:
-    """The untrained model."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -243,7 +243,6 @@ class Trainer:
             self.load()
 
     def log(self, text: str) -> None:
-        """Print a line and append it to the log."""
         line = f"{time.strftime('%H:%M:%S')} {self.spent / 60:6.1f} min step {self.step:6d} {text}"
         print(line, flush=True)
         self.log_file.write(line + "\n")
@@ -265,7 +264,6 @@ class Trainer:
             write_asset(self.model, self.tokenizer, Path(self.args.asset))
 
     def load(self) -> None:
-        """Continue where the newest checkpoint stopped."""
         state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -282,7 +280,6 @@ class Trainer:
         return stage.lr * warmup * max(0.01, factor)
 
     def train_on(self, batch: Batch, learning_rate: float) -> tuple[torch.Tensor, float]:
-        """Take one step on a batch; its loss and accuracy."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         loss, accuracy = loss_and_accuracy(self.model, batch, self.device)
@@ -366,98 +363,79 @@ def text_batch(
 Maker = Callable[[np.random.Generator], Batch]
 
 
-def cycles_maker(alphabet: np.ndarray) -> Maker:
-    """Random successor cycles over this alphabet."""
-
-    def make(rng: np.random.Generator) -> Batch:
-        return cycles_batch(rng, alphabet)
-
-    return make
-
-
-def shuffled_maker(text: Generator, lines: int, length: int, full: bool) -> Maker:
+def shuffled_batch(rng: np.random.Generator, text: Generator, lines: int, full: bool) -> Batch:
     """A few lines again and again in shuffled order."""
-
-    def make(rng: np.random.Generator) -> Batch:
-        return text_batch(rng, lambda source: text.shuffled_lines(source, lines, length, full))
-
-    return make
+    length = (52 if full else 20) * lines
+    return text_batch(rng, lambda source: text.shuffled_lines(source, lines, length, full))
 
 
-def record_maker(text: Generator, low: int, high: int, tokens: int = 4096) -> Maker:
-    """Records of ``low`` to ``high`` lines, one number of lines per batch."""
-
-    def make(rng: np.random.Generator) -> Batch:
-        lines = round(math.exp(rng.uniform(math.log(low), math.log(high))))
-        questions = min(lines, 8 + lines // 5)
-        repeats = 1 if rng.random() < 0.9 else int(rng.integers(2, 5))
-        lines = max(low, lines // repeats)
-        return text_batch(rng, lambda r: text.record(r, lines, questions, repeats), tokens)
-
-    return make
+def record_batch(rng: np.random.Generator, text: Generator, low: int, high: int) -> Batch:
+    """Records of ``low`` to ``high`` lines, all of one number of lines."""
+    lines = round(math.exp(rng.uniform(math.log(low), math.log(high))))
+    questions = min(lines, 8 + lines // 5)
+    repeats = 1 if rng.random() < 0.9 else int(rng.integers(2, 5))
+    lines = max(low, lines // repeats)
+    return text_batch(rng, lambda source: text.record(source, lines, questions, repeats))
 
 
-def needle_maker(text: Generator, low: int, high: int, tokens: int = 4096) -> Maker:
+def needle_batch(rng: np.random.Generator, text: Generator, low: int, high: int) -> Batch:
     """Needle prompts of ``low`` to ``high`` tokens with several needles each."""
-
-    def make(rng: np.random.Generator) -> Batch:
-        length = round(math.exp(rng.uniform(math.log(low), math.log(high))))
-        count = int(rng.integers(1, 3 + min(6, length // 300)))
-        return text_batch(rng, lambda r: text.needles(r, length, count), tokens)
-
-    return make
+    length = round(math.exp(rng.uniform(math.log(low), math.log(high))))
+    count = int(rng.integers(1, 3 + min(6, length // 300)))
+    return text_batch(rng, lambda source: text.needles(source, length, count))
 
 
-def mixed(parts: list[tuple[float, Maker]]) -> Maker:
+def mixed_batch(rng: np.random.Generator, parts: list[tuple[float, Maker]]) -> Batch:
     """One of several kinds of batch, drawn with these weights."""
     weights = np.array([weight for weight, _ in parts])
-
-    def make(rng: np.random.Generator) -> Batch:
-        return parts[int(rng.choice(len(parts), p=weights / weights.sum()))][1](rng)
-
-    return make
+    return parts[int(rng.choice(len(parts), p=weights / weights.sum()))][1](rng)
 
 
 def stages(args: argparse.Namespace, text: Generator) -> list[Stage]:
     """The curriculum, in order; the last stage, ``mixture``, takes the time that the others left."""
+
+    def records(low: int, high: int) -> Maker:
+        return partial(record_batch, text=text, low=low, high=high)
+
+    def needles(low: int, high: int) -> Maker:
+        return partial(needle_batch, text=text, low=low, high=high)
+
     order = np.random.default_rng(args.seed).permutation(np.arange(1, VOCAB_SIZE))
     result: list[Stage] = []
     for size in (64, 128, 256, 512, VOCAB_SIZE - 1):
-        maker = cycles_maker(order[:size])
+        maker: Maker = partial(cycles_batch, alphabet=order[:size])
         result.append(Stage(f"cycles{size}", maker, target=0.85, minutes=12.0))
     for lines in (4, 8):
-        maker = shuffled_maker(text, lines, 20 * lines, full=False)
+        maker = partial(shuffled_batch, text=text, lines=lines, full=False)
         review = [result[4].make]
         result.append(Stage(f"pairs{lines}", maker, minutes=5.0, review=review))
     for lines in (3, 6):
-        maker = shuffled_maker(text, lines, 52 * lines, full=True)
+        maker = partial(shuffled_batch, text=text, lines=lines, full=True)
         review = [result[-1].make]
         result.append(Stage(f"lines{lines}", maker, minutes=6.0, review=review))
     before = [result[-1].make]
     for low, high in ((3, 6), (6, 12), (12, 24), (24, 48), (48, 96), (96, 192)):
-        maker = record_maker(text, low, high)
-        review = [*before[-2:], needle_maker(text, 60, 400)]
+        maker = records(low, high)
+        review = [*before[-2:], needles(60, 400)]
         result.append(Stage(f"record{high}", maker, minutes=6.0, review=review))
         before.append(maker)
     for low, high in ((60, 250), (250, 1000)):
-        maker = needle_maker(text, low, high)
+        maker = needles(low, high)
         result.append(Stage(f"needle{high}", maker, target=0.9, minutes=5.0, review=before[-4:]))
-    everything = mixed(
-        [
-            (0.2, record_maker(text, 10, 60)),
-            (0.3, record_maker(text, 60, 160)),
-            (0.2, record_maker(text, 160, 300)),
-            (0.05, record_maker(text, 300, 400)),
-            (0.08, needle_maker(text, 100, 800)),
-            (0.17, needle_maker(text, 800, 4200)),
-        ]
-    )
+    parts = [
+        (0.2, records(10, 60)),
+        (0.3, records(60, 160)),
+        (0.2, records(160, 300)),
+        (0.05, records(300, 400)),
+        (0.08, needles(100, 800)),
+        (0.17, needles(800, 4200)),
+    ]
+    everything = partial(mixed_batch, parts=parts)
     result.append(Stage("mixture", everything, minutes=args.minutes, decay=True))
     return result
 
 
 def main() -> None:
-    """Run the curriculum."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=51.3, help="of all stages together")
     parser.add_argument("--asset", default=str(ASSET), help="written with every checkpoint")

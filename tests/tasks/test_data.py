@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.paths import write_lines
 from kvbench.lm_eval.task import HarnessTask
 from kvbench.probes.fidelity import FidelityProbe
 from kvbench.tasks.base import Task, TaskError
-from kvbench.tasks.data import Source, file_digests, hub_rows, texts_of_dataset, texts_of_files
+from kvbench.tasks.data import Source, file_digests, texts_of_files
 from kvbench.tasks.jsonl import Jsonl
 from kvbench.tasks.longeval_lines import LongEvalLines
 from kvbench.tasks.needle import Needle
@@ -266,14 +267,17 @@ def requests(monkeypatch: Any) -> list[Any]:
 
 def test_a_repository_is_read_by_datasets_where_the_hub_answers(requests: list[Any]) -> None:
     assert rows_of(dataset="some/set", config="x", revision="r") == ROWS
-    assert hub_rows("t", "some/set", None, "dev", limit=2) == ROWS[:2]
+    assert Source("t", dataset="some/set", split="dev").hub_rows(2) == ROWS[:2]
     assert requests == [("some/set", "x", "test", "r"), ("some/set", None, "dev", None)]
     places = [(place, stem) for place, stem, _ in Source("t", dataset="some/set").rows()]
     assert places == [(f"some/set row {i}", "set") for i in (1, 2, 3)]
-    texts = texts_of_dataset("files", "some/set", None, "test", "text")
-    assert texts[0] == ("row 0", ROWS[0]["text"])
+
+
+def test_texts_are_a_column_of_a_repository(requests: list[Any]) -> None:
+    task = RunningText(dataset_name="some/set")
+    assert task.texts("text", 2, 1)[0] == ("row 0", ROWS[0]["text"])
     with pytest.raises(TaskError, match="no column 'body'; one of text, n"):
-        texts_of_dataset("files", "some/set", None, "test", "body")
+        replace(task, dataset_column="body").texts("text", 2, 1)
 
 
 def test_datasets_is_not_called_where_the_hub_does_not_answer(
