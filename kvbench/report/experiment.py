@@ -102,7 +102,6 @@ class Group:
 
     @property
     def names(self) -> dict[str, str]:
-        """By label the label without the rate."""
         return {variant.label: variant.without_rate for variant in self.variants}
 
     @cached_property
@@ -137,7 +136,6 @@ class Group:
 
     @property
     def percent(self) -> bool:
-        """Whether scores are fractions, which are shown as per cent."""
         return self.meta.score_unit == "fraction"
 
     @cached_property
@@ -282,7 +280,6 @@ def _baselines(variants: Sequence[Variant]) -> dict[str, str | None]:
 
 
 def entries_columns(records: pd.DataFrame) -> dict[str, pd.Series]:
-    """The columns ``entries_mean`` and ``entries_max``, from the field ``entries`` of the records."""
     counts = [entries if isinstance(entries, dict) else {} for entries in records["entries"]]
     entries = pd.DataFrame(counts).reindex(index=range(len(records)), columns=["mean", "max"])
     entries = entries.set_index(records.index)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from functools import reduce
@@ -119,7 +120,6 @@ def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame) -> list[pd.Dat
 def _beside(
     group: Group, spec: PaperTable, theirs: pd.DataFrame, keys: list[str]
 ) -> list[pd.DataFrame]:
-    """The published rows beside those of ours that have the same `keys`."""
     frames, records = [], group.records
     for key, part in theirs.groupby(["by", "field"], sort=False):
         by, field = map(str, key)
@@ -201,7 +201,6 @@ def _best(part: pd.DataFrame, ours: pd.DataFrame, lower: bool) -> list[pd.DataFr
 
 
 def _compared(both: pd.DataFrame) -> pd.DataFrame:
-    """The join with differences, in the shown unit."""
     percent, is_fraction = both["our_unit"].eq("fraction"), both["unit"].eq("fraction")
     factor = 1.0 + 99.0 * percent
     numbers = {"score": "mean", "score_low": "low", "score_high": "high", "median": "median"}
@@ -230,28 +229,16 @@ def published_tables(frame: pd.DataFrame) -> list[Table]:
     return tables
 
 
-def _in_per_cent(printed: str) -> str:
-    """A printed fraction in per cent with the same digits: 0.830 is 83.0. Other text stays as it is."""
-    try:
-        return f"{Decimal(printed).scaleb(2):f}"
-    except InvalidOperation:
-        return printed
-
-
 def _table(source: str, field: str, part: pd.DataFrame) -> Table:
-    unit = "fraction" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
-    scale = 0.01 if unit == "fraction" else 1.0
-    keys = ("score", "score_low", "score_high", "median", "difference")
-    frame = part.assign(**{key: scale * part[key] for key in keys})
+    unit = str(part["unit"].iloc[0])
+    frame = part.assign(value=part["value"].where(part["value"] != "", part["field"]))
     frame["group"] = [
         f"{task} on {ours}" + (f"; published: {theirs}" if theirs else "")
         for task, ours, theirs in part[["task", "model", "published_model"]].itertuples(index=False)
     ]
-    frame["value"] = part["value"].where(part["value"] != "", part["field"])
-    frame["printed"] = [
-        _in_per_cent(printed) if printed_unit == "fraction" else printed
-        for printed, printed_unit in part[["printed", "printed_unit"]].itertuples(index=False)
-    ]
+    for row in part.index[part["printed_unit"].eq("fraction")]:
+        with suppress(InvalidOperation):  # in per cent with the same digits: 0.830 is 83.0
+            frame.loc[row, "printed"] = f"{Decimal(part.loc[row, 'printed']).scaleb(2):f}"
     frame["score_mark"] = (part["n"] < part["expected"]).map({True: "incomplete", False: ""})
     text, signed = (score_format(unit, signed=s) for s in (False, True))
     repeated = frame["median"].notna().any()  # a minimum and a median of repeated runs

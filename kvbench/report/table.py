@@ -64,7 +64,6 @@ METHOD = Column("variant", "method")
 
 
 def with_values(frame: pd.DataFrame, columns: Sequence[Column]) -> tuple[Column, ...]:
-    """The columns of which the frame has at least one value."""
     filled = (frame.notna() & ~frame.isin([""])).any()
     names = {str(name) for name in frame.columns[filled.to_numpy()]}
     return tuple(column for column in columns if column.key in names)
@@ -186,7 +185,6 @@ def wide(rows: pd.DataFrame, index: Sequence[str], columns: str) -> pd.DataFrame
 
 
 def legend(frame: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
-    """What the marks in these columns mean."""
     marks = [name for column in columns if (name := f"{column.key}_mark") in frame]
     words = set(" ".join(frame[marks].fillna("").astype(str).to_numpy().ravel()).split())
     return [text for word, text in LEGEND.items() if word in words]
@@ -206,10 +204,12 @@ def score_format(unit: str, *, signed: bool = False) -> Callable[[float], str]:
 
 
 def value_text(value: float, unit: str, *, signed: bool = False) -> str:
-    """Fractions as per cent with one decimal, anything else with three significant digits."""
+    """Fractions as per cent, and per cent, with one decimal; anything else with three significant
+    digits."""
     if math.isnan(value):
         return MISSING
-    text = f"{100 * value:.1f}" if unit == "fraction" else number(value)
+    percent = {"fraction": 100, "%": 1}.get(unit)
+    text = f"{percent * value:.1f}" if percent else number(value)
     text = text.lstrip("-") if float(text) == 0 else text
     return f"+{text}" if signed and float(text) > 0 else text.replace("-", "−")
 

@@ -153,7 +153,6 @@ def split_table(group: Group, frame: pd.DataFrame, by: str) -> Table:
 
 
 def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
-    """Notes on the intervals and differences of a score table, where it has them."""
     if table["total_low"].notna().any():
         yield INTERVAL
     if 0 < table["units"].max() < FEWEST:
@@ -260,7 +259,6 @@ def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]], published: pd.Data
 
 
 def _as_papers_print(group: Group, published: pd.DataFrame, values: set[str]) -> pd.DataFrame:
-    """The published scores of these values as rows of a tidy frame."""
     rows = published[published["task"].eq(group.task) & published["field"].eq("score")]
     rows = rows[rows["value"].isin(values)]
     rows = rows.drop_duplicates(["source", "published_model", "variant", "value"])
@@ -359,7 +357,6 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
 
 
 def _answer(parts: Sequence[tuple[Group, pd.DataFrame]], several: Sequence[str]) -> tuple[str, ...]:
-    """The sentences above the tables over these tasks and models."""
     if len(parts) == 1:
         return tuple(verdict(*parts[0]).splitlines())
     lines = []
@@ -371,7 +368,6 @@ def _answer(parts: Sequence[tuple[Group, pd.DataFrame]], several: Sequence[str])
 
 
 def _overview_column(group: Group, across: str) -> Column:
-    """The column of a group in a table over several tasks or models."""
     text = score_format(group.meta.score_unit)
     if across == "model":
         return Column(group.model, text=text)

@@ -90,7 +90,6 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
 
 
 def _keeps_whole_cache(run: Run) -> bool:
-    """Whether the records of a run say that its method saves no memory."""
     saves_memory = run.records["saves_memory"].dropna()
     return len(saves_memory) > 0 and not saves_memory.astype(bool).any()
 

@@ -145,7 +145,7 @@ def test_a_name_that_no_font_has_is_drawn_without_a_warning() -> None:
     figure = Figure()
     figure.suptitle("\U00012000")
     with warnings.catch_warnings(action="error"):
-        assert Drawn("name", "title", "caption", lambda: figure).encoded("png")
+        assert Drawn("name", "title", "caption", lambda: figure, "bars").encoded("png")
 
 
 def test_a_figure_that_lacks_a_field_is_named() -> None:
