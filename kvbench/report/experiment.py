@@ -21,8 +21,7 @@ from kvbench.errors import first_line, printable
 from kvbench.records.figures import Figure, TaskKind, figures_in, task_kind
 from kvbench.records.read import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.labels import natural_order, short_name
-from kvbench.report.sections import on_the_same_prompts, sections_of
-from kvbench.report.variants import Variant, variants_of
+from kvbench.report.variants import Variant, by_task_settings, on_the_same_prompts, variants_of
 
 F = TypeVar("F")
 BASELINE = "exact"
@@ -187,15 +186,15 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         first = min(str(start.get("started")) for start in every)
         starts[model] = min(first, starts.get(model, first))
     groups = [
-        _group(model, f"{task}, {settings}" if settings else task, runs_of_section)
+        _group(model, f"{task}, {settings}" if settings else task, together)
         for (model, task), runs_of_task in by_model_and_task.items()
-        for settings, runs_of_section in sections_of(runs_of_task).items()
+        for settings, together in by_task_settings(runs_of_task).items()
     ]
     return sorted(groups, key=lambda g: (starts[g.model], g.model, not g.percent, g.task))
 
 
-def _group(model: str, task: str, runs_of_section: Sequence[Run]) -> Group:
-    runs, left_out = on_the_same_prompts(runs_of_section)
+def _group(model: str, task: str, together: Sequence[Run]) -> Group:
+    runs, left_out = on_the_same_prompts(together)
     variants = variants_of(runs)
     try:
         meta = TaskMeta.of(runs[-1].manifest)
