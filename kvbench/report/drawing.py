@@ -220,7 +220,6 @@ def lines(
     xlabel: str,
     ylabel: str,
     *,
-    columns: int = 3,
     log: str = "",
     ticks: Sequence[str] = (),
     baseline: str = "",
@@ -233,7 +232,6 @@ def lines(
     Args:
         panels: by title, frames with ``label``, ``method``, ``x``, ``mean``, ``low``, ``high``;
             ``ringed`` says which points have a ring around them.
-        columns: panels beside each other, at most.
         log: the axes that are logarithmic, "x", "y" or "xy".
         ticks: names of x = 0, 1, ..., of one line or several.
         baseline: the label whose first number is drawn as a dashed line across all x.
@@ -242,7 +240,7 @@ def lines(
         also: draws further lines, given the axes and the panel's frame.
     """
     size = (5.6, 3.4) if len(panels) == 1 else (3.0, 2.4)
-    figure, axes = new_panels(len(panels), columns, size, (1.0, 0.9), sharey=True)
+    figure, axes = new_panels(len(panels), 3, size, (1.0, 0.9), sharey=True)
     for ax, (title, frame) in zip(axes, panels.items(), strict=True):
         is_baseline = frame["label"] == baseline
         _baseline(ax, frame[is_baseline], baseline)

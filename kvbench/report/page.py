@@ -90,9 +90,9 @@ class Section:
 def render_page(
     experiment: Experiment,
     sections: Sequence[Section],
-    tables: Sequence[Table] = (),
-    published: Sequence[Table] = (),
-    warnings: Sequence[str] = (),
+    tables: Sequence[Table],
+    published: Sequence[Table],
+    warnings: Sequence[str],
 ) -> str:
     """The page's HTML. Of the `tables` of several models or tasks, leaderboards stand before the
     sections; `warnings` are lines on what the report had to leave out."""

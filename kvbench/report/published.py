@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
-from functools import reduce
 from pathlib import Path
 
 import pandas as pd
@@ -34,11 +33,11 @@ LENGTH = "prompt_tokens"
 _KEYS = ("source", "task", "model", "published_model", "method", "variant")
 
 
-def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
+def beside(experiment: Experiment) -> pd.DataFrame:
     """A row for each of our numbers that has a published number beside it, fractions in per cent.
 
-    The CSV files are in `folder`, by default ``paper`` beside the experiment's, or the repository's
-    results/paper. Raises PaperError: the table is not there, or cannot be compared.
+    The CSV files are in ``paper`` beside the experiment's folder, or in the repository's results/paper.
+    Raises PaperError: the table is not there, or cannot be compared.
     """
     parts: list[pd.DataFrame] = []
     named: dict[str, str] = {}
@@ -49,7 +48,7 @@ def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
             specs += [s for s in specs_of(config.get("paper_table")) if s not in specs]
         for spec in specs:
             named[spec.file] = ", ".join(map(str, group.datasets))
-            theirs = _read(spec, folder or experiment.folder.resolve().parent / "paper")
+            theirs = _read(spec, experiment.folder.resolve().parent / "paper")
             try:
                 parts += _joined(group, spec, theirs)
             except (LookupError, TypeError, ValueError) as error:
@@ -120,12 +119,12 @@ def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame) -> list[pd.Dat
 def _beside(
     group: Group, spec: PaperTable, theirs: pd.DataFrame, keys: list[str]
 ) -> list[pd.DataFrame]:
-    frames, records = [], group.records
+    frames = []
     for key, part in theirs.groupby(["by", "field"], sort=False):
         by, field = map(str, key)
-        if field not in records or not set(filter(None, by.split("+"))) <= set(records):
+        if not {field, *filter(None, by.split("+"))} <= set(group.records):
             raise PaperError(f"{spec.file}: our records have no field {by or field}")
-        ours = _ours(group, records, by, field, part, spec.statistic)
+        ours = _ours(group, by, field, part, spec.statistic)
         both = part.merge(ours, on=keys, suffixes=("_paper", ""))
         asked = pd.to_numeric(both["rate_paper"], errors="coerce")
         compared = both["rate"].notna() & both["variant"].isin(group.compressed)
@@ -137,19 +136,12 @@ def _beside(
     return frames
 
 
-def _ours(
-    group: Group,
-    records: pd.DataFrame,
-    by: str,
-    field: str,
-    part: pd.DataFrame,
-    statistic: str,
-) -> pd.DataFrame:
+def _ours(group: Group, by: str, field: str, part: pd.DataFrame, statistic: str) -> pd.DataFrame:
     """Our scores of the values that the published rows name. Where the paper prints the minimum of
     repeated runs, ours is a minimum, too, and has no interval; the median stands beside it."""
     unit = group.meta.score_unit if field == "score" else part["unit"].iloc[0]
     meta = replace(group.meta, score_unit="fraction" if unit in ("%", "fraction") else unit)
-    split, records = _split(group, records, [name for name in by.split("+") if name])
+    split, records = _split(group, [name for name in by.split("+") if name])
     score = pd.to_numeric(records[field], errors="coerce") / (2**30 if unit == "GiB" else 1)
     measured = replace(group, meta=meta, records=records.assign(score=score))
     sums = {v: v.split("+") for v in part["value"].unique() if split == "dataset" and "+" in v}
@@ -171,17 +163,14 @@ def _ours(
     return ours.drop(columns=["by"]).rename(columns={"unit": "our_unit", "model": "our_model"})
 
 
-def _split(group: Group, records: pd.DataFrame, fields: Sequence[str]) -> tuple[str, pd.DataFrame]:
+def _split(group: Group, fields: Sequence[str]) -> tuple[str, pd.DataFrame]:
     """The record field that splits examples as these fields together do, and records that have it."""
     if len(fields) == 1:
-        return fields[0], records
-    if not fields:
-        if records["dataset"].nunique() > 1:
-            raise PaperError(f"the paper has one setting; {group.task} was run with several")
-        return "setting", records.assign(setting="")
-    texts = [records[name].map(_plain) for name in fields]
-    setting = reduce(lambda text, more: text + "+" + more, texts)
-    return "setting", records.assign(setting=setting)
+        return fields[0], group.records
+    if not fields and group.records["dataset"].nunique() > 1:
+        raise PaperError(f"the paper has one setting; {group.task} was run with several")
+    texts = group.records[[*fields]].map(_plain).to_numpy()
+    return "setting", group.records.assign(setting=["+".join(row) for row in texts])
 
 
 def _best(part: pd.DataFrame, ours: pd.DataFrame, lower: bool) -> list[pd.DataFrame]:

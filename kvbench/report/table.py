@@ -35,6 +35,7 @@ TESTED = (
     " all pairs at one rate, as marks are."
 )
 DIFFERENCE = "Δ exact: paired difference to the exact cache, over the examples that both scored."
+ABOUT_INTERVALS = (INTERVAL, TESTED, DIFFERENCE)
 ENOUGH = (
     "95 % at ratio: the bytes, over the exact cache's, from which on a method keeps 95 % of its score;"
     " between the rates that were run by a straight line. 0 or ∞ in its interval: beyond these rates."
@@ -155,22 +156,18 @@ def _is_missing(value: Any) -> bool:
 
 def is_general(note: str) -> bool:
     """Whether a note explains intervals, differences or marks, which mean the same in every table."""
-    return note in (INTERVAL, TESTED, DIFFERENCE) or note in LEGEND.values()
+    return note in ABOUT_INTERVALS or note in LEGEND.values()
 
 
 def footer(notes: Iterable[str]) -> list[str]:
     """Notes in at most three lines: intervals and differences, then marks, then everything else."""
-    about_intervals: list[str] = []
-    about_marks: list[str] = []
-    others: list[str] = []
-    for note in dict.fromkeys(notes):
-        if note in (INTERVAL, TESTED, DIFFERENCE):
-            about_intervals.append(note)
-        elif note in LEGEND.values():
-            about_marks.append(note)
-        else:
-            others.append(note)
-    return [" ".join(line) for line in (about_intervals, about_marks, others) if line]
+    each = list(dict.fromkeys(notes))
+    lines = (
+        [note for note in each if note in ABOUT_INTERVALS],
+        [note for note in each if note in LEGEND.values()],
+        [note for note in each if not is_general(note)],
+    )
+    return [" ".join(line) for line in lines if line]
 
 
 def wide(rows: pd.DataFrame, index: Sequence[str], columns: str) -> pd.DataFrame:

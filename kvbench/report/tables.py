@@ -142,7 +142,7 @@ def split_table(group: Group, frame: pd.DataFrame, by: str) -> Table:
     rows = frame[frame["by"].eq(by) & frame["measure"].eq("score")]
     rows = _in_groups_by_rate(group, rows)
     title = f"{group.task} on {group.model}: score by {by.replace('_', ' ')}"
-    table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows, "value")
+    table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows)
     columns = table.columns
     if by == "rate":
         texts = rate_texts(group)
@@ -227,12 +227,12 @@ def _by_command(group: Group) -> Iterator[str]:
             yield f"Of the last command: {'; '.join(new)}. Of earlier ones: {'; '.join(old)}."
 
 
-def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -> Table:
-    """Rows of a tidy frame as a table: a row for each variant, a column for each value of `over`."""
+def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame) -> Table:
+    """Rows of a tidy frame as a table: a row for each variant, a column for each ``value``."""
     keys = ["group", "method", "variant"] if "group" in rows else ["method", "variant"]
-    table = wide(rows, keys, over)
-    names = [value for value in rows[over].unique() if value != AVERAGE]
-    if AVERAGE in set(rows[over]):
+    table = wide(rows, keys, "value")
+    names = [value for value in rows["value"].unique() if value != AVERAGE]
+    if AVERAGE in set(rows["value"]):
         names.append(AVERAGE)
     unit, many = group.meta.score_unit, len(names) > MOST_WITH_INTERVALS
     text = score_format(unit)
@@ -255,7 +255,7 @@ def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]], published: pd.Data
     first, _ = groups[0]
     if len(published):
         parts.append(_as_papers_print(first, published, set(pd.concat(parts)["value"])))
-    return _pivot(first, f"{first.task}-paper", f"{first.task}: score", pd.concat(parts), "value")
+    return _pivot(first, f"{first.task}-paper", f"{first.task}: score", pd.concat(parts))
 
 
 def _as_papers_print(group: Group, published: pd.DataFrame, values: set[str]) -> pd.DataFrame:
