@@ -46,12 +46,8 @@ def settings_checked(job: Job) -> str:
 
 
 def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
-    """The job that a config describes, checked as far as possible without loading a model.
-
-    Args:
-        config: from `kvbench.cli.config.composed`.
-        shared: model, tokenizer and examples that the jobs of a process share, see `Session.once`.
-    """
+    """The job that a config describes, checked as far as possible without loading a model. Model,
+    tokenizer and examples are `shared` by the jobs of a process, see `Session.once`."""
     settings = Settings.of(config)
     device = resolve_device(settings.device)
     spec: ModelSpec = constructed(settings.model, "model", ModelSpec)
@@ -120,13 +116,8 @@ def run_config(
     print_tables: bool = True,
     since: float | None = None,
 ) -> JobResult:
-    """Run one job, log it to W&B where the config asks for that, and print its tables.
-
-    Args:
-        config, shared: see `build_job`.
-        print_tables: False where the command prints the tables at its end.
-        since: see `run_job`.
-    """
+    """Run one job, log it to W&B where the config asks for that, and print its tables, unless the
+    command does so at its end. `since`: see `run_job`."""
     job = build_job(config, shared)
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}

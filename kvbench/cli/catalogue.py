@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 import yaml
@@ -78,12 +78,6 @@ def item_called(name: str) -> PaperItem | None:
     if len(named) > 1:
         raise UserError(f"{name} is of several papers; allowed: {', '.join(named)}")
     return items[items[named[0]].alias or named[0]] if named else None
-
-
-def about_item(item: PaperItem) -> str:
-    """As YAML, what is known of an item that no experiment of conf makes."""
-    facts = {"name": item.name} | {key: value for key, value in asdict(item).items() if value}
-    return str(yaml.safe_dump(facts, sort_keys=False, width=120, allow_unicode=True)).rstrip()
 
 
 def experiment_called(name: str) -> str:

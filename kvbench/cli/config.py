@@ -173,14 +173,8 @@ def explaining() -> Iterator[None]:
 
 
 def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
-    """The config of these overrides, Hydra's own part included.
-
-    Args:
-        hydra: from `hydra_of_conf`.
-        overrides: from `expanded`.
-        mode: MULTIRUN leaves out the overrides that name several values, in which the jobs of a sweep
-            differ.
-    """
+    """The config of overrides that were `expanded`, Hydra's own part included. MULTIRUN leaves out those
+    that name several values, in which the jobs of a sweep differ."""
     with explaining():
         config = hydra.compose_config("config", list(overrides), mode)
     HydraConfig.instance().set_config(config)  # for interpolations that ask Hydra
@@ -201,7 +195,6 @@ def sweep_of(hydra: Hydra, overrides: Sequence[str]) -> tuple[DictConfig, list[l
 
 
 def job_config(hydra: Hydra, common: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The config of one job of a sweep, see `sweep_of`."""
     with explaining():
         config = hydra.config_loader.load_sweep_config(common, list(overrides))
     HydraConfig.instance().set_config(config)
@@ -285,7 +278,6 @@ class Settings:
 
     @staticmethod
     def of(config: DictConfig) -> Settings:
-        """The settings of a composed config, interpolations resolved."""
         known = hints_of(Settings)
         with explaining():
             part = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
@@ -334,7 +326,6 @@ class Settings:
             )
 
     def _refuse_secrets(self) -> None:
-        """Refuse a secret of the environment in a name that folders and pages show."""
         names = {
             "experiment_name": self.experiment_name,
             "results_dir": self.results_dir,
@@ -358,12 +349,8 @@ class Settings:
             constructed(self.task, "task", Task).check_files()
 
     def announcement(self, jobs: int = 1) -> str:
-        """One line with what will be run and the folder of its results. A command prints it first, since
-        importing torch takes seconds.
-
-        Args:
-            jobs: how many jobs the command has; these settings are the first one's.
-        """
+        """One line with what will be run, of several jobs the first, and the folder of its results. A
+        command prints it first, since importing torch takes seconds."""
         content = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} method"
         content += "s" if len(self.methods) > 1 else ""
         if len(self.budgets) > 1:

@@ -118,12 +118,10 @@ def _is_of(
 
 
 def _of_method(config: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """A config without the other methods and without its budget."""
     return {**config, "methods": config["methods"].get(label), "budget": None}
 
 
 def _plain(config: Mapping[str, Any]) -> Any:
-    """A config as a manifest has it."""
     return json.loads(json.dumps(jsonable(config, "config")))
 
 

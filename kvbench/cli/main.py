@@ -18,13 +18,14 @@ from pathlib import Path
 from textwrap import fill
 from typing import NoReturn
 
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from kvbench import __version__, wait_asleep
 from kvbench.catalogue import KINDS, catalogue, config_dir
-from kvbench.cli.catalogue import about_item, experiment_lines, item_called
+from kvbench.cli.catalogue import experiment_lines, item_called
 from kvbench.cli.config import (
     GROUPS,
     Settings,
@@ -69,33 +70,34 @@ ROWS = re.compile(r"(?i)\.(jsonl|json|csv|tsv|parquet)(\.gz)?$|[*?]")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``kvbench`` and ``python -m kvbench``.
-
-    Args:
-        argv: the words after the program's name, those of the process by default.
-    """
+    """Entry point of ``kvbench`` and ``python -m kvbench``."""
     wait_asleep()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command, rest = _command_of(arguments)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
         with terminable():
-            if command in ABOUT and {"-h", "--help"} & set(rest):
+            options = _parsed(words)
+            command = next(iter(options.overrides), "")
+            if command in ABOUT:
+                words.remove(command)
+            if command in ABOUT and options.help:
                 print(ABOUT[command])
                 status = 0
             elif command == "list":
-                status = list_kind(rest)
+                status = list_kind(words)
             elif command == "show":
-                status = show_config(rest)
+                status = show_config(words)
             elif command == "reproduce":
                 status = (
-                    reproduce(_with_search_path(rest), run) if rest else list_kind(["experiments"])
+                    reproduce(_with_search_path(words), run)
+                    if words
+                    else list_kind(["experiments"])
                 )
             elif command == "own":
-                status = run(own_task(rest))
+                status = run(own_task(words))
             elif command == "claims":
-                status = decide_claims(rest)
+                status = decide_claims(words)
             else:
-                status = run(arguments)
+                status = run(words)
     except (KeyboardInterrupt, Terminated) as stop:
         status = TERMINATED if isinstance(stop, Terminated) else 130
         ended = "terminated" if status == TERMINATED else "interrupted"
@@ -106,17 +108,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - every error becomes a line and an exit status
         _, status = report_error(error)
     sys.exit(status)
-
-
-def _command_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The first word, which may be a command, and the others; ``--config-dir <folder>`` may come before
-    it."""
-    folder: list[str] = []
-    words = list(arguments)
-    if words and words[0].partition("=")[0] in ("--config-dir", "-cd"):
-        folder = words[: 1 if "=" in words[0] else 2]
-        words = words[len(folder) :]
-    return (words or [""])[0], [*words[1:], *folder]
 
 
 def _with_search_path(arguments: Sequence[str]) -> list[str]:
@@ -145,15 +136,17 @@ def show_config(arguments: Sequence[str]) -> int:
     first; returns 0.
 
     Comments above it name the values of the sweep, and how the experiment differs from its paper.
-    ``kvbench show <name>`` does so for a paper's table or figure; where no experiment makes it, see
-    `about_item`.
+    ``kvbench show <name>`` does so for a paper's table or figure, or prints what is known of one that no
+    experiment makes.
     """
     from kvbench.report.papers import specs_of
 
     name = arguments[0].removeprefix("experiment=") if len(arguments) == 1 else ""
     item = item_called(name)
     if item is not None and (item.script or item.no_data):
-        print(redact(about_item(item)))
+        facts = {"name": item.name} | {key: value for key, value in vars(item).items() if value}
+        text = str(yaml.safe_dump(facts, sort_keys=False, width=120, allow_unicode=True))
+        print(redact(text.rstrip()))
         return 0
     if item is not None:
         arguments = [f"experiment={name}"]
@@ -222,11 +215,7 @@ def _swept(jobs: Sequence[Sequence[str]]) -> str:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a job, or the jobs of a sweep; print their results; return the exit status.
-
-    Args:
-        arguments: options and overrides, as typed.
-    """
+    """Run a job, or the jobs of a sweep; print their results; return the exit status."""
     options = _parsed(arguments)
     if options.help or not arguments:
         _print_help(complete=options.help)
@@ -257,12 +246,6 @@ def run(arguments: Sequence[str]) -> int:
                 jobs.check(config)
             else:
                 hydra.run("config", jobs, overrides)
-    _finish(jobs)
-    return jobs.status
-
-
-def _finish(jobs: Jobs) -> None:
-    """Print the results of the jobs, and write the pages of their experiments."""
     if jobs.print_tables:
         for folder in jobs.folders:
             print_scores(folder)
@@ -270,6 +253,7 @@ def _finish(jobs: Jobs) -> None:
         jobs.print_summary()
     for folder in jobs.folders:
         finish(folder, changed=folder in jobs.changed)
+    return jobs.status
 
 
 def _print_help(*, complete: bool) -> None:
@@ -300,7 +284,6 @@ def _overrides_of(options: argparse.Namespace) -> list[str]:
 
 
 def _search_path(options: argparse.Namespace) -> list[str]:
-    """The override that ``--config-dir`` stands for."""
     if options.config_dir is None:
         return []
     if not Path(options.config_dir).is_dir():

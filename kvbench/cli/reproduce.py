@@ -37,12 +37,7 @@ OF_JOBS |= {"launcher", "logger", "retry_failed", "shards"}
 
 
 def reproduce(arguments: Sequence[str], run: Run) -> int:
-    """Make an item, an experiment, or all items; returns the largest exit status.
-
-    Args:
-        arguments: its name, then overrides. Of ``all``, the next item is tried when one fails.
-        run: runs one command line and returns its exit status.
-    """
+    """Make an item, an experiment, or all items; returns the largest exit status."""
     name, *overrides = arguments
     with explaining():  # before anything is made, so that ``all`` says it once
         OverridesParser.create().parse_overrides(list(overrides))
@@ -153,12 +148,10 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _values_of(overrides: Sequence[str]) -> dict[str, str]:
-    """The values of overrides by their keys."""
     return dict(word.partition("=")[::2] for word in overrides)
 
 
 def _config_of(item: PaperItem, name: str) -> Any:
-    """The config of an item's experiment."""
     with hydra_of_conf() as hydra:
         config = composed(hydra, [f"experiment={item.experiment}"])
     needs = re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task))

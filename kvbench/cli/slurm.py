@@ -55,11 +55,6 @@ class Work:
         the queue and exits, or raises an error if it cannot. Either becomes `Terminated` here: it would
         otherwise be recorded as a failure of the example in progress.
 
-        Args:
-            outcome, order: see `work`.
-
-        Raises:
-            Terminated: the job's time is about to end.
         """
         from submitit import JobEnvironment
 
@@ -77,11 +72,7 @@ class Work:
         work(outcome, order)
 
     def checkpoint(self, *order: str) -> Any:
-        """The call that submitit makes when the job starts again.
-
-        Args:
-            order: the arguments of `__call__`.
-        """
+        """The call that submitit makes when the job starts again."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *order)
@@ -92,7 +83,6 @@ class SlurmLauncher(Launcher):
     without one."""
 
     def run(self, orders: Sequence[tuple[str, str]]) -> None:
-        """Submit a job for each order, and wait for all of them."""
         jobs = dict(enumerate(self._submitted(orders)))
         arrays = sorted({job.job_id.partition("_")[0] for job in jobs.values()})
         where = f"{' '.join(arrays)}; logs: {self.folder}"
@@ -114,7 +104,6 @@ class SlurmLauncher(Launcher):
                     self.ended(number, failure, jobs.pop(number).paths.stderr)
 
     def _submitted(self, orders: Sequence[tuple[str, str]]) -> list[Any]:
-        """Submit the orders as one job array."""
         try:
             import submitit
             from submitit.core.utils import FailedJobError
@@ -166,11 +155,7 @@ class SlurmLauncher(Launcher):
 
 def states_of(arrays: Sequence[str]) -> dict[str, str] | None:
     """The state of every job, by job id; None if Slurm does not answer. squeue is asked, since sacct
-    needs Slurm's accounting.
-
-    Args:
-        arrays: ids of job arrays.
-    """
+    needs Slurm's accounting."""
     command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T"]
     states: dict[str, str] = {}
     for array in arrays:

@@ -97,7 +97,6 @@ class LogLine(logging.Formatter):
     Hydra's, which repeat the overrides that the user typed."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The log record as text, without secrets and control characters; line ends stay."""
         return "\n".join(map(printable, redact(super().format(record)).split("\n")))
 
 

@@ -112,7 +112,6 @@ def allowed(hint: Any, value: Any) -> str:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Whether a hint allows a value."""
     return not allowed(hint, value)
 
 

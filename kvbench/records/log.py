@@ -22,7 +22,6 @@ beside the passes. Work that methods share is in `compress` once for each of the
 
 
 def write_log(experiment_folder: Path, **event: Any) -> None:
-    """Append a line to the log."""
     plain = json.loads(json.dumps(event), parse_float=lambda text: round(float(text), 2))
     line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **plain}
     path = experiment_folder / LOG

@@ -48,8 +48,6 @@ class Run:
     """One run folder as it was read from disk.
 
     Attributes:
-        folder: its path.
-        manifest: the parsed manifest.json.
         records: one row per record, in the order written; every common field is a column.
         asked: ids of the examples that the latest command was to run, those of all its shards. None
             where there is no examples.json, which older runs lack.
@@ -76,7 +74,6 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
 
 
 def load_run(folder: Path) -> Run:
-    """One run folder, as `load_runs` reads it."""
     import pandas as pd  # not above: slow to import, and writing records does without
 
     if not (folder / MANIFEST).exists():
@@ -106,7 +103,6 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def file_records(path: Path) -> list[dict[str, Any]]:
-    """The records of one file."""
     lines, _ = complete_lines(path)
     return [
         parsed(schema.RECORD, line, f"{path}, line {number}")

@@ -142,19 +142,17 @@ def parsed(adapter: TypeAdapter[Any], content: bytes, where: str) -> Any:
     try:
         return adapter.validate_json(content)
     except ValidationError as error:
-        raise StoreError(f"{where}: {_explanation(error)}") from error
-
-
-def _explanation(error: ValidationError) -> str:
-    """The first problem that pydantic found, or all keys that are missing."""
-    problems = error.errors(include_url=False)
-    first = problems[0]
-    if first["type"] == "json_invalid":
-        return f"not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
-    if not first["loc"]:
-        return "not a JSON object"
-    missing = [str(problem["loc"][0]) for problem in problems if problem["type"] == "missing"]
-    if missing:
-        return f"lacks {', '.join(missing)}"
-    allowed = first["msg"].replace("Input should be ", "").replace("'", "")
-    return f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.60}; allowed: {allowed}"
+        problems = error.errors(include_url=False)
+        first = problems[0]
+        missing = [str(problem["loc"][0]) for problem in problems if problem["type"] == "missing"]
+        if first["type"] == "json_invalid":
+            why = f"not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
+        elif not first["loc"]:
+            why = "not a JSON object"
+        elif missing:
+            why = f"lacks {', '.join(missing)}"
+        else:
+            allowed = first["msg"].replace("Input should be ", "").replace("'", "")
+            key = ".".join(map(str, first["loc"]))
+            why = f"{key} is {first['input']!r:.60}; allowed: {allowed}"
+        raise StoreError(f"{where}: {why}") from error

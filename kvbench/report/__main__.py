@@ -90,11 +90,8 @@ def in_a_line(work: Callable[[], None], folders: Sequence[str], program: str) ->
 
 
 def _rebuild(folder: Path, *, every: bool = False) -> None:
-    """Rebuild an experiment's report, or the page of a folder of claims, and print where it is.
-
-    Args:
-        every: also write the figures' files, and print every file's name.
-    """
+    """Rebuild an experiment's report, or the page of a folder of claims, and print where it is; of
+    `every` file the name, the figures' among them."""
     from kvbench.report.build import build_report
     from kvbench.report.claims_page import CLAIMS, write_claims_page
 

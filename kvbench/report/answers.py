@@ -1,4 +1,4 @@
-"""The methods' answers side by side: a sample of examples for the page and for W&B."""
+"""The methods' answers side by side: a sample of examples for the page."""
 
 from __future__ import annotations
 
@@ -83,15 +83,6 @@ def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[ExampleAnswers], i
     return [_answers_to(group, part) for _, part in parts], len(first)
 
 
-def verdict_of(score: float) -> str:
-    """The verdict of an `Answer` with a score between 0 and 1."""
-    if math.isnan(score):
-        return "none"
-    if score >= 1:
-        return "right"
-    return "wrong" if score <= 0 else "part"
-
-
 def _answers_to(group: Group, part: pd.DataFrame) -> ExampleAnswers:
     first = part.iloc[0]
     by_variant = {str(row["variant"]): row for _, row in part.iterrows()}
@@ -104,9 +95,9 @@ def _answers_to(group: Group, part: pd.DataFrame) -> ExampleAnswers:
         good = row["status"] == "ok"
         score = float(row["score"])
         verdict = "none" if good else "failed"
+        if good and group.percent and not math.isnan(score):
+            verdict = "right" if score >= 1 else "wrong" if score <= 0 else "part"
         names_rate = variant.label != variant.without_rate
-        if good and group.percent:
-            verdict = verdict_of(score)
         answers.append(
             Answer(
                 label=variant.label,

@@ -98,10 +98,13 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
                 answers=max(3, LIMIT // len(parts)),
             )
         )
+    by_task: dict[str, list[Part]] = {}
+    for part in ranked:
+        by_task.setdefault(part[0].task, []).append(part)
     shared = [
-        paper_table(parts_of_task, theirs)
-        for parts_of_task in _by_task(ranked)
-        if len(parts_of_task) > 1 or AVERAGE in set(parts_of_task[0][1]["value"])
+        paper_table(same_task, theirs)
+        for same_task in by_task.values()
+        if len(same_task) > 1 or AVERAGE in set(same_task[0][1]["value"])
     ]
     shared += overviews
     drawn = [figure for section in sections for figure in section.figures]
@@ -116,11 +119,11 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
             scores = summary([frame for _, frame in ranked])
             write_text(experiment.folder / SUMMARY, scores, SUMMARY_MARK)
         table_files = write_tables([*shown, *only_in_files], experiment.folder, experiment.small)
-        if for_print:
-            figure_files = _write_figures(drawn, experiment.folder, ("png", "pdf"))
-        else:
-            with_file = [figure for figure in drawn if figure.has_file]
-            figure_files = _write_figures(with_file, experiment.folder, ("png",))
+        figure_files = _write_figures(
+            [figure for figure in drawn if for_print or figure.has_file],
+            experiment.folder,
+            ("png", "pdf") if for_print else ("png",),
+        )
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
@@ -132,7 +135,9 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         tuple(drawn),
         tuple(warnings),
         scores=pd.concat([frame for _, frame in ranked] or [pd.DataFrame()], ignore_index=True),
-        manifest=max((run.manifest for run in experiment.runs), key=_started),
+        manifest=max(
+            (run.manifest for run in experiment.runs), key=lambda made: str(made.get("started"))
+        ),
     )
 
 
@@ -149,10 +154,6 @@ def incomplete(experiment: Experiment) -> Iterator[str]:
         named = "; ".join(short[:MOST_NAMES])
         more = f" and {len(short) - MOST_NAMES} more runs" if len(short) > MOST_NAMES else ""
         yield f"records are missing: {named}{more}; their command again runs what is missing"
-
-
-def _started(manifest: Mapping[str, Any]) -> str:
-    return str(manifest.get("started"))
 
 
 def _write_figures(drawn: Sequence[Drawn], folder: Path, types: Sequence[FileType]) -> list[Path]:
@@ -188,13 +189,6 @@ def is_ranked(group: Group) -> bool:
     return group.meta.kind != "throughput" and group.meta.figure(Curve) is None
 
 
-def _by_task(parts: Sequence[Part]) -> list[list[Part]]:
-    by_name: dict[str, list[Part]] = {}
-    for part in parts:
-        by_name.setdefault(part[0].task, []).append(part)
-    return list(by_name.values())
-
-
 def tables_to_print(experiment: Experiment) -> list[Table]:
     """The tables that are printed after a job: one for each model and task, then those over all."""
     parts = [(group, tidy(group)) for group in experiment.groups]
@@ -205,11 +199,7 @@ def tables_to_print(experiment: Experiment) -> list[Table]:
 
 def write_tables(tables: Sequence[Table], folder: Path, comments: Sequence[str]) -> list[Path]:
     """Write tables to ``<folder>/tables`` and return the files. A table with data becomes a CSV file,
-    and one with columns, which the page shows, a Markdown and a LaTeX file.
-
-    Args:
-        comments: the lines that every CSV file begins with.
-    """
+    and one with columns, which the page shows, a Markdown and a LaTeX file."""
     paths = []
     folder_of_tables = folder / "tables"
     folder_of_tables.mkdir(parents=True, exist_ok=True)

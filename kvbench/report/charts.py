@@ -100,8 +100,7 @@ def looks_of(group: Group) -> list[dict[str, Any]]:
 def scores_chart(group: Group, frame: pd.DataFrame) -> Chart | None:
     """The scores of one model and task against the bytes held, and against each field that splits the
     examples; None where no method saves memory and nothing splits them."""
-    rows = [*_by_variant(group, frame), *_by_recorded_rate(group, frame)]
-    known = [row for row in rows if row["mean"] is not None]
+    known = [row for row in _score_rows(group, frame) if row["mean"] is not None]
     memory = bool(group.compressed & set(frame["variant"]))
     memory = memory and any(row["ratio"] is not None for row in known)
     parts = {row["part"] for row in known} - {ALL}
@@ -170,13 +169,9 @@ def heatmap_chart(
     labels: tuple[str, str],
     limits: tuple[float, float],
 ) -> Chart:
-    """Mean scores by two fields, a panel for each variant, on one colour scale.
-
-    Args:
-        grids: by the variant's label the means in the shown unit, [values of y, values of x], NaN where
-            nothing was scored. titles: of the panels, the same keys, a line each.
-        labels: of x and y. limits: of the scale.
-    """
+    """Mean scores by two fields, a panel for each variant, on one colour scale. Grids are by the
+    variant's label: means in the shown unit, [values of y, values of x], NaN where nothing was scored;
+    `labels` are those of x and y, `limits` those of the scale."""
     first = next(iter(grids.values()))
     panels = [
         {
@@ -198,69 +193,57 @@ def heatmap_chart(
     }
 
 
-def _by_variant(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows for the scores and differences of every variant, over all examples and over each part. Ratio
-    and bytes are means over the same examples."""
-    costs_of_all = group.good.groupby("variant")[COSTS].mean().to_dict("index")
-    recorded = _recorded_rates(frame)
+def _score_rows(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows for the scores and differences of every variant, over all examples and over each part; of
+    compressed variants whose runs measure several rates for the score at each rate instead, since a
+    mean over all rates says nothing. Ratio and bytes are means over the same examples."""
     shown = frame[frame["measure"].isin(["score", "difference"])]
+    at_rates = shown[shown["by"].eq("rate") & shown["measure"].eq("score")]
     shown = shown[shown["by"].ne("rate")]
-    if len(recorded):  # of these a mean over all rates says nothing
-        shown = shown[~shown["variant"].isin(group.compressed) & shown["by"].isin(["dataset", ""])]
+    if at_rates["value"].nunique() > 1:
+        compressed, of_all = shown["variant"].isin(group.compressed), shown["by"].eq("dataset")
+        at_rates = at_rates[at_rates["variant"].isin(group.compressed)]
+        shown = pd.concat([shown[~compressed & of_all], at_rates])
     last = shown[shown["by"].eq("dataset")].drop_duplicates(["variant", "measure"], keep="last")
+    costs_of_all = group.good.groupby("variant")[COSTS].mean().to_dict("index")
+    scale = 100.0 if group.percent else 1.0
     rows = []
     for row in shown.assign(is_all=shown.index.isin(last.index)).to_dict("records"):
+        label, by, value = row["variant"], row["by"], row["value"]
         measure = "score" if row["measure"] == "score" else f"difference to {BASELINE}"
-        by, part = words(str(row["by"])), str(row["value"])
-        if row["by"] == "measure":
-            measure, by, part = f"{measure}: {row['value']}", "", ALL
-        elif row["is_all"]:
-            by, part = "", ALL
-        label = row["variant"]
-        if part == ALL:
+        rate = row["rate"] if label in group.compressed else None
+        part = str(value)
+        if by == "measure":
+            measure = f"{measure}: {value}"
+        elif by == "rate":
+            rate = float(value)
+        if by in ("measure", "rate") or row["is_all"]:
+            part = ALL
+        if part == ALL and by != "rate":
             costs = costs_of_all.get(label, {})
         else:
-            costs = _mean_costs(group, row["by"]).get((label, row["value"]), {})
-        rate = row["rate"] if label in group.compressed else None
-        rows.append(_row(group, row, by, part, measure) | _costs_in_row(rate, costs))
-    return rows
-
-
-def _by_recorded_rate(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows for the scores of every compressed variant at each rate, where one run measures several."""
-    recorded = _recorded_rates(frame)
-    rows = []
-    for row in recorded[recorded["variant"].isin(group.compressed)].to_dict("records"):
-        costs = _mean_costs(group, "rate").get((row["variant"], row["value"]), {})
-        held = _costs_in_row(float(row["value"]), costs)
-        rows.append(_row(group, row, "", ALL, "score") | held)
+            costs = _mean_costs(group, by).get((label, value), {})
+        ratio, held = (_number(costs.get(name)) for name in COSTS)
+        rows.append(
+            {
+                "name": group.names[label],
+                "rate": _number(rate),
+                "by": "" if part == ALL else words(by),
+                "part": part,
+                "measure": measure,
+                **{key: _number(scale * row[key]) for key in ("mean", "low", "high")},
+                "n": int(row["n"]),
+                "ratio": ratio,
+                "bytes": held,
+            }
+        )
     return rows
 
 
 @lru_cache(maxsize=16)
 def _mean_costs(group: Group, by: str) -> dict[Any, dict[Any, Any]]:
-    """The means of `COSTS` by variant and by the value, as text, of a record field."""
     means = group.good.groupby(["variant", group.good[by].map(as_text)])[COSTS].mean()
     return means.to_dict("index")
-
-
-def _costs_in_row(rate: float | None, costs: Mapping[Any, Any]) -> dict[str, float | None]:
-    """Those of `FIELDS` that say how much a method held."""
-    ratio, bytes_held = (_number(costs.get(name)) for name in COSTS)
-    return {"rate": _number(rate), "ratio": ratio, "bytes": bytes_held}
-
-
-def _recorded_rates(frame: pd.DataFrame) -> pd.DataFrame:
-    """The scores by the rate that records bear; empty where they bear one, or none."""
-    rates = frame[frame["by"].eq("rate") & frame["measure"].eq("score")]
-    return rates if rates["value"].nunique() > 1 else rates.iloc[:0]
-
-
-def _row(group: Group, row: Mapping[Any, Any], by: str, part: str, measure: str) -> dict[str, Any]:
-    scale = 100.0 if group.percent else 1.0
-    numbers = {key: _number(scale * row[key]) for key in ("mean", "low", "high")}
-    about = {"name": group.names[row["variant"]], "by": by, "part": part, "measure": measure}
-    return about | numbers | {"n": int(row["n"])}
 
 
 def _number(value: Any) -> float | None:

@@ -22,7 +22,6 @@ SUBTITLE = (
 
 
 def write_claims_page(folder: Path) -> Path:
-    """Write the page of the claims in a folder; returns its path."""
     rows = pd.read_csv(folder / CLAIMS)
     models = ", ".join(rows["model"].dropna().unique()) if "model" in rows else ""
     page = html(
@@ -54,7 +53,6 @@ def verdict_table(rows: pd.DataFrame) -> Table:
 
 
 def comparison_table(rows: pd.DataFrame) -> Table:
-    """Every comparison, a group of rows for each claim."""
     columns = (
         Column("comparison"),
         Column("result"),

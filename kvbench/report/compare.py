@@ -200,7 +200,6 @@ def _task_table(total: pd.DataFrame) -> Table:
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write compare.html and compare.csv; returns their paths."""
     page = html(
         "tables.html.j2",
         title=" → ".join(comparison.names),

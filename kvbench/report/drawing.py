@@ -32,7 +32,7 @@ from kvbench.report.experiment import Group
 from kvbench.report.labels import words
 from kvbench.report.style import style_of
 
-FigureKind = Literal["memory", "heatmap", "bars", "breakdown", "scaling", "kept", "other"]
+FigureKind = Literal["memory", "heatmap", "bars", "breakdown", "scaling", "kept"]
 FileType = Literal["png", "pdf"]
 Draw = Callable[[Axes, pd.DataFrame], None]
 TEXT, SMALL = 9.0, 8.0
@@ -86,7 +86,7 @@ class Drawn:
     title: str
     caption: str
     draw: Callable[[], Figure]
-    kind: FigureKind = "other"
+    kind: FigureKind
     chart: Mapping[str, Any] | None = None
     above: str = ""
 
@@ -107,7 +107,9 @@ class Drawn:
         try:
             figure = self.draw()
         except Exception as failure:  # noqa: BLE001 - whatever a record's values do to matplotlib
-            figure = note_figure(f"Not drawn: {one_line(failure)}")
+            text = textwrap.fill(f"Not drawn: {one_line(failure)}", width=70)
+            figure = Figure(figsize=(5, 1), facecolor="white")
+            figure.text(0.5, 0.5, text, ha="center", va="center")
         if self.above:
             lines = textwrap.wrap(self.above, width=round(14 * figure.get_figwidth()))
             figure.suptitle("\n".join(lines), fontsize=7)
@@ -139,7 +141,6 @@ def score_axis(group: Group) -> str:
 
 
 def in_shown_unit(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a tidy frame with fractions as per cent."""
     scale = 100.0 if group.percent else 1.0
     return rows.assign(**{key: scale * rows[key] for key in ("mean", "low", "high")})
 
@@ -159,13 +160,6 @@ def new_panels(
     for ax in axes[count:]:
         ax.remove()
     return figure, axes[:count]
-
-
-def note_figure(text: str) -> Figure:
-    """A figure that only says something."""
-    figure = Figure(figsize=(5, 1), facecolor="white")
-    figure.text(0.5, 0.5, "\n".join(textwrap.wrap(text, width=70)), ha="center", va="center")
-    return figure
 
 
 def shown_name(text: str) -> str:
@@ -226,7 +220,6 @@ def lines(
     xlabel: str,
     ylabel: str,
     *,
-    columns: int = 3,
     log: str = "",
     ticks: Sequence[str] = (),
     baseline: str = "",
@@ -239,7 +232,6 @@ def lines(
     Args:
         panels: by title, frames with ``label``, ``method``, ``x``, ``mean``, ``low``, ``high``;
             ``ringed`` says which points have a ring around them.
-        columns: panels beside each other, at most.
         log: the axes that are logarithmic, "x", "y" or "xy".
         ticks: names of x = 0, 1, ..., of one line or several.
         baseline: the label whose first number is drawn as a dashed line across all x.
@@ -248,7 +240,7 @@ def lines(
         also: draws further lines, given the axes and the panel's frame.
     """
     size = (5.6, 3.4) if len(panels) == 1 else (3.0, 2.4)
-    figure, axes = new_panels(len(panels), columns, size, (1.0, 0.9), sharey=True)
+    figure, axes = new_panels(len(panels), 3, size, (1.0, 0.9), sharey=True)
     for ax, (title, frame) in zip(axes, panels.items(), strict=True):
         is_baseline = frame["label"] == baseline
         _baseline(ax, frame[is_baseline], baseline)
@@ -274,7 +266,6 @@ def lines(
 
 
 def _baseline(ax: Axes, rows: pd.DataFrame, label: str) -> None:
-    """Draw the first of these rows as a dashed line across, with a band for its interval."""
     for row in rows.head(1).to_dict("records"):
         color = style_of(row["method"]).color
         ax.axhline(row["mean"], color=color, linestyle="--", linewidth=1, label=label)
@@ -292,7 +283,6 @@ def _line(ax: Axes, label: str, x: Any, rows: pd.DataFrame, *, joined: bool) -> 
 
 
 def _grey_line(ax: Axes, label: str, rows: pd.DataFrame, *, joined: bool) -> None:
-    """Draw one label's points behind the others and without intervals."""
     look: dict[str, Any] = {"color": LIGHT_GREY, "marker": ".", "yerr": None, "zorder": 1}
     look |= {"linewidth": 0.8} if joined else {"linestyle": "none"}
     _errorbar(ax, rows["x"].to_numpy(float), rows, across=False, label=label, **look)

@@ -21,8 +21,7 @@ from kvbench.errors import first_line, printable
 from kvbench.records.figures import Figure, TaskKind, figures_in, task_kind
 from kvbench.records.read import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.labels import natural_order, short_name
-from kvbench.report.sections import on_the_same_prompts, sections_of
-from kvbench.report.variants import Variant, variants_of
+from kvbench.report.variants import Variant, by_task_settings, on_the_same_prompts, variants_of
 
 F = TypeVar("F")
 BASELINE = "exact"
@@ -102,7 +101,6 @@ class Group:
 
     @property
     def names(self) -> dict[str, str]:
-        """By label the label without the rate."""
         return {variant.label: variant.without_rate for variant in self.variants}
 
     @cached_property
@@ -142,7 +140,6 @@ class Group:
 
     @property
     def percent(self) -> bool:
-        """Whether scores are fractions, which are shown as per cent."""
         return self.meta.score_unit == "fraction"
 
     @cached_property
@@ -194,15 +191,15 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         first = min(str(start.get("started")) for start in every)
         starts[model] = min(first, starts.get(model, first))
     groups = [
-        _group(model, f"{task}, {settings}" if settings else task, runs_of_section)
+        _group(model, f"{task}, {settings}" if settings else task, together)
         for (model, task), runs_of_task in by_model_and_task.items()
-        for settings, runs_of_section in sections_of(runs_of_task).items()
+        for settings, together in by_task_settings(runs_of_task).items()
     ]
     return sorted(groups, key=lambda g: (starts[g.model], g.model, not g.percent, g.task))
 
 
-def _group(model: str, task: str, runs_of_section: Sequence[Run]) -> Group:
-    runs, left_out = on_the_same_prompts(runs_of_section)
+def _group(model: str, task: str, together: Sequence[Run]) -> Group:
+    runs, left_out = on_the_same_prompts(together)
     variants = variants_of(runs)
     try:
         meta = TaskMeta.of(runs[-1].manifest)
@@ -287,7 +284,6 @@ def _baselines(variants: Sequence[Variant]) -> dict[str, str | None]:
 
 
 def entries_columns(records: pd.DataFrame) -> dict[str, pd.Series]:
-    """The columns ``entries_mean`` and ``entries_max``, from the field ``entries`` of the records."""
     counts = [entries if isinstance(entries, dict) else {} for entries in records["entries"]]
     entries = pd.DataFrame(counts).reindex(index=range(len(records)), columns=["mean", "max"])
     entries = entries.set_index(records.index)

@@ -7,8 +7,7 @@ of it. The drawing itself is in `kvbench.report.drawing` and `kvbench.report.pan
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from kvbench.errors import one_line
 from kvbench.records.figures import Bars, Curve, Heatmap
 from kvbench.report.charts import panels_chart
 from kvbench.report.drawing import (
@@ -25,7 +23,6 @@ from kvbench.report.drawing import (
     forest,
     in_shown_unit,
     lines,
-    note_figure,
     score_axis,
     shown_name,
     stem,
@@ -57,30 +54,16 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
         return []
     if curve := group.meta.figure(Curve):
         return curve_figures(group, curve)
-    to_draw: list[tuple[str, Callable[[], Drawn | None]]] = [
-        ("score by ratio", partial(memory, group, frame))
-    ]
+    drawn = [memory(group, frame)]
     if heatmap := group.meta.figure(Heatmap):
-        to_draw.append(("heatmap", partial(heatmaps, group, heatmap)))
+        drawn.append(heatmaps(group, heatmap))
     if bar := group.meta.figure(Bars):
-        to_draw.append(("bars", partial(bars, group, bar)))
-    for by, part in frame[~frame["by"].isin(["", "dataset"])].groupby("by", sort=False):
+        drawn.append(bars(group, bar))
+    for _, part in frame[~frame["by"].isin(["", "dataset"])].groupby("by", sort=False):
         if part["value"].nunique() > 1:
-            to_draw.append((f"by {by}", partial(breakdown, group, part)))
-    to_draw.append(("kept tokens", partial(kept_figure, group)))
-    drawn = [drawn_or_note(group, what, draw) for what, draw in to_draw]
+            drawn.append(breakdown(group, part))
+    drawn.append(kept_figure(group))
     return [figure for figure in drawn if figure is not None]
-
-
-def drawn_or_note(group: Group, what: str, draw: Callable[[], Drawn | None]) -> Drawn | None:
-    """The figure that `draw` gives. Where a record's values make that impossible, one that says so, so
-    that the rest of the report is still written."""
-    try:
-        return draw()
-    except Exception as failure:  # noqa: BLE001 - whatever a record's values do to pandas
-        name = f"{stem(group)}-{re.sub(r'[^a-z]+', '-', what)}"
-        text = f"Not drawn: {one_line(failure)}."
-        return Drawn(name, what, text, partial(note_figure, text))
 
 
 def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
@@ -154,11 +137,7 @@ def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
 
 def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
     """For each point (bytes, score) whether no other point is at least as good in both and better in
-    one.
-
-    Args:
-        lower: whether lower scores are better.
-    """
+    one."""
     costs = [(cost, score if lower else -score) for cost, score in points]
     return [
         not any(a <= cost and b <= loss and (a, b) != (cost, loss) for a, b in costs)
@@ -168,11 +147,7 @@ def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
 
 def rest_of(rows: pd.DataFrame, *, lower: bool) -> list[str]:
     """The labels that a figure of at most `MOST_LINES` coloured lines draws in grey: `RULE_OF_COLOURS`.
-
-    Args:
-        rows: with ``label``, ``method`` and ``mean``, without the exact cache.
-        lower: whether lower scores are better.
-    """
+    The rows, without the exact cache, have ``label``, ``method`` and ``mean``."""
     means = rows.groupby("label", sort=False)["mean"].mean().dropna()
     ranked = means.sort_values(ascending=lower, kind="stable").index
     first = set(rows["label"][rows["method"].isin(OF_THE_PAPERS)])

@@ -56,6 +56,13 @@ def write_item_page(
     notes = [
         (path, RunNote(**json.loads(path.read_text("utf-8")))) for path in folder.glob("*.json")
     ]
+    published: list[Table] = []
+    files = [place / f"{title}.csv" for place in paper_folders()]
+    if not any(note.small for _, note in notes):
+        for file in [file for file in files if file.is_file()][:1]:
+            frame = pd.read_csv(file, dtype=str, keep_default_na=False)
+            columns = tuple(Column(str(column)) for column in frame)
+            published = [Table(title, f"{title}, as printed", frame, columns)]
     page = html(
         "item.html.j2",
         title=title,
@@ -64,7 +71,7 @@ def write_item_page(
         differs=[f"{HEADING}: {line}" for line in differs],
         small=dict.fromkeys(note.small for _, note in notes if note.small),
         parts=[_part(path, note) for path, note in sorted(notes)],
-        published=[] if any(note.small for _, note in notes) else _published(title),
+        published=published,
     )
     return write_text(folder / PAGE, page, PAGE_MARK)
 
@@ -76,7 +83,6 @@ def means_of(frame: pd.DataFrame, note: RunNote) -> pd.DataFrame:
 
 
 def _part(path: Path, note: RunNote) -> dict[str, Any]:
-    """What the page shows of one run."""
     frame = pd.read_csv(path.with_suffix(".csv"), comment=COMMENT)
     means = means_of(frame, note).reset_index()
     means.columns = means.columns.map(str)
@@ -92,12 +98,3 @@ def _part(path: Path, note: RunNote) -> dict[str, Any]:
         "address": f"data:image/png;base64,{picture}",
         "table": Table(path.stem, words(f"mean {note.y}"), means, columns),
     }
-
-
-def _published(name: str) -> list[Table]:
-    for file in (place / f"{name}.csv" for place in paper_folders()):
-        if file.is_file():
-            frame = pd.read_csv(file, dtype=str, keep_default_na=False)
-            columns = tuple(Column(str(column)) for column in frame)
-            return [Table(name, f"{name}, as printed", frame, columns)]
-    return []

@@ -54,7 +54,6 @@ def standing(
 
 
 def _scored_by(scores: Scores, variants: Sequence[int]) -> Flags:
-    """[pairs] whether all of these variants scored the pair (seed, example)."""
     return np.asarray(~np.isnan(scores.values[:, variants]).any(axis=1))
 
 

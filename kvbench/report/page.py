@@ -67,7 +67,6 @@ class Section:
 
     @property
     def files(self) -> list[Drawn]:
-        """Figures that the page names as files, for print and without script."""
         return [drawn for drawn in self.figures if drawn.has_file]
 
     @cached_property
@@ -91,17 +90,12 @@ class Section:
 def render_page(
     experiment: Experiment,
     sections: Sequence[Section],
-    tables: Sequence[Table] = (),
-    published: Sequence[Table] = (),
-    warnings: Sequence[str] = (),
+    tables: Sequence[Table],
+    published: Sequence[Table],
+    warnings: Sequence[str],
 ) -> str:
-    """The page's HTML.
-
-    Args:
-        tables: those of several models or tasks; leaderboards among them stand before the sections.
-        published: published numbers beside ours.
-        warnings: what the report had to leave out, a line each.
-    """
+    """The page's HTML. Of the `tables` of several models or tasks, leaderboards stand before the
+    sections; `warnings` are lines on what the report had to leave out."""
     has_charts = any(s.chart or any(drawn.chart for drawn in s.figures) for s in sections)
     leaderboards = [table for table in tables if table.kind == "overview"]
     notes = dict.fromkeys(note for table in (*tables, *published) for note in table.notes)
@@ -228,7 +222,6 @@ def _kept_by_probe(identity: Mapping[str, Any]) -> int | None:
 
 
 def _ends(identity: Mapping[str, Any]) -> str:
-    """The first and last tokens that a run keeps beside its rate; empty where they are not known."""
     budget = identity.get("budget") or {}
     kept = _kept_by_probe(identity)
     sink, window = (budget.get("sink"), budget.get("window")) if kept is None else (kept, kept)

@@ -134,7 +134,6 @@ def _panel_title(label: str) -> str:
 
 
 def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
-    """Draw one variant's cells, with the numbers in them where there are few."""
     values = np.ma.masked_invalid(grid.to_numpy(float))
     ax.set_facecolor("#EEEEEE")
     image = ax.pcolormesh(

@@ -33,8 +33,6 @@ class PaperError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A published table that stands beside ours."""
-
     file: Annotated[str, only(_NAME.fullmatch, "the name of a file of results/paper")]
     where: Mapping[str, Any] | None = None
     model: str | None = None
@@ -51,7 +49,6 @@ def paper_folders() -> list[Path]:
 
 
 def specs_of(paper_table: Any) -> list[PaperTable]:
-    """The published tables that ``paper_table`` names."""
     named = [paper_table] if isinstance(paper_table, str | Mapping) else paper_table or []
     if not isinstance(named, Sequence) or not all(
         isinstance(table, str | Mapping) for table in named

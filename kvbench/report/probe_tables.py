@@ -87,7 +87,6 @@ def _setting(asked: Mapping[str, Any], records: pd.DataFrame) -> str:
 
 
 def timing_table(group: Group) -> Table:
-    """Seconds, memory and rate of generation by setting, with intervals of the medians."""
     frame = timings(group)
     columns = (
         METHOD,

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
-from functools import reduce
 from pathlib import Path
 
 import pandas as pd
@@ -33,11 +33,11 @@ LENGTH = "prompt_tokens"
 _KEYS = ("source", "task", "model", "published_model", "method", "variant")
 
 
-def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
+def beside(experiment: Experiment) -> pd.DataFrame:
     """A row for each of our numbers that has a published number beside it, fractions in per cent.
 
-    The CSV files are in `folder`, by default ``paper`` beside the experiment's, or the repository's
-    results/paper. Raises PaperError: the table is not there, or cannot be compared.
+    The CSV files are in ``paper`` beside the experiment's folder, or in the repository's results/paper.
+    Raises PaperError: the table is not there, or cannot be compared.
     """
     parts: list[pd.DataFrame] = []
     named: dict[str, str] = {}
@@ -48,7 +48,7 @@ def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
             specs += [s for s in specs_of(config.get("paper_table")) if s not in specs]
         for spec in specs:
             named[spec.file] = ", ".join(map(str, group.datasets))
-            theirs = _read(spec, folder or experiment.folder.resolve().parent / "paper")
+            theirs = _read(spec, experiment.folder.resolve().parent / "paper")
             try:
                 parts += _joined(group, spec, theirs)
             except (LookupError, TypeError, ValueError) as error:
@@ -119,13 +119,12 @@ def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame) -> list[pd.Dat
 def _beside(
     group: Group, spec: PaperTable, theirs: pd.DataFrame, keys: list[str]
 ) -> list[pd.DataFrame]:
-    """The published rows beside those of ours that have the same `keys`."""
-    frames, records = [], group.records
+    frames = []
     for key, part in theirs.groupby(["by", "field"], sort=False):
         by, field = map(str, key)
-        if field not in records or not set(filter(None, by.split("+"))) <= set(records):
+        if not {field, *filter(None, by.split("+"))} <= set(group.records):
             raise PaperError(f"{spec.file}: our records have no field {by or field}")
-        ours = _ours(group, records, by, field, part, spec.statistic)
+        ours = _ours(group, by, field, part, spec.statistic)
         both = part.merge(ours, on=keys, suffixes=("_paper", ""))
         asked = pd.to_numeric(both["rate_paper"], errors="coerce")
         compared = both["rate"].notna() & both["variant"].isin(group.compressed)
@@ -137,19 +136,12 @@ def _beside(
     return frames
 
 
-def _ours(
-    group: Group,
-    records: pd.DataFrame,
-    by: str,
-    field: str,
-    part: pd.DataFrame,
-    statistic: str,
-) -> pd.DataFrame:
+def _ours(group: Group, by: str, field: str, part: pd.DataFrame, statistic: str) -> pd.DataFrame:
     """Our scores of the values that the published rows name. Where the paper prints the minimum of
     repeated runs, ours is a minimum, too, and has no interval; the median stands beside it."""
     unit = group.meta.score_unit if field == "score" else part["unit"].iloc[0]
     meta = replace(group.meta, score_unit="fraction" if unit in ("%", "fraction") else unit)
-    split, records = _split(group, records, [name for name in by.split("+") if name])
+    split, records = _split(group, [name for name in by.split("+") if name])
     score = pd.to_numeric(records[field], errors="coerce") / (2**30 if unit == "GiB" else 1)
     measured = replace(group, meta=meta, records=records.assign(score=score))
     sums = {v: v.split("+") for v in part["value"].unique() if split == "dataset" and "+" in v}
@@ -171,17 +163,14 @@ def _ours(
     return ours.drop(columns=["by"]).rename(columns={"unit": "our_unit", "model": "our_model"})
 
 
-def _split(group: Group, records: pd.DataFrame, fields: Sequence[str]) -> tuple[str, pd.DataFrame]:
+def _split(group: Group, fields: Sequence[str]) -> tuple[str, pd.DataFrame]:
     """The record field that splits examples as these fields together do, and records that have it."""
     if len(fields) == 1:
-        return fields[0], records
-    if not fields:
-        if records["dataset"].nunique() > 1:
-            raise PaperError(f"the paper has one setting; {group.task} was run with several")
-        return "setting", records.assign(setting="")
-    texts = [records[name].map(_plain) for name in fields]
-    setting = reduce(lambda text, more: text + "+" + more, texts)
-    return "setting", records.assign(setting=setting)
+        return fields[0], group.records
+    if not fields and group.records["dataset"].nunique() > 1:
+        raise PaperError(f"the paper has one setting; {group.task} was run with several")
+    texts = group.records[[*fields]].map(_plain).to_numpy()
+    return "setting", group.records.assign(setting=["+".join(row) for row in texts])
 
 
 def _best(part: pd.DataFrame, ours: pd.DataFrame, lower: bool) -> list[pd.DataFrame]:
@@ -201,7 +190,6 @@ def _best(part: pd.DataFrame, ours: pd.DataFrame, lower: bool) -> list[pd.DataFr
 
 
 def _compared(both: pd.DataFrame) -> pd.DataFrame:
-    """The join with differences, in the shown unit."""
     percent, is_fraction = both["our_unit"].eq("fraction"), both["unit"].eq("fraction")
     factor = 1.0 + 99.0 * percent
     numbers = {"score": "mean", "score_low": "low", "score_high": "high", "median": "median"}
@@ -230,28 +218,16 @@ def published_tables(frame: pd.DataFrame) -> list[Table]:
     return tables
 
 
-def _in_per_cent(printed: str) -> str:
-    """A printed fraction in per cent with the same digits: 0.830 is 83.0. Other text stays as it is."""
-    try:
-        return f"{Decimal(printed).scaleb(2):f}"
-    except InvalidOperation:
-        return printed
-
-
 def _table(source: str, field: str, part: pd.DataFrame) -> Table:
-    unit = "fraction" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
-    scale = 0.01 if unit == "fraction" else 1.0
-    keys = ("score", "score_low", "score_high", "median", "difference")
-    frame = part.assign(**{key: scale * part[key] for key in keys})
+    unit = str(part["unit"].iloc[0])
+    frame = part.assign(value=part["value"].where(part["value"] != "", part["field"]))
     frame["group"] = [
         f"{task} on {ours}" + (f"; published: {theirs}" if theirs else "")
         for task, ours, theirs in part[["task", "model", "published_model"]].itertuples(index=False)
     ]
-    frame["value"] = part["value"].where(part["value"] != "", part["field"])
-    frame["printed"] = [
-        _in_per_cent(printed) if printed_unit == "fraction" else printed
-        for printed, printed_unit in part[["printed", "printed_unit"]].itertuples(index=False)
-    ]
+    for row in part.index[part["printed_unit"].eq("fraction")]:
+        with suppress(InvalidOperation):  # in per cent with the same digits: 0.830 is 83.0
+            frame.loc[row, "printed"] = f"{Decimal(part.loc[row, 'printed']).scaleb(2):f}"
     frame["score_mark"] = (part["n"] < part["expected"]).map({True: "incomplete", False: ""})
     text, signed = (score_format(unit, signed=s) for s in (False, True))
     repeated = frame["median"].notna().any()  # a minimum and a median of repeated runs

@@ -176,7 +176,6 @@ def terminal(tables: Iterable[Table], console: rich.console.Console | None = Non
 
 
 def _fitting(table: Table, console: rich.console.Console) -> list[Column]:
-    """The columns of a table that a terminal of this width shows."""
     full = list(table.columns)
     count = len(full)
     while count > 2 and f"{full[count - 1].key}_low" not in table.frame:

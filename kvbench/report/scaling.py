@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from kvbench.records import figures
+from kvbench.records.figures import Curve
 from kvbench.report.experiment import Group
 from kvbench.report.stats import ALPHA, NOTHING, Array, Estimate
 from kvbench.report.variants import Variant
@@ -28,7 +28,7 @@ counts as predicted."""
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class VariantCurve:
     """y against x of one variant in one panel.
 
     Attributes:
@@ -55,7 +55,7 @@ class Curve:
         share = np.corrcoef(x, y)[0, 1] ** 2 if used.sum() > 2 and np.ptp(y) else math.nan
         return _interval(y @ weights, self.parts[:, used] @ weights, self.units), float(share)
 
-    def over(self, other: Curve, level: float) -> Estimate:
+    def over(self, other: VariantCurve, level: float) -> Estimate:
         """This curve's y over another's at one level, paired."""
         places = [np.flatnonzero(curve.frame["level"] == level) for curve in (self, other)]
         if not all(map(len, places)):
@@ -76,7 +76,7 @@ def _interval(value: float, parts: Array, units: int) -> Estimate:
     return Estimate(float(value), float(value) - half, float(value) + half)
 
 
-def curves_of(group: Group, spec: figures.Curve) -> list[Curve]:
+def curves_of(group: Group, spec: Curve) -> list[VariantCurve]:
     """One curve per panel and variant, in the order of the records and of the variants."""
     good = group.good.dropna(subset=[spec.x, spec.y])
     numbers = {"y": spec.y, "x": spec.x, "level": spec.level}
@@ -100,11 +100,11 @@ def curves_of(group: Group, spec: figures.Curve) -> list[Curve]:
             frame = frame.assign(mean=table.mean().to_numpy())
             for end in ("low", "high"):
                 frame[end] = np.exp([getattr(interval, end) for interval in ends])
-            curves.append(Curve(str(facet), variant, frame, parts, len(table)))
+            curves.append(VariantCurve(str(facet), variant, frame, parts, len(table)))
     return curves
 
 
-def slopes(group: Group, spec: figures.Curve) -> pd.DataFrame:
+def slopes(group: Group, spec: Curve) -> pd.DataFrame:
     """A row per panel and variant: the slope over all levels fitted and over their lower and upper half,
     a verdict on the predicted slope, the value at the last fitted level, and its ratio to the value of
     the method that `spec.compare` names."""

@@ -35,6 +35,7 @@ TESTED = (
     " all pairs at one rate, as marks are."
 )
 DIFFERENCE = "Δ exact: paired difference to the exact cache, over the examples that both scored."
+ABOUT_INTERVALS = (INTERVAL, TESTED, DIFFERENCE)
 ENOUGH = (
     "95 % at ratio: the bytes, over the exact cache's, from which on a method keeps 95 % of its score;"
     " between the rates that were run by a straight line. 0 or ∞ in its interval: beyond these rates."
@@ -64,7 +65,6 @@ METHOD = Column("variant", "method")
 
 
 def with_values(frame: pd.DataFrame, columns: Sequence[Column]) -> tuple[Column, ...]:
-    """The columns of which the frame has at least one value."""
     filled = (frame.notna() & ~frame.isin([""])).any()
     names = {str(name) for name in frame.columns[filled.to_numpy()]}
     return tuple(column for column in columns if column.key in names)
@@ -156,22 +156,18 @@ def _is_missing(value: Any) -> bool:
 
 def is_general(note: str) -> bool:
     """Whether a note explains intervals, differences or marks, which mean the same in every table."""
-    return note in (INTERVAL, TESTED, DIFFERENCE) or note in LEGEND.values()
+    return note in ABOUT_INTERVALS or note in LEGEND.values()
 
 
 def footer(notes: Iterable[str]) -> list[str]:
     """Notes in at most three lines: intervals and differences, then marks, then everything else."""
-    about_intervals: list[str] = []
-    about_marks: list[str] = []
-    others: list[str] = []
-    for note in dict.fromkeys(notes):
-        if note in (INTERVAL, TESTED, DIFFERENCE):
-            about_intervals.append(note)
-        elif note in LEGEND.values():
-            about_marks.append(note)
-        else:
-            others.append(note)
-    return [" ".join(line) for line in (about_intervals, about_marks, others) if line]
+    each = list(dict.fromkeys(notes))
+    lines = (
+        [note for note in each if note in ABOUT_INTERVALS],
+        [note for note in each if note in LEGEND.values()],
+        [note for note in each if not is_general(note)],
+    )
+    return [" ".join(line) for line in lines if line]
 
 
 def wide(rows: pd.DataFrame, index: Sequence[str], columns: str) -> pd.DataFrame:
@@ -186,7 +182,6 @@ def wide(rows: pd.DataFrame, index: Sequence[str], columns: str) -> pd.DataFrame
 
 
 def legend(frame: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
-    """What the marks in these columns mean."""
     marks = [name for column in columns if (name := f"{column.key}_mark") in frame]
     words = set(" ".join(frame[marks].fillna("").astype(str).to_numpy().ravel()).split())
     return [text for word, text in LEGEND.items() if word in words]
@@ -206,10 +201,12 @@ def score_format(unit: str, *, signed: bool = False) -> Callable[[float], str]:
 
 
 def value_text(value: float, unit: str, *, signed: bool = False) -> str:
-    """Fractions as per cent with one decimal, anything else with three significant digits."""
+    """Fractions as per cent, and per cent, with one decimal; anything else with three significant
+    digits."""
     if math.isnan(value):
         return MISSING
-    text = f"{100 * value:.1f}" if unit == "fraction" else number(value)
+    percent = {"fraction": 100, "%": 1}.get(unit)
+    text = f"{percent * value:.1f}" if percent else number(value)
     text = text.lstrip("-") if float(text) == 0 else text
     return f"+{text}" if signed and float(text) > 0 else text.replace("-", "−")
 

@@ -142,7 +142,7 @@ def split_table(group: Group, frame: pd.DataFrame, by: str) -> Table:
     rows = frame[frame["by"].eq(by) & frame["measure"].eq("score")]
     rows = _in_groups_by_rate(group, rows)
     title = f"{group.task} on {group.model}: score by {by.replace('_', ' ')}"
-    table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows, "value")
+    table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows)
     columns = table.columns
     if by == "rate":
         texts = rate_texts(group)
@@ -153,7 +153,6 @@ def split_table(group: Group, frame: pd.DataFrame, by: str) -> Table:
 
 
 def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
-    """Notes on the intervals and differences of a score table, where it has them."""
     if table["total_low"].notna().any():
         yield INTERVAL
     if 0 < table["units"].max() < FEWEST:
@@ -234,12 +233,12 @@ def _by_command(group: Group) -> Iterator[str]:
             yield f"Of the last command: {'; '.join(new)}. Of earlier ones: {'; '.join(old)}."
 
 
-def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -> Table:
-    """Rows of a tidy frame as a table: a row for each variant, a column for each value of `over`."""
+def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame) -> Table:
+    """Rows of a tidy frame as a table: a row for each variant, a column for each ``value``."""
     keys = ["group", "method", "variant"] if "group" in rows else ["method", "variant"]
-    table = wide(rows, keys, over)
-    names = [value for value in rows[over].unique() if value != AVERAGE]
-    if AVERAGE in set(rows[over]):
+    table = wide(rows, keys, "value")
+    names = [value for value in rows["value"].unique() if value != AVERAGE]
+    if AVERAGE in set(rows["value"]):
         names.append(AVERAGE)
     unit, many = group.meta.score_unit, len(names) > MOST_WITH_INTERVALS
     text = score_format(unit)
@@ -262,11 +261,10 @@ def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]], published: pd.Data
     first, _ = groups[0]
     if len(published):
         parts.append(_as_papers_print(first, published, set(pd.concat(parts)["value"])))
-    return _pivot(first, f"{first.task}-paper", f"{first.task}: score", pd.concat(parts), "value")
+    return _pivot(first, f"{first.task}-paper", f"{first.task}: score", pd.concat(parts))
 
 
 def _as_papers_print(group: Group, published: pd.DataFrame, values: set[str]) -> pd.DataFrame:
-    """The published scores of these values as rows of a tidy frame."""
     rows = published[published["task"].eq(group.task) & published["field"].eq("score")]
     rows = rows[rows["value"].isin(values)]
     rows = rows.drop_duplicates(["source", "published_model", "variant", "value"])
@@ -365,7 +363,6 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
 
 
 def _answer(parts: Sequence[tuple[Group, pd.DataFrame]], several: Sequence[str]) -> tuple[str, ...]:
-    """The sentences above the tables over these tasks and models."""
     if len(parts) == 1:
         return tuple(verdict(*parts[0]).splitlines())
     lines = []
@@ -377,7 +374,6 @@ def _answer(parts: Sequence[tuple[Group, pd.DataFrame]], several: Sequence[str])
 
 
 def _overview_column(group: Group, across: str) -> Column:
-    """The column of a group in a table over several tasks or models."""
     text = score_format(group.meta.score_unit)
     if across == "model":
         return Column(group.model, text=text)

@@ -1,9 +1,16 @@
-"""Variants: the rows of a comparison, one for each run or for several that differ only in their seed."""
+"""What tells runs apart: settings of the task, by which they stand in different tables, and options of a
+method, by which they are different rows, its variants.
+
+Runs of one model and task stand together where the task's settings are the same: prompts of 20 lines and
+prompts of 200 are different tables, whatever folder they lie in. Within a table every row is about the
+same prompts, those that the command which ran last asked for: a method that was run on fewer of them is
+left out and named, where its row would be about other prompts than the row above it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -63,34 +70,31 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
     """The variant of each run. Runs that differ only in their seed have equal variants; a method that
     keeps the whole cache has no budget."""
     of_method: dict[str, list[Run]] = defaultdict(list)
-    methods = [short_name(str(run.manifest.get("method"))) for run in runs]
-    for run, method in zip(runs, methods, strict=True):
-        of_method[method].append(run)
-    whole = {method: all(map(_keeps_whole_cache, mine)) for method, mine in of_method.items()}
-    settings = [_settings(run, whole[method]) for run, method in zip(runs, methods, strict=True)]
-    values: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for method, own in zip(methods, settings, strict=True):
-        for key in set().union(*settings):
-            values[method][key].add(own.get(key, "unset"))
-    variants = []
-    for run, method, own in zip(runs, methods, settings, strict=True):
-        differing = sorted(key for key, each in values[method].items() if len(each) > 1)
-        shown = [Option(key.rsplit(".", 1)[-1], own.get(key, "unset")) for key in differing]
-        variants.append(
-            Variant(method, tuple(shown), None if whole[method] else rate_of(run.manifest))
-        )
-    # Different versions of kvbench made runs that agree in label and seed but not in their hashes.
-    keys = [(v.label, str(r.manifest.get("seed"))) for v, r in zip(variants, runs, strict=True)]
-    counts = Counter(keys)
-    for i, run in enumerate(runs):
-        if counts[keys[i]] > 1 and not whole[methods[i]]:
-            version = Option("", str(run.manifest.get("config_hash")))
-            variants[i] = replace(variants[i], options=(*variants[i].options, version))
-    return variants
+    for run in runs:
+        of_method[short_name(str(run.manifest.get("method")))].append(run)
+    variants: dict[Run, Variant] = {}
+    for method, mine in of_method.items():
+        is_whole = all(map(_keeps_whole_cache, mine))
+        settings = [_settings(run, is_whole) for run in mine]
+        differing = [
+            key
+            for key in sorted(set().union(*settings))
+            if len({own.get(key, "unset") for own in settings}) > 1
+        ]
+        for run, own in zip(mine, settings, strict=True):
+            options = (Option(k.rsplit(".", 1)[-1], own.get(k, "unset")) for k in differing)
+            rate = None if is_whole else rate_of(run.manifest)
+            variants[run] = Variant(method, tuple(options), rate)
+        # Different versions of kvbench made runs that agree in label and seed but not in their hashes.
+        keys = [(variants[run].label, str(run.manifest.get("seed"))) for run in mine]
+        for run, key in zip(mine, keys, strict=True):
+            if keys.count(key) > 1 and not is_whole:
+                version = Option("", str(run.manifest.get("config_hash")))
+                variants[run] = replace(variants[run], options=(*variants[run].options, version))
+    return [variants[run] for run in runs]
 
 
 def _keeps_whole_cache(run: Run) -> bool:
-    """Whether the records of a run say that its method saves no memory."""
     saves_memory = run.records["saves_memory"].dropna()
     return len(saves_memory) > 0 and not saves_memory.astype(bool).any()
 
@@ -112,3 +116,72 @@ def rate_of(manifest: Mapping[str, Any]) -> float | None:
     budget = (manifest.get("identity") or {}).get("budget") or {}
     share = budget.get("total_rate") or budget.get("rate")
     return None if share is None or budget.get("size") is not None else float(share)
+
+
+def by_task_settings(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs of one model and task in groups with the same settings, each under those in which it differs
+    from the others, such as ``num_lines 20``; an empty name where there is one.
+
+    A setting that older runs lack, since the option did not exist, is taken to have the others' value.
+    """
+    groups: list[tuple[dict[str, str], list[Run]]] = []
+    for run in runs:
+        settings = _task_settings(run.manifest)
+        for known, members in groups:
+            if all(known[key] == settings[key] for key in known.keys() & settings.keys()):
+                known |= settings
+                members.append(run)
+                break
+        else:
+            groups.append((dict(settings), [run]))
+    named: dict[str, list[Run]] = {}
+    for own, members in groups:
+        parts = []
+        for key, value in own.items():
+            if any(other.get(key, value) != value for other, _ in groups):
+                parts.append(f"{key.rsplit('.', 1)[-1]} {value.strip('[]')}")
+        name = short_name(", ".join(parts))
+        if name in named:
+            name = f"{name} {digest(json.dumps(own, sort_keys=True))}"
+        named[name] = members
+    return named
+
+
+def _task_settings(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What a run was asked for that decides its prompts and scores: the task's options and version, and
+    the files that the examples come from."""
+    identity = manifest.get("identity") or {}
+    task = identity.get("task")
+    settings = flat(task) if isinstance(task, Mapping) else {}
+    if identity.get("task_version") is not None:
+        settings["task_version"] = json.dumps(identity["task_version"])
+    if identity.get("data"):
+        settings["data"] = digest(json.dumps(identity["data"], sort_keys=True))
+    return settings
+
+
+def on_the_same_prompts(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """Restrict the runs of a table to the prompts that the last command asked for, seed by seed.
+
+    A run that was asked for a prompt and has no record of it stays: it was interrupted, and its table
+    says so. A run that was never asked for some of the prompts is left out. Where the last run's prompts
+    are not recorded, all records of the seed count.
+
+    Returns:
+        The runs with their records of these prompts, and the methods of the runs that are left out.
+    """
+    asked = {}
+    for run in sorted(runs, key=lambda run: str(run.manifest.get("started"))):
+        asked[run.manifest.get("seed")] = run.asked
+    kept: list[Run] = []
+    left_out: list[str] = []
+    for run in runs:
+        prompts, names = asked[run.manifest.get("seed")], run.records["example_id"]
+        if prompts is None:
+            kept.append(run)
+        elif prompts <= (run.asked or frozenset()) | set(names):
+            records = run.records[names.isin(prompts)].reset_index(drop=True)
+            kept.append(replace(run, records=records))
+        else:
+            left_out.append(str(run.manifest.get("method")))
+    return kept, left_out

@@ -94,11 +94,7 @@ def log_runs(
 def log_overview(folder: Path, paths: ReportPaths) -> bool:
     """Log the page of an experiment, its scores, a table of methods by tasks, and its charts of scores
     against bytes and of needles. Returns whether it was written: not where its jobs' logger is another
-    one, or nothing is ranked.
-
-    Args:
-        folder: the experiment's. paths: what `build_report` gave.
-    """
+    one, or nothing is ranked."""
     logger = (paths.manifest.get("config") or {}).get("logger") or {}
     if logger.get("name") != "wandb" or paths.scores.empty:
         return False
@@ -131,7 +127,6 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
 
 
 def run_id(*about: object) -> str:
-    """The id of the W&B run that is about these."""
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
@@ -255,7 +250,6 @@ def _log_group(
 
 
 def _known(numbers: Any) -> dict[str, float]:
-    """The numbers of a mapping or a series that are there, by name."""
     return {str(key): float(x) for key, x in numbers.items() if not math.isnan(x)}
 
 
@@ -263,11 +257,7 @@ def _known(numbers: Any) -> dict[str, float]:
 def _opened(
     folder: Path, code: str, manifest: Mapping[str, Any], about: Mapping[str, Any]
 ) -> Iterator[wandb.Run]:
-    """A W&B run with this id, in the place of an earlier one; none is left where writing it fails.
-
-    Args:
-        manifest: how it was made. about: for ``wandb.init``.
-    """
+    """A W&B run with this id, in the place of an earlier one; none is left where writing it fails."""
     import wandb
 
     for old in (folder / "wandb").glob(f"*run-*-{code}"):
@@ -317,7 +307,6 @@ def _heatmap(records: pd.DataFrame, spec: Heatmap) -> wandb.Html:
 
 
 def _columns(records: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """The columns of these names that are there."""
     return records[[name for name in dict.fromkeys(names) if name in records]]
 
 

@@ -58,9 +58,6 @@ class GroupSize:
     grow again. If one unit of that group does not fit even alone, the others are not to blame: the size
     before is taken again.
 
-    Args:
-        batch_size: units of a group, an integer or "auto".
-
     Attributes:
         now: units of the next group.
         most: the largest size that `now` may grow to.
@@ -68,14 +65,9 @@ class GroupSize:
 
     def __init__(self, batch_size: int | str, device: torch.device) -> None:
         self.device = device
-        if isinstance(batch_size, str):
-            self.grows = True
-            self.now = 1
-            self.most = LARGEST_AUTO_GROUP
-        else:
-            self.grows = False
-            self.now = batch_size
-            self.most = batch_size
+        self.grows = isinstance(batch_size, str)
+        self.now = 1 if isinstance(batch_size, str) else batch_size
+        self.most = LARGEST_AUTO_GROUP if isinstance(batch_size, str) else batch_size
         self._bytes_before_group: int | None = None
         self._most_bytes_of_a_unit = 0.0
 
@@ -102,29 +94,13 @@ class GroupSize:
         if units == self.now and expected <= SAFE_SHARE * total:
             self.now = doubled
 
-    def group_ran_out(self, units: int) -> tuple[int, int]:
-        """Halve the size, after a group of this many units ran out of memory.
-
-        Returns:
-            `now` and `most` as they were before, for `restore`.
-        """
-        before = (self.now, self.most)
-        self.most = max(1, min(self.most, units // 2))
-        self.now = self.most
-        return before
-
-    def restore(self, before: tuple[int, int]) -> None:
-        """Take the size again that a group had which ran out of memory, since one of its units does not
-        fit even alone."""
-        self.now, self.most = before
+    def group_ran_out(self, units: int) -> None:
+        """Halve the size, after a group of this many units ran out of memory."""
+        self.now = self.most = max(1, min(self.most, units // 2))
 
 
 class Runner:
-    """Runs the units of a plan in groups.
-
-    Args:
-        batch_size: see `GroupSize`.
-    """
+    """Runs the units of a plan in groups (`GroupSize`)."""
 
     def __init__(self, plan: Plan, session: Session, batch_size: int | str) -> None:
         self.plan = plan
@@ -178,9 +154,9 @@ class Runner:
                 yield records
         # They refer to tensors, which would otherwise stay in memory while the units run again.
         del by_unit, failure
-        before = None
+        before = self.size.now, self.size.most
         if out_of_memory:
-            before = self.size.group_ran_out(len(group))
+            self.size.group_ran_out(len(group))
             log.info("batch of %d ran out of memory; going on with %d", len(group), self.size.now)
         elif not again:
             self.size.group_fitted(len(group))
@@ -193,8 +169,8 @@ class Runner:
             for retried in self._run_group(again[start : start + half]):
                 fits_nowhere |= all(_failed_as([record], ("oom",)) for record in retried)
                 yield retried
-        if before is not None and fits_nowhere:
-            self.size.restore(before)
+        if out_of_memory and fits_nowhere:
+            self.size.now, self.size.most = before
             log.info("one of them fits nowhere; going on with %d again", self.size.now)
 
     def _give_back_memory(self) -> None:
@@ -294,5 +270,4 @@ def _missing(
 
 
 def _failed_as(records: Sequence[Fields], statuses: Collection[str]) -> bool:
-    """Whether one of the records has one of these statuses."""
     return any(record.get("status") in statuses for record in records)

@@ -81,54 +81,36 @@ def _encoded_whole(examples: Sequence[Example], encoder: PromptEncoder) -> list[
     return encoded
 
 
-def encode_example(
-    example: Example,
-    encoder: PromptEncoder,
-    contexts: dict[Any, tuple[int, ...]] | None = None,
-) -> EncodedExample:
-    """Encode the context and the question of an example. They are encoded separately, unless the
-    tokenizer `adds_blank`. No token spans both, and a prompt has the same tokens whatever
-    `compress_after` says.
-
-    Args:
-        contexts: the token ids of contexts that were encoded before; the function adds this example's.
-    """
-    if contexts is None:
-        contexts = {}
-    (example,) = _encoded_whole([example], encoder)
-    prefix: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
-    if not example.complete:
-        prefix, suffix = encoder.prefix_ids, encoder.suffix_ids
-
-    def ids(text: str, known: tuple[int, ...] | None) -> tuple[int, ...]:
-        """The token ids that the example has already, or those of the text."""
-        return tuple(encoder.encode_text(text)) if known is None else known
-
-    context = (example.context, example.context_ids, example.complete)
-    if context not in contexts:
-        contexts[context] = (*prefix, *ids(example.context, example.context_ids))
-    question = ids(example.question, example.question_ids)
-    return EncodedExample(example, contexts[context], (*question, *suffix))
+def encode_example(example: Example, encoder: PromptEncoder) -> EncodedExample:
+    return encode_examples([example], encoder)[0]
 
 
 def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list[EncodedExample]:
-    """Encode all examples.
+    """Encode all examples, context and question of each separately, unless the tokenizer `adds_blank`.
+    No token spans both, and a prompt has the same tokens whatever `compress_after` says.
 
     Where the history of an example is "golden", its question ids begin with the earlier questions about
     the context and their golden answers. Where it is "own", they begin with the tokens that come between
     the method's own answer and the next message.
     """
     encoded_examples: list[EncodedExample] = []
-    contexts: dict[Any, tuple[int, ...]] = {}
+    contexts: dict[Any, tuple[int, ...]] = {}  # each is encoded once
     first_of_context: dict[str, EncodedExample] = {}
     history_of_context: dict[str, tuple[int, ...]] = {}  # questions and golden answers so far
     has_turns = any(example.history != "none" for example in examples)
     between = tuple(encoder.between_turns()) if has_turns else ()
+
+    def ids(text: str, known: tuple[int, ...] | None) -> tuple[int, ...]:
+        return tuple(encoder.encode_text(text)) if known is None else known
+
     for example in _encoded_whole(examples, encoder):
-        encoded = encode_example(example, encoder, contexts)
+        around = ((), ()) if example.complete else (encoder.prefix_ids, encoder.suffix_ids)
+        context = (example.context, example.context_ids, example.complete)
+        if context not in contexts:
+            contexts[context] = (*around[0], *ids(example.context, example.context_ids))
+        question = (*ids(example.question, example.question_ids), *around[1])
+        encoded = EncodedExample(example, contexts[context], question)
         name = encoded.context
-        question = encoded.question_ids
         first = first_of_context.setdefault(name, encoded)
         if first.context_ids != encoded.context_ids:
             raise KVError(

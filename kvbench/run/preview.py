@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Mapping
 
 from rich import box
 from rich.console import Console
@@ -24,8 +25,30 @@ def print_dry_run(job: Job, name: str = "") -> None:
     Args:
         name: the name of the job where there are several; it is then described in one line.
     """
-    examples = _examples_line(job)
-    tokens = _tokens_line(job)
+    on_disk = {
+        label: recorded(folder) & record_ids(job.units) for label, folder in job.folders.items()
+    }
+    waiting = [
+        unit
+        for unit in job.units
+        if any(not ids.issuperset(unit.record_ids) for ids in on_disk.values())
+    ]
+    examples = f"{len(job.units)} examples, {len(waiting)} of them to run"
+    if job.shard is not None:
+        examples += f" (shard {job.shard} of {len(job.within_limit)})"
+    answers = len(record_ids(job.units))
+    if answers != len(job.units):
+        examples += f", {answers} answers per method"
+    prompts = [encoded for unit in job.units for encoded in unit.examples]  # none of a probe
+    lengths = [encoded.n for encoded in prompts]
+    median = int(statistics.median(lengths)) if lengths else None
+    tokens = "tokens as the task says"
+    if lengths:
+        new_tokens = sum(encoded.example.max_new_tokens for encoded in prompts)
+        tokens = (
+            f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median {median}, max "
+            f"{max(lengths)}), up to {new_tokens:,} new ones per method"
+        )
     folder = next(iter(job.folders.values())).parent
     session = job.session
     if name:
@@ -45,75 +68,27 @@ def print_dry_run(job: Job, name: str = "") -> None:
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     if name:
         return
-    out.print(_table_of_methods(job))
-    if _prompt_lengths(job):
+    out.print(_table_of_methods(job, median, on_disk))
+    if lengths:
         note = "capacity and bytes are those of the median prompt, without weights and scores"
         out.print(f"  {note}", style="dim", highlight=False)
 
 
-def _prompt_lengths(job: Job) -> list[int]:
-    """The number of tokens of each example's prompt; none for a probe, which has no examples."""
-    return [encoded.n for unit in job.units for encoded in unit.examples]
-
-
-def _ids_on_disk(job: Job) -> dict[str, set[str]]:
-    """By label, the example ids of this job that have a record of the method on disk."""
-    return {
-        label: recorded(folder) & record_ids(job.units) for label, folder in job.folders.items()
-    }
-
-
-def _examples_line(job: Job) -> str:
-    """How many examples the job has, and how many of them lack records."""
-    units = job.units
-    on_disk = _ids_on_disk(job)
-    incomplete = [
-        unit
-        for unit in units
-        if any(not ids.issuperset(unit.record_ids) for ids in on_disk.values())
-    ]
-    line = f"{len(units)} examples, {len(incomplete)} of them to run"
-    if job.shard is not None:
-        line += f" (shard {job.shard} of {len(job.within_limit)})"
-    answers = len(record_ids(job.units))
-    if answers != len(units):
-        line += f", {answers} answers per method"
-    return line
-
-
-def _tokens_line(job: Job) -> str:
-    """How many prompt tokens the job reads, and how many tokens it generates at most."""
-    lengths = _prompt_lengths(job)
-    if not lengths:
-        return "tokens as the task says"
-    new_tokens = sum(
-        encoded.example.max_new_tokens for unit in job.units for encoded in unit.examples
-    )
-    return (
-        f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median "
-        f"{int(statistics.median(lengths))}, max {max(lengths)}), up to {new_tokens:,} new ones per "
-        "method"
-    )
-
-
-def _table_of_methods(job: Job) -> Table:
-    """A table with a row for each method: its capacity and bytes at the median prompt, its records on
-    disk, and its folder."""
+def _table_of_methods(job: Job, tokens: int | None, on_disk: Mapping[str, set[str]]) -> Table:
+    """A row for each method: its capacity and bytes for a prompt of so many tokens, its records on disk,
+    and its folder."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "capacity", "cache", "exact cache", "on disk", "run"):
         table.add_column(column, justify="left" if column in ("method", "run") else "right")
-    lengths = _prompt_lengths(job)
     shape = cache_shape(job.session.spec, job.session.dtype)
-    on_disk = _ids_on_disk(job)
     for label, (method, budget) in job.methods.items():
         memory = ["-", "-", "-"]
-        if lengths:
-            median = int(statistics.median(lengths))
-            capacity = budget.capacity(median) if method.saves_memory else median
+        if tokens is not None:
+            capacity = budget.capacity(tokens) if method.saves_memory else tokens
             memory = [str(capacity), "unknown", "unknown"]
             if shape is not None:
-                exact_bytes = shape.bytes(median, median)
-                cache_bytes = shape.bytes(median, capacity, method.quantization())
+                exact_bytes = shape.bytes(tokens, tokens)
+                cache_bytes = shape.bytes(tokens, capacity, method.quantization())
                 memory[1] = f"{cache_bytes / MIB:.3f} MiB ({cache_bytes / exact_bytes:.0%})"
                 memory[2] = f"{exact_bytes / MIB:.3f} MiB"
         records = f"{len(on_disk[label])}/{len(record_ids(job.units))}"

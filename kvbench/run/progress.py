@@ -53,12 +53,7 @@ class Progress:
         show(self, True)
 
     def begin(self, work: Sequence[tuple[Any, Any]], total: int) -> None:
-        """Note the work of the job, before the first unit runs.
-
-        Args:
-            work: the units that lack records, each with the methods that it is to be run with.
-            total: all units of the job.
-        """
+        """Note the units that lack records, each with its methods, of `total` units in all."""
         self.total = total
         self.done = total - len(work)
         for unit, methods in work:
@@ -72,7 +67,6 @@ class Progress:
         self._show(self, self.done > 0)
 
     def add(self, method: str, score: float | None) -> None:
-        """Add the score of one record to the method's mean."""
         if score is not None:
             self._scores.setdefault(method, []).append(score)
 

@@ -58,7 +58,6 @@ def code_revision() -> str:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """The device, the processor with its cores and threads, and on CUDA the GPU."""
     processor = platform.processor() or platform.machine()
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text().splitlines() if cpu_info.is_file() else []

@@ -142,7 +142,7 @@ def test_a_forest_has_its_intervals_along_the_scores_and_a_name_that_no_font_has
     figure = Figure()
     figure.suptitle("\U00012000")
     with warnings.catch_warnings(action="error"):
-        assert Drawn("name", "title", "caption", lambda: figure).encoded("png")
+        assert Drawn("name", "title", "caption", lambda: figure, "bars").encoded("png")
 
 
 def test_panels_show_the_best_methods_of_the_lowest_rate_and_name_the_rest(tmp_path: Path) -> None:
