@@ -131,7 +131,7 @@ class Group:
     @property
     def looks(self) -> int:
         """How many rounds the runs may have had at most (`limit=auto`); 1 for a number of examples."""
-        return max(len(manifest.get("rounds") or [0]) for manifest in self.manifests)
+        return max([1, *(len(manifest.get("rounds") or ()) for manifest in self.manifests)])
 
     @property
     def baseline_name(self) -> str | None:
