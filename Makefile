@@ -99,7 +99,7 @@ results-instructions: setup
 
 results-papers: setup
 	$(REAL) experiment=_results_figure4
-	$(REAL) experiment=_results_table1
+	$(REAL) experiment=_results_table1 batch_size=6
 
 results-claims: setup
 	$(KVBENCH) claims model=smollm2_135m 'files=[$(ESSAYS)/*.txt]' results_dir=$(RESULTS)/claims
