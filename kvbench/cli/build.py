@@ -124,8 +124,10 @@ def run_config(
     logs = logger.pop("name") == "wandb"
 
     def run(job: Job) -> JobResult:
+        nonlocal since
         with progress_display(title) as progress:
             result = run_job(job, progress, since=since)
+        since = None  # imports and data were loaded for the first round
         write_log(
             job.results_dir / job.experiment,
             model=job.session.spec.label,
