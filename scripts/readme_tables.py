@@ -21,7 +21,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.cli.catalogue import paper_items
+from kvbench.cli.items import paper_items
 from kvbench.report.enough import MEASURE
 from kvbench.report.table import LIMITS, MARKS
 

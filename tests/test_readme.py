@@ -19,7 +19,7 @@ import pytest
 from support.command import refusal_of
 
 from kvbench.catalogue import catalogue
-from kvbench.cli.catalogue import experiment_called
+from kvbench.cli.items import experiment_called
 from kvbench.cli.main import own_task
 
 ROOT = Path(__file__).resolve().parents[1]

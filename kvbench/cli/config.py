@@ -29,8 +29,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from kvbench import __version__
 from kvbench.budget import Budget
 from kvbench.catalogue import catalogue, config_dir
-from kvbench.cli.catalogue import experiment_called
 from kvbench.cli.construct import constructed
+from kvbench.cli.items import experiment_called
 from kvbench.engine.answer import Sampling
 from kvbench.errors import (
     UserError,

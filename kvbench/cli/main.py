@@ -25,7 +25,6 @@ from omegaconf import OmegaConf
 
 from kvbench import __version__, wait_asleep
 from kvbench.catalogue import KINDS, catalogue, config_dir
-from kvbench.cli.catalogue import experiment_lines, item_called
 from kvbench.cli.config import (
     GROUPS,
     Settings,
@@ -36,6 +35,7 @@ from kvbench.cli.config import (
     job_config,
     sweep_of,
 )
+from kvbench.cli.items import experiment_lines, item_called
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.cli.results import finish, print_scores

@@ -19,8 +19,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from kvbench.catalogue import catalogue, config_dir
-from kvbench.cli.catalogue import PaperItem, item_called, paper_items
 from kvbench.cli.config import composed, explaining, hydra_of_conf
+from kvbench.cli.items import PaperItem, item_called, paper_items
 from kvbench.cli.jobs import report_error
 from kvbench.errors import UserError, nearest, needs_extra
 

@@ -144,21 +144,23 @@ def _template(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
+_TEMPLATES = Environment(  # one for all pages: a template is compiled once
+    loader=FileSystemLoader(_HERE),
+    autoescape=True,
+    finalize=_shown,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.globals["breakable"] = _breakable
+
+
 def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
     """A page made from one of the templates, with the sources of `libraries` as scripts beside page.js.
     Every value is escaped; an unknown name is an error."""
-    made = Environment(
-        loader=FileSystemLoader(_HERE),
-        autoescape=True,
-        finalize=_shown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.globals["breakable"] = _breakable
     scripts = [_template("page.js"), *libraries]
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
-    return made.get_template(template).render(
+    return _TEMPLATES.get_template(template).render(
         style=_template("page.css"),
         scripts=scripts,
         script_hashes=[base64.b64encode(digest).decode() for digest in digests],

@@ -1,11 +1,13 @@
 """What sharing a prefill, decoding, questions and scoring cost: processor seconds on one thread; in
-`sharing` and `questions` seconds on the threads of a job.
+`sharing`, `questions` and `batches` seconds on the threads of a job, and beside the ratio its floor:
+what it would be if nothing but the model's matrix products came to what is compared with.
 
     python scripts/benchmarks/bench_engine.py sharing    eight methods in one job over `exact` alone
     python scripts/benchmarks/bench_engine.py decode     a token's time at rate 0.25 over exact's
     python scripts/benchmarks/bench_engine.py layer      a token's attention over one layer's cache
     python scripts/benchmarks/bench_engine.py answers    a token's time along an answer of 8,192 tokens
     python scripts/benchmarks/bench_engine.py questions  ten questions on one context over one question
+    python scripts/benchmarks/bench_engine.py batches    examples a minute of 2 and 4 prompts at a time
     python scripts/benchmarks/bench_engine.py scoring    teacher-forced scores over one exact forward
     python scripts/benchmarks/bench_engine.py compression  each method's compression over the prefill
 
@@ -39,8 +41,8 @@ from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import addresses_in, cache_of
-from kvbench.engine.device import threads_are_ours
-from kvbench.engine.generate import generate_one
+from kvbench.engine.device import small_pass, threads_are_ours
+from kvbench.engine.generate import Prompt, generate_each, generate_one
 from kvbench.engine.hooks import hook_of
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
@@ -148,6 +150,14 @@ def generated(
     return answers
 
 
+def products(model: PreTrainedModel, rows: int) -> None:
+    """The matrix products of a decoding step of so many rows, as a job calculates them."""
+    with torch.inference_mode(), small_pass(model, rows):
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module(torch.zeros(1, rows, module.in_features))
+
+
 def bench_sharing(options: argparse.Namespace) -> None:
     """One prefill and one decoding for eight methods, over a job of `exact` alone; and the same for
     `exact` and seven caches of StreamingLLM, which are decoded but take no time to compress."""
@@ -159,14 +169,20 @@ def bench_sharing(options: argparse.Namespace) -> None:
         "exact": partial(generated, model, ids, ["exact"], stopping, RATE),
         "all": partial(generated, model, ids, names, stopping, RATE),
         "decoded": partial(generated, model, ids, ["exact"], stopping, RATE, len(names) - 1),
+        "one row": partial(products, model, 1),
+        "all rows": partial(products, model, len(names)),
     }
     seconds = medians(runs, options.runs, time.perf_counter)
+    surplus = (stopping.max_new_tokens - 1) * (seconds["all rows"] - seconds["one row"])
     print(f"{options.model}, {len(ids)} + {stopping.max_new_tokens} tokens, {threads_in_words()}")
     print(f"exact {seconds['exact']:.3f} s; {len(names)} methods in one job {seconds['all']:.3f} s")
     print(f"ratio {seconds['all'] / seconds['exact']:.2f}")
     print(
         f"ratio of exact and {len(names) - 1} caches that take no time to compress "
         f"{seconds['decoded'] / seconds['exact']:.2f}"
+    )
+    print(
+        f"floor: exact and the products of {len(names)} rows {1 + surplus / seconds['exact']:.2f}"
     )
 
 
@@ -310,20 +326,58 @@ def bench_questions(options: argparse.Namespace) -> None:
     model = model_of(options, threads=None)
     print(threads_in_words())
     model.generation_config.eos_token_id = None
-    questions = [random_tokens(16, seed) for seed in range(10)]
+    questions, new = [random_tokens(16, seed) for seed in range(10)], options.new or 16
     context = random_tokens(options.tokens or 4096)
     for method in options.methods or ("exact", "snapkv", "balancekv"):
         with compress(model, method, rate=0.25) as session:
 
             def ask(count: int, session: Any = session) -> None:
                 reading = session.read(context)
-                reading.ask_all(questions[:count], max_new_tokens=options.new or 16)
+                reading.ask_all(questions[:count], max_new_tokens=new)
 
             runs = {"one": partial(ask, 1), "ten": partial(ask, 10)}
+            runs |= {f"{rows} rows": partial(products, model, rows) for rows in (1, 10, 16, 160)}
             seconds = medians(runs, options.runs, time.perf_counter)
         ratio = seconds["ten"] / seconds["one"]
+        fed = seconds["160 rows"] - seconds["16 rows"]  # the questions, before the answers' tokens
+        surplus = fed + (new - 1) * (seconds["10 rows"] - seconds["1 rows"])
         times = f"one {seconds['one']:6.2f} s  10 {seconds['ten']:6.2f} s  ratio {ratio:.2f}"
-        print(f"{options.model} {method:12} {times}")
+        print(f"{options.model} {method:12} {times}  floor {1 + surplus / seconds['one']:.2f}")
+
+
+def bench_batches(options: argparse.Namespace) -> None:
+    """Four prompts by eight methods, decoded one, two and four prompts at a time (``batch_size``)."""
+    model = model_of(options, threads=None)
+    print(threads_in_words())
+    stopping, names = Stopping(options.new or 24), options.methods or EIGHT
+    methods = {name: (method_of(name), RATE) for name in names}
+    prompts = [
+        Prompt.of(random_tokens(options.tokens or 512, seed), (), methods, stopping, str(seed))
+        for seed in range(4)
+    ]
+
+    def together(size: int) -> None:
+        with kvbench_attention_on(model):
+            for first in range(0, len(prompts), size):
+                generate_each(model, prompts[first : first + size], seed=0)
+
+    sizes = (1, 2, 4)
+    runs = {f"batches of {size}": partial(together, size) for size in sizes}
+    runs |= {f"products of {size}": partial(products, model, size * len(names)) for size in sizes}
+    seconds = medians(runs, options.runs, time.perf_counter)
+    alone = seconds["batches of 1"]
+    for size in sizes:
+        steps = len(prompts) / size * (stopping.max_new_tokens - 1)
+        in_products = steps * seconds[f"products of {size}"]
+        saved = (
+            len(prompts) * (stopping.max_new_tokens - 1) * seconds["products of 1"] - in_products
+        )
+        together_s = seconds[f"batches of {size}"]
+        print(
+            f"batch_size={size}: {60 * len(prompts) / together_s:5.1f} examples a minute, "
+            f"{alone / together_s:.2f} times one's; steps' products {in_products / together_s:.0%}; "
+            f"were products alone to gain {alone / (alone - saved):.2f}"
+        )
 
 
 def bench_scoring(options: argparse.Namespace) -> None:
@@ -364,6 +418,7 @@ BENCHES = {
     "layer": bench_layer,
     "answers": bench_answers,
     "questions": bench_questions,
+    "batches": bench_batches,
     "scoring": bench_scoring,
     "compression": bench_compression,
 }

@@ -13,7 +13,7 @@ from support.command import composed
 from support.method_layers import make_layer, run
 
 from kvbench.cli.build import build_job
-from kvbench.cli.catalogue import paper_items
+from kvbench.cli.items import paper_items
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 

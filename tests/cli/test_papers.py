@@ -19,8 +19,8 @@ from support.paths import ROOT
 
 from kvbench.cli import config
 from kvbench.cli import reproduce as reproducing
-from kvbench.cli.catalogue import experiment_called, paper_items
 from kvbench.cli.config import Settings, expanded, hydra_of_conf
+from kvbench.cli.items import experiment_called, paper_items
 from kvbench.cli.reproduce import command_lines, reproduce
 from kvbench.errors import UserError
 from kvbench.records.read import load_runs

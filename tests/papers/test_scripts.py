@@ -18,7 +18,7 @@ from support.paths import ROOT
 from support.probing import SYNTHETIC
 from support.tiny import tiny_model
 
-from kvbench.cli.catalogue import paper_items
+from kvbench.cli.items import paper_items
 from kvbench.cli.reproduce import command_lines
 from kvbench.errors import UserError
 from kvbench.kv import CompressedKV, LayerKV, keep_all
