@@ -165,7 +165,7 @@ def bench_sharing(options: argparse.Namespace) -> None:
     ids = random_tokens(options.tokens or 4096)
     stopping = Stopping(options.new or 32)
     names = options.methods or EIGHT
-    runs = {
+    runs: dict[str, Callable[[], object]] = {
         "exact": partial(generated, model, ids, ["exact"], stopping, RATE),
         "all": partial(generated, model, ids, names, stopping, RATE),
         "decoded": partial(generated, model, ids, ["exact"], stopping, RATE, len(names) - 1),
