@@ -44,10 +44,10 @@ demo: setup ## a real language model and the shipped one x eight methods; tables
 	$(KVBENCH) experiment=demo results_dir=$(RESULTS)
 
 test: setup lint ## lint, types, and the tests that are not slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-all: test ## all tests: the long ones (a Slurm of this machine among them: root), the reference packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -rs -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -rs -m slow
 	$(MAKE) --no-print-directory test-references
 
 test-references: $(VENV_REFERENCES)/.ready ## compare with the real kvpress and minference packages, in $(VENV_REFERENCES)
@@ -72,7 +72,7 @@ wheel: setup ## build an sdist and a wheel; use the wheel in an empty environmen
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 # make results -j2 OMP_NUM_THREADS=1: two of these at a time, each on one core. Jobs and claims
 # whose records are there are not run again; scripts are.
