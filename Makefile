@@ -82,7 +82,7 @@ LINES = $(KVBENCH) results_dir=$(RESULTS) logger=none model=recall_mini experime
 export LONGEVAL ESSAYS LONGBENCH
 results: RESULTS = results
 results: results-leaderboard results-instructions results-papers results-claims results-lines ## results/ as committed: a real model's tables, lines of the shipped one; README's tables
-	for name in leaderboard frontier instructions figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+	for name in leaderboard ruler frontier instructions figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
 
 # Settings are those of conf/task/_results_*.yaml and conf/experiment/_results_*.yaml.
@@ -91,7 +91,7 @@ results-leaderboard: setup
 	$(REAL) experiment=frontier task=_results_layer_error
 	$(REAL) experiment=leaderboard task=_results_fidelity
 	$(REAL) experiment=leaderboard task=_results_needle $(RATES)
-	$(REAL) experiment=leaderboard task=_results_ruler $(RATES)
+	$(REAL) experiment=leaderboard experiment_name=ruler task=_results_ruler $(RATES)
 
 results-instructions: setup
 	$(REAL) experiment=instructions batch_size=6

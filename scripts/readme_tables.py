@@ -99,9 +99,9 @@ def bytes_of(frame: pd.DataFrame) -> pd.DataFrame:
     return costs.reset_index().assign(measure="bytes", low=None, high=None, mark=None)
 
 
-def _score_at_rate(heading: str, task: str, rate: float) -> Column:
+def _score_at_rate(heading: str, table: str, rate: float) -> Column:
     where = {"rate": rate, "by": "dataset"}
-    return Column(f"{heading}, {rate:g}", f"leaderboard/{task}-{MODEL}", where)
+    return Column(f"{heading}, {rate:g}", f"{table}-{MODEL}", where)
 
 
 def _at_quarter(
@@ -113,10 +113,10 @@ def _at_quarter(
 SCORES: dict[str, Sequence[Column]] = {
     "leaderboard": (
         Column("ratio, 0.25", f"leaderboard/needle-{MODEL}", {"rate": 0.25}, "ratio", 3),
-        *(_score_at_rate("needle", "needle", rate) for rate in (0.5, 0.25, 0.125)),
+        *(_score_at_rate("needle", "leaderboard/needle", rate) for rate in (0.5, 0.25, 0.125)),
         Column("needle, 95 % at ratio", f"leaderboard/needle-{MODEL}", {}, MEASURE, 2),
-        *(_score_at_rate("RULER", "ruler", rate) for rate in (0.5, 0.25, 0.125)),
-        Column("RULER, 95 % at ratio", f"leaderboard/ruler-{MODEL}", {}, MEASURE, 2),
+        *(_score_at_rate("RULER", "ruler/ruler", rate) for rate in (0.5, 0.25, 0.125)),
+        Column("RULER, 95 % at ratio", f"ruler/ruler-{MODEL}", {}, MEASURE, 2),
         _at_quarter("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
         _at_quarter("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),
         _at_quarter("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}),
