@@ -374,8 +374,6 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
     for label, folder in sorted(job.folders.items()):
         store = RecordStore(folder, job.lock_timeout, suffix)
         stores[label] = stack.enter_context(store)
-        if job.retry_failed:
-            store.drop_failed()
         # In this order: a process that is killed between them leaves a manifest that asks for no more
         # than the examples beside it.
         write_examples(folder, record_ids(job.within_limit))
@@ -384,13 +382,18 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
 
 
 def _work_left(job: Job, stores: Mapping[str, RecordStore]) -> list[Work]:
-    """The units of the job that lack records, each with the methods whose records it lacks."""
+    """The units of the job that lack records, or have failed ones that are to be run again, each with
+    the methods for which they do."""
+    done = {
+        label: store.done - (store.failed if job.retry_failed else set())
+        for label, store in stores.items()
+    }
     work: list[Work] = []
     for unit in job.units:
         methods = {
             label: job.methods[label]
             for label in stores
-            if not stores[label].done.issuperset(unit.record_ids)
+            if not done[label].issuperset(unit.record_ids)
         }
         if methods:
             work.append((unit, methods))

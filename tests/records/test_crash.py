@@ -87,7 +87,7 @@ def test_what_stops_a_write_leaves_no_half_line(
                 records.append(make_record("b"))
         if isinstance(failure, OSError):
             assert "no space left" in str(error.value)
-            assert "the 1 earlier records are intact" in str(error.value)
+            assert "its earlier records are intact" in str(error.value)
         assert records.path.read_bytes() == before
         assert records.append(make_record("b"))
 
