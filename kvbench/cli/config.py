@@ -35,11 +35,11 @@ from kvbench.engine.answer import Sampling
 from kvbench.errors import (
     UserError,
     complain,
-    environment_secrets,
     first_line,
     names_a_secret,
     nearest,
     presentable,
+    without_keys,
 )
 from kvbench.errors.options import (
     Count,
@@ -333,7 +333,7 @@ class Settings:
             "model.name": str(self.model.get("name")),
         }
         for key, name in names.items():
-            if any(secret in name for secret in environment_secrets()):
+            if without_keys(name) != name:
                 raise UserError(
                     f"{key} holds a secret of the environment, which folders and pages would show; "
                     "allowed: a plain name"

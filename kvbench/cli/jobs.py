@@ -127,9 +127,7 @@ class Jobs:
         else:
             folders = result.folders
             title = f"{settings.model['name']} x {settings.task_label}"
-            complain(
-                presentable(f"{title}: {result.records}/{result.records}, all records on disk")
-            )
+            complain(f"{title}: {result.records}/{result.records}, all records on disk")
             if not several:
                 print_scores(folders[0].parents[2], folders)
         summary = f"{result.records} records, {result.failed} of them failed"

@@ -176,11 +176,11 @@ def progress_display(title: str) -> Iterator[Progress]:
         nonlocal last_shown
         if force or time.monotonic() - last_shown >= pause:
             last_shown = time.monotonic()
-            line = presentable(f"{title}: {progress}")
+            line = f"{title}: {progress}"
             if status is None:
                 complain(line)
             else:
-                status.update(escape(line))
+                status.update(escape(presentable(line)))
 
     with status or nullcontext():
         yield Progress(show)
