@@ -134,7 +134,6 @@ def run_config(
             task=job.task,
             written=result.written,
             seconds=result.seconds,
-            groups=progress.history,
         )
         return result
 
