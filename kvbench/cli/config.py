@@ -92,9 +92,8 @@ def expanded(overrides: Sequence[str]) -> list[str]:
         key, _, value = text.partition("=")
         _refuse(text)
         values = [part.strip("'\"") for part in value.split(",")]
-        if (
-            key.lstrip("+") in GROUPS
-        ):  # conf/config.yaml has a choice of each, so that nothing is added
+        if key.lstrip("+") in GROUPS:
+            # conf/config.yaml has a choice of each, so that nothing is added.
             text, key = text.lstrip("+"), key.lstrip("+")
         if key in ("method", *BUDGETS) and SEVERAL.fullmatch(value):
             exact = ["exact"] if key == "method" and "exact" not in values else []
