@@ -13,13 +13,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
+from kvbench.api import load_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.generate import Prompt, generate_each
-from kvbench.engine.loading import load_model
-from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.row import prompt_name
-from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
+from kvbench.engine.tokenizer import end_token_ids
 from kvbench.errors import UserError, nearest
 from kvbench.errors.options import fits, refusal
 from kvbench.kv import Budget
@@ -43,7 +42,7 @@ class KVBenchLM(Requests):
     from the exact prefill, as in the papers.
 
     Args:
-        pretrained: a local folder, a Hub id, or ``asset:recall_mini``.
+        pretrained: a name of ``kvbench list models``, a folder or an id of the Hub.
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A budget smaller than
             the default sink and window is written ``total_rate=0.04,sink=0,window=0``.
         scoring: ``sum``; or ``mean``, the log-probability per token, as in H2O's released evaluation.
@@ -96,22 +95,20 @@ class KVBenchLM(Requests):
         self.method.quantization()
         self.budget = Budget(rate=rate, sink=sink, window=window, size=size, total_rate=total_rate)
         self.methods = {LABEL: (self.method, self.budget)}
-        spec = ModelSpec(
-            name=pretrained,
-            path=pretrained,
-            revision=revision,
-            tokenizer=tokenizer,
-            trust_remote_code=trust_remote_code,
-        )
         if device and device.startswith("cuda") and not torch.cuda.is_available():
             log.warning("device is %s, which the command line has by default; no GPU: cpu", device)
             device = "cpu"
-        torch_device = resolve_device(device or "auto")
-        torch_dtype = resolve_dtype(dtype, torch_device)
-        model = load_model(spec, device=torch_device, dtype=torch_dtype, seed=seed)
+        given = {"revision": revision, "tokenizer": tokenizer}
+        model, model_tokenizer = load_model(
+            pretrained,
+            device=device or "auto",
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            **{name: value for name, value in given.items() if value is not None},
+        )
         super().__init__(
             model,
-            load_tokenizer(spec),
+            model_tokenizer,
             max_length=max_length,
             add_bos_token=add_bos_token,
             batch_size=batch_size if isinstance(batch_size, int) else 8,
