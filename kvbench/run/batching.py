@@ -40,14 +40,16 @@ LARGEST_AUTO_GROUP = 64
 SAFE_SHARE = 0.85
 """A group is doubled only if it is then expected to take at most this share of all memory."""
 
-GOES_ON = "the same command goes on after it"
-"""The end of a message about a lost device."""
-
 
 class DeviceLost(UserError, RuntimeError):
-    """The device (a GPU after a fault) can run nothing any more in this process."""
+    """The device (a GPU after a fault) can run nothing any more in this process, since `when`."""
 
     status = FAILED
+
+    def __init__(self, device: torch.device, when: str) -> None:
+        super().__init__(
+            f"{device} answers nothing any more {when}; the same command goes on after it"
+        )
 
 
 class GroupSize:
@@ -124,10 +126,8 @@ class Runner:
                 failed |= any(record.get("error") is not None for record in records)
                 yield records
             if failed and not device_is_usable(device):
-                raise DeviceLost(
-                    f"{device} answers nothing any more after example {group[-1][0].id!r}, whose "
-                    f"records say why; {GOES_ON}"
-                )
+                unit, _ = group[-1]
+                raise DeviceLost(device, f"after example {unit.id!r}, whose records say why")
 
     def _run_group(self, group: Sequence[Work]) -> Iterator[Sequence[Fields]]:
         """Run a group. Yields the records of each unit: first those that are final, then those of the

@@ -28,7 +28,7 @@ from kvbench.records.store import (
     write_examples,
     write_manifest,
 )
-from kvbench.run.batching import GOES_ON, DeviceLost, Runner, Work
+from kvbench.run.batching import DeviceLost, Runner, Work
 from kvbench.run.identity import without_defaults
 from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, Unit
 from kvbench.run.progress import Progress
@@ -289,8 +289,8 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
     """
     since = time.monotonic() if since is None else since
     seconds = dict.fromkeys(("load", "prefill", "compress", "decode"), 0.0)
-    if not device_is_usable(job.session.device):  # an earlier job of this process lost it
-        raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
+    if not device_is_usable(job.session.device):
+        raise DeviceLost(job.session.device, "since an earlier job")
     for warning in job.warnings:
         log.warning("%s x %s: %s", job.session.spec.label, job.task, warning)
     _load_model_if_needed(job)
