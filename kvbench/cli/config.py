@@ -47,10 +47,9 @@ from kvbench.errors.options import (
     Positive,
     Whole,
     check_options,
-    fits,
+    checked,
     hints_of,
     only,
-    refusal,
 )
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
@@ -293,9 +292,8 @@ class Settings:
             constructed({**budget, "_target_": "kvbench.budget.Budget"}, "budget", Budget)
         constructed(settings.sampling, "sampling", Sampling)
         for key, hint in _LOGGER.items():
-            value = settings.logger.get(key)
-            if key in settings.logger and not fits(hint, value):
-                raise UserError(refusal(f"logger.{key}", value, hint))
+            if key in settings.logger:
+                checked(f"logger.{key}", settings.logger[key], hint)
         settings._refuse_secrets()
         settings._check_rounds()
         Shard.parse(settings.shard)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from kvbench.budget import KVError
 from kvbench.errors import first_line, nearest
-from kvbench.errors.options import fits, hints_of, refusal
+from kvbench.errors.options import checked, hints_of
 from kvbench.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -42,10 +42,9 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
         if hints and name not in hints:
             known = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
             raise KVError(f"unknown key {name!r} of {key}{known}")
-        option = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
-        if hints and not fits(hints[name], option):
-            raise KVError(refusal(f"{key}.{name}", value, hints[name]))
-        options[name] = option
+        options[name] = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
+        if hints:
+            checked(f"{key}.{name}", options[name], hints[name], KVError)
     try:
         return target(**options)
     except TypeError as error:

@@ -36,7 +36,7 @@ from kvbench.cli.construct import methods_of
 from kvbench.cli.finished import finished
 from kvbench.cli.results import print_scores
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
-from kvbench.errors.options import Count, fits, refusal
+from kvbench.errors.options import Count, checked
 from kvbench.records.durable import replace
 from kvbench.run.termination import terminable
 
@@ -296,8 +296,7 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
 
     workers, per_worker = launcher["workers"], launcher["gpus_per_worker"] or 1
     for name in ("workers", "gpus_per_worker"):
-        if not fits(Count | None, launcher[name]):
-            raise UserError(refusal(f"launcher.{name}", launcher[name], Count | None))
+        checked(f"launcher.{name}", launcher[name], Count | None)
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device is {device!r}; allowed with launcher=gpus: auto, cuda, cpu")
     count = 0 if device == "cpu" else device_count()  # asks the driver, takes no memory of a GPU

@@ -20,7 +20,7 @@ from kvbench.engine.generate import Prompt, generate_each
 from kvbench.engine.row import prompt_name
 from kvbench.engine.tokenizer import end_token_ids
 from kvbench.errors import UserError, nearest
-from kvbench.errors.options import fits, refusal
+from kvbench.errors.options import checked
 from kvbench.kv import Budget
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields
 from kvbench.methods import build_method
@@ -85,8 +85,7 @@ class KVBenchLM(Requests):
         # The harness passes these two to every model.
         del max_batch_size, metadata
         for name, value, hint in (("scoring", scoring, Scoring), ("seed", seed, int)):
-            if not fits(hint, value):
-                raise UserError(refusal(f"model_args {name}", value, hint))
+            checked(f"model_args {name}", value, hint)
         self.options = method_options(method, dotted)
         self.scoring = scoring
         self.method_name = method
