@@ -57,8 +57,7 @@ class GroupSize:
 
     With batch_size "auto" the first group has one unit. The size doubles as long as a group of twice the
     size is expected to fit into memory. After a group that ran out of memory it is halved, and does not
-    grow again. If one unit of that group does not fit even alone, the others are not to blame: the size
-    before is taken again.
+    grow again, unless one unit of that group does not fit even alone: then the others are not to blame.
 
     Attributes:
         now: units of the next group.
@@ -154,24 +153,20 @@ class Runner:
                 yield records
         # They refer to tensors, which would otherwise stay in memory while the units run again.
         del by_unit, failure
-        before = self.size.now, self.size.most
-        if out_of_memory:
-            self.size.group_ran_out(len(group))
-            log.info("batch of %d ran out of memory; going on with %d", len(group), self.size.now)
-        elif not again:
+        if not again:
             self.size.group_fitted(len(group))
-        if again:
-            log.info("%d of them run again in smaller batches", len(again))
-            self._give_back_memory()
+            return
+        log.info("%d of a batch of %d run again in smaller ones", len(again), len(group))
+        self._give_back_memory()
         fits_nowhere = False
         half = len(group) // 2
         for start in range(0, len(again), half):
             for retried in self._run_group(again[start : start + half]):
                 fits_nowhere |= all(_failed_as([record], ("oom",)) for record in retried)
                 yield retried
-        if out_of_memory and fits_nowhere:
-            self.size.now, self.size.most = before
-            log.info("one of them fits nowhere; going on with %d again", self.size.now)
+        if out_of_memory and not fits_nowhere:
+            self.size.group_ran_out(len(group))
+            log.info("a batch of %d did not fit; going on with %d", len(group), self.size.now)
 
     def _give_back_memory(self) -> None:
         """Free the decoding steps that were captured for later prompts, and the device's unused
