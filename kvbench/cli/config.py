@@ -34,6 +34,7 @@ from kvbench.cli.items import experiment_called
 from kvbench.engine.answer import Sampling
 from kvbench.errors import (
     UserError,
+    check_known,
     complain,
     first_line,
     names_a_secret,
@@ -281,9 +282,7 @@ class Settings:
             part = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             values: Any = OmegaConf.to_container(part, resolve=True, throw_on_missing=True)
         for key in values:
-            if key not in known:
-                names = ", ".join(known)
-                raise UserError(f"unknown key {key!r}{nearest(key, list(known))}; allowed: {names}")
+            check_known(f"unknown key {key!r}", key, list(known), UserError)
         settings = Settings(**{key: values.get(key) for key in known})
         if not settings.methods:
             raise UserError("no method is chosen; allowed: method=[...]")

@@ -8,7 +8,7 @@ from pydoc import ErrorDuringImport, locate
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvbench.budget import KVError
-from kvbench.errors import first_line, nearest
+from kvbench.errors import check_known, first_line
 from kvbench.errors.options import checked, hints_of
 from kvbench.tasks.base import Task
 
@@ -39,9 +39,8 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
     for name, value in node.items():
         if name == "_target_":
             continue
-        if hints and name not in hints:
-            known = f"{nearest(name, list(hints))}; allowed: {', '.join(hints)}"
-            raise KVError(f"unknown key {name!r} of {key}{known}")
+        if hints:
+            check_known(f"unknown key {name!r} of {key}", name, list(hints), KVError)
         options[name] = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
         if hints:
             checked(f"{key}.{name}", options[name], hints[name], KVError)
