@@ -322,9 +322,7 @@ class GpuLauncher(Launcher):
     """
 
     def run(self, orders: Sequence[tuple[str, str]]) -> None:
-        """Start a process for each order as soon as a GPU is free.
-
-        A worker is in a process group of its own, so that Ctrl-C in the terminal reaches the command
+        """A worker is in a process group of its own, so that Ctrl-C in the terminal reaches the command
         alone. When the command ends, however it ends, the worker's standard input ends, see `_watch`.
         """
         free = deque(devices_of(self.config.launcher, self.config.device))

@@ -114,7 +114,6 @@ def recorded(folder: Path) -> set[str]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The parsed manifest.json."""
     with disk_errors(path):
         content = path.read_bytes()
     where = f"{path} (move it away, and the run's command writes a new one; the records stay)"

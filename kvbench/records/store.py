@@ -79,10 +79,8 @@ def safe_name(name: str) -> str:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
-    """Write ``manifest.json`` in one step: readers see the old file or the new one, never half of one.
-
-    The `START_KEYS` of the manifest that is replaced are added to ``earlier_starts``.
-    """
+    """Write ``manifest.json``. The `START_KEYS` of the one that it replaces are added to
+    ``earlier_starts``."""
     path = folder / MANIFEST
     with disk_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +95,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
 
 
 def write_examples(folder: Path, example_ids: Collection[str]) -> Path:
-    """Write ``examples.json``, the ids of the examples that a command is to run, in one step."""
+    """Write ``examples.json``, the ids of the examples that a command is to run."""
     path = folder / EXAMPLES
     with disk_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,9 +114,7 @@ class RecordStore:
     Entering takes the lock of the file that is written and removes a half-written last line.
 
     Args:
-        folder: the run's folder, made if missing.
-        lock_timeout: seconds to wait for another process that writes the same file; 0 does not wait,
-            -1 waits without limit.
+        lock_timeout: seconds to wait for another process that writes the same file; -1: without limit.
         shard: suffix of the shard whose file is written, None for records.jsonl. Examples with a record
             in another file of the folder count as done.
     """
