@@ -32,7 +32,7 @@ from kvbench.engine.prefill import prefill
 from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
 from kvbench.errors import nearest
-from kvbench.errors.options import Count, fits, refusal
+from kvbench.errors.options import Count, checked
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method, option_names
 from kvbench.methods.base import Method
@@ -137,8 +137,7 @@ def compress(
     """
     label, built = _method(method, options)
     if compression_ratio is not None:
-        if not fits(Removed, compression_ratio):
-            raise KVError(refusal("compression_ratio", compression_ratio, Removed))
+        checked("compression_ratio", compression_ratio, Removed, KVError)
         for name, value in (("rate", rate), ("size", size), ("total_rate", total_rate)):
             if value is not None:
                 raise KVError(f"compression_ratio and {name} are given; allowed: one of the two")
@@ -209,8 +208,7 @@ def compare(
     budgets = {share: _budget(share, sink, window, size, total_rate) for share in rates}
     prompts = _named_prompts(prompt)
     references = _references_of(reference, prompts)
-    if not fits(Count, max_new_tokens):
-        raise KVError(refusal("max_new_tokens", max_new_tokens, Count))
+    checked("max_new_tokens", max_new_tokens, Count, KVError)
     tokens = {name: _token_ids(tokenizer, text) for name, text in prompts.items()}
 
     decode = decoder(tokenizer)

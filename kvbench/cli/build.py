@@ -31,8 +31,8 @@ from kvbench.tasks.base import Task
 
 def model_line(spec: ModelSpec) -> str:
     """The model's name, and the class of its config where that is known before the model is loaded."""
-    config_class = check_config_class(spec) or "its config's class is known when it is loaded"
-    return f"model {spec.label} ({config_class})"
+    config_class = check_config_class(spec)
+    return f"model {spec.label} ({config_class})" if config_class else f"model {spec.label}"
 
 
 def settings_checked(job: Job) -> str:
@@ -134,7 +134,6 @@ def run_config(
             task=job.task,
             written=result.written,
             seconds=result.seconds,
-            groups=progress.history,
         )
         return result
 

@@ -34,12 +34,13 @@ from kvbench.cli.items import experiment_called
 from kvbench.engine.answer import Sampling
 from kvbench.errors import (
     UserError,
+    check_known,
     complain,
-    environment_secrets,
     first_line,
     names_a_secret,
     nearest,
     presentable,
+    without_keys,
 )
 from kvbench.errors.options import (
     Count,
@@ -47,10 +48,9 @@ from kvbench.errors.options import (
     Positive,
     Whole,
     check_options,
-    fits,
+    checked,
     hints_of,
     only,
-    refusal,
 )
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
@@ -92,9 +92,8 @@ def expanded(overrides: Sequence[str]) -> list[str]:
         key, _, value = text.partition("=")
         _refuse(text)
         values = [part.strip("'\"") for part in value.split(",")]
-        if (
-            key.lstrip("+") in GROUPS
-        ):  # conf/config.yaml has a choice of each, so that nothing is added
+        if key.lstrip("+") in GROUPS:
+            # conf/config.yaml has a choice of each, so that nothing is added.
             text, key = text.lstrip("+"), key.lstrip("+")
         if key in ("method", *BUDGETS) and SEVERAL.fullmatch(value):
             exact = ["exact"] if key == "method" and "exact" not in values else []
@@ -283,9 +282,7 @@ class Settings:
             part = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             values: Any = OmegaConf.to_container(part, resolve=True, throw_on_missing=True)
         for key in values:
-            if key not in known:
-                names = ", ".join(known)
-                raise UserError(f"unknown key {key!r}{nearest(key, list(known))}; allowed: {names}")
+            check_known(f"unknown key {key!r}", key, list(known), UserError)
         settings = Settings(**{key: values.get(key) for key in known})
         if not settings.methods:
             raise UserError("no method is chosen; allowed: method=[...]")
@@ -294,9 +291,8 @@ class Settings:
             constructed({**budget, "_target_": "kvbench.budget.Budget"}, "budget", Budget)
         constructed(settings.sampling, "sampling", Sampling)
         for key, hint in _LOGGER.items():
-            value = settings.logger.get(key)
-            if key in settings.logger and not fits(hint, value):
-                raise UserError(refusal(f"logger.{key}", value, hint))
+            if key in settings.logger:
+                checked(f"logger.{key}", settings.logger[key], hint)
         settings._refuse_secrets()
         settings._check_rounds()
         Shard.parse(settings.shard)
@@ -333,7 +329,7 @@ class Settings:
             "model.name": str(self.model.get("name")),
         }
         for key, name in names.items():
-            if any(secret in name for secret in environment_secrets()):
+            if without_keys(name) != name:
                 raise UserError(
                     f"{key} holds a secret of the environment, which folders and pages would show; "
                     "allowed: a plain name"

@@ -9,7 +9,6 @@ is newer than all of it and than kvbench's code. In any doubt the job is made, a
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -109,8 +108,9 @@ def _is_of(
         return False
     device = str((manifest.get("hardware") or {}).get("device"))
     return (
-        identity["budget"] in (None, _plain(budget))
-        and _of_method(config, label) == _of_method(_plain(redact(vars(settings))), label)
+        identity["budget"] in (None, jsonable(budget, "budget"))
+        and _of_method(config, label)
+        == _of_method(jsonable(redact(vars(settings)), "config"), label)
         and identity["data"] in ({}, None, data)
         and (manifest.get("versions") or {}).get("kvbench") == kvbench.__version__
         and (settings.device != "auto" or device.partition(":")[0] == _auto())
@@ -119,10 +119,6 @@ def _is_of(
 
 def _of_method(config: Mapping[str, Any], label: str) -> dict[str, Any]:
     return {**config, "methods": config["methods"].get(label), "budget": None}
-
-
-def _plain(config: Mapping[str, Any]) -> Any:
-    return json.loads(json.dumps(jsonable(config, "config")))
 
 
 def _auto() -> str:

@@ -36,7 +36,7 @@ from kvbench.cli.construct import methods_of
 from kvbench.cli.finished import finished
 from kvbench.cli.results import print_scores
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
-from kvbench.errors.options import Count, fits, refusal
+from kvbench.errors.options import Count, checked
 from kvbench.records.durable import replace
 from kvbench.run.termination import terminable
 
@@ -127,9 +127,7 @@ class Jobs:
         else:
             folders = result.folders
             title = f"{settings.model['name']} x {settings.task_label}"
-            complain(
-                presentable(f"{title}: {result.records}/{result.records}, all records on disk")
-            )
+            complain(f"{title}: {result.records}/{result.records}, all records on disk")
             if not several:
                 print_scores(folders[0].parents[2], folders)
         summary = f"{result.records} records, {result.failed} of them failed"
@@ -298,8 +296,7 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
 
     workers, per_worker = launcher["workers"], launcher["gpus_per_worker"] or 1
     for name in ("workers", "gpus_per_worker"):
-        if not fits(Count | None, launcher[name]):
-            raise UserError(refusal(f"launcher.{name}", launcher[name], Count | None))
+        checked(f"launcher.{name}", launcher[name], Count | None)
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device is {device!r}; allowed with launcher=gpus: auto, cuda, cpu")
     count = 0 if device == "cpu" else device_count()  # asks the driver, takes no memory of a GPU
@@ -325,9 +322,7 @@ class GpuLauncher(Launcher):
     """
 
     def run(self, orders: Sequence[tuple[str, str]]) -> None:
-        """Start a process for each order as soon as a GPU is free.
-
-        A worker is in a process group of its own, so that Ctrl-C in the terminal reaches the command
+        """A worker is in a process group of its own, so that Ctrl-C in the terminal reaches the command
         alone. When the command ends, however it ends, the worker's standard input ends, see `_watch`.
         """
         free = deque(devices_of(self.config.launcher, self.config.device))

@@ -39,7 +39,7 @@ from kvbench.cli.items import experiment_lines, item_called
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
 from kvbench.cli.results import finish, print_scores
-from kvbench.errors import FAILED, UserError, complain, nearest, redact
+from kvbench.errors import FAILED, UserError, check_known, complain, redact
 from kvbench.records.store import safe_name
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
@@ -121,9 +121,7 @@ def _with_search_path(arguments: Sequence[str]) -> list[str]:
 def list_kind(arguments: Sequence[str]) -> int:
     """``kvbench list <kind>``: print a line about each choice of a kind, e.g. methods; returns 0."""
     kind = " ".join(arguments).removesuffix("s") + "s"
-    if kind not in KINDS:
-        allowed = ", ".join(KINDS)
-        raise UserError(f"cannot list {arguments}{nearest(kind, KINDS)}; allowed: one of {allowed}")
+    check_known(f"cannot list {arguments}", kind, KINDS, UserError)
     lines = experiment_lines() if kind == "experiments" else catalogue(kind)
     width = max(map(len, lines), default=0)
     for name, text in lines.items():
@@ -191,9 +189,7 @@ def decide_claims(arguments: Sequence[str]) -> int:
     known = ("model", "claims", "files", "results_dir")
     values = dict(text.partition("=")[::2] for text in arguments)
     for key in values:
-        if key not in known:
-            names = ", ".join(known)
-            raise UserError(f"unknown key {key!r}{nearest(key, known)}; allowed: {names}")
+        check_known(f"unknown key {key!r}", key, known, UserError)
     if not values.get("model"):
         raise UserError(
             "claims has no model, and decides all of results/claims.yaml: about 40 minutes of one core "

@@ -22,7 +22,7 @@ from kvbench.catalogue import catalogue, config_dir
 from kvbench.cli.config import composed, explaining, hydra_of_conf
 from kvbench.cli.items import PaperItem, item_called, paper_items
 from kvbench.cli.jobs import report_error
-from kvbench.errors import UserError, nearest, needs_extra
+from kvbench.errors import UserError, check_known, needs_extra
 
 Run = Callable[[Sequence[str]], int]
 ALL = "all"
@@ -103,11 +103,11 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         name: of an item or an experiment.
         overrides: those of the user, which take the place of the item's own.
     """
-    known = sorted({*catalogue("experiments"), *paper_items()})
-    item = item_called(name) or (PaperItem(experiment=name) if name in known else None)
+    item = item_called(name)
     if item is None:
-        hint = nearest(name, known)
-        raise UserError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
+        known = [*sorted({*catalogue("experiments"), *paper_items()}), ALL]
+        check_known(f"unknown experiment {name!r}", name, known, UserError)
+        item = PaperItem(experiment=name)
     if item.no_data:
         raise UserError(f"{name} has no experiment: {item.no_data}")
     values = _values_of(overrides)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvbench.errors import UserError, complain, presentable
+from kvbench.errors import UserError, complain
 from kvbench.records.read import load_run
 from kvbench.run.runner import Job, JobResult
 
@@ -83,7 +83,7 @@ def run_in_rounds(job: Job, run: Callable[[Job], JobResult]) -> JobResult:
         title = f"limit=auto, round {number} of {len(sizes)}, {size} of {sizes[-1]} examples"
         for standing in ranked:
             more = f" ({standing.would_tell})" if standing.left and size == sizes[-1] else ""
-            complain(presentable(f"{title}: {standing}{more}"))
+            complain(f"{title}: {standing}{more}")
         if not any(standing.left for standing in ranked):
             break
     return result

@@ -21,7 +21,7 @@ from kvbench.engine.prefill import prefill
 from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.steps import Steps
 from kvbench.engine.tokenizer import end_token_ids, model_end_ids
-from kvbench.errors.options import Count, fits
+from kvbench.errors.options import Count, checked
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder, check_length, tokenizing
@@ -173,8 +173,7 @@ class Context:
                 raised, too.
         """
         model, tokenizer = self.model, self.tokenizer
-        if not fits(Count, max_new_tokens):
-            raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
+        checked("max_new_tokens", max_new_tokens, Count, KVError)
         if stop and tokenizer is None:
             raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
         ends = model_end_ids(model)

@@ -97,7 +97,7 @@ class LogLine(logging.Formatter):
     Hydra's, which repeat the overrides that the user typed."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(printable, redact(super().format(record)).split("\n")))
+        return printable_lines(redact(super().format(record)))
 
 
 def complain(message: str, program: str = "kvbench") -> None:
@@ -133,45 +133,27 @@ def names_a_secret(key: str) -> bool:
     return bool(_SECRET_NAME.search(key))
 
 
-def redact(value: T, known: Sequence[str] | None = None) -> T:
-    """A copy of `value` with `HIDDEN` in place of tokens and keys.
-
-    Replaced are the values of environment variables that are named like a secret, any text that
-    follows such a name and ``=`` or ``:``, and text in the shape of a known service's tokens.
-
-    Args:
-        value: text, or JSON values that hold text.
-        known: the result of `environment_secrets`, which is called where it is None.
-    """
-    known = environment_secrets() if known is None else known
+def redact(value: T) -> T:
+    """A copy of `value`, text or JSON values that hold text, with `HIDDEN` in place of tokens and keys:
+    what `without_keys` replaces, any text that follows the name of a secret and ``=`` or ``:``, and
+    text in the shape of a known service's tokens."""
     redacted: Any = value
     if isinstance(value, str):
-        for secret in known:
-            redacted = redacted.replace(secret, HIDDEN)
-        redacted = _BARE_KEY.sub(rf"\1{HIDDEN}", _SHAPES.sub(HIDDEN, redacted))
+        redacted = _SHAPES.sub(HIDDEN, without_keys(value))
+        redacted = _BARE_KEY.sub(rf"\1{HIDDEN}", redacted)
     elif isinstance(value, Mapping):
         redacted = {
-            key: HIDDEN
-            if isinstance(item, str) and names_a_secret(str(key))
-            else redact(item, known)
+            key: HIDDEN if isinstance(item, str) and names_a_secret(str(key)) else redact(item)
             for key, item in value.items()
         }
     elif isinstance(value, list | tuple):
-        redacted = [redact(item, known) for item in value]
+        redacted = [redact(item) for item in value]
     return redacted
 
 
 def without_keys(text: str) -> str:
     """`text`, which may be JSON, with `HIDDEN` in place of the values of environment variables that are
-    named like a secret."""
-    for secret in environment_secrets():
-        text = text.replace(secret, HIDDEN)
-    return text
-
-
-def environment_secrets() -> list[str]:
-    """The values of environment variables that are named like a secret, each also as it is written in a
-    URL and in JSON; the longest first, so that no part of one is replaced before all of it."""
+    named like a secret, each also as it is written in a URL and in JSON."""
     secrets = {
         value
         for name, value in os.environ.items()
@@ -179,4 +161,7 @@ def environment_secrets() -> list[str]:
     }
     in_urls = {quote(value, safe="") for value in secrets}
     in_json = {json.dumps(value, ensure_ascii=False)[1:-1] for value in secrets}
-    return sorted(secrets | in_urls | in_json, key=len, reverse=True)
+    # The longest first, so that no part of one is replaced before all of it.
+    for secret in sorted(secrets | in_urls | in_json, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return text

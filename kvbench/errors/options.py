@@ -53,7 +53,7 @@ Distinct = Annotated[
 
 
 def check_options(instance: Any, prefix: str, error: type[UserError]) -> None:
-    """Check every option of a dataclass's instance by its hint, and set it to the value of `fitted`.
+    """Check every option of a dataclass's instance by its hint, and set it to the value of `checked`.
 
     Args:
         prefix: what the message has before the option's name, e.g. ``budget.``.
@@ -63,12 +63,19 @@ def check_options(instance: Any, prefix: str, error: type[UserError]) -> None:
     """
     for name, hint in hints_of(type(instance)).items():  # type: ignore[arg-type]
         value = getattr(instance, name)
-        try:
-            fitting = fitted(hint, value)
-        except ValidationError:
-            raise error(refusal(prefix + name, value, hint)) from None
+        fitting = checked(prefix + name, value, hint, error)
         if fitting is not value:
             object.__setattr__(instance, name, fitting)
+
+
+def checked(key: str, value: Any, hint: Any, error: type[UserError] = UserError) -> Any:
+    """The value as `fitted` has it; where its hint does not allow it, an error of one line: the key, its
+    value and what the hint allows."""
+    try:
+        return fitted(hint, value)
+    except ValidationError:
+        shown = list(value) if isinstance(value, tuple) else value
+        raise error(f"{key} is {shown!r}; allowed: {allowed(hint, value)}") from None
 
 
 def fitted(hint: Any, value: Any) -> Any:
@@ -109,16 +116,6 @@ def allowed(hint: Any, value: Any) -> str:
         words = (t.removeprefix("Input should be ").removeprefix("Value error, ") for t in texts)
         return " or ".join(dict.fromkeys(words))
     return ""
-
-
-def fits(hint: Any, value: Any) -> bool:
-    return not allowed(hint, value)
-
-
-def refusal(key: str, value: object, hint: Any) -> str:
-    """One line for a value that is not allowed: the key, its value, what its hint allows."""
-    shown = list(value) if isinstance(value, tuple) else value
-    return f"{key} is {shown!r}; allowed: {allowed(hint, value)}"
 
 
 @cache

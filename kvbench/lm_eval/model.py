@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
+from kvbench.api import load_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.generate import Prompt, generate_each
-from kvbench.engine.loading import load_model
-from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.row import prompt_name
-from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
+from kvbench.engine.tokenizer import end_token_ids
 from kvbench.errors import UserError, nearest
-from kvbench.errors.options import fits, refusal
+from kvbench.errors.options import checked
 from kvbench.kv import Budget
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields
 from kvbench.methods import build_method
@@ -31,7 +29,6 @@ from kvbench.prompts import PromptEncoder
 log = logging.getLogger(__name__)
 
 LABEL = "method"
-Protocol = Literal["prompt", "minus_last"]
 
 
 @register_model("kvbench")
@@ -41,21 +38,18 @@ class KVBenchLM(Requests):
     For a likelihood request, the context without its last token is compressed. The last token and the
     continuation are then fed to the compressed cache, so that the first token of the continuation,
     which in most tasks is the only one, is scored on the compressed cache too. Requests of one context
-    share its prefill. lm-evaluation-harness computes its metrics from these likelihoods.
+    share its prefill. A prompt that is generated from is compressed whole, and its first new token comes
+    from the exact prefill, as in the papers.
 
     Args:
-        pretrained: a local folder, a Hub id, or ``asset:recall_mini``.
-        method_args: options of the method, JSON or a mapping. Options written ``snapkv.kernel_size=7``
-            override them.
+        pretrained: a name of ``kvbench list models``, a folder or an id of the Hub.
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A budget smaller than
             the default sink and window is written ``total_rate=0.04,sink=0,window=0``.
         scoring: ``sum``; or ``mean``, the log-probability per token, as in H2O's released evaluation.
-        protocol: how prompts of generations are compressed. ``prompt`` compresses the whole prompt and
-            takes the first token from the exact prefill, as in the papers; ``minus_last`` compresses all
-            but the last token, as for likelihoods.
         batch_size: how many prompts generate together. At least 32 rows are scored together.
         add_bos_token: see HFLM; None for the tokenizer's own setting.
         max_length: the most tokens of context and continuation; None for the model's positions.
+        dotted: options of the method, e.g. ``snapkv.kernel_size=7``.
 
     Attributes:
         records: for every likelihood request so far, in order, a mapping of what lm-evaluation-harness
@@ -66,7 +60,6 @@ class KVBenchLM(Requests):
         self,
         pretrained: str,
         method: str = "exact",
-        method_args: str | Mapping[str, Any] | None = None,
         *,
         rate: float = Budget.rate,
         sink: int = Budget.sink,
@@ -75,7 +68,6 @@ class KVBenchLM(Requests):
         total_rate: float | None = None,
         seed: int = 0,
         scoring: Scoring = "sum",
-        protocol: Protocol = "prompt",
         tokenizer: str | None = None,
         revision: str | None = None,
         dtype: str = "auto",
@@ -92,39 +84,30 @@ class KVBenchLM(Requests):
     ) -> None:
         # The harness passes these two to every model.
         del max_batch_size, metadata
-        given = (
-            ("scoring", scoring, Scoring),
-            ("protocol", protocol, Protocol),
-            ("seed", seed, int),
-        )
-        for name, value, hint in given:
-            if not fits(hint, value):
-                raise UserError(refusal(f"model_args {name}", value, hint))
-        self.options = method_options(method, method_args, dotted)
+        for name, value, hint in (("scoring", scoring, Scoring), ("seed", seed, int)):
+            checked(f"model_args {name}", value, hint)
+        self.options = method_options(method, dotted)
         self.scoring = scoring
-        self.protocol = protocol
         self.method_name = method
         self.seed = seed
         self.method = build_method(method, **self.options)
         self.method.quantization()
         self.budget = Budget(rate=rate, sink=sink, window=window, size=size, total_rate=total_rate)
         self.methods = {LABEL: (self.method, self.budget)}
-        spec = ModelSpec(
-            name=pretrained,
-            path=pretrained,
-            revision=revision,
-            tokenizer=tokenizer,
-            trust_remote_code=trust_remote_code,
-        )
         if device and device.startswith("cuda") and not torch.cuda.is_available():
             log.warning("device is %s, which the command line has by default; no GPU: cpu", device)
             device = "cpu"
-        torch_device = resolve_device(device or "auto")
-        torch_dtype = resolve_dtype(dtype, torch_device)
-        model = load_model(spec, device=torch_device, dtype=torch_dtype, seed=seed)
+        given = {"revision": revision, "tokenizer": tokenizer}
+        model, model_tokenizer = load_model(
+            pretrained,
+            device=device or "auto",
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            **{name: value for name, value in given.items() if value is not None},
+        )
         super().__init__(
             model,
-            load_tokenizer(spec),
+            model_tokenizer,
             max_length=max_length,
             add_bos_token=add_bos_token,
             batch_size=batch_size if isinstance(batch_size, int) else 8,
@@ -191,7 +174,7 @@ class KVBenchLM(Requests):
         return texts
 
     def _prompt(self, context: str, gen_kwargs: Mapping[str, Any]) -> Prompt:
-        """A generation request as a prompt whose question is the last token."""
+        """A generation request as a prompt."""
         options = normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks)
         if options.get("do_sample") or options.get("temperature"):
             raise UserError(
@@ -211,15 +194,7 @@ class KVBenchLM(Requests):
             decode=lambda tokens: str(self.tokenizer.decode(tokens)),
         )
         encoder = PromptEncoder(self.tokenizer)
-        return Prompt.of(
-            ids[:-1],
-            ids[-1:],
-            self.methods,
-            stopping,
-            prompt_name(ids),
-            compress_after="prompt" if self.protocol == "prompt" else "context",
-            encoder=encoder,
-        )
+        return Prompt.of(ids, (), self.methods, stopping, prompt_name(ids), encoder=encoder)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-evaluation-harness stores with its results."""
@@ -231,7 +206,6 @@ class KVBenchLM(Requests):
             "kvbench_budget": dict(vars(self.budget)),
             "kvbench_seed": self.seed,
             "kvbench_scoring": self.scoring,
-            "kvbench_generation_protocol": self.protocol,
             "kvbench_requests": len(self.records),
             "kvbench_compressed_share": fmean(compressed) if compressed else None,
             "kvbench_kept_ratio": fmean(kept) if kept else None,
@@ -242,11 +216,8 @@ class KVBenchLM(Requests):
 ARGUMENTS = list(signature(KVBenchLM.__init__).parameters)[1:-1]  # without self and dotted
 
 
-def method_options(
-    method: str, method_args: str | Mapping[str, Any] | None, dotted: Mapping[str, Any]
-) -> dict[str, Any]:
-    given = json.loads(method_args) if isinstance(method_args, str) else method_args
-    options = dict(given or {})
+def method_options(method: str, dotted: Mapping[str, Any]) -> dict[str, Any]:
+    options = {}
     for name, value in dotted.items():
         prefix, dot, option = name.partition(".")
         if not dot or prefix != method:

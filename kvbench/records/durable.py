@@ -19,8 +19,8 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add `data` to a file and wait until it is on disk. If anything interrupts the write, Ctrl-C too,
-    the file is cut back to what it was."""
+    """Add `data` to a file that is there, and wait until it is on disk. If anything interrupts the
+    write, Ctrl-C too, the file is cut back to what it was."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
     size = os.fstat(file).st_size
     is_whole = False

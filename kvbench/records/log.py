@@ -1,8 +1,7 @@
 """The log of an experiment, ``<results>/<experiment>/log.jsonl``: where the time of its jobs went.
 
-A line is written at the end of each job, and of each report: when, the job's model and task, `seconds`
-by phase, and `groups`: of each group of units the seconds at its end, the units that were run by then,
-and how many seconds were then said to be left.
+A line is written at the end of each job, and of each report: when, the job's model and task, the records
+that were written, and `seconds` by phase.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ beside the passes. Work that methods share is in `compress` once for each of the
 
 
 def write_log(experiment_folder: Path, **event: Any) -> None:
-    plain = json.loads(json.dumps(event), parse_float=lambda text: round(float(text), 2))
-    line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **plain}
+    line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **event}
     path = experiment_folder / LOG
     with disk_errors(path):
         path.touch()

@@ -9,7 +9,7 @@ A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<has
     .lock*               locks of the processes that write; they hold no results
 
 The records of a run are those of all its files together. Of several records of one example, the first
-whose status is ok counts; if none is ok, the first. Files are read in the order of `record_files`.
+whose status is ok counts; if none is ok, the last. Files are read in the order of `record_files`.
 `kvbench.records.store` writes these files.
 """
 
@@ -92,22 +92,20 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     They are in the order written. Of several files they are taken in turn, a line of each, so that
     the shards of a complete run give about the order of a run that was not split.
     """
-    files = [file_records(path) for path in record_files(folder)]
+    files = [
+        [
+            parsed(schema.RECORD, line, f"{path}, line {number}")
+            for number, line in enumerate(complete_lines(path)[0], 1)
+        ]
+        for path in record_files(folder)
+    ]
     counting: dict[str, dict[str, Any]] = {}  # the record of each example that counts
     for record in chain.from_iterable(files):
         earlier = counting.get(record["example_id"])
-        if earlier is None or (earlier["status"] != "ok" and record["status"] == "ok"):
+        if earlier is None or earlier["status"] != "ok":
             counting[record["example_id"]] = record
     in_turn = (record for row in zip_longest(*files) for record in row if record is not None)
     return [record for record in in_turn if counting[record["example_id"]] is record]
-
-
-def file_records(path: Path) -> list[dict[str, Any]]:
-    lines, _ = complete_lines(path)
-    return [
-        parsed(schema.RECORD, line, f"{path}, line {number}")
-        for number, line in enumerate(lines, 1)
-    ]
 
 
 def recorded(folder: Path) -> set[str]:
@@ -116,7 +114,6 @@ def recorded(folder: Path) -> set[str]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The parsed manifest.json."""
     with disk_errors(path):
         content = path.read_bytes()
     where = f"{path} (move it away, and the run's command writes a new one; the records stay)"
@@ -150,20 +147,15 @@ def complete_lines(path: Path) -> tuple[list[bytes], int]:
 
 
 @contextmanager
-def disk_errors(path: Path, kept: int | None = None) -> Iterator[None]:
-    """Turn an `OSError` into a `StoreError` of one line.
-
-    Args:
-        path: the file or folder that is read or written.
-        kept: the number of earlier records, which the line says are intact.
-    """
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` about the file or folder `path` into a `StoreError` of one line."""
     try:
         yield
     except OSError as error:
-        earlier = "" if kept is None else f"; the {kept} earlier records are intact"
-        line = f"cannot use {path}: {error.strerror or error}{earlier}"
+        line = f"cannot use {path}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             line = (
-                f"no space left to write {path}{earlier}; free some and run the same command again"
+                f"no space left to write {path}; its earlier records are intact: free some and run the "
+                "same command again"
             )
         raise StoreError(line) from error

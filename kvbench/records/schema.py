@@ -131,14 +131,8 @@ EXAMPLES: TypeAdapter[Any] = TypeAdapter(list[str])
 
 
 def parsed(adapter: TypeAdapter[Any], content: bytes, where: str) -> Any:
-    """A record from its line, or a manifest or a list of example ids from its file. Common fields that
-    are numbers become floats.
-
-    Args:
-        adapter: `RECORD`, `MANIFEST` or `EXAMPLES`, which checks the content.
-        content: JSON.
-        where: the file, and its line, that an error begins with.
-    """
+    """A record, a manifest or a list of example ids from its JSON, as `adapter` checks it; an error
+    begins with `where`. Common fields that are numbers become floats."""
     try:
         return adapter.validate_json(content)
     except ValidationError as error:

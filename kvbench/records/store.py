@@ -32,7 +32,6 @@ from kvbench.records.read import (
     MANIFEST,
     complete_lines,
     disk_errors,
-    file_records,
     read_manifest,
     read_records,
 )
@@ -80,10 +79,8 @@ def safe_name(name: str) -> str:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
-    """Write ``manifest.json`` in one step: readers see the old file or the new one, never half of one.
-
-    The `START_KEYS` of the manifest that is replaced are added to ``earlier_starts``.
-    """
+    """Write ``manifest.json``. The `START_KEYS` of the one that it replaces are added to
+    ``earlier_starts``."""
     path = folder / MANIFEST
     with disk_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +95,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
 
 
 def write_examples(folder: Path, example_ids: Collection[str]) -> Path:
-    """Write ``examples.json``, the ids of the examples that a command is to run, in one step."""
+    """Write ``examples.json``, the ids of the examples that a command is to run."""
     path = folder / EXAMPLES
     with disk_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,9 +114,7 @@ class RecordStore:
     Entering takes the lock of the file that is written and removes a half-written last line.
 
     Args:
-        folder: the run's folder, made if missing.
-        lock_timeout: seconds to wait for another process that writes the same file; 0 does not wait,
-            -1 waits without limit.
+        lock_timeout: seconds to wait for another process that writes the same file; -1: without limit.
         shard: suffix of the shard whose file is written, None for records.jsonl. Examples with a record
             in another file of the folder count as done.
     """
@@ -135,7 +130,7 @@ class RecordStore:
         self.path = self.folder / f"records{suffix}.jsonl"
         self._timeout = lock_timeout
         self._lock = FileLock(str(self.folder / f".lock{suffix}"))
-        self._done: dict[str, str] = {}  # status by example_id
+        self._statuses: dict[str, str] = {}  # by example_id
 
     def __enter__(self) -> RecordStore:
         with disk_errors(self.path):
@@ -149,46 +144,35 @@ class RecordStore:
                 ) from None
             with ExitStack() as stack:
                 stack.callback(self.__exit__)
-                self._open()
+                self.path.touch()
+                _, size = complete_lines(self.path)
+                if self.path.stat().st_size > size:  # a half-written last line
+                    os.truncate(self.path, size)
+                self._statuses = {
+                    row["example_id"]: row["status"] for row in read_records(self.folder)
+                }
                 stack.pop_all()  # it is open, and the lock stays
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done = {}
+        self._statuses = {}
         self._lock.release()
 
     @property
     def done(self) -> set[str]:
         """The ids of the examples that have a record of any status."""
-        return set(self._done)
+        return set(self._statuses)
 
     @property
     def failed(self) -> set[str]:
         """The ids of the examples whose record has a status other than ok."""
-        return {example_id for example_id, status in self._done.items() if status != "ok"}
-
-    def drop_failed(self) -> None:
-        """Remove the records whose status is not ok, so that their examples run again.
-
-        The file is replaced in one step: readers see the old records or the remaining ones. The files
-        of other shards are not changed: a new record whose status is ok counts before theirs.
-        """
-        failed = self.failed
-        if not failed:
-            return
-        lines = zip(complete_lines(self.path)[0], file_records(self.path), strict=True)
-        kept = [line + b"\n" for line, record in lines if record["example_id"] not in failed]
-        with disk_errors(self.path, len(self._done)):
-            replace(self.path, b"".join(kept))
-            self._open()
-        for example_id in self.failed:
-            del self._done[example_id]
+        return {example_id for example_id, status in self._statuses.items() if status != "ok"}
 
     def append(self, record: Mapping[str, Any]) -> bool:
         """Write one record; it is on disk on return.
 
         Returns:
-            Whether it was written: False when the example already has a record, which stays.
+            Whether it was written: False when the example already has a record whose status is ok.
         """
         if not self._lock.is_locked:
             raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
@@ -196,26 +180,12 @@ class RecordStore:
         text = without_keys(json.dumps(jsonable(record, where), ensure_ascii=False))
         line = f"{text}\n".encode(errors="replace")  # half a surrogate pair has no UTF-8 form
         example_id = parsed(RECORD, line, where)["example_id"]
-        if example_id in self._done:
+        if self._statuses.get(example_id) == "ok":
             return False
-        with disk_errors(self.path, len(self._done)):
-            try:
-                append(self.path, line)
-            except (FileNotFoundError, NotADirectoryError) as error:
-                raise StoreError(
-                    f"{self.path} was removed or moved while the run wrote to it; the same command "
-                    "runs what is not there any more"
-                ) from error
-        self._done[example_id] = record["status"]
+        with disk_errors(self.path):
+            append(self.path, line)
+        self._statuses[example_id] = record["status"]
         return True
-
-    def _open(self) -> None:
-        """Make the file where it is missing, remove a half-written last line and read what is done."""
-        self.path.touch()
-        _, size = complete_lines(self.path)
-        if self.path.stat().st_size > size:
-            os.truncate(self.path, size)
-        self._done = {row["example_id"]: row["status"] for row in read_records(self.folder)}
 
 
 def jsonable(value: Any, where: str) -> Any:

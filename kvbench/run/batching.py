@@ -40,14 +40,16 @@ LARGEST_AUTO_GROUP = 64
 SAFE_SHARE = 0.85
 """A group is doubled only if it is then expected to take at most this share of all memory."""
 
-GOES_ON = "the same command goes on after it"
-"""The end of a message about a lost device."""
-
 
 class DeviceLost(UserError, RuntimeError):
-    """The device (a GPU after a fault) can run nothing any more in this process."""
+    """The device (a GPU after a fault) can run nothing any more in this process, since `when`."""
 
     status = FAILED
+
+    def __init__(self, device: torch.device, when: str) -> None:
+        super().__init__(
+            f"{device} answers nothing any more {when}; the same command goes on after it"
+        )
 
 
 class GroupSize:
@@ -55,8 +57,7 @@ class GroupSize:
 
     With batch_size "auto" the first group has one unit. The size doubles as long as a group of twice the
     size is expected to fit into memory. After a group that ran out of memory it is halved, and does not
-    grow again. If one unit of that group does not fit even alone, the others are not to blame: the size
-    before is taken again.
+    grow again, unless one unit of that group does not fit even alone: then the others are not to blame.
 
     Attributes:
         now: units of the next group.
@@ -124,10 +125,8 @@ class Runner:
                 failed |= any(record.get("error") is not None for record in records)
                 yield records
             if failed and not device_is_usable(device):
-                raise DeviceLost(
-                    f"{device} answers nothing any more after example {group[-1][0].id!r}, whose "
-                    f"records say why; {GOES_ON}"
-                )
+                unit, _ = group[-1]
+                raise DeviceLost(device, f"after example {unit.id!r}, whose records say why")
 
     def _run_group(self, group: Sequence[Work]) -> Iterator[Sequence[Fields]]:
         """Run a group. Yields the records of each unit: first those that are final, then those of the
@@ -154,24 +153,20 @@ class Runner:
                 yield records
         # They refer to tensors, which would otherwise stay in memory while the units run again.
         del by_unit, failure
-        before = self.size.now, self.size.most
-        if out_of_memory:
-            self.size.group_ran_out(len(group))
-            log.info("batch of %d ran out of memory; going on with %d", len(group), self.size.now)
-        elif not again:
+        if not again:
             self.size.group_fitted(len(group))
-        if again:
-            log.info("%d of them run again in smaller batches", len(again))
-            self._give_back_memory()
+            return
+        log.info("%d of a batch of %d run again in smaller ones", len(again), len(group))
+        self._give_back_memory()
         fits_nowhere = False
         half = len(group) // 2
         for start in range(0, len(again), half):
             for retried in self._run_group(again[start : start + half]):
                 fits_nowhere |= all(_failed_as([record], ("oom",)) for record in retried)
                 yield retried
-        if out_of_memory and fits_nowhere:
-            self.size.now, self.size.most = before
-            log.info("one of them fits nowhere; going on with %d again", self.size.now)
+        if out_of_memory and not fits_nowhere:
+            self.size.group_ran_out(len(group))
+            log.info("a batch of %d did not fit; going on with %d", len(group), self.size.now)
 
     def _give_back_memory(self) -> None:
         """Free the decoding steps that were captured for later prompts, and the device's unused

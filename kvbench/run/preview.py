@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvbench.engine.estimate import cache_shape
+from kvbench.engine.estimate import cache_bytes
+from kvbench.engine.loading import load_config
 from kvbench.errors import printable
 from kvbench.records.read import recorded
 from kvbench.run.runner import Job, record_ids
@@ -80,17 +81,15 @@ def _table_of_methods(job: Job, tokens: int | None, on_disk: Mapping[str, set[st
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "capacity", "cache", "exact cache", "on disk", "run"):
         table.add_column(column, justify="left" if column in ("method", "run") else "right")
-    shape = cache_shape(job.session.spec, job.session.dtype)
+    config = None if tokens is None else load_config(job.session.spec).get_text_config()
     for label, (method, budget) in job.methods.items():
         memory = ["-", "-", "-"]
-        if tokens is not None:
+        if tokens is not None and config is not None:
             capacity = budget.capacity(tokens) if method.saves_memory else tokens
-            memory = [str(capacity), "unknown", "unknown"]
-            if shape is not None:
-                exact_bytes = shape.bytes(tokens, tokens)
-                cache_bytes = shape.bytes(tokens, capacity, method.quantization())
-                memory[1] = f"{cache_bytes / MIB:.3f} MiB ({cache_bytes / exact_bytes:.0%})"
-                memory[2] = f"{exact_bytes / MIB:.3f} MiB"
+            exact = cache_bytes(config, job.session.dtype, tokens, tokens)
+            held = cache_bytes(config, job.session.dtype, tokens, capacity, method.quantization())
+            of_exact = f"{held / MIB:.3f} MiB ({held / exact:.0%})"
+            memory = [str(capacity), of_exact, f"{exact / MIB:.3f} MiB"]
         records = f"{len(on_disk[label])}/{len(record_ids(job.units))}"
         table.add_row(escape(label), *memory, records, job.folders[label].name)
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from statistics import fmean
@@ -32,8 +33,6 @@ class Progress:
 
     Attributes:
         done: the number of units, of `total`, that have all their records.
-        history: of each group of units that was run, the seconds since `begin` at its end, the units
-            that were run by then, and `left` then.
     """
 
     def __init__(
@@ -44,9 +43,9 @@ class Progress:
         self.done = 0
         self._scores: dict[str, list[float]] = {}
         self._show = show
-        self.history: list[tuple[float, int, float | None]] = []
-        # The most tokens that each unit to run reads and generates.
+        # The most tokens that each unit to run reads and generates, and when those that were run ended.
         self._tokens_of_units: list[float] = []
+        self._ends: list[float] = []
         self._began = time.monotonic()
         self._step = 0
         self._most_new_tokens = 0
@@ -74,14 +73,7 @@ class Progress:
         self.done += 1
         if self.done == self.total:
             self.doing = "done"
-        seconds, passed = time.monotonic() - self._began, 1
-        if self.history:
-            last, passed = self.history[-1][0], self.history[-1][1] + 1
-            before = self.history[-2][0] if len(self.history) > 1 else 0.0
-            if seconds - last < 0.1 * (last - before):  # of the same group
-                self.history.pop()
-        self.history.append((seconds, passed, None))
-        self.history[-1] = seconds, passed, self.left
+        self._ends.append(time.monotonic() - self._began)
         self._show(self, self.done == self.total)
 
     @property
@@ -90,11 +82,11 @@ class Progress:
         the first ones compile and fill caches, and most answers end before their last token. None before
         the end of the first unit: within it, a token that is read and one that is generated cannot be
         set off against each other."""
-        if not self.history:
+        if not self._ends:
             return None
-        seconds, count, _ = self.history[-1]
-        earlier = (group[:2] for group in reversed(self.history[:-1]) if group[0] <= seconds / 2)
-        start, before = next(earlier, (0.0, 0))
+        seconds, count = self._ends[-1], len(self._ends)
+        before = bisect_left(self._ends, seconds / 2)
+        start = self._ends[before - 1] if before else 0.0
         passed = sum(self._tokens_of_units[before:count])
         remaining = sum(self._tokens_of_units[count:]) * (seconds - start) / passed
         return max(0.0, remaining - (time.monotonic() - self._began - seconds))
@@ -176,11 +168,11 @@ def progress_display(title: str) -> Iterator[Progress]:
         nonlocal last_shown
         if force or time.monotonic() - last_shown >= pause:
             last_shown = time.monotonic()
-            line = presentable(f"{title}: {progress}")
+            line = f"{title}: {progress}"
             if status is None:
                 complain(line)
             else:
-                status.update(escape(line))
+                status.update(escape(presentable(line)))
 
     with status or nullcontext():
         yield Progress(show)

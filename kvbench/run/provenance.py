@@ -85,7 +85,4 @@ def command() -> str:
     """The command that started this process, as a user would type it."""
     program = Path(sys.argv[0])
     name = "python -m kvbench" if program.name == "__main__.py" else program.name
-    # The folder in which Hydra leaves a file of its own, maybe a temporary one, changes nothing of a
-    # run.
-    words = [word for word in sys.argv[1:] if not word.startswith("hydra.sweep.dir=")]
-    return redact(" ".join([name, *map(shlex.quote, words)]))
+    return redact(f"{name} {shlex.join(sys.argv[1:])}")

@@ -28,7 +28,7 @@ from kvbench.records.store import (
     write_examples,
     write_manifest,
 )
-from kvbench.run.batching import GOES_ON, DeviceLost, Runner, Work
+from kvbench.run.batching import DeviceLost, Runner, Work
 from kvbench.run.identity import without_defaults
 from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, Unit
 from kvbench.run.progress import Progress
@@ -289,8 +289,8 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
     """
     since = time.monotonic() if since is None else since
     seconds = dict.fromkeys(("load", "prefill", "compress", "decode"), 0.0)
-    if not device_is_usable(job.session.device):  # an earlier job of this process lost it
-        raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
+    if not device_is_usable(job.session.device):
+        raise DeviceLost(job.session.device, "since an earlier job")
     for warning in job.warnings:
         log.warning("%s x %s: %s", job.session.spec.label, job.task, warning)
     _load_model_if_needed(job)
@@ -374,8 +374,6 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
     for label, folder in sorted(job.folders.items()):
         store = RecordStore(folder, job.lock_timeout, suffix)
         stores[label] = stack.enter_context(store)
-        if job.retry_failed:
-            store.drop_failed()
         # In this order: a process that is killed between them leaves a manifest that asks for no more
         # than the examples beside it.
         write_examples(folder, record_ids(job.within_limit))
@@ -384,13 +382,18 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
 
 
 def _work_left(job: Job, stores: Mapping[str, RecordStore]) -> list[Work]:
-    """The units of the job that lack records, each with the methods whose records it lacks."""
+    """The units of the job that lack records, or have failed ones that are to be run again, each with
+    the methods for which they do."""
+    done = {
+        label: store.done - (store.failed if job.retry_failed else set())
+        for label, store in stores.items()
+    }
     work: list[Work] = []
     for unit in job.units:
         methods = {
             label: job.methods[label]
             for label in stores
-            if not stores[label].done.issuperset(unit.record_ids)
+            if not done[label].issuperset(unit.record_ids)
         }
         if methods:
             work.append((unit, methods))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from kvbench.errors.options import Several, Text, Whole, allowed, fits
+from kvbench.errors.options import Several, Text, Whole, allowed
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.data import Source
 from kvbench.tasks.metrics import METRICS
@@ -193,9 +193,12 @@ def _checked(row: dict[str, Any], dataset: str, place: str) -> dict[str, Any]:
         row["all_classes"] = ["none"]
     for name, hint in HINTS.items():
         value = row.get(name)
-        if not fits(hint, value) or (hint is TEXTS and isinstance(value, str)):
+        words = allowed(hint, value)
+        if hint is TEXTS and isinstance(value, str):
+            words = words or "a list of texts"
+        if words:
             shown = repr(value)[:60] if name in row else "missing"
-            raise _wrong_field(place, name, shown, allowed(hint, value) or "a list of texts")
+            raise _wrong_field(place, name, shown, words)
     pattern = ANSWER_PATTERNS.get(dataset)
     if pattern is not None and not all(pattern.search(answer) for answer in row["answers"]):
         shown = repr(row["answers"])[:60]

@@ -25,7 +25,7 @@ from kvbench.engine.architecture import compressible_layers, head_shapes
 from kvbench.engine.attention import LayerCall, UnsupportedModel, exact_attention, register
 from kvbench.engine.cache import Cache
 from kvbench.engine.check import check_finite, refuse_non_finite
-from kvbench.engine.estimate import shape_of
+from kvbench.engine.estimate import cache_bytes
 from kvbench.engine.prefill import capture_layers, layer_kv
 from kvbench.engine.row import Row
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV
@@ -49,7 +49,7 @@ def test_exact_and_keep_everything_generate_what_transformers_generates(
     results = generate(model, ids, methods, new_tokens=16, compress_after=compress_after)
     assert {label: result.failure for label, result in results.items()} == dict.fromkeys(methods)
     n = 80 if compress_after == "prompt" else 70
-    exact_bytes = shape_of(CONFIGS[architecture](), torch.float32).bytes(n, n)
+    exact_bytes = cache_bytes(CONFIGS[architecture](), torch.float32, n, n)
     assert not results["exact"].cost.compressed
     for whole in (results.pop("exact"), results.pop("everything")):
         assert whole.tokens == expected

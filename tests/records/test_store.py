@@ -17,7 +17,14 @@ import pytest
 from support.stores import fill, make_record
 
 from kvbench.records import durable
-from kvbench.records.read import COMMON_FIELDS, StoreError, load_run, load_runs, read_manifest
+from kvbench.records.read import (
+    COMMON_FIELDS,
+    StoreError,
+    load_run,
+    load_runs,
+    read_manifest,
+    read_records,
+)
 from kvbench.records.schema import NUMBER_FIELDS
 from kvbench.records.store import RecordStore, config_hash, run_folder, safe_name, write_manifest
 
@@ -182,22 +189,18 @@ def test_a_manifest_is_replaced_whole_and_remembers_its_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
-def test_failed_records_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_record_is_followed_by_the_one_that_counts(tmp_path: Path) -> None:
     with RecordStore(tmp_path) as records:
         records.append(make_record("a"))
-        records.append(make_record("b", status="oom", score=None))
-        records.append(make_record("c"))
-        with monkeypatch.context() as patch:
-            patch.setattr(durable.os, "replace", no_space_left)
-            with pytest.raises(StoreError, match="no space left"):
-                records.drop_failed()
-        assert records.done == {"a", "b", "c"}, "a full disk keeps failed records too"
-        records.drop_failed()
-        assert (records.done, records.failed) == ({"a", "c"}, set())
-        assert records.append(make_record("b"))
+        assert records.append(make_record("b", status="oom", score=None, error="first"))
+        assert records.append(make_record("b", status="oom", score=None, error="second"))
+        assert (records.done, records.failed) == ({"a", "b"}, {"b"})
+    assert [row["error"] for row in read_records(tmp_path)] == [None, "second"]
     with RecordStore(tmp_path) as records:
-        records.drop_failed()  # nothing to drop
-        assert (records.done, records.failed) == ({"a", "b", "c"}, set())
+        assert records.append(make_record("b"))
+        assert not records.append(make_record("b", status="oom"))
+        assert (records.done, records.failed) == ({"a", "b"}, set())
+    assert [row["status"] for row in read_records(tmp_path)] == ["ok", "ok"]
 
 
 WRITER = """
