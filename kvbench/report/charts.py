@@ -20,6 +20,7 @@ import pandas as pd
 
 from kvbench.report.drawing import score_axis
 from kvbench.report.experiment import BASELINE, Group
+from kvbench.report.frame import tidy
 from kvbench.report.labels import as_text, words
 from kvbench.report.style import OF_THE_PAPERS, style_of
 from kvbench.report.table import in_percent
@@ -94,11 +95,11 @@ def looks_of(group: Group) -> list[dict[str, Any]]:
     return list(looks.values())
 
 
-def scores_chart(group: Group, frame: pd.DataFrame) -> Chart | None:
+def scores_chart(group: Group) -> Chart | None:
     """The scores of one model and task against the bytes held, and against each field that splits the
     examples; None where no method saves memory and nothing splits them."""
-    known = [row for row in _score_rows(group, frame) if row["mean"] is not None]
-    memory = bool(group.compressed & set(frame["variant"]))
+    known = [row for row in _score_rows(group) if row["mean"] is not None]
+    memory = bool(group.compressed & set(tidy(group)["variant"]))
     memory = memory and any(row["ratio"] is not None for row in known)
     parts = {row["part"] for row in known} - {ALL}
     if not memory and len(parts) < 2:
@@ -116,10 +117,11 @@ def scores_chart(group: Group, frame: pd.DataFrame) -> Chart | None:
     }
 
 
-def _score_rows(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
+def _score_rows(group: Group) -> list[dict[str, Any]]:
     """Rows for the scores and differences of every variant, over all examples and over each part; of
     compressed variants whose runs measure several rates for the score at each rate instead, since a
     mean over all rates says nothing. Ratio and bytes are means over the same examples."""
+    frame = tidy(group)
     shown = frame[frame["measure"].isin(["score", "difference"])]
     at_rates = shown[shown["by"].eq("rate") & shown["measure"].eq("score")]
     shown = shown[shown["by"].ne("rate")]

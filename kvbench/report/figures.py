@@ -1,7 +1,7 @@
 """Which figures a report has of one model and task, and what each shows.
 
-In: a group's records and its tidy frame. Out: `Drawn`, a figure with its caption and what a page shows
-of it. The drawing itself is in `kvbench.report.drawing` and `kvbench.report.panels`.
+In: a group. Out: `Drawn`, a figure with its caption and what a page shows of it. The drawing itself is
+in `kvbench.report.drawing` and `kvbench.report.panels`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvbench.report.drawing import (
     stem,
 )
 from kvbench.report.experiment import BASELINE, Group
-from kvbench.report.frame import totals
+from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import as_text, natural_order, words
 from kvbench.report.panels import heatmaps, kept_figure
 from kvbench.report.ratios import mean_over_rates, measures_several_rates, rate_texts
@@ -50,14 +50,15 @@ ABOUT_ONE_RATIO = 1.5
 """Where the largest ratio is at most this many times the smallest, methods hold about as much."""
 
 
-def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
+def figures_of(group: Group) -> list[Drawn]:
     """Every figure that the group's task asks for, and those that its records allow; the score against
     memory first. None where nothing was scored, and of a throughput probe, whose table has it all."""
     if group.good["score"].notna().sum() == 0 or group.meta.kind == "throughput":
         return []
     if curve := group.meta.figure(Curve):
         return curve_figures(group, curve)
-    drawn = [memory(group, frame)]
+    frame = tidy(group)
+    drawn = [memory(group)]
     if heatmap := group.meta.figure(Heatmap):
         drawn.append(heatmaps(group, heatmap))
     if bar := group.meta.figure(Bars):
@@ -69,11 +70,11 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
     return [figure for figure in drawn if figure is not None]
 
 
-def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
+def memory(group: Group) -> Drawn | None:
     """Score (or error) against the measured ratio of bytes, a line for each method, the exact cache as a
     line across, the Pareto set ringed and joined. Where all methods hold about as much, a row for each
     instead. None where no method saves memory."""
-    rows, lower = memory_rows(group, frame), group.meta.lower_is_better
+    rows, lower = memory_rows(group), group.meta.lower_is_better
     others = rows[rows["label"] != BASELINE]
     if not set(rows["variant"]) & group.compressed:
         return None
@@ -120,9 +121,10 @@ def frontier(ax: Axes, rows: pd.DataFrame, grey: Collection[str] = ()) -> None:
         ax.annotate(shown_name(row["label"]), (row["x"], row["mean"]), color=GREY, **beside)
 
 
-def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
+def memory_rows(group: Group) -> pd.DataFrame:
     """Scores with ``x``, the measured ratio, and ``label``: a row for each variant, or for each variant
     and rate where one run measures several rates."""
+    frame = tidy(group)
     by_rate = frame[(frame["by"] == "rate") & (frame["measure"] == "score")]
     if by_rate["value"].nunique() > 1:
         ratio = group.good.groupby(["variant", group.good["rate"].map(as_text)])["ratio"].mean()

@@ -82,9 +82,11 @@ Seconds are not among them: they are shared where methods decode together, and t
 measures those of each method."""
 
 
+@lru_cache(maxsize=64)
 def tidy(group: Group) -> pd.DataFrame:
     """Scores and differences by dataset and by each field of the task's breakdown, costs, and the
-    ratios that are enough."""
+    ratios that are enough. Made once for each group; its tables, figures and sentences are all of it, so
+    that nobody may change it."""
     parts = [scores(group)]
     parts += [scores(group, name) for name in group.meta.breakdown if name in group.records]
     measures = [name for name in group.meta.measures if name in group.records]

@@ -11,7 +11,7 @@ import pandas as pd
 from kvbench.records.figures import Curve
 from kvbench.report.enough import MEASURE
 from kvbench.report.experiment import BASELINE, Group
-from kvbench.report.frame import totals
+from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import words
 from kvbench.report.ratios import (
     mean_over_rates,
@@ -29,7 +29,7 @@ MOST_NAMES = 4
 """Methods that a list of a verdict names; it counts the others."""
 
 
-def verdict(group: Group, frame: pd.DataFrame) -> str:
+def verdict(group: Group) -> str:
     """A line for each of the lowest rates, made of the marks and intervals of the total scores, and one
     on the ratios that are enough; empty where methods are not compared by a score."""
     curve = group.meta.figure(Curve)
@@ -37,21 +37,21 @@ def verdict(group: Group, frame: pd.DataFrame) -> str:
         return ""
     if curve is not None and curve.y in group.records:
         return slope_verdict(slopes(group, curve))
-    return "\n".join([*_at_rates(group, frame)[-MOST_RATES:], *_enough(group, frame)])
+    return "\n".join([*_at_rates(group)[-MOST_RATES:], *_enough(group)])
 
 
-def headlines(group: Group, frame: pd.DataFrame, name: str) -> list[str]:
+def headlines(group: Group, name: str) -> list[str]:
     """What the top of a report says of one of several tasks or models, whose name a line begins with:
     the verdict at the middle rate, and on the ratios that are enough."""
-    lines = _at_rates(group, frame)
-    chosen = [*lines[(len(lines) - 1) // 2 :][:1], *_enough(group, frame)]
+    lines = _at_rates(group)
+    chosen = [*lines[(len(lines) - 1) // 2 :][:1], *_enough(group)]
     return [f"{name}: {line[0].lower()}{line[1:]}" for line in chosen]
 
 
-def _at_rates(group: Group, frame: pd.DataFrame) -> list[str]:
+def _at_rates(group: Group) -> list[str]:
     """A line on the methods at each rate, the largest first."""
     by_rate = sorted(group.peers, key=lambda peers: -(group.variants[peers[0]].rate or 0))
-    total, change = totals(frame), totals(frame, "difference")
+    total, change = totals(tidy(group)), totals(tidy(group), "difference")
     lines = []
     for peers in by_rate:
         scored = total.reindex([group.labels[i] for i in peers]).dropna(subset=["mean"])
@@ -61,9 +61,9 @@ def _at_rates(group: Group, frame: pd.DataFrame) -> list[str]:
     return lines
 
 
-def _enough(group: Group, frame: pd.DataFrame) -> list[str]:
+def _enough(group: Group) -> list[str]:
     """The line on the ratios that are enough, where there are any."""
-    found = totals(frame, MEASURE)
+    found = totals(tidy(group), MEASURE)
     if not len(found):
         return []
     kept = found[found["mark"].ne("more_than")].sort_values("mean", kind="stable")

@@ -32,7 +32,6 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
     from wandb_workspaces import expr
 
     from kvbench.errors import complain
-    from kvbench.report.frame import tidy
     from kvbench.report.page import how_to_reproduce
     from kvbench.report.papers import PaperError
     from kvbench.report.published import beside, published_tables
@@ -45,7 +44,7 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
     except PaperError as error:
         complain(f"warning: {error}", "wandb")
     for group in experiment.groups:
-        tables += [table for table in tables_of(group, tidy(group)) if table.columns][:1]
+        tables += [table for table in tables_of(group) if table.columns][:1]
     blocks: list[Any] = [wr.TableOfContents(), wr.H1("Scores")]
     blocks += [wr.MarkdownBlock(text=markdown(table)) for table in tables]
     of = expr.Config("experiment") == str(experiment.runs[0].manifest["experiment"])

@@ -137,7 +137,7 @@ def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
     """At every rate, over all examples and over each part; a pointer shows interval, n and bytes."""
     group = group_of(write_sweep(tmp_path))
     frame = tidy(group)
-    chart = scores_chart(group, frame)
+    chart = scores_chart(group)
     assert chart is not None
     content = json.loads(json.dumps(chart, allow_nan=False))
     assert content["baseline"] == "exact"
@@ -165,14 +165,14 @@ def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
 
 def test_scores_are_drawn_against_fields_alone_or_at_every_rate(tmp_path: Path) -> None:
     group = group_of(write_demo(tmp_path, ("exact",), ("needle",)))
-    chart = scores_chart(group, tidy(group))
+    chart = scores_chart(group)
     assert chart is not None
     assert not chart["memory"]
     write_run(tmp_path, experiment="one", records=[{"example_id": "a", "score": 1.0}])
     group = group_of(tmp_path / "one")
-    assert scores_chart(group, tidy(group)) is None
+    assert scores_chart(group) is None
     group = group_of(write_demo(tmp_path / "rates", ("uniform", "balancekv"), ("layer_error",)))
-    chart = scores_chart(group, tidy(group))
+    chart = scores_chart(group)
     assert chart is not None
     rows = pd.DataFrame(chart["rows"], columns=list(FIELDS))
     assert sorted(rows[rows["name"] == "uniform"]["rate"]) == [0.0625, 0.125, 0.25, 0.5]
