@@ -261,13 +261,14 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     dates = sorted(str(one["started"])[:10] for one in starts if one.get("started"))
     failed = [f"{n} {name}" for name, n in sorted(statuses.items()) if name != "ok"]
     identities = [m.get("identity") or m.get("config") or {} for m in manifests]
+    compressed = [_compressed(identity) for identity in identities]
     facts = {
         "model": [group.model for group in experiment.groups],
         "dtype": [str(one.get("dtype") or "").removeprefix("torch.") for one in identities],
         "methods": [variant.method for variant in variants],
         "budget": ["; ".join(rates[rate] for rate in sorted(rates, reverse=True))],
-        "sink and window": _by_task(manifests, [_ends(one) for one in identities], _KEPT),
-        "compressed": _by_task(manifests, [_protocol(one) for one in identities]),
+        "sink and window": _by_task(manifests, [ends for ends, _ in compressed], _KEPT),
+        "compressed": _by_task(manifests, [when for _, when in compressed]),
         "device": [str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware],
         "date": dates[:1] + dates[-1:],
         "code revision": [str(one.get("code_revision") or "")[:12] for one in starts],
@@ -292,25 +293,17 @@ def _by_task(manifests: Sequence[Any], texts: Sequence[str], ending: str = "") -
     return ["; ".join(parts) + ending] if parts else []
 
 
-def _kept_by_probe(identity: Mapping[str, Any]) -> int | None:
-    """The tokens that a probe of single layers keeps at each end of a prompt in place of the budget's;
-    None of other tasks."""
-    task = identity.get("task")
-    kept = task.get("exact") if isinstance(task, Mapping) else None
-    return kept if isinstance(kept, int) else None
-
-
-def _ends(identity: Mapping[str, Any]) -> str:
-    budget = identity.get("budget") or {}
-    kept = _kept_by_probe(identity)
-    sink, window = (budget.get("sink"), budget.get("window")) if kept is None else (kept, kept)
-    return "" if sink is None or window is None else f"first {sink} and last {window} tokens"
-
-
-def _protocol(identity: Mapping[str, Any]) -> str:
-    if _kept_by_probe(identity) is not None:
-        return "the cache of each layer by itself"
-    return _PROTOCOLS.get(str(identity.get("compress_after")), "")
+def _compressed(identity: Mapping[str, Any]) -> tuple[str, str]:
+    """Which tokens a run kept at both ends of a prompt, and when it compressed the others. A probe of
+    single layers has its own number of tokens in place of the budget's."""
+    budget, task = identity.get("budget") or {}, identity.get("task")
+    sink, window = budget.get("sink"), budget.get("window")
+    when = _PROTOCOLS.get(str(identity.get("compress_after")), "")
+    by_probe = task.get("exact") if isinstance(task, Mapping) else None
+    if isinstance(by_probe, int):
+        sink, window, when = by_probe, by_probe, "the cache of each layer by itself"
+    known = sink is not None and window is not None
+    return f"first {sink} and last {window} tokens" if known else "", when
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:

@@ -27,9 +27,9 @@ from kvbench.report.frame import (
     totals,
 )
 from kvbench.report.labels import natural_order, words
-from kvbench.report.probe_tables import fidelity_table, slope_table, timing_table
+from kvbench.report.probe_tables import fidelity_table, timing_table
 from kvbench.report.ratios import headings, rate_in_title, rate_texts, ratios_of
-from kvbench.report.scaling import slopes
+from kvbench.report.scaling import slope_table, slopes
 from kvbench.report.stats import ALPHA, FEWEST, Estimate
 from kvbench.report.table import (
     DIFFERENCE,

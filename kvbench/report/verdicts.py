@@ -19,9 +19,9 @@ from kvbench.report.ratios import (
     rate_text,
     ratios_of,
 )
-from kvbench.report.scaling import slopes
+from kvbench.report.scaling import slope_verdict
 from kvbench.report.stats import FEWEST
-from kvbench.report.table import LIMITS, MISSING, number, score_format, value_text
+from kvbench.report.table import LIMITS, MISSING, number, score_format
 
 MOST_RATES = 3
 """Rates that a verdict speaks of: the lowest ones."""
@@ -36,7 +36,7 @@ def verdict(group: Group) -> str:
     if group.meta.kind == "throughput":
         return ""
     if curve is not None and curve.y in group.records:
-        return slope_verdict(slopes(group, curve))
+        return slope_verdict(group, curve)
     return "\n".join([*_at_rates(group)[-MOST_RATES:], *_enough(group)])
 
 
@@ -142,18 +142,3 @@ def listed(names: Sequence[str]) -> str:
     if len(names) > MOST_NAMES:
         some, last = list(names[:MOST_NAMES]), f"{len(names) - MOST_NAMES} more"
     return f"{', '.join(some)} and {last}" if some else last
-
-
-def slope_verdict(data: pd.DataFrame) -> str:
-    """How many slopes of each method are as predicted, steeper or shallower; empty without a prediction.
-
-    Args:
-        data: what `kvbench.report.scaling.slopes` returned.
-    """
-    parts = []
-    for label, rows in data.dropna(subset=["verdict"]).groupby("variant", sort=False):
-        predicted = value_text(float(rows["expected"].iloc[0]), "")
-        counts = rows["verdict"].value_counts().items()
-        counted = ", ".join(f"{word} on {count} of {len(rows)}" for word, count in counts)
-        parts.append(f"{label} (predicted {predicted}): {counted}")
-    return f"Slopes: {'; '.join(parts)}." if parts else ""

@@ -30,8 +30,7 @@ from kvbench.report.drawing import Drawn, forest
 from kvbench.report.experiment import Group
 from kvbench.report.figures import RULE_OF_COLOURS, figures_of, memory_rows, pareto
 from kvbench.report.panels import grid_of, heatmaps
-from kvbench.report.probe_tables import slope_table
-from kvbench.report.scaling import curves_of, slopes
+from kvbench.report.scaling import curves_of, slope_table, slopes
 from kvbench.report.verdicts import verdict
 
 
