@@ -2,7 +2,7 @@
 measure, and for each part of the examples that the measure is taken over.
 
 measure    "score"; "difference", paired, of the score from that of the exact cache; one of `COSTS`; or,
-           of a method run at several rates, "ratio_at_95" (`kvbench.report.enough`), whose variant is
+           of a method run at several rates, "ratio_at_95" (`kvbench.report.ratios`), whose variant is
            the method without its rate
 by, value  the part: a record field, such as "dataset", and the value that it has in all examples of
            the part. The value "average" of "dataset" is the mean over datasets with equal weights
@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.report import enough
 from kvbench.report.experiment import PROMPT, Group
 from kvbench.report.labels import as_text, natural_order
 from kvbench.report.marks import standing
+from kvbench.report.ratios import RATIO_AT_95, enough_ratios
 from kvbench.report.stats import (
     FEWEST,
     NOTHING,
@@ -196,11 +196,11 @@ def _enough(group: Group) -> pd.DataFrame:
     rows = [
         {
             **{"model": group.model, "task": group.task, "method": method_of[name]},
-            **{"variant": name, "measure": enough.MEASURE, "by": "", "value": "", "unit": ""},
+            **{"variant": name, "measure": RATIO_AT_95, "by": "", "value": "", "unit": ""},
             **{"mean": found.value, "low": found.low, "high": found.high, "mark": found.mark},
             "failures": "",
         }
-        for name, found in enough.enough_ratios(group, compared_strata(group)).items()
+        for name, found in enough_ratios(group, compared_strata(group)).items()
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 

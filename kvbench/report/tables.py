@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 
 from kvbench.records.figures import Curve
-from kvbench.report.enough import MEASURE, MORE_THAN
 from kvbench.report.experiment import Group
 from kvbench.report.frame import (
     AVERAGE,
@@ -28,7 +27,14 @@ from kvbench.report.frame import (
 )
 from kvbench.report.labels import natural_order, words
 from kvbench.report.probe_tables import fidelity_table, timing_table
-from kvbench.report.ratios import headings, rate_in_title, rate_texts, ratios_of
+from kvbench.report.ratios import (
+    MORE_THAN,
+    RATIO_AT_95,
+    headings,
+    rate_in_title,
+    rate_texts,
+    ratios_of,
+)
 from kvbench.report.scaling import slope_table, slopes
 from kvbench.report.stats import ALPHA, FEWEST, Estimate
 from kvbench.report.table import (
@@ -300,7 +306,7 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
         return []
     across, meta = several[0], groups[0].meta
     texts = rate_texts(*groups)
-    enough = pd.concat([totals(tidy(group), MEASURE) for group in groups])
+    enough = pd.concat([totals(tidy(group), RATIO_AT_95) for group in groups])
     rows = rows.assign(minus_rate=(-rows["rate"]).fillna(-np.inf))
     if across == "rate":  # what has no rate has the same score at each
         rates = sorted(rows["rate"].dropna().unique(), reverse=True)
@@ -324,11 +330,13 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
         table = table.join(rows.groupby(keys)["ratio"].mean(), on=keys)
         columns.append(Column("ratio", f"ratio, mean of {across}s", number))
     elif len(enough):
-        named = {"mean": MEASURE} | {end: f"{MEASURE}_{end}" for end in ("low", "high", "mark")}
+        named = {"mean": RATIO_AT_95} | {
+            end: f"{RATIO_AT_95}_{end}" for end in ("low", "high", "mark")
+        }
         found = enough.set_index(["model", "variant"])[[*named]].rename(columns=named)
         table = table.join(found, on=["model", "variant"])
-        missed = table[f"{MEASURE}_mark"].eq(MORE_THAN)
-        table = table.assign(enough=table[MEASURE].where(~missed, np.inf))
+        missed = table[f"{RATIO_AT_95}_mark"].eq(MORE_THAN)
+        table = table.assign(enough=table[RATIO_AT_95].where(~missed, np.inf))
         columns.append(ENOUGH_COLUMN)
         order.insert(1, "enough")
     table = table.sort_values(order, kind="stable")
@@ -343,7 +351,7 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
             f"{what}: {'all tasks' if across == 'task' else 'score' + unit_text(meta.score_unit)}",
             table,
             shown,
-            (INTERVAL, *legend(table, shown), *[ENOUGH] * (MEASURE in table), *[LOWER] * lower),
+            (INTERVAL, *legend(table, shown), *[ENOUGH] * (RATIO_AT_95 in table), *[LOWER] * lower),
             kind="overview",
             answer=_answer(groups, several),
         )
@@ -354,7 +362,7 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
         table = table.sort_values([column.key for column in tasks], kind="stable")
         tables.append(
             Table(
-                f"{tables[0].name}-{MEASURE}",
+                f"{tables[0].name}-{RATIO_AT_95}",
                 f"{model}: {ENOUGH_COLUMN.name}",
                 table,
                 (METHOD, *tasks),

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pandas as pd
 
 from kvbench.records.figures import Curve
-from kvbench.report.enough import MEASURE
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import words
 from kvbench.report.ratios import (
+    RATIO_AT_95,
     mean_over_rates,
     measures_several_rates,
     rate_text,
@@ -63,7 +63,7 @@ def _at_rates(group: Group) -> list[str]:
 
 def _enough(group: Group) -> list[str]:
     """The line on the ratios that are enough, where there are any."""
-    found = totals(tidy(group), MEASURE)
+    found = totals(tidy(group), RATIO_AT_95)
     if not len(found):
         return []
     kept = found[found["mark"].ne("more_than")].sort_values("mean", kind="stable")

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from kvbench.cli.rounds import planned
-from kvbench.report.enough import SHARE, crossing, enough
 from kvbench.report.marks import standing
+from kvbench.report.ratios import SHARE, crossing, enough
 from kvbench.report.stats import (
     ALPHA,
     FEWEST,

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
 
 from kvbench.cli.rounds import planned
-from kvbench.report.enough import crossing, enough
 from kvbench.report.experiment import self_bleu
 from kvbench.report.marks import standing
+from kvbench.report.ratios import crossing, enough
 from kvbench.report.stats import (
     ALPHA,
     Estimate,
