@@ -62,11 +62,6 @@ class Comparison:
 
 
 def compare(first: Experiment, second: Experiment) -> Comparison:
-    """Match the runs of two experiments and compare them.
-
-    Raises:
-        StoreError: they have no run in common.
-    """
     sides = [
         [(group, variant) for group in experiment.groups for variant in group.variants]
         for experiment in (first, second)

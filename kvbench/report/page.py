@@ -326,11 +326,7 @@ def _plain(value: object) -> str:
 
 
 def write_index(folders: Sequence[Path]) -> Path:
-    """Write index.html, which links the reports in `folders`, beside them; returns its path.
-
-    Raises:
-        StoreError: none has a report, or the file cannot be written.
-    """
+    """Write index.html, which links the reports in `folders`, beside them."""
     with_page = [folder.resolve() for folder in folders if (folder / PAGE).is_file()]
     if not with_page:
         raise StoreError(

@@ -162,12 +162,8 @@ def enough(ratios: Sequence[float], margins: Sequence[Estimate]) -> EnoughRatio:
 
 
 def enough_ratios(group: Group, strata: Sequence[Scores]) -> dict[str, EnoughRatio]:
-    """The ratio that is enough of each method, by its name without the rate; none where no method was
-    run at two rates.
-
-    Args:
-        strata: the datasets over which differences of total scores are averaged.
-    """
+    """The ratio that is enough of each method over these datasets, by its name without the rate; none
+    where no method was run at two rates."""
     if not group.percent or group.meta.lower_is_better or measures_several_rates(group):
         return {}
     ratios = group.good.groupby("variant")["ratio"].mean()

@@ -60,10 +60,6 @@ def write_text(path: Path, text: str, mark: str = "") -> Path:
 
     Args:
         mark: a text that every such file of kvbench's holds, for a name that a user's own file may have.
-
-    Raises:
-        StoreError: there is a file without the mark.
-        OSError: the file system refuses.
     """
     if mark and path.exists() and mark.encode() not in path.read_bytes():
         raise StoreError(f"{path} is not kvbench's and stays as it is; allowed: move or rename it")

@@ -120,7 +120,7 @@ def score_table(group: Group) -> Table:
         columns.append(Column("failures", "failed"))
     for key in costs:
         if table[key].notna().any():
-            name = key.removesuffix("_mean").replace("_", " ")
+            name = words(key.removesuffix("_mean"))
             columns.append(Column(key, name, whole if name == "entries" else number))
     columns.append(Column("scored"))
     return Table(
@@ -150,7 +150,7 @@ def split_table(group: Group, by: str) -> Table:
     frame = tidy(group)
     rows = frame[frame["by"].eq(by) & frame["measure"].eq("score")]
     rows = _in_groups_by_rate(group, rows)
-    title = f"{group.task} on {group.model}: score by {by.replace('_', ' ')}"
+    title = f"{group.task} on {group.model}: score by {words(by)}"
     table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows)
     columns = table.columns
     if by == "rate":
@@ -315,8 +315,15 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
         rows = pd.concat([*above, rows.dropna(subset="rate").assign(minus_rate=0.0)])
         rows = rows.assign(group="", rate=rows["rate"].map(str))
     else:
-        columns = [_overview_column(group, across) for group in groups]
-        columns = list({column.key: column for column in columns}.values())
+        by_key: dict[str, Column] = {}
+        for group in groups:
+            unit, heading = group.meta.score_unit, ""
+            if across == "task":
+                better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
+                heading = f"{group.task}{metric_text(group)}{unit_text(unit)}{better}"
+            key = group.task if across == "task" else group.model
+            by_key[key] = Column(key, heading, score_format(unit))
+        columns = list(by_key.values())
         rows = rows.assign(group=headings(rows["rate"], texts))
     if "model" in several[1:]:
         rows = rows.assign(group=rows["model"])
@@ -382,15 +389,6 @@ def _answer(groups: Sequence[Group], several: Sequence[str]) -> tuple[str, ...]:
         name = " on ".join(text for key, text in names.items() if key in several)
         lines += headlines(group, name)
     return tuple(lines)
-
-
-def _overview_column(group: Group, across: str) -> Column:
-    text = score_format(group.meta.score_unit)
-    if across == "model":
-        return Column(group.model, text=text)
-    better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
-    heading = f"{group.task}{metric_text(group)}{unit_text(group.meta.score_unit)}{better}"
-    return Column(group.task, heading, text)
 
 
 def _overview_rows(group: Group) -> pd.DataFrame:

@@ -57,7 +57,13 @@ def _at_rates(group: Group) -> list[str]:
         scored = total.reindex([group.labels[i] for i in peers]).dropna(subset=["mean"])
         if len(scored):
             scored = scored.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
-            lines.append(_where(group, peers) + _verdict_on(group, scored, change))
+            rate, where = group.variants[peers[0]].rate, ""
+            if rate is not None and measures_several_rates(group):
+                where = f"{mean_over_rates(group).capitalize()}: "
+            elif rate is not None:
+                ratios = ratios_of(group, [group.labels[i] for i in peers])["ratio"]
+                where = f"At {rate_text(rate, ratios)}: "
+            lines.append(where + _verdict_on(group, scored, change))
     return lines
 
 
@@ -83,25 +89,8 @@ def _enough(group: Group) -> list[str]:
     return [f"{line}."]
 
 
-def _where(group: Group, peers: Sequence[int]) -> str:
-    """What a line begins with: the rate of these methods with their measured ratios, or the rates that
-    their scores are means over; empty where they have none."""
-    rate = group.variants[peers[0]].rate
-    if rate is None:
-        return ""
-    if measures_several_rates(group):
-        return f"{mean_over_rates(group).capitalize()}: "
-    ratios = ratios_of(group, [group.labels[i] for i in peers])["ratio"]
-    return f"At {rate_text(rate, ratios)}: "
-
-
 def _verdict_on(group: Group, scored: pd.DataFrame, change: pd.DataFrame) -> str:
-    """The line on the methods of one rate, without the rate.
-
-    Args:
-        scored: the totals of the methods that compete at it, best first.
-        change: the total differences to the exact cache, by label.
-    """
+    """The line on the methods of one rate, without the rate: `scored` are their totals, best first."""
     marked: dict[str, list[str]] = {"best": [], "tied": [], "better": [], "worse": []}
     for label, marks in scored["mark"].items():
         for word in set(marks.split()) & set(marked):
