@@ -75,7 +75,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         warnings.append(str(error))
     published = published_tables(theirs)
     ranked = [group for group in experiment.groups if is_ranked(group)]
-    overviews = overview_tables([group for group in ranked if len(totals(tidy(group)))])
+    overviews = overview_tables(ranked)
     said = bool(overviews) and len(experiment.groups) == 1  # at the top, of the only task
     sections: list[Section] = []
     only_in_files: list[Table] = []
@@ -190,8 +190,7 @@ def tables_to_print(experiment: Experiment) -> list[Table]:
     """The tables that are printed after a job: one for each model and task, then those over all."""
     groups = experiment.groups
     tables = [score_table(group) if is_ranked(group) else tables_of(group)[0] for group in groups]
-    ranked = [group for group in groups if is_ranked(group) and len(totals(tidy(group)))]
-    return tables + overview_tables(ranked)
+    return tables + overview_tables([group for group in groups if is_ranked(group)])
 
 
 def write_tables(tables: Sequence[Table], folder: Path, comments: Sequence[str]) -> list[Path]:

@@ -297,6 +297,7 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
     there are several of everything. Methods without a rate (the exact cache) stand above the others,
     which are best first: by the ratio that is enough, then by the score.
     """
+    groups = [group for group in groups if len(totals(tidy(group)))]
     rows = pd.concat([_overview_rows(group) for group in groups] or [pd.DataFrame()])
     several = [key for key in ("task", "rate", "model") if key in rows and rows[key].nunique() > 1]
     if len(several) == 3:
