@@ -229,7 +229,14 @@ _TEMPLATES = Environment(  # one for all pages: a template is compiled once
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.globals["breakable"] = _breakable
+_TEMPLATES.globals.update(
+    breakable=_breakable,
+    clip=clip,
+    color=lambda method: style_of(str(method)).color,
+    footer=footer,
+    most_failures=_FAILURES,
+    value_text=value_text,
+)
 
 
 def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
@@ -241,11 +248,6 @@ def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
         style=_template("page.css"),
         scripts=scripts,
         script_hashes=[base64.b64encode(digest).decode() for digest in digests],
-        footer=footer,
-        clip=clip,
-        most_failures=_FAILURES,
-        color=lambda method: style_of(str(method)).color,
-        value_text=value_text,
         **values,
     )
 

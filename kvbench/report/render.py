@@ -27,7 +27,7 @@ from kvbench.records.read import StoreError
 from kvbench.report.table import Cell, Column, Table, footer
 
 PAGE_MARK = " · kvbench</title>"
-"""How the title of every page ends (templates/macros.html.j2), by which kvbench knows its own
+"""How the title of every page ends (templates/base.html.j2), by which kvbench knows its own
 (`write_text`)."""
 _HEADING = 12
 """Characters in a line of a heading in the terminal."""
