@@ -197,10 +197,10 @@ def _enough(group: Group) -> pd.DataFrame:
         {
             **{"model": group.model, "task": group.task, "method": method_of[name]},
             **{"variant": name, "measure": RATIO_AT_95, "by": "", "value": "", "unit": ""},
-            **{"mean": found.value, "low": found.low, "high": found.high, "mark": found.mark},
-            "failures": "",
+            **_numbers(found),
+            **{"mark": mark, "failures": ""},
         }
-        for name, found in enough_ratios(group, compared_strata(group)).items()
+        for name, (found, mark) in enough_ratios(group, compared_strata(group)).items()
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 

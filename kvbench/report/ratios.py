@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -116,23 +115,6 @@ def mean_over_rates(group: Group) -> str:
     return f"mean over rates {', '.join(first)} and {last}"
 
 
-class EnoughRatio(NamedTuple):
-    """The ratio that is enough, in [smallest, largest] of the measured ratios.
-
-    Attributes:
-        low, high: of its interval; 0 where the smallest ratio may be enough, infinite where the largest
-            may not be. NaN where the margins have no intervals, and where all of it is beyond the rates,
-            as the mark says.
-        mark: "at_most" where the smallest ratio is enough, "more_than" where the largest is not, which
-            `value` then is; else empty.
-    """
-
-    value: float
-    low: float
-    high: float
-    mark: str
-
-
 def crossing(ratios: ArrayLike, margins: ArrayLike) -> float:
     """The ratio from which on margins at these ascending ratios are nowhere negative: 0 where none is,
     infinite where the last one is; NaN where a margin is not known."""
@@ -148,8 +130,14 @@ def crossing(ratios: ArrayLike, margins: ArrayLike) -> float:
     return float(x[i] + (x[i + 1] - x[i]) * y[i] / (y[i] - y[i + 1]))
 
 
-def enough(ratios: Sequence[float], margins: Sequence[Estimate]) -> EnoughRatio:
-    """The ratio that is enough, given the margin at each of these measured ratios."""
+def enough(ratios: Sequence[float], margins: Sequence[Estimate]) -> tuple[Estimate, str]:
+    """The ratio that is enough, given the margin at each of these measured ratios, and its mark:
+    `AT_MOST` where the smallest of them is enough, `MORE_THAN` where the largest, which the number then
+    is, is not.
+
+    A bound is 0 where the smallest ratio may be enough, infinite where the largest may not be, and NaN
+    where the margins have none or all of the interval is beyond the rates.
+    """
     order = np.argsort(ratios, kind="stable")
     x = np.asarray(ratios, dtype=float)[order]
     value, low, high = np.array([margin[:3] for margin in margins])[order].T
@@ -158,10 +146,10 @@ def enough(ratios: Sequence[float], margins: Sequence[Estimate]) -> EnoughRatio:
     low_end, high_end = crossing(x, high), crossing(x, low)
     if math.isinf(low_end) or high_end == 0:
         low_end = high_end = math.nan
-    return EnoughRatio(float(np.clip(at, x[0], x[-1])), low_end, high_end, mark)
+    return Estimate(float(np.clip(at, x[0], x[-1])), low_end, high_end), mark
 
 
-def enough_ratios(group: Group, strata: Sequence[Scores]) -> dict[str, EnoughRatio]:
+def enough_ratios(group: Group, strata: Sequence[Scores]) -> dict[str, tuple[Estimate, str]]:
     """The ratio that is enough of each method over these datasets, by its name without the rate; none
     where no method was run at two rates."""
     if not group.percent or group.meta.lower_is_better or measures_several_rates(group):

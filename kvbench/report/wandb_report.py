@@ -26,8 +26,7 @@ SEND_S = 600.0
 
 
 def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -> wr.Report:
-    """The report, not yet published: published numbers beside ours, the first table of each model and
-    task, the charts and table of the experiment's own run, and how to reproduce it."""
+    """The report, not yet published."""
     import wandb_workspaces.reports.v2 as wr
     from wandb_workspaces import expr
 

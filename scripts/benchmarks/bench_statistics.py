@@ -192,7 +192,7 @@ def enough_figures(studies: int) -> Iterator[Figure]:
             values = np.stack(tables, axis=1)
             margins = values[..., :-1] - SHARE * values[..., -1:]
             found = differences([margins.reshape(n, -1)], reach=1.0)
-            each = [enough(ratios, found[i : i + 3]) for i in range(0, len(found), 3)]
+            each = [enough(ratios, found[i : i + 3])[0] for i in range(0, len(found), 3)]
             covered = float(np.mean([one.low <= truth <= one.high for one in each]))
             yield Figure(f"ratio that is enough, n = {n}, exact {exact}", covered, HOLDS)
 
