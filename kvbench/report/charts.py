@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ import pandas as pd
 from kvbench.report.drawing import score_axis
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import tidy
-from kvbench.report.labels import as_text, words
+from kvbench.report.labels import words
+from kvbench.report.ratios import HELD, held_by
 from kvbench.report.style import OF_THE_PAPERS, style_of
 from kvbench.report.table import in_percent
 
@@ -32,8 +33,6 @@ FIELDS = ("name", "rate", "by", "part", "measure", "mean", "low", "high", "n", "
 record field and its value whose examples the score is of, what is measured, the mean with its interval
 in the shown unit, the number of examples, the measured ratio of bytes and the bytes held, averaged over
 examples."""
-COSTS = ["ratio", "cache_bytes"]
-"""Record fields of what a method held."""
 ALL = "all examples"
 SHAPES = {
     "o": "circle",
@@ -130,7 +129,7 @@ def _score_rows(group: Group) -> list[dict[str, Any]]:
         at_rates = at_rates[at_rates["variant"].isin(group.compressed)]
         shown = pd.concat([shown[~compressed & of_all], at_rates])
     last = shown[shown["by"].eq("dataset")].drop_duplicates(["variant", "measure"], keep="last")
-    costs_of_all = group.good.groupby("variant")[COSTS].mean().to_dict("index")
+    costs_of_all = group.good.groupby("variant")[HELD].mean().to_dict("index")
     rows = []
     for row in in_percent(shown).assign(is_all=shown.index.isin(last.index)).to_dict("records"):
         label, by, value = row["variant"], row["by"], row["value"]
@@ -146,8 +145,8 @@ def _score_rows(group: Group) -> list[dict[str, Any]]:
         if part == ALL and by != "rate":
             costs = costs_of_all.get(label, {})
         else:
-            costs = _mean_costs(group, by).get((label, value), {})
-        ratio, held = (number_of(costs.get(name)) for name in COSTS)
+            costs = held_by(group, by).get((label, value), {})
+        ratio, held = (number_of(costs.get(name)) for name in HELD)
         rows.append(
             {
                 "name": group.names[label],
@@ -162,12 +161,6 @@ def _score_rows(group: Group) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-@lru_cache(maxsize=16)
-def _mean_costs(group: Group, by: str) -> dict[Any, dict[Any, Any]]:
-    means = group.good.groupby(["variant", group.good[by].map(as_text)])[COSTS].mean()
-    return means.to_dict("index")
 
 
 def number_of(value: Any) -> float | None:

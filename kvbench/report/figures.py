@@ -30,7 +30,7 @@ from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import as_text, natural_order, words
 from kvbench.report.panels import heatmaps, kept_figure
-from kvbench.report.ratios import mean_over_rates, measures_several_rates, rate_texts
+from kvbench.report.ratios import held_by, mean_over_rates, measures_several_rates, rate_texts
 from kvbench.report.scaling import curves_of
 from kvbench.report.style import OF_THE_PAPERS
 from kvbench.report.table import in_percent
@@ -127,11 +127,8 @@ def memory_rows(group: Group) -> pd.DataFrame:
     frame = tidy(group)
     by_rate = frame[(frame["by"] == "rate") & (frame["measure"] == "score")]
     if by_rate["value"].nunique() > 1:
-        ratio = group.good.groupby(["variant", group.good["rate"].map(as_text)])["ratio"].mean()
-        x = [
-            ratio.get(key, math.nan)
-            for key in zip(by_rate["variant"], by_rate["value"], strict=True)
-        ]
+        points = zip(by_rate["variant"], by_rate["value"], strict=True)
+        x = [held_by(group, "rate").get(point, {}).get("ratio", math.nan) for point in points]
         rows = in_percent(by_rate).assign(x=x, label=by_rate["variant"])
     else:
         total, ratios = totals(frame), totals(frame, "ratio")["mean"]

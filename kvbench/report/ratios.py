@@ -21,15 +21,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
 from kvbench.report.experiment import Group
+from kvbench.report.labels import as_text
 from kvbench.report.stats import Estimate, Scores, paired
 from kvbench.report.variants import Variant
 
+HELD = ["ratio", "cache_bytes"]
+"""Record fields of what a method held."""
 RATIO_AT_95 = "ratio_at_95"
 """The measure's name in the tidy frame, in files and in W&B."""
 SHARE = 0.95
@@ -54,6 +59,13 @@ def ratios_of(group: Group, labels: Collection[str] | None = None) -> pd.DataFra
     rows = good.assign(rate=rate.astype(float), ratio=good["ratio"].astype(float))
     means = rows.groupby(["variant", "rate", "dataset"], sort=False)["ratio"].mean()
     return means.dropna().reset_index()[["variant", "rate", "ratio"]]
+
+
+@lru_cache(maxsize=16)
+def held_by(group: Group, by: str) -> dict[Any, dict[Any, float]]:
+    """By a variant's label and a value of the record field `by`, as text, the means of `HELD`."""
+    means = group.good.groupby(["variant", group.good[by].map(as_text)])[HELD].mean()
+    return means.to_dict("index")
 
 
 def measures_several_rates(group: Group) -> bool:

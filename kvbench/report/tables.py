@@ -31,6 +31,7 @@ from kvbench.report.ratios import (
     MORE_THAN,
     RATIO_AT_95,
     headings,
+    held_by,
     rate_in_title,
     rate_texts,
     ratios_of,
@@ -403,10 +404,8 @@ def _overview_rows(group: Group) -> pd.DataFrame:
     if at_rates["value"].nunique() > 1:
         at_rates = at_rates[at_rates["variant"].isin(ratios_of(group)["variant"])]
         at_rates = at_rates.assign(rate=pd.to_numeric(at_rates["value"]))
-        good = group.good.assign(rate=pd.to_numeric(group.good["rate"]))
-        ratio = good.groupby(["variant", "rate"])["ratio"].mean()
-        keys = zip(at_rates["variant"], at_rates["rate"], strict=True)
-        at_rates = at_rates.assign(ratio=[ratio[key] for key in keys])
+        points = zip(at_rates["variant"], at_rates["value"], strict=True)
+        at_rates = at_rates.assign(ratio=[held_by(group, "rate")[p]["ratio"] for p in points])
         others = total[~total["variant"].isin(at_rates["variant"])].assign(rate=np.nan)
         total = pd.concat([others, at_rates])
     competes = total["variant"].isin(group.compressed)
