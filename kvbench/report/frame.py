@@ -193,7 +193,7 @@ def costs(group: Group) -> pd.DataFrame:
 
 def _enough(group: Group) -> pd.DataFrame:
     method_of = {group.names[variant.label]: variant.method for variant in group.variants}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             **{"model": group.model, "task": group.task, "method": method_of[name]},
             **{"variant": name, "measure": RATIO_AT_95, "by": "", "value": "", "unit": ""},

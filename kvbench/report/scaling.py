@@ -197,7 +197,8 @@ def slope_table(group: Group, curve: Curve) -> Table:
 def slope_verdict(group: Group, curve: Curve) -> str:
     """How many slopes of each method are as predicted, steeper or shallower; empty without a
     prediction."""
-    data, parts = slopes(group, curve), []
+    parts = []
+    data = slopes(group, curve)
     for label, rows in data.dropna(subset=["verdict"]).groupby("variant", sort=False):
         predicted = value_text(float(rows["expected"].iloc[0]), "")
         counts = rows["verdict"].value_counts().items()
