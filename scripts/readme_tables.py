@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench.cli.items import paper_items
-from kvbench.report.enough import MEASURE
+from kvbench.report.ratios import RATIO_AT_95
 from kvbench.report.table import LIMITS, MARKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,9 +114,9 @@ SCORES: dict[str, Sequence[Column]] = {
     "leaderboard": (
         Column("ratio, 0.25", f"leaderboard/needle-{MODEL}", {"rate": 0.25}, "ratio", 3),
         *(_score_at_rate("needle", "leaderboard/needle", rate) for rate in (0.5, 0.25, 0.125)),
-        Column("needle, 95 % at ratio", f"leaderboard/needle-{MODEL}", {}, MEASURE, 2),
+        Column("needle, 95 % at ratio", f"leaderboard/needle-{MODEL}", {}, RATIO_AT_95, 2),
         *(_score_at_rate("RULER", "ruler/ruler", rate) for rate in (0.5, 0.25, 0.125)),
-        Column("RULER, 95 % at ratio", f"ruler/ruler-{MODEL}", {}, MEASURE, 2),
+        Column("RULER, 95 % at ratio", f"ruler/ruler-{MODEL}", {}, RATIO_AT_95, 2),
         _at_quarter("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
         _at_quarter("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),
         _at_quarter("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}),

@@ -26,8 +26,6 @@ from kvbench.report.verdicts import verdict
 if TYPE_CHECKING:
     from kvbench.report.drawing import Drawn, FileType
 
-Part = tuple[Group, pd.DataFrame]
-"""A group with its tidy frame (`tidy`)."""
 MOST_NAMES = 4
 """Runs that a warning names."""
 SUMMARY, SUMMARY_MARK = "summary.json", '"score":'
@@ -69,7 +67,6 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     from kvbench.report.page import LIMIT, PAGE, Section, render_page
 
     experiment = load_experiment(Path(experiment_folder))
-    parts = [(group, tidy(group)) for group in experiment.groups]
     warnings = list(incomplete(experiment))
     theirs = pd.DataFrame()
     try:
@@ -77,34 +74,34 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     except PaperError as error:
         warnings.append(str(error))
     published = published_tables(theirs)
-    ranked = [part for part in parts if is_ranked(part[0])]
-    overviews = overview_tables([part for part in ranked if len(totals(part[1]))])
-    said = bool(overviews) and len(parts) == 1  # at the top, of the only task
+    ranked = [group for group in experiment.groups if is_ranked(group)]
+    overviews = overview_tables(ranked)
+    said = bool(overviews) and len(experiment.groups) == 1  # at the top, of the only task
     sections: list[Section] = []
     only_in_files: list[Table] = []
-    for group, frame in parts:
-        tables = tables_of(group, frame)
+    for group in experiment.groups:
+        tables = tables_of(group)
         only_in_files += [table for table in tables if not table.columns]
-        figures = figures_of(group, frame)
+        figures = figures_of(group)
         if experiment.small:
             figures = [replace(drawn, above=" ".join(experiment.small)) for drawn in figures]
         sections.append(
             Section(
                 group,
-                "" if said else verdict(group, frame),
+                "" if said else verdict(group),
                 [table for table in tables if table.columns],
                 figures,
-                scores_chart(group, frame) if is_ranked(group) else None,
-                answers=max(3, LIMIT // len(parts)),
+                scores_chart(group) if is_ranked(group) else None,
+                answers=max(3, LIMIT // len(experiment.groups)),
             )
         )
-    by_task: dict[str, list[Part]] = {}
-    for part in ranked:
-        by_task.setdefault(part[0].task, []).append(part)
+    by_task: dict[str, list[Group]] = {}
+    for group in ranked:
+        by_task.setdefault(group.task, []).append(group)
     shared = [
         paper_table(same_task, theirs)
         for same_task in by_task.values()
-        if len(same_task) > 1 or AVERAGE in set(same_task[0][1]["value"])
+        if len(same_task) > 1 or AVERAGE in set(tidy(same_task[0])["value"])
     ]
     shared += overviews
     drawn = [figure for section in sections for figure in section.figures]
@@ -116,7 +113,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
             PAGE_MARK,
         )
         if ranked:
-            scores = summary([frame for _, frame in ranked])
+            scores = summary(ranked)
             write_text(experiment.folder / SUMMARY, scores, SUMMARY_MARK)
         table_files = write_tables([*shown, *only_in_files], experiment.folder, experiment.small)
         figure_files = _write_figures(
@@ -134,7 +131,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         tuple(figure_files),
         tuple(drawn),
         tuple(warnings),
-        scores=pd.concat([frame for _, frame in ranked] or [pd.DataFrame()], ignore_index=True),
+        scores=pd.concat([tidy(group) for group in ranked] or [pd.DataFrame()], ignore_index=True),
         manifest=max(
             (run.manifest for run in experiment.runs), key=lambda made: str(made.get("started"))
         ),
@@ -166,13 +163,13 @@ def _write_figures(drawn: Sequence[Drawn], folder: Path, types: Sequence[FileTyp
     return paths
 
 
-def summary(frames: Sequence[pd.DataFrame]) -> str:
+def summary(groups: Sequence[Group]) -> str:
     """The total scores as JSON: for each model, task and variant the score, its interval, the number of
     examples, and the measured ratio."""
     scores: dict[str, Any] = {}
-    for frame in frames:
-        ratios = totals(frame, "ratio")["mean"]
-        for label, row in totals(frame).iterrows():
+    for group in groups:
+        ratios = totals(tidy(group), "ratio")["mean"]
+        for label, row in totals(tidy(group)).iterrows():
             numbers = {"score": row["mean"], "low": row["low"], "high": row["high"], "n": row["n"]}
             numbers["ratio"] = ratios.get(label)
             scores_of_task = scores.setdefault(row["model"], {}).setdefault(row["task"], {})
@@ -191,10 +188,9 @@ def is_ranked(group: Group) -> bool:
 
 def tables_to_print(experiment: Experiment) -> list[Table]:
     """The tables that are printed after a job: one for each model and task, then those over all."""
-    parts = [(group, tidy(group)) for group in experiment.groups]
-    tables = [score_table(*part) if is_ranked(part[0]) else tables_of(*part)[0] for part in parts]
-    ranked = [part for part in parts if is_ranked(part[0]) and len(totals(part[1]))]
-    return tables + overview_tables(ranked)
+    groups = experiment.groups
+    tables = [score_table(group) if is_ranked(group) else tables_of(group)[0] for group in groups]
+    return tables + overview_tables([group for group in groups if is_ranked(group)])
 
 
 def write_tables(tables: Sequence[Table], folder: Path, comments: Sequence[str]) -> list[Path]:

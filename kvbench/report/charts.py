@@ -1,8 +1,8 @@
 """The charts of a page, which Vega-Lite draws in the browser.
 
-In: a group's records and its tidy frame, or the rows of a figure. Out: a `Chart`, JSON of one of three
-kinds: "scores" (against the bytes held or a record field, as the reader chooses), "panels", "heatmap".
-The page's own script (templates/charts.js) makes Vega-Lite's specification of it. The package
+A `Chart` is JSON of one of three kinds: "scores" (`scores_chart`: against the bytes held or a record
+field, as the reader chooses), and "panels" and "heatmap", which figures have beside their picture. The
+page's own script (templates/charts.js) makes Vega-Lite's specification of it. The package
 vl-convert-python holds Vega-Lite; every page with a chart gets a copy: it opens without a network.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,11 @@ import pandas as pd
 
 from kvbench.report.drawing import score_axis
 from kvbench.report.experiment import BASELINE, Group
-from kvbench.report.labels import as_text, words
+from kvbench.report.frame import tidy
+from kvbench.report.labels import words
+from kvbench.report.ratios import HELD, held_by
 from kvbench.report.style import OF_THE_PAPERS, style_of
+from kvbench.report.table import in_percent
 
 Chart = dict[str, Any]
 """JSON that the page's script draws; ``kind`` says how."""
@@ -31,11 +33,6 @@ FIELDS = ("name", "rate", "by", "part", "measure", "mean", "low", "high", "n", "
 record field and its value whose examples the score is of, what is measured, the mean with its interval
 in the shown unit, the number of examples, the measured ratio of bytes and the bytes held, averaged over
 examples."""
-PANEL_FIELDS = ("panel", "name", "line", "x", "mean", "low", "high")
-"""Of the rows of a chart of panels: the panel's title, the method without its rate (null for what is no
-method), the line that joins the points, then the point."""
-COSTS = ["ratio", "cache_bytes"]
-"""Record fields of what a method held."""
 ALL = "all examples"
 SHAPES = {
     "o": "circle",
@@ -97,11 +94,11 @@ def looks_of(group: Group) -> list[dict[str, Any]]:
     return list(looks.values())
 
 
-def scores_chart(group: Group, frame: pd.DataFrame) -> Chart | None:
+def scores_chart(group: Group) -> Chart | None:
     """The scores of one model and task against the bytes held, and against each field that splits the
     examples; None where no method saves memory and nothing splits them."""
-    known = [row for row in _score_rows(group, frame) if row["mean"] is not None]
-    memory = bool(group.compressed & set(frame["variant"]))
+    known = [row for row in _score_rows(group) if row["mean"] is not None]
+    memory = bool(group.compressed & set(tidy(group)["variant"]))
     memory = memory and any(row["ratio"] is not None for row in known)
     parts = {row["part"] for row in known} - {ALL}
     if not memory and len(parts) < 2:
@@ -119,84 +116,11 @@ def scores_chart(group: Group, frame: pd.DataFrame) -> Chart | None:
     }
 
 
-def panels_chart(
-    group: Group,
-    panels: Mapping[str, pd.DataFrame],
-    xlabel: str,
-    ylabel: str,
-    *,
-    log: bool = False,
-    ticks: Sequence[str] = (),
-    guides: Sequence[float] = (),
-) -> Chart:
-    """Numbers with intervals, a panel for each frame, of the frames that `drawing.lines` draws.
-
-    Args:
-        log: whether both axes are logarithmic and the points of a label joined; else x = 0, 1, ... are
-            named by `ticks`.
-        guides: slopes of straight lines through the first point of each panel.
-    """
-    rows = []
-    for title, frame in panels.items():
-        for row in frame.dropna(subset=["mean"]).to_dict("records"):
-            x = _number(row["x"]) if log else ticks[int(row["x"])]
-            numbers = [_number(row[key]) for key in ("mean", "low", "high")]
-            rows.append([title, group.names[row["label"]], row["label"], x, *numbers])
-        if guides:
-            first, most = frame.iloc[0], float(frame["x"].max())
-            for slope in guides:
-                last = first["mean"] * (most / first["x"]) ** slope
-                for x, y in ((first["x"], first["mean"]), (most, last)):
-                    label = f"slope {slope:g}"
-                    rows.append([title, None, label, _number(x), _number(y), None, None])
-    return {
-        "kind": "panels",
-        "methods": looks_of(group),
-        "rows": rows,
-        "fields": PANEL_FIELDS,
-        "xlabel": xlabel,
-        "ylabel": ylabel,
-        "log": log,
-        "ticks": list(ticks),
-        "lower": group.meta.lower_is_better,
-    }
-
-
-def heatmap_chart(
-    group: Group,
-    grids: Mapping[str, pd.DataFrame],
-    titles: Mapping[str, str],
-    labels: tuple[str, str],
-    limits: tuple[float, float],
-) -> Chart:
-    """Mean scores by two fields, a panel for each variant, on one colour scale. Grids are by the
-    variant's label: means in the shown unit, [values of y, values of x], NaN where nothing was scored;
-    `labels` are those of x and y, `limits` those of the scale."""
-    first = next(iter(grids.values()))
-    panels = [
-        {
-            "name": group.names[label],
-            "title": titles[label],
-            "values": [[_number(value) for value in row] for row in grid.to_numpy(float)],
-        }
-        for label, grid in grids.items()
-    ]
-    return {
-        "kind": "heatmap",
-        "panels": panels,
-        "x": [as_text(value) for value in first.columns],
-        "y": [as_text(value) for value in first.index],
-        "xlabel": labels[0],
-        "ylabel": labels[1],
-        "axis": score_axis(group),
-        "limits": [_number(limit) for limit in limits],
-    }
-
-
-def _score_rows(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
+def _score_rows(group: Group) -> list[dict[str, Any]]:
     """Rows for the scores and differences of every variant, over all examples and over each part; of
     compressed variants whose runs measure several rates for the score at each rate instead, since a
     mean over all rates says nothing. Ratio and bytes are means over the same examples."""
+    frame = tidy(group)
     shown = frame[frame["measure"].isin(["score", "difference"])]
     at_rates = shown[shown["by"].eq("rate") & shown["measure"].eq("score")]
     shown = shown[shown["by"].ne("rate")]
@@ -205,10 +129,9 @@ def _score_rows(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
         at_rates = at_rates[at_rates["variant"].isin(group.compressed)]
         shown = pd.concat([shown[~compressed & of_all], at_rates])
     last = shown[shown["by"].eq("dataset")].drop_duplicates(["variant", "measure"], keep="last")
-    costs_of_all = group.good.groupby("variant")[COSTS].mean().to_dict("index")
-    scale = 100.0 if group.percent else 1.0
+    costs_of_all = group.good.groupby("variant")[HELD].mean().to_dict("index")
     rows = []
-    for row in shown.assign(is_all=shown.index.isin(last.index)).to_dict("records"):
+    for row in in_percent(shown).assign(is_all=shown.index.isin(last.index)).to_dict("records"):
         label, by, value = row["variant"], row["by"], row["value"]
         measure = "score" if row["measure"] == "score" else f"difference to {BASELINE}"
         rate = row["rate"] if label in group.compressed else None
@@ -222,16 +145,16 @@ def _score_rows(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
         if part == ALL and by != "rate":
             costs = costs_of_all.get(label, {})
         else:
-            costs = _mean_costs(group, by).get((label, value), {})
-        ratio, held = (_number(costs.get(name)) for name in COSTS)
+            costs = held_by(group, by).get((label, value), {})
+        ratio, held = (number_of(costs.get(name)) for name in HELD)
         rows.append(
             {
                 "name": group.names[label],
-                "rate": _number(rate),
+                "rate": number_of(rate),
                 "by": "" if part == ALL else words(by),
                 "part": part,
                 "measure": measure,
-                **{key: _number(scale * row[key]) for key in ("mean", "low", "high")},
+                **{key: number_of(row[key]) for key in ("mean", "low", "high")},
                 "n": int(row["n"]),
                 "ratio": ratio,
                 "bytes": held,
@@ -240,13 +163,7 @@ def _score_rows(group: Group, frame: pd.DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-@lru_cache(maxsize=16)
-def _mean_costs(group: Group, by: str) -> dict[Any, dict[Any, Any]]:
-    means = group.good.groupby(["variant", group.good[by].map(as_text)])[COSTS].mean()
-    return means.to_dict("index")
-
-
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     """Six digits of a number; null for what JSON cannot hold."""
     if value is None or not math.isfinite(value):
         return None

@@ -24,20 +24,9 @@ SUBTITLE = (
 def write_claims_page(folder: Path) -> Path:
     rows = pd.read_csv(folder / CLAIMS)
     models = ", ".join(rows["model"].dropna().unique()) if "model" in rows else ""
-    page = html(
-        "tables.html.j2",
-        title=f"Claims of the papers on {models}" if models else "Claims of the papers",
-        subtitle=SUBTITLE,
-        tables=[verdict_table(rows), comparison_table(rows)],
-    )
-    return write_text(folder / PAGE, page, PAGE_MARK)
-
-
-def verdict_table(rows: pd.DataFrame) -> Table:
-    """Each claim once, with its verdict and the comparison that decided it."""
     deciding = rows[rows["decides"].astype(bool)]
-    claim = deciding["claim"] + " (" + deciding["place"] + ")"
-    columns = (
+    deciding = deciding.assign(claim=deciding["claim"] + " (" + deciding["place"] + ")")
+    verdicts = (
         Column("id"),
         Column("verdict"),
         Column("claim"),
@@ -48,12 +37,8 @@ def verdict_table(rows: pd.DataFrame) -> Table:
         Column("more", "prompts needed to tell", whole),
         Column("measure", "as stated, or ours"),
     )
-    frame = deciding.assign(claim=claim)
-    return Table("claims", "Verdicts", frame, with_values(frame, columns))
-
-
-def comparison_table(rows: pd.DataFrame) -> Table:
-    columns = (
+    every = rows.assign(group=rows["id"] + ": " + rows["claim"])
+    comparisons = (
         Column("comparison"),
         Column("result"),
         Column("difference", text=score_format("")),
@@ -63,5 +48,13 @@ def comparison_table(rows: pd.DataFrame) -> Table:
         Column("cells", text=whole),
         Column("protocol"),
     )
-    frame = rows.assign(group=rows["id"] + ": " + rows["claim"])
-    return Table("comparisons", "Every comparison", frame, with_values(frame, columns))
+    page = html(
+        "tables.html.j2",
+        title=f"Claims of the papers on {models}" if models else "Claims of the papers",
+        subtitle=SUBTITLE,
+        tables=[
+            Table("claims", "Verdicts", deciding, with_values(deciding, verdicts)),
+            Table("comparisons", "Every comparison", every, with_values(every, comparisons)),
+        ],
+    )
+    return write_text(folder / PAGE, page, PAGE_MARK)

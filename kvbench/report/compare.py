@@ -62,11 +62,6 @@ class Comparison:
 
 
 def compare(first: Experiment, second: Experiment) -> Comparison:
-    """Match the runs of two experiments and compare them.
-
-    Raises:
-        StoreError: they have no run in common.
-    """
     sides = [
         [(group, variant) for group in experiment.groups for variant in group.variants]
         for experiment in (first, second)
@@ -154,8 +149,7 @@ def _changes(first: Side, second: Side) -> pd.DataFrame:
 
 
 def _one_group(first: Side, second: Side) -> Group:
-    """The records of two variants as one group with the variants "first" and "second". Examples are the
-    same where their prompts are; of one with several seeds the mean score counts."""
+    """The records of two variants as one group with the variants "first" and "second"."""
     (a, _), (b, _) = first, second
     parts = []
     for (group, variant), side in zip((first, second), SIDES, strict=True):

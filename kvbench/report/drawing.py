@@ -140,11 +140,6 @@ def score_axis(group: Group) -> str:
     return "score (%)" if group.percent else words(group.meta.score_unit)
 
 
-def in_shown_unit(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
-    scale = 100.0 if group.percent else 1.0
-    return rows.assign(**{key: scale * rows[key] for key in ("mean", "low", "high")})
-
-
 def new_panels(
     count: int, columns: int, size: tuple[float, float], around: tuple[float, float], **share: Any
 ) -> tuple[Figure, list[Axes]]:
@@ -243,17 +238,36 @@ def lines(
     figure, axes = new_panels(len(panels), 3, size, (1.0, 0.9), sharey=True)
     for ax, (title, frame) in zip(axes, panels.items(), strict=True):
         is_baseline = frame["label"] == baseline
-        _baseline(ax, frame[is_baseline], baseline)
+        for row in frame[is_baseline].head(1).to_dict("records"):
+            color = style_of(row["method"]).color
+            ax.axhline(row["mean"], color=color, linestyle="--", linewidth=1, label=baseline)
+            if not math.isnan(row["low"]):
+                ax.axhspan(row["low"], row["high"], color=color, alpha=0.08, linewidth=0)
         known = frame[~is_baseline].dropna(subset=["mean"])
         known = known.sort_values("x", kind="stable", ignore_index=True)
         in_colour = known[~known["label"].isin(grey)]
         step = 0.0 if joined else 0.8 / max(1, known["label"].nunique())
-        x = _beside(in_colour, step, log="x" in log)
+        places = _beside(in_colour, step, log="x" in log)
         for label, rows in in_colour.groupby("label", sort=False):
-            _line(ax, str(label), x[rows.index].to_numpy(float), rows, joined=joined)
+            x = places[rows.index].to_numpy(float)
+            look: dict[str, Any] = {"linewidth": 1.4} if joined else {"linestyle": "none"}
+            _errorbar(ax, x, rows, across=False, label=shown_name(str(label)), **look)
+            if "ringed" in rows:
+                ringed = rows["ringed"].to_numpy(bool)
+                ring: dict[str, Any] = {"s": 80, "facecolors": "none", "edgecolors": "0.25"}
+                ax.scatter(x[ringed], rows["mean"][ringed], linewidths=0.8, zorder=5, **ring)
         for _, rows in known[known["label"].isin(grey)].groupby("label", sort=False):
-            _grey_line(ax, f"{len(grey)} others", rows, joined=joined)
-        _scales(ax, frame, log)
+            look = {"color": LIGHT_GREY, "marker": ".", "yerr": None, "zorder": 1}
+            look |= {"linewidth": 0.8} if joined else {"linestyle": "none"}
+            x = rows["x"].to_numpy(float)
+            _errorbar(ax, x, rows, across=False, label=f"{len(grey)} others", **look)
+        if "x" in log:
+            ax.set_xscale("log", base=2)
+            few = frame["x"].max() < 4 * frame["x"].min()
+            _plain_ticks(ax.xaxis, LogLocator(base=2, subs=(1.0, 1.5) if few else (1.0,)))
+        if "y" in log:
+            ax.set_yscale("log")
+            _plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
         if ticks:
             names = ["\n".join(map(shown_name, tick.split("\n"))) for tick in ticks]
             ax.set_xticks(range(len(ticks)), names)
@@ -263,39 +277,6 @@ def lines(
         ax.grid(axis="y")
     label_axes(figure, axes, xlabel, ylabel)
     return figure
-
-
-def _baseline(ax: Axes, rows: pd.DataFrame, label: str) -> None:
-    for row in rows.head(1).to_dict("records"):
-        color = style_of(row["method"]).color
-        ax.axhline(row["mean"], color=color, linestyle="--", linewidth=1, label=label)
-        if not math.isnan(row["low"]):
-            ax.axhspan(row["low"], row["high"], color=color, alpha=0.08, linewidth=0)
-
-
-def _line(ax: Axes, label: str, x: Any, rows: pd.DataFrame, *, joined: bool) -> None:
-    look: dict[str, Any] = {"linewidth": 1.4} if joined else {"linestyle": "none"}
-    _errorbar(ax, x, rows, across=False, label=shown_name(label), **look)
-    if "ringed" in rows:
-        ringed = rows["ringed"].to_numpy(bool)
-        ring: dict[str, Any] = {"s": 80, "facecolors": "none", "edgecolors": "0.25"}
-        ax.scatter(x[ringed], rows["mean"][ringed], linewidths=0.8, zorder=5, **ring)
-
-
-def _grey_line(ax: Axes, label: str, rows: pd.DataFrame, *, joined: bool) -> None:
-    look: dict[str, Any] = {"color": LIGHT_GREY, "marker": ".", "yerr": None, "zorder": 1}
-    look |= {"linewidth": 0.8} if joined else {"linestyle": "none"}
-    _errorbar(ax, rows["x"].to_numpy(float), rows, across=False, label=label, **look)
-
-
-def _scales(ax: Axes, frame: pd.DataFrame, log: str) -> None:
-    if "x" in log:
-        ax.set_xscale("log", base=2)
-        few = frame["x"].max() < 4 * frame["x"].min()
-        _plain_ticks(ax.xaxis, LogLocator(base=2, subs=(1.0, 1.5) if few else (1.0,)))
-    if "y" in log:
-        ax.set_yscale("log")
-        _plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
 
 
 def _beside(points: pd.DataFrame, step: float, *, log: bool) -> pd.Series:

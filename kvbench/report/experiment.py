@@ -99,7 +99,7 @@ class Group:
     def labels(self) -> list[str]:
         return [variant.label for variant in self.variants]
 
-    @property
+    @cached_property
     def names(self) -> dict[str, str]:
         return {variant.label: variant.without_rate for variant in self.variants}
 

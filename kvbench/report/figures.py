@@ -1,13 +1,13 @@
 """Which figures a report has of one model and task, and what each shows.
 
-In: a group's records and its tidy frame. Out: `Drawn`, a figure with its caption and what a page shows
-of it. The drawing itself is in `kvbench.report.drawing` and `kvbench.report.panels`.
+In: a group. Out: `Drawn`, a figure with its caption and what a page shows of it. The drawing itself is
+in `kvbench.report.drawing` and `kvbench.report.panels`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,24 +16,24 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvbench.records.figures import Bars, Curve, Heatmap
-from kvbench.report.charts import panels_chart
+from kvbench.report.charts import looks_of, number_of
 from kvbench.report.drawing import (
     AXIS_LABELS,
     Drawn,
     forest,
-    in_shown_unit,
     lines,
     score_axis,
     shown_name,
     stem,
 )
 from kvbench.report.experiment import BASELINE, Group
-from kvbench.report.frame import totals
+from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import as_text, natural_order, words
 from kvbench.report.panels import heatmaps, kept_figure
-from kvbench.report.ratios import mean_over_rates, measures_several_rates, rate_texts
+from kvbench.report.ratios import held_by, mean_over_rates, measures_several_rates, rate_texts
 from kvbench.report.scaling import curves_of
 from kvbench.report.style import OF_THE_PAPERS
+from kvbench.report.table import in_percent
 
 MOST_LINES = 8
 """Methods of a figure that have a colour, beside the exact cache; the others are grey."""
@@ -42,19 +42,23 @@ RULE_OF_COLOURS = (
     " mean over all points of the figure. The others are grey."
 )
 RATIO_AXIS = "measured ratio (bytes held / bytes of the exact cache)"
+PANEL_FIELDS = ("panel", "name", "line", "x", "mean", "low", "high")
+"""Of the rows of a chart of panels: the panel's title, the method without its rate (null for what is no
+method), the line that joins the points, then the point."""
 GREY = "#666666"
 ABOUT_ONE_RATIO = 1.5
 """Where the largest ratio is at most this many times the smallest, methods hold about as much."""
 
 
-def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
+def figures_of(group: Group) -> list[Drawn]:
     """Every figure that the group's task asks for, and those that its records allow; the score against
     memory first. None where nothing was scored, and of a throughput probe, whose table has it all."""
     if group.good["score"].notna().sum() == 0 or group.meta.kind == "throughput":
         return []
     if curve := group.meta.figure(Curve):
         return curve_figures(group, curve)
-    drawn = [memory(group, frame)]
+    frame = tidy(group)
+    drawn = [memory(group)]
     if heatmap := group.meta.figure(Heatmap):
         drawn.append(heatmaps(group, heatmap))
     if bar := group.meta.figure(Bars):
@@ -66,11 +70,11 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
     return [figure for figure in drawn if figure is not None]
 
 
-def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
+def memory(group: Group) -> Drawn | None:
     """Score (or error) against the measured ratio of bytes, a line for each method, the exact cache as a
     line across, the Pareto set ringed and joined. Where all methods hold about as much, a row for each
     instead. None where no method saves memory."""
-    rows, lower = memory_rows(group, frame), group.meta.lower_is_better
+    rows, lower = memory_rows(group), group.meta.lower_is_better
     others = rows[rows["label"] != BASELINE]
     if not set(rows["variant"]) & group.compressed:
         return None
@@ -117,21 +121,19 @@ def frontier(ax: Axes, rows: pd.DataFrame, grey: Collection[str] = ()) -> None:
         ax.annotate(shown_name(row["label"]), (row["x"], row["mean"]), color=GREY, **beside)
 
 
-def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
+def memory_rows(group: Group) -> pd.DataFrame:
     """Scores with ``x``, the measured ratio, and ``label``: a row for each variant, or for each variant
     and rate where one run measures several rates."""
+    frame = tidy(group)
     by_rate = frame[(frame["by"] == "rate") & (frame["measure"] == "score")]
     if by_rate["value"].nunique() > 1:
-        ratio = group.good.groupby(["variant", group.good["rate"].map(as_text)])["ratio"].mean()
-        x = [
-            ratio.get(key, math.nan)
-            for key in zip(by_rate["variant"], by_rate["value"], strict=True)
-        ]
-        rows = in_shown_unit(group, by_rate).assign(x=x, label=by_rate["variant"])
+        points = zip(by_rate["variant"], by_rate["value"], strict=True)
+        x = [held_by(group, "rate").get(point, {}).get("ratio", math.nan) for point in points]
+        rows = in_percent(by_rate).assign(x=x, label=by_rate["variant"])
     else:
         total, ratios = totals(frame), totals(frame, "ratio")["mean"]
         label = total["variant"].map(group.names)
-        rows = in_shown_unit(group, total).assign(x=ratios, label=label)
+        rows = in_percent(total).assign(x=ratios, label=label)
     return rows.dropna(subset=["mean", "x"])
 
 
@@ -161,7 +163,7 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
     several = part["rate"].nunique() > 1
     part = part[part["measure"].eq("score") & (part["rate"].eq(lowest) | part["rate"].isna())]
     by, ticks = str(part["by"].iloc[0]), list(part["value"].unique())
-    rows = in_shown_unit(group, part)
+    rows = in_percent(part)
     rows = rows.assign(x=part["value"].map(ticks.index), label=part["variant"].map(group.names))
     grey = rest_of(rows[rows["label"] != BASELINE], lower=group.meta.lower_is_better)
     text = "Mean and 95 % interval over examples. Values are evenly spaced."
@@ -224,7 +226,7 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
         f"Means; error bars: one standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
     )
     title = f"{group.task}: {ylabel} by {words(spec.x)}"
-    chart = panels_chart(group, panels, xlabel, ylabel, ticks=names)
+    chart = _panels_chart(group, panels, xlabel, ylabel, ticks=names)
     return Drawn(f"{stem(group)}-bars", title, text, draw, "bars", chart)
 
 
@@ -255,5 +257,41 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     title = f"{group.task}: {words(spec.y)} against {words(spec.x)}"
     text = "Means with 95 % intervals; dashed in grey: slopes of the papers' bounds."
     draw = partial(lines, panels, xlabel, ylabel, log="xy", also=guides)
-    chart = panels_chart(group, panels, xlabel, ylabel, log=True, guides=spec.guides)
+    chart = _panels_chart(group, panels, xlabel, ylabel, guides=spec.guides)
     return [Drawn(f"{stem(group)}-scaling", title, text, draw, "scaling", chart)]
+
+
+def _panels_chart(
+    group: Group,
+    panels: Mapping[str, pd.DataFrame],
+    xlabel: str,
+    ylabel: str,
+    *,
+    ticks: Sequence[str] = (),
+    guides: Sequence[float] = (),
+) -> dict[str, Any]:
+    """What a page shows of panels that `lines` draws. Without `ticks`, the names of x = 0, 1, ..., both
+    axes are logarithmic; `guides` are slopes of straight lines through the first point of each panel."""
+    rows = []
+    for title, frame in panels.items():
+        for row in frame.dropna(subset=["mean"]).to_dict("records"):
+            x = ticks[int(row["x"])] if ticks else number_of(row["x"])
+            numbers = [number_of(row[key]) for key in ("mean", "low", "high")]
+            rows.append([title, group.names[row["label"]], row["label"], x, *numbers])
+        first, most = frame.iloc[0], float(frame["x"].max())
+        for slope in guides:
+            last = first["mean"] * (most / first["x"]) ** slope
+            for x, y in ((first["x"], first["mean"]), (most, last)):
+                label = f"slope {slope:g}"
+                rows.append([title, None, label, number_of(x), number_of(y), None, None])
+    return {
+        "kind": "panels",
+        "methods": looks_of(group),
+        "rows": rows,
+        "fields": PANEL_FIELDS,
+        "xlabel": xlabel,
+        "ylabel": ylabel,
+        "log": not ticks,
+        "ticks": list(ticks),
+        "lower": group.meta.lower_is_better,
+    }

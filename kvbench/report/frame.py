@@ -2,7 +2,7 @@
 measure, and for each part of the examples that the measure is taken over.
 
 measure    "score"; "difference", paired, of the score from that of the exact cache; one of `COSTS`; or,
-           of a method run at several rates, "ratio_at_95" (`kvbench.report.enough`), whose variant is
+           of a method run at several rates, "ratio_at_95" (`kvbench.report.ratios`), whose variant is
            the method without its rate
 by, value  the part: a record field, such as "dataset", and the value that it has in all examples of
            the part. The value "average" of "dataset" is the mean over datasets with equal weights
@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.report import enough
 from kvbench.report.experiment import PROMPT, Group
 from kvbench.report.labels import as_text, natural_order
 from kvbench.report.marks import standing
+from kvbench.report.ratios import RATIO_AT_95, enough_ratios
 from kvbench.report.stats import (
     FEWEST,
     NOTHING,
@@ -82,9 +82,11 @@ Seconds are not among them: they are shared where methods decode together, and t
 measures those of each method."""
 
 
+@lru_cache(maxsize=64)
 def tidy(group: Group) -> pd.DataFrame:
     """Scores and differences by dataset and by each field of the task's breakdown, costs, and the
-    ratios that are enough."""
+    ratios that are enough. Made once for each group; its tables, figures and sentences are all of it, so
+    that nobody may change it."""
     parts = [scores(group)]
     parts += [scores(group, name) for name in group.meta.breakdown if name in group.records]
     measures = [name for name in group.meta.measures if name in group.records]
@@ -191,14 +193,14 @@ def costs(group: Group) -> pd.DataFrame:
 
 def _enough(group: Group) -> pd.DataFrame:
     method_of = {group.names[variant.label]: variant.method for variant in group.variants}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             **{"model": group.model, "task": group.task, "method": method_of[name]},
-            **{"variant": name, "measure": enough.MEASURE, "by": "", "value": "", "unit": ""},
-            **{"mean": found.value, "low": found.low, "high": found.high, "mark": found.mark},
-            "failures": "",
+            **{"variant": name, "measure": RATIO_AT_95, "by": "", "value": "", "unit": ""},
+            **_numbers(found),
+            **{"mark": mark, "failures": ""},
         }
-        for name, found in enough.enough_ratios(group, compared_strata(group)).items()
+        for name, (found, mark) in enough_ratios(group, compared_strata(group)).items()
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 

@@ -24,11 +24,7 @@ def standing(
     where its p-value is below 5 %, else "tied", and "few" where there are too few units for a test.
     Where there are too few at all, every mark is "few". A variant may be "better" than the best if it is
     not rankable, or scored examples that others lack. Empty where there is nothing to rank.
-
-    Args:
-        tests: what `kvbench.report.stats.compared` returned for every pair of `peers`.
-        lower: whether lower scores are better.
-    """
+    `tests` is what `kvbench.report.stats.compared` returned for every pair of `peers`."""
     sign = -1.0 if lower else 1.0
     scored = [
         i for i in peers if all((~np.isnan(dataset.values[:, i])).any() for dataset in strata)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 import re
 from collections import Counter
@@ -24,19 +25,22 @@ from markupsafe import Markup, escape
 
 from kvbench.errors import disk_line, printable, printable_lines
 from kvbench.records.read import StoreError
-from kvbench.report.answers import LIMIT, ExampleAnswers, clip, sample_of
 from kvbench.report.charts import Chart, vega_script
 from kvbench.report.drawing import Drawn
 from kvbench.report.experiment import Experiment, Group
-from kvbench.report.labels import words
+from kvbench.report.labels import as_text, words
 from kvbench.report.papers import notes_on
-from kvbench.report.ratios import rate_texts
+from kvbench.report.ratios import rate_texts, ratio_text
 from kvbench.report.render import PAGE_MARK, write_text
 from kvbench.report.style import style_of
 from kvbench.report.table import Table, footer, is_general, value_text
 
 _HERE = Path(__file__).parent / "templates"
 PAGE = "report.html"
+LIMIT = 60
+"""Examples whose answers a page shows."""
+LONGEST = 400
+"""Characters of a prediction or a prompt tail that are shown."""
 _FAILURES = 100
 """Failed examples that a page names."""
 _PROTOCOLS = {
@@ -70,14 +74,14 @@ class Section:
         return [drawn for drawn in self.figures if drawn.has_file]
 
     @cached_property
-    def sample(self) -> tuple[list[ExampleAnswers], int]:
+    def sample(self) -> tuple[list[dict[str, Any]], int]:
         """Examples whose answers are shown, and how many examples there are in all."""
         return sample_of(self.group, self.answers)
 
     @property
     def filters(self) -> dict[str, list[str]]:
         """Fields to filter answers by, each with its values in order of appearance."""
-        fields = pd.DataFrame([example.fields for example in self.sample[0]])
+        fields = pd.DataFrame([example["fields"] for example in self.sample[0]])
         values = {str(name): fields[name].dropna().unique().tolist() for name in fields}
         return {name: distinct for name, distinct in values.items() if len(distinct) > 1}
 
@@ -85,6 +89,79 @@ class Section:
     def failures(self) -> pd.DataFrame:
         columns = ["variant", "dataset", "example_id", "status", "error"]
         return self.group.records.loc[self.group.records["status"] != "ok", columns]
+
+
+def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[dict[str, Any]], int]:
+    """About `limit` examples at most, spread evenly over the records, the same number from each dataset
+    and at least one, and how many there are in all; none where a task has no answers."""
+    records = group.records[group.records["prediction"].notna() | (group.records["status"] != "ok")]
+    if group.records["prediction"].isna().all():
+        return [], 0
+    first = records.drop_duplicates(["seed", "example_id"])
+    strata = sorted((part.index for _, part in first.groupby("dataset")), key=len)
+    chosen: list[Any] = []
+    for i, stratum in enumerate(strata):
+        share = max(1, (limit - len(chosen)) // (len(strata) - i))
+        step = max(1.0, len(stratum) / share)
+        chosen += [stratum[int(k * step)] for k in range(min(share, len(stratum)))]
+    keys = first.loc[sorted(chosen), ["seed", "example_id"]]
+    some = records.merge(keys, on=["seed", "example_id"])
+    parts = some.groupby(["seed", "example_id"], sort=False, dropna=False)
+    return [_answers_to(group, part) for _, part in parts], len(first)
+
+
+def _answers_to(group: Group, part: pd.DataFrame) -> dict[str, Any]:
+    """One example with every variant's answer, as the template takes it; ``evidence`` is the part of the
+    prompt that holds the answer, ``differs`` whether a text is another than the baseline's."""
+    first = part.iloc[0]
+    by_variant = {str(row["variant"]): row for _, row in part.iterrows()}
+    answers = []
+    for variant in group.variants:
+        if variant.label not in by_variant:
+            continue
+        row = by_variant[variant.label]
+        baseline = by_variant.get(group.baseline[variant.label] or "")
+        good = row["status"] == "ok"
+        score = float(row["score"])
+        verdict = "none" if good else "failed"
+        if good and group.percent and not math.isnan(score):
+            verdict = "right" if score >= 1 else "wrong" if score <= 0 else "part"
+        names_rate = variant.label != variant.without_rate
+        answers.append(
+            {
+                "label": variant.label,
+                "ratio": ratio_text([float(row["ratio"])]) if names_rate else "",
+                "color": style_of(variant.method).color,
+                "text": clip(row["prediction"] if good else row["error"]),
+                "verdict": verdict,
+                "score": score,
+                "status": str(row["status"]),
+                "differs": baseline is not None and row["prediction"] != baseline["prediction"],
+            }
+        )
+    fields = {"dataset": str(first["dataset"])}
+    fields |= {name: as_text(first[name]) for name in group.meta.breakdown if name in part}
+    expected = first["answers"] if isinstance(first["answers"], list) else []
+    return {
+        "example_id": str(first["example_id"]),
+        "seed": as_text(first["seed"]),
+        "fields": fields,
+        "prompt_tail": clip(first["prompt_tail"], from_end=True),
+        "evidence": clip(first.get("evidence")),
+        "expected": " | ".join(map(str, expected)),
+        "answers": answers,
+        "disagree": len({answer["verdict"] for answer in answers}) > 1,
+    }
+
+
+def clip(text: Any, *, from_end: bool = False) -> str:
+    """A text cut to `LONGEST` characters: its beginning with an ellipsis, or its end; empty for anything
+    that is no text."""
+    if not isinstance(text, str):
+        return ""
+    if len(text) <= LONGEST:
+        return text
+    return text[-LONGEST:] if from_end else f"{text[:LONGEST]}…"
 
 
 def render_page(
@@ -152,7 +229,14 @@ _TEMPLATES = Environment(  # one for all pages: a template is compiled once
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.globals["breakable"] = _breakable
+_TEMPLATES.globals.update(
+    breakable=_breakable,
+    clip=clip,
+    color=lambda method: style_of(str(method)).color,
+    footer=footer,
+    most_failures=_FAILURES,
+    value_text=value_text,
+)
 
 
 def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
@@ -164,11 +248,6 @@ def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
         style=_template("page.css"),
         scripts=scripts,
         script_hashes=[base64.b64encode(digest).decode() for digest in digests],
-        footer=footer,
-        clip=clip,
-        most_failures=_FAILURES,
-        color=lambda method: style_of(str(method)).color,
-        value_text=value_text,
         **values,
     )
 
@@ -184,13 +263,14 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     dates = sorted(str(one["started"])[:10] for one in starts if one.get("started"))
     failed = [f"{n} {name}" for name, n in sorted(statuses.items()) if name != "ok"]
     identities = [m.get("identity") or m.get("config") or {} for m in manifests]
+    compressed = [_compressed(identity) for identity in identities]
     facts = {
         "model": [group.model for group in experiment.groups],
         "dtype": [str(one.get("dtype") or "").removeprefix("torch.") for one in identities],
         "methods": [variant.method for variant in variants],
         "budget": ["; ".join(rates[rate] for rate in sorted(rates, reverse=True))],
-        "sink and window": _by_task(manifests, [_ends(one) for one in identities], _KEPT),
-        "compressed": _by_task(manifests, [_protocol(one) for one in identities]),
+        "sink and window": _by_task(manifests, [ends for ends, _ in compressed], _KEPT),
+        "compressed": _by_task(manifests, [when for _, when in compressed]),
         "device": [str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware],
         "date": dates[:1] + dates[-1:],
         "code revision": [str(one.get("code_revision") or "")[:12] for one in starts],
@@ -215,25 +295,17 @@ def _by_task(manifests: Sequence[Any], texts: Sequence[str], ending: str = "") -
     return ["; ".join(parts) + ending] if parts else []
 
 
-def _kept_by_probe(identity: Mapping[str, Any]) -> int | None:
-    """The tokens that a probe of single layers keeps at each end of a prompt in place of the budget's;
-    None of other tasks."""
-    task = identity.get("task")
-    kept = task.get("exact") if isinstance(task, Mapping) else None
-    return kept if isinstance(kept, int) else None
-
-
-def _ends(identity: Mapping[str, Any]) -> str:
-    budget = identity.get("budget") or {}
-    kept = _kept_by_probe(identity)
-    sink, window = (budget.get("sink"), budget.get("window")) if kept is None else (kept, kept)
-    return "" if sink is None or window is None else f"first {sink} and last {window} tokens"
-
-
-def _protocol(identity: Mapping[str, Any]) -> str:
-    if _kept_by_probe(identity) is not None:
-        return "the cache of each layer by itself"
-    return _PROTOCOLS.get(str(identity.get("compress_after")), "")
+def _compressed(identity: Mapping[str, Any]) -> tuple[str, str]:
+    """Which tokens a run kept at both ends of a prompt, and when it compressed the others. A probe of
+    single layers has its own number of tokens in place of the budget's."""
+    budget, task = identity.get("budget") or {}, identity.get("task")
+    sink, window = budget.get("sink"), budget.get("window")
+    when = _PROTOCOLS.get(str(identity.get("compress_after")), "")
+    by_probe = task.get("exact") if isinstance(task, Mapping) else None
+    if isinstance(by_probe, int):
+        sink, window, when = by_probe, by_probe, "the cache of each layer by itself"
+    known = sink is not None and window is not None
+    return f"first {sink} and last {window} tokens" if known else "", when
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
@@ -256,11 +328,7 @@ def _plain(value: object) -> str:
 
 
 def write_index(folders: Sequence[Path]) -> Path:
-    """Write index.html, which links the reports in `folders`, beside them; returns its path.
-
-    Raises:
-        StoreError: none has a report, or the file cannot be written.
-    """
+    """Write index.html, which links the reports in `folders`, beside them."""
     with_page = [folder.resolve() for folder in folders if (folder / PAGE).is_file()]
     if not with_page:
         raise StoreError(

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from kvbench.errors import printable
 from kvbench.records.figures import Heatmap
-from kvbench.report.charts import Chart, heatmap_chart
+from kvbench.report.charts import Chart, number_of
 from kvbench.report.drawing import (
     AXIS_LABELS,
     SMALL,
@@ -120,7 +120,24 @@ def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
         label_axes(figure, axes, *labels)
         return figure
 
-    chart = heatmap_chart(group, shown, titles, labels, (low, high))
+    first = next(iter(shown.values()))
+    chart: Chart = {
+        "kind": "heatmap",
+        "panels": [
+            {
+                "name": group.names[label],
+                "title": titles[label],
+                "values": [[number_of(value) for value in row] for row in grid.to_numpy(float)],
+            }
+            for label, grid in shown.items()
+        ],
+        "x": [as_text(value) for value in first.columns],
+        "y": [as_text(value) for value in first.index],
+        "xlabel": labels[0],
+        "ylabel": labels[1],
+        "axis": score_axis(group),
+        "limits": [number_of(low), number_of(high)],
+    }
     title = f"{group.task}: score by {words(spec.x)} and {words(spec.y)}"
     text = "Means on one colour scale; grey cells have no scored example."
     text += left_out_text(group, ordered)

@@ -1,7 +1,4 @@
-"""The tables of probes: times of a throughput probe, distances of a fidelity probe, slopes of errors.
-
-In: a group's records. Out: `Table`.
-"""
+"""The tables of probes: times of a throughput probe, distances of a fidelity probe."""
 
 from __future__ import annotations
 
@@ -11,12 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.records.figures import Curve
 from kvbench.report.experiment import Group
 from kvbench.report.frame import failures_of, failures_text, scores
 from kvbench.report.labels import as_text
 from kvbench.report.ratios import headings, rate_texts
-from kvbench.report.scaling import slopes
 from kvbench.report.stats import median_of
 from kvbench.report.table import (
     METHOD,
@@ -26,7 +21,6 @@ from kvbench.report.table import (
     score_format,
     size,
     whole,
-    wide,
     with_values,
 )
 
@@ -44,7 +38,7 @@ _DISTANCES = ("kl", "max_kl", "agreement", "difference", "perplexity_ratio", "ra
 """Record fields of a fidelity probe; agreement is a fraction."""
 
 
-def timings(group: Group) -> pd.DataFrame:
+def timing_table(group: Group) -> Table:
     """What a throughput probe measured, a row per setting and variant: minimum and median seconds,
     medians of tokens per second, means of bytes. A setting is a number of prompt and new tokens, and a
     batch and rate where the probe was asked for several."""
@@ -75,19 +69,7 @@ def timings(group: Group) -> pd.DataFrame:
                 row |= median_of(measured[field]).named(name)
             row |= dict(measured[list(_MEANS)].mean())
             rows.append(row | {"runs": len(good), "failures": failures_text(failures_of(part))})
-    return pd.DataFrame(rows)
-
-
-def _setting(asked: Mapping[str, Any], records: pd.DataFrame) -> str:
-    new = asked.get("asked_new_tokens", records["new_tokens"].max())
-    text = f"{as_text(asked['prompt_tokens'])} + {as_text(new) if new == new else '?'}"
-    batch, rate = asked.get("asked_batch", "1"), asked.get("asked_rate")
-    text += f", batch {batch}" if batch != "1" else ""
-    return text if rate is None or rate != rate else f"{text}, rate {rate}"
-
-
-def timing_table(group: Group) -> Table:
-    frame = timings(group)
+    frame = pd.DataFrame(rows)
     columns = (
         METHOD,
         Column("prompt_and_new_tokens", "prompt + new"),
@@ -119,6 +101,14 @@ def timing_table(group: Group) -> Table:
         ),
         frame,
     )
+
+
+def _setting(asked: Mapping[str, Any], records: pd.DataFrame) -> str:
+    new = asked.get("asked_new_tokens", records["new_tokens"].max())
+    text = f"{as_text(asked['prompt_tokens'])} + {as_text(new) if new == new else '?'}"
+    batch, rate = asked.get("asked_batch", "1"), asked.get("asked_rate")
+    text += f", batch {batch}" if batch != "1" else ""
+    return text if rate is None or rate != rate else f"{text}, rate {rate}"
 
 
 def fidelity_table(group: Group) -> Table:
@@ -167,32 +157,4 @@ def fidelity_table(group: Group) -> Table:
             " log-likelihood of the continuation; Δ: the method's minus the exact cache's.",
         ),
         data,
-    )
-
-
-def slope_table(group: Group, curve: Curve) -> Table:
-    """Log-log slopes of error against entries: variants by data sets; in files one row for each."""
-    data = slopes(group, curve)
-    named = {"slope": "mean", "slope_low": "low", "slope_high": "high"}
-    frame = wide(
-        data.rename(columns=named).assign(mark=""), ["method", "variant", "expected"], curve.facet
-    )
-    columns = [Column(name, text=score_format("")) for name in data[curve.facet].unique()]
-    predicted = (
-        [Column("expected", "predicted", score_format(""))]
-        if data["expected"].notna().any()
-        else []
-    )
-    least, most = data["fitted_from"].min(), data["fitted_to"].max()
-    return Table(
-        f"{group.task}-{group.model}-slopes",
-        f"{group.task} on {group.model}: log-log slopes",
-        frame,
-        (METHOD, *predicted, *columns),
-        (
-            f"Least-squares slopes of log {curve.y} against log {curve.x}, from"
-            f" {least:.0f} to {most:.0f}, with 95 % t intervals over {curve.unit}s"
-            f" ({data['repetitions'].min():.0f} or more); a slope of one repetition has no interval.",
-        ),
-        data.assign(model=group.model, task=group.task),
     )

@@ -24,7 +24,7 @@ import pandas as pd
 from kvbench.errors import first_line
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.frame import AVERAGE, scores
-from kvbench.report.labels import as_text
+from kvbench.report.labels import as_text, words
 from kvbench.report.papers import PaperError, PaperTable, paper_folders, specs_of
 from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, unit_text
 
@@ -63,10 +63,10 @@ def beside(experiment: Experiment) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
-def _read(spec: PaperTable, beside: Path) -> pd.DataFrame:
+def _read(spec: PaperTable, own: Path) -> pd.DataFrame:
     """The published table as text, so that 22.0 stays what was printed; the rows of ``where``."""
     name = f"{spec.file.removesuffix('.csv')}.csv"
-    place = next((p for p in (beside, *paper_folders()) if (p / name).is_file()), None)
+    place = next((p for p in (own, *paper_folders()) if (p / name).is_file()), None)
     if place is None:
         raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, paper_folders()))}")
     if (place / name).resolve().parent != place.resolve():
@@ -82,11 +82,11 @@ def _read(spec: PaperTable, beside: Path) -> pd.DataFrame:
         raise PaperError(f"{name} has no column {', '.join(lacking)}; it has {has}")
     for column, wanted in where.items():
         allowed = wanted if isinstance(wanted, list | tuple) else [wanted]
-        frame = frame[frame[column].map(_plain).isin([_plain(one) for one in allowed])]
+        frame = frame[frame[column].map(_shortest).isin([_shortest(one) for one in allowed])]
     return frame.reindex(columns=list(dict.fromkeys([*frame, "model", "rate"])), fill_value="")
 
 
-def _plain(text: object) -> str:
+def _shortest(text: object) -> str:
     """A number as it is written shortest, other text as it is."""
     try:
         return as_text(float(str(text)))
@@ -108,15 +108,15 @@ def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame) -> list[pd.Dat
     same = theirs["model"].eq(name) | (theirs["model"].eq("") & is_model_taken)
     model = theirs["model"].where(theirs["model"] != "", spec.model or "")
     theirs = theirs.assign(model=model, same=same, published_at="")
-    frames = _beside(group, spec, theirs, ["method", "value"])
+    frames = _matched(group, spec, theirs, ["method", "value"])
     lengths = theirs["by"].str.contains(LENGTH)
     if not frames and lengths.any():
         others = theirs[lengths].assign(same=False, published_at=theirs["value"])
-        frames = _beside(group, spec, others, ["method"])
+        frames = _matched(group, spec, others, ["method"])
     return frames
 
 
-def _beside(
+def _matched(
     group: Group, spec: PaperTable, theirs: pd.DataFrame, keys: list[str]
 ) -> list[pd.DataFrame]:
     frames = []
@@ -169,7 +169,7 @@ def _split(group: Group, fields: Sequence[str]) -> tuple[str, pd.DataFrame]:
         return fields[0], group.records
     if not fields and group.records["dataset"].nunique() > 1:
         raise PaperError(f"the paper has one setting; {group.task} was run with several")
-    texts = group.records[[*fields]].map(_plain).to_numpy()
+    texts = group.records[[*fields]].map(_shortest).to_numpy()
     return "setting", group.records.assign(setting=["+".join(row) for row in texts])
 
 
@@ -244,7 +244,7 @@ def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     if frame["difference"].notna().any():
         columns.append(Column("difference", text=signed))
     notes = [] if repeated else [INTERVAL]
-    of = "" if field == "score" or unit == "s" else f", {field.replace('_', ' ')}"
+    of = "" if field == "score" or unit == "s" else f", {words(field)}"
     return Table(
         f"{source}{'' if field == 'score' else '-' + field}-published",
         f"{', '.join(part['task'].unique())}{of}: ours beside {source}{unit_text(unit)}",

@@ -1,19 +1,44 @@
-"""The measured ratios that stand beside a rate wherever a title, caption, label or sentence names one.
+"""The measured ratios that stand beside a rate wherever a title, caption, label or sentence names one,
+and the number of a sweep over rates: the ratio from which on a method keeps 95 % of the exact cache's
+score.
 
 A rate is what a budget asks for: the share of the middle that a method may keep. The ratio is what was
 measured: the bytes that a method held over those of the exact cache. It also counts sink and window, and
 how many bits an entry has, so a rate of 0.25 may be a ratio of 0.31, or of 0.04 with few bits.
+
+The margin at a rate is the paired mean of a method's score less 95 % of the exact cache's, over the same
+examples and with the same interval as every difference (`kvbench.report.stats`). Between neighbouring
+rates it is a straight line over the measured ratio. Enough is the smallest ratio from which on it is
+nowhere negative: what a lower rate wins where a higher one loses is chance, and does not count. The
+bounds of its interval are where the upper and the lower bound of the margin do the same.
+
+What lies beyond the rates that were run is not guessed at. Lower is better, a difference or an error
+have no 95 %, and an exact cache that scores nothing has nothing to keep: there is no number then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from kvbench.report.experiment import Group
+from kvbench.report.labels import as_text
+from kvbench.report.stats import Estimate, Scores, paired
 from kvbench.report.variants import Variant
+
+HELD = ["ratio", "cache_bytes"]
+"""Record fields of what a method held."""
+RATIO_AT_95 = "ratio_at_95"
+"""The measure's name in the tidy frame, in files and in W&B."""
+SHARE = 0.95
+AT_MOST, MORE_THAN = "at_most", "more_than"
 
 
 def ratios_of(group: Group, labels: Collection[str] | None = None) -> pd.DataFrame:
@@ -34,6 +59,13 @@ def ratios_of(group: Group, labels: Collection[str] | None = None) -> pd.DataFra
     rows = good.assign(rate=rate.astype(float), ratio=good["ratio"].astype(float))
     means = rows.groupby(["variant", "rate", "dataset"], sort=False)["ratio"].mean()
     return means.dropna().reset_index()[["variant", "rate", "ratio"]]
+
+
+@lru_cache(maxsize=16)
+def held_by(group: Group, by: str) -> dict[Any, dict[Any, float]]:
+    """By a variant's label and a value of the record field `by`, as text, the means of `HELD`."""
+    means = group.good.groupby(["variant", group.good[by].map(as_text)])[HELD].mean()
+    return means.to_dict("index")
 
 
 def measures_several_rates(group: Group) -> bool:
@@ -93,3 +125,61 @@ def mean_over_rates(group: Group) -> str:
     rates = sorted(pd.to_numeric(group.good["rate"]).dropna().unique(), reverse=True)
     *first, last = [f"{rate:g}" for rate in rates]
     return f"mean over rates {', '.join(first)} and {last}"
+
+
+def crossing(ratios: ArrayLike, margins: ArrayLike) -> float:
+    """The ratio from which on margins at these ascending ratios are nowhere negative: 0 where none is,
+    infinite where the last one is; NaN where a margin is not known."""
+    x, y = np.asarray(ratios, dtype=float), np.asarray(margins, dtype=float)
+    if np.isnan(y).any():
+        return math.nan
+    below = np.flatnonzero(y < -1e-12)
+    if not len(below):
+        return 0.0
+    i = below[-1]
+    if i == len(y) - 1:
+        return math.inf
+    return float(x[i] + (x[i + 1] - x[i]) * y[i] / (y[i] - y[i + 1]))
+
+
+def enough(ratios: Sequence[float], margins: Sequence[Estimate]) -> tuple[Estimate, str]:
+    """The ratio that is enough, given the margin at each of these measured ratios, and its mark:
+    `AT_MOST` where the smallest of them is enough, `MORE_THAN` where the largest, which the number then
+    is, is not.
+
+    A bound is 0 where the smallest ratio may be enough, infinite where the largest may not be, and NaN
+    where the margins have none or all of the interval is beyond the rates.
+    """
+    order = np.argsort(ratios, kind="stable")
+    x = np.asarray(ratios, dtype=float)[order]
+    value, low, high = np.array([margin[:3] for margin in margins])[order].T
+    at = crossing(x, value)
+    mark = AT_MOST if at == 0 else MORE_THAN if math.isinf(at) else ""
+    low_end, high_end = crossing(x, high), crossing(x, low)
+    if math.isinf(low_end) or high_end == 0:
+        low_end = high_end = math.nan
+    return Estimate(float(np.clip(at, x[0], x[-1])), low_end, high_end), mark
+
+
+def enough_ratios(group: Group, strata: Sequence[Scores]) -> dict[str, tuple[Estimate, str]]:
+    """The ratio that is enough of each method over these datasets, by its name without the rate; none
+    where no method was run at two rates."""
+    if not group.percent or group.meta.lower_is_better or measures_several_rates(group):
+        return {}
+    ratios = group.good.groupby("variant")["ratio"].mean()
+    labels = [label for label in group.labels if ratios.get(label, math.nan) < 1]
+    pairs = [
+        (group.labels.index(label), group.labels.index(baseline))
+        for label in labels
+        if (baseline := group.baseline[label])
+    ]
+    points: dict[str, list[tuple[float, Estimate]]] = defaultdict(list)
+    for pair, margin in zip(pairs, paired(strata, pairs, fraction=True, share=SHARE), strict=True):
+        method, exact = pair
+        exact_scores = any(np.nansum(dataset.values[:, exact]) > 0 for dataset in strata)
+        if exact_scores and not math.isnan(margin.value):
+            label = group.labels[method]
+            points[group.names[label]].append((float(ratios[label]), margin))
+    if max(map(len, points.values()), default=0) < 2:
+        return {}
+    return {name: enough(*zip(*each, strict=True)) for name, each in points.items()}

@@ -27,7 +27,7 @@ from kvbench.records.read import StoreError
 from kvbench.report.table import Cell, Column, Table, footer
 
 PAGE_MARK = " · kvbench</title>"
-"""How the title of every page ends (templates/macros.html.j2), by which kvbench knows its own
+"""How the title of every page ends (templates/base.html.j2), by which kvbench knows its own
 (`write_text`)."""
 _HEADING = 12
 """Characters in a line of a heading in the terminal."""
@@ -60,10 +60,6 @@ def write_text(path: Path, text: str, mark: str = "") -> Path:
 
     Args:
         mark: a text that every such file of kvbench's holds, for a name that a user's own file may have.
-
-    Raises:
-        StoreError: there is a file without the mark.
-        OSError: the file system refuses.
     """
     if mark and path.exists() and mark.encode() not in path.read_bytes():
         raise StoreError(f"{path} is not kvbench's and stays as it is; allowed: move or rename it")

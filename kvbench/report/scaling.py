@@ -1,6 +1,5 @@
-"""Rates of growth and decay from records: curves on logarithmic axes and their slopes.
-
-In: a group's records. Out: curves (`curves_of`) and a row of slopes for each (`slopes`).
+"""Rates of growth and decay from records: curves on logarithmic axes, their slopes, and the table and
+the sentence that say them.
 
 Every number here is a weighted sum of logarithms of means over repetitions. Its interval is a t interval
 over the repetitions' first-order contributions (the delta method), so that slopes and ratios whose means
@@ -20,6 +19,7 @@ from scipy.special import stdtrit
 from kvbench.records.figures import Curve
 from kvbench.report.experiment import Group
 from kvbench.report.stats import ALPHA, NOTHING, Array, Estimate
+from kvbench.report.table import METHOD, Column, Table, score_format, value_text, wide
 from kvbench.report.variants import Variant
 
 NEAR = 0.1
@@ -164,3 +164,44 @@ def verdict_on(slope: Estimate, expected: float) -> str | None:
     if slope.high < least:
         return "steeper"
     return "shallower" if slope.low > most else "not determined"
+
+
+def slope_table(group: Group, curve: Curve) -> Table:
+    """Log-log slopes of error against entries: variants by data sets; in files one row for each."""
+    data = slopes(group, curve)
+    named = {"slope": "mean", "slope_low": "low", "slope_high": "high"}
+    frame = wide(
+        data.rename(columns=named).assign(mark=""), ["method", "variant", "expected"], curve.facet
+    )
+    columns = [Column(name, text=score_format("")) for name in data[curve.facet].unique()]
+    predicted = (
+        [Column("expected", "predicted", score_format(""))]
+        if data["expected"].notna().any()
+        else []
+    )
+    least, most = data["fitted_from"].min(), data["fitted_to"].max()
+    return Table(
+        f"{group.task}-{group.model}-slopes",
+        f"{group.task} on {group.model}: log-log slopes",
+        frame,
+        (METHOD, *predicted, *columns),
+        (
+            f"Least-squares slopes of log {curve.y} against log {curve.x}, from"
+            f" {least:.0f} to {most:.0f}, with 95 % t intervals over {curve.unit}s"
+            f" ({data['repetitions'].min():.0f} or more); a slope of one repetition has no interval.",
+        ),
+        data.assign(model=group.model, task=group.task),
+    )
+
+
+def slope_verdict(group: Group, curve: Curve) -> str:
+    """How many slopes of each method are as predicted, steeper or shallower; empty without a
+    prediction."""
+    parts = []
+    data = slopes(group, curve)
+    for label, rows in data.dropna(subset=["verdict"]).groupby("variant", sort=False):
+        predicted = value_text(float(rows["expected"].iloc[0]), "")
+        counts = rows["verdict"].value_counts().items()
+        counted = ", ".join(f"{word} on {count} of {len(rows)}" for word, count in counts)
+        parts.append(f"{label} (predicted {predicted}): {counted}")
+    return f"Slopes: {'; '.join(parts)}." if parts else ""

@@ -13,6 +13,8 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.report.labels import words
+
 MISSING = "–"
 MARKS = {"incomplete": "†", "tied": "≈", "better": "▲"}
 """The sign of a mark behind a value; "best" and "shown" set it in bold, others are for files."""
@@ -183,8 +185,8 @@ def wide(rows: pd.DataFrame, index: Sequence[str], columns: str) -> pd.DataFrame
 
 def legend(frame: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
     marks = [name for column in columns if (name := f"{column.key}_mark") in frame]
-    words = set(" ".join(frame[marks].fillna("").astype(str).to_numpy().ravel()).split())
-    return [text for word, text in LEGEND.items() if word in words]
+    present = set(" ".join(frame[marks].fillna("").astype(str).to_numpy().ravel()).split())
+    return [text for word, text in LEGEND.items() if word in present]
 
 
 def in_percent(
@@ -213,7 +215,7 @@ def value_text(value: float, unit: str, *, signed: bool = False) -> str:
 
 def unit_text(unit: str) -> str:
     """What follows "score" in a heading."""
-    return ", %" if unit == "fraction" else f", {unit.replace('_', ' ')}"
+    return ", %" if unit == "fraction" else f", {words(unit)}"
 
 
 def number(value: float) -> str:

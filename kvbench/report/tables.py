@@ -1,7 +1,7 @@
 """The tables of scores: the ranking of one model on one task, its splits and pairs, and tables that set
 several models or tasks side by side.
 
-In: groups and their tidy frames (`kvbench.report.frame`). Out: `Table`.
+In: groups. Out: `Table`, of their tidy frames (`kvbench.report.frame`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 
 from kvbench.records.figures import Curve
-from kvbench.report.enough import MEASURE, MORE_THAN
 from kvbench.report.experiment import Group
 from kvbench.report.frame import (
     AVERAGE,
@@ -23,12 +22,21 @@ from kvbench.report.frame import (
     compared_strata,
     comparisons,
     strata_of,
+    tidy,
     totals,
 )
 from kvbench.report.labels import natural_order, words
-from kvbench.report.probe_tables import fidelity_table, slope_table, timing_table
-from kvbench.report.ratios import headings, rate_in_title, rate_texts, ratios_of
-from kvbench.report.scaling import slopes
+from kvbench.report.probe_tables import fidelity_table, timing_table
+from kvbench.report.ratios import (
+    MORE_THAN,
+    RATIO_AT_95,
+    headings,
+    held_by,
+    rate_in_title,
+    rate_texts,
+    ratios_of,
+)
+from kvbench.report.scaling import slope_table, slopes
 from kvbench.report.stats import ALPHA, FEWEST, Estimate
 from kvbench.report.table import (
     DIFFERENCE,
@@ -59,11 +67,11 @@ MOST_PAIRS = 15
 """Of more pairs than this, a table shows those with the best method."""
 
 
-def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
+def tables_of(group: Group) -> list[Table]:
     """The tables of one model and task; its section of the page begins with the first."""
-    fields = [name for name in frame["by"].unique() if name not in ("dataset", "")]
-    split = [split_table(group, frame, name) for name in fields]
-    ranking = score_table(group, frame)
+    fields = [name for name in tidy(group)["by"].unique() if name not in ("dataset", "")]
+    split = [split_table(group, name) for name in fields]
+    ranking = score_table(group)
     if group.meta.kind == "throughput":
         return [timing_table(group), ranking, *split, *_splits(group, fields)]
     curve = group.meta.figure(Curve)
@@ -72,19 +80,20 @@ def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
     tables = [ranking]
     if group.meta.kind == "fidelity" and "kl" in group.records:
         tables.append(fidelity_table(group))
-    pairs = pairs_table(group, frame)
+    pairs = pairs_table(group)
     if pairs is not None:
         tables.append(pairs)
     return tables + split + _splits(group, fields)
 
 
-def score_table(group: Group, frame: pd.DataFrame) -> Table:
+def score_table(group: Group) -> Table:
     """The ranking: total score, paired difference, bytes and entries held and failures of every variant.
 
     The exact cache stands first, then the others by score, a group of rows for each rate. The CSV file
     has every dataset's scores, too.
     """
-    lower, total = group.meta.lower_is_better, totals(frame)
+    frame, lower = tidy(group), group.meta.lower_is_better
+    total = totals(frame)
     table = total.rename(columns={k: f"total_{k}" for k in ("low", "high", "mark")})
     table["total"] = table.pop("mean")
     change = totals(frame, "difference")
@@ -112,7 +121,7 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
         columns.append(Column("failures", "failed"))
     for key in costs:
         if table[key].notna().any():
-            name = key.removesuffix("_mean").replace("_", " ")
+            name = words(key.removesuffix("_mean"))
             columns.append(Column(key, name, whole if name == "entries" else number))
     columns.append(Column("scored"))
     return Table(
@@ -124,7 +133,7 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
             dict.fromkeys([*_interval_notes(group, table), *legend(table, columns), *_notes(group)])
         ),
         in_percent(frame[frame["by"].isin(["dataset", ""])]),
-        answer=tuple(verdict(group, frame).splitlines()),
+        answer=tuple(verdict(group).splitlines()),
     )
 
 
@@ -138,10 +147,11 @@ def _in_groups_by_rate(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(group=headings(rate, rate_texts(group)), variant=names)
 
 
-def split_table(group: Group, frame: pd.DataFrame, by: str) -> Table:
+def split_table(group: Group, by: str) -> Table:
+    frame = tidy(group)
     rows = frame[frame["by"].eq(by) & frame["measure"].eq("score")]
     rows = _in_groups_by_rate(group, rows)
-    title = f"{group.task} on {group.model}: score by {by.replace('_', ' ')}"
+    title = f"{group.task} on {group.model}: score by {words(by)}"
     table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows)
     columns = table.columns
     if by == "rate":
@@ -247,18 +257,19 @@ def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame) -> Table:
     return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
 
 
-def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]], published: pd.DataFrame) -> Table:
+def paper_table(groups: Sequence[Group], published: pd.DataFrame) -> Table:
     """One task as papers print it: datasets as columns, a group of rows for each model, then one for
     each model of whose methods numbers were `published` (`kvbench.report.published.beside`)."""
     parts = []
-    for group, frame in groups:
+    for group in groups:
+        frame = tidy(group)
         rows = frame[frame["by"].eq("dataset") & frame["measure"].eq("score")]
         rows = _in_groups_by_rate(group, rows)
         heading = rows["model"]
         if "group" in rows:
             heading = heading + rows["group"].map(lambda text: f", {text}" if text else "")
         parts.append(rows.assign(group=heading))
-    first, _ = groups[0]
+    first = groups[0]
     if len(published):
         parts.append(_as_papers_print(first, published, set(pd.concat(parts)["value"])))
     return _pivot(first, f"{first.task}-paper", f"{first.task}: score", pd.concat(parts))
@@ -279,7 +290,7 @@ def _as_papers_print(group: Group, published: pd.DataFrame, values: set[str]) ->
     )
 
 
-def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
+def overview_tables(groups: Sequence[Group]) -> list[Table]:
     """What an experiment of several tasks, rates or models says, which stands at the top of the page and
     of the terminal: methods by tasks, else by rates, else by models, with the ratios that are enough.
 
@@ -287,17 +298,17 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
     there are several of everything. Methods without a rate (the exact cache) stand above the others,
     which are best first: by the ratio that is enough, then by the score.
     """
-    groups = [group for group, _ in parts]
-    rows = pd.concat([_overview_rows(*part) for part in parts] or [pd.DataFrame()])
+    groups = [group for group in groups if len(totals(tidy(group)))]
+    rows = pd.concat([_overview_rows(group) for group in groups] or [pd.DataFrame()])
     several = [key for key in ("task", "rate", "model") if key in rows and rows[key].nunique() > 1]
     if len(several) == 3:
-        of_models = itertools.groupby(parts, key=lambda part: part[0].model)
+        of_models = itertools.groupby(groups, key=lambda group: group.model)
         return [table for _, of_model in of_models for table in overview_tables(list(of_model))]
     if not several:
         return []
     across, meta = several[0], groups[0].meta
     texts = rate_texts(*groups)
-    enough = pd.concat([totals(frame, MEASURE) for _, frame in parts])
+    enough = pd.concat([totals(tidy(group), RATIO_AT_95) for group in groups])
     rows = rows.assign(minus_rate=(-rows["rate"]).fillna(-np.inf))
     if across == "rate":  # what has no rate has the same score at each
         rates = sorted(rows["rate"].dropna().unique(), reverse=True)
@@ -306,8 +317,15 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
         rows = pd.concat([*above, rows.dropna(subset="rate").assign(minus_rate=0.0)])
         rows = rows.assign(group="", rate=rows["rate"].map(str))
     else:
-        columns = [_overview_column(group, across) for group in groups]
-        columns = list({column.key: column for column in columns}.values())
+        by_key: dict[str, Column] = {}
+        for group in groups:
+            unit, heading = group.meta.score_unit, ""
+            if across == "task":
+                better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
+                heading = f"{group.task}{metric_text(group)}{unit_text(unit)}{better}"
+            key = group.task if across == "task" else group.model
+            by_key[key] = Column(key, heading, score_format(unit))
+        columns = list(by_key.values())
         rows = rows.assign(group=headings(rows["rate"], texts))
     if "model" in several[1:]:
         rows = rows.assign(group=rows["model"])
@@ -321,11 +339,13 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
         table = table.join(rows.groupby(keys)["ratio"].mean(), on=keys)
         columns.append(Column("ratio", f"ratio, mean of {across}s", number))
     elif len(enough):
-        named = {"mean": MEASURE} | {end: f"{MEASURE}_{end}" for end in ("low", "high", "mark")}
+        named = {"mean": RATIO_AT_95} | {
+            end: f"{RATIO_AT_95}_{end}" for end in ("low", "high", "mark")
+        }
         found = enough.set_index(["model", "variant"])[[*named]].rename(columns=named)
         table = table.join(found, on=["model", "variant"])
-        missed = table[f"{MEASURE}_mark"].eq(MORE_THAN)
-        table = table.assign(enough=table[MEASURE].where(~missed, np.inf))
+        missed = table[f"{RATIO_AT_95}_mark"].eq(MORE_THAN)
+        table = table.assign(enough=table[RATIO_AT_95].where(~missed, np.inf))
         columns.append(ENOUGH_COLUMN)
         order.insert(1, "enough")
     table = table.sort_values(order, kind="stable")
@@ -340,9 +360,9 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
             f"{what}: {'all tasks' if across == 'task' else 'score' + unit_text(meta.score_unit)}",
             table,
             shown,
-            (INTERVAL, *legend(table, shown), *[ENOUGH] * (MEASURE in table), *[LOWER] * lower),
+            (INTERVAL, *legend(table, shown), *[ENOUGH] * (RATIO_AT_95 in table), *[LOWER] * lower),
             kind="overview",
-            answer=_answer(parts, several),
+            answer=_answer(groups, several),
         )
     ]
     if across == "task" and len(enough):
@@ -351,7 +371,7 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
         table = table.sort_values([column.key for column in tasks], kind="stable")
         tables.append(
             Table(
-                f"{tables[0].name}-{MEASURE}",
+                f"{tables[0].name}-{RATIO_AT_95}",
                 f"{model}: {ENOUGH_COLUMN.name}",
                 table,
                 (METHOD, *tasks),
@@ -362,29 +382,21 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
     return tables
 
 
-def _answer(parts: Sequence[tuple[Group, pd.DataFrame]], several: Sequence[str]) -> tuple[str, ...]:
-    if len(parts) == 1:
-        return tuple(verdict(*parts[0]).splitlines())
+def _answer(groups: Sequence[Group], several: Sequence[str]) -> tuple[str, ...]:
+    if len(groups) == 1:
+        return tuple(verdict(groups[0]).splitlines())
     lines = []
-    for group, frame in parts:
+    for group in groups:
         names = {"task": group.task, "model": group.model}
         name = " on ".join(text for key, text in names.items() if key in several)
-        lines += headlines(group, frame, name)
+        lines += headlines(group, name)
     return tuple(lines)
 
 
-def _overview_column(group: Group, across: str) -> Column:
-    text = score_format(group.meta.score_unit)
-    if across == "model":
-        return Column(group.model, text=text)
-    better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
-    heading = f"{group.task}{metric_text(group)}{unit_text(group.meta.score_unit)}{better}"
-    return Column(group.task, heading, text)
-
-
-def _overview_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
+def _overview_rows(group: Group) -> pd.DataFrame:
     """A group's total scores by rate, named without it: of a probe that measures several rates in one
     run those of each rate, else those of the variants. ``ratio`` is the mean measured ratio."""
+    frame = tidy(group)
     total = totals(frame)
     total = total.assign(ratio=totals(frame, "ratio")["mean"])
     at_rates = frame[frame["by"].eq("rate") & frame["measure"].eq("score")]
@@ -392,10 +404,8 @@ def _overview_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
     if at_rates["value"].nunique() > 1:
         at_rates = at_rates[at_rates["variant"].isin(ratios_of(group)["variant"])]
         at_rates = at_rates.assign(rate=pd.to_numeric(at_rates["value"]))
-        good = group.good.assign(rate=pd.to_numeric(group.good["rate"]))
-        ratio = good.groupby(["variant", "rate"])["ratio"].mean()
-        keys = zip(at_rates["variant"], at_rates["rate"], strict=True)
-        at_rates = at_rates.assign(ratio=[ratio[key] for key in keys])
+        points = zip(at_rates["variant"], at_rates["value"], strict=True)
+        at_rates = at_rates.assign(ratio=[held_by(group, "rate")[p]["ratio"] for p in points])
         others = total[~total["variant"].isin(at_rates["variant"])].assign(rate=np.nan)
         total = pd.concat([others, at_rates])
     competes = total["variant"].isin(group.compressed)
@@ -432,11 +442,11 @@ def _splits(group: Group, fields: Sequence[str]) -> list[Table]:
     return tables
 
 
-def pairs_table(group: Group, frame: pd.DataFrame) -> Table | None:
+def pairs_table(group: Group) -> Table | None:
     """Differences between compressed variants of the same rate, the better one first, each with its
     p-value. Of more than `MOST_PAIRS` readers see those with the best. None without a pair."""
     # A variant may have no record of a named dataset, and so no mean.
-    total = totals(frame)["mean"].reindex(group.labels)
+    total = totals(tidy(group))["mean"].reindex(group.labels)
     strata = compared_strata(group)
     sign = -1.0 if group.meta.lower_is_better else 1.0
     rows: list[dict[str, Any]] = []

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 import pandas as pd
 
 from kvbench.records.figures import Curve
-from kvbench.report.enough import MEASURE
 from kvbench.report.experiment import BASELINE, Group
-from kvbench.report.frame import totals
+from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import words
 from kvbench.report.ratios import (
+    RATIO_AT_95,
     mean_over_rates,
     measures_several_rates,
     rate_text,
     ratios_of,
 )
-from kvbench.report.scaling import slopes
+from kvbench.report.scaling import slope_verdict
 from kvbench.report.stats import FEWEST
-from kvbench.report.table import LIMITS, MISSING, number, score_format, value_text
+from kvbench.report.table import LIMITS, MISSING, number, score_format
 
 MOST_RATES = 3
 """Rates that a verdict speaks of: the lowest ones."""
@@ -29,41 +29,47 @@ MOST_NAMES = 4
 """Methods that a list of a verdict names; it counts the others."""
 
 
-def verdict(group: Group, frame: pd.DataFrame) -> str:
+def verdict(group: Group) -> str:
     """A line for each of the lowest rates, made of the marks and intervals of the total scores, and one
     on the ratios that are enough; empty where methods are not compared by a score."""
     curve = group.meta.figure(Curve)
     if group.meta.kind == "throughput":
         return ""
     if curve is not None and curve.y in group.records:
-        return slope_verdict(slopes(group, curve))
-    return "\n".join([*_at_rates(group, frame)[-MOST_RATES:], *_enough(group, frame)])
+        return slope_verdict(group, curve)
+    return "\n".join([*_at_rates(group)[-MOST_RATES:], *_enough(group)])
 
 
-def headlines(group: Group, frame: pd.DataFrame, name: str) -> list[str]:
+def headlines(group: Group, name: str) -> list[str]:
     """What the top of a report says of one of several tasks or models, whose name a line begins with:
     the verdict at the middle rate, and on the ratios that are enough."""
-    lines = _at_rates(group, frame)
-    chosen = [*lines[(len(lines) - 1) // 2 :][:1], *_enough(group, frame)]
+    lines = _at_rates(group)
+    chosen = [*lines[(len(lines) - 1) // 2 :][:1], *_enough(group)]
     return [f"{name}: {line[0].lower()}{line[1:]}" for line in chosen]
 
 
-def _at_rates(group: Group, frame: pd.DataFrame) -> list[str]:
+def _at_rates(group: Group) -> list[str]:
     """A line on the methods at each rate, the largest first."""
     by_rate = sorted(group.peers, key=lambda peers: -(group.variants[peers[0]].rate or 0))
-    total, change = totals(frame), totals(frame, "difference")
+    total, change = totals(tidy(group)), totals(tidy(group), "difference")
     lines = []
     for peers in by_rate:
         scored = total.reindex([group.labels[i] for i in peers]).dropna(subset=["mean"])
         if len(scored):
             scored = scored.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
-            lines.append(_where(group, peers) + _verdict_on(group, scored, change))
+            rate, where = group.variants[peers[0]].rate, ""
+            if rate is not None and measures_several_rates(group):
+                where = f"{mean_over_rates(group).capitalize()}: "
+            elif rate is not None:
+                ratios = ratios_of(group, [group.labels[i] for i in peers])["ratio"]
+                where = f"At {rate_text(rate, ratios)}: "
+            lines.append(where + _verdict_on(group, scored, change))
     return lines
 
 
-def _enough(group: Group, frame: pd.DataFrame) -> list[str]:
+def _enough(group: Group) -> list[str]:
     """The line on the ratios that are enough, where there are any."""
-    found = totals(frame, MEASURE)
+    found = totals(tidy(group), RATIO_AT_95)
     if not len(found):
         return []
     kept = found[found["mark"].ne("more_than")].sort_values("mean", kind="stable")
@@ -83,25 +89,8 @@ def _enough(group: Group, frame: pd.DataFrame) -> list[str]:
     return [f"{line}."]
 
 
-def _where(group: Group, peers: Sequence[int]) -> str:
-    """What a line begins with: the rate of these methods with their measured ratios, or the rates that
-    their scores are means over; empty where they have none."""
-    rate = group.variants[peers[0]].rate
-    if rate is None:
-        return ""
-    if measures_several_rates(group):
-        return f"{mean_over_rates(group).capitalize()}: "
-    ratios = ratios_of(group, [group.labels[i] for i in peers])["ratio"]
-    return f"At {rate_text(rate, ratios)}: "
-
-
 def _verdict_on(group: Group, scored: pd.DataFrame, change: pd.DataFrame) -> str:
-    """The line on the methods of one rate, without the rate.
-
-    Args:
-        scored: the totals of the methods that compete at it, best first.
-        change: the total differences to the exact cache, by label.
-    """
+    """The line on the methods of one rate, without the rate: `scored` are their totals, best first."""
     marked: dict[str, list[str]] = {"best": [], "tied": [], "better": [], "worse": []}
     for label, marks in scored["mark"].items():
         for word in set(marks.split()) & set(marked):
@@ -142,18 +131,3 @@ def listed(names: Sequence[str]) -> str:
     if len(names) > MOST_NAMES:
         some, last = list(names[:MOST_NAMES]), f"{len(names) - MOST_NAMES} more"
     return f"{', '.join(some)} and {last}" if some else last
-
-
-def slope_verdict(data: pd.DataFrame) -> str:
-    """How many slopes of each method are as predicted, steeper or shallower; empty without a prediction.
-
-    Args:
-        data: what `kvbench.report.scaling.slopes` returned.
-    """
-    parts = []
-    for label, rows in data.dropna(subset=["verdict"]).groupby("variant", sort=False):
-        predicted = value_text(float(rows["expected"].iloc[0]), "")
-        counts = rows["verdict"].value_counts().items()
-        counted = ", ".join(f"{word} on {count} of {len(rows)}" for word, count in counts)
-        parts.append(f"{label} (predicted {predicted}): {counted}")
-    return f"Slopes: {'; '.join(parts)}." if parts else ""

@@ -32,11 +32,10 @@ from markupsafe import escape
 from kvbench.errors import first_line
 from kvbench.records.figures import Heatmap
 from kvbench.records.read import Run
-from kvbench.report import enough
 from kvbench.report.experiment import BASELINE, Group, group_runs
 from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import as_text, words
-from kvbench.report.ratios import measures_several_rates, rate_text
+from kvbench.report.ratios import MORE_THAN, RATIO_AT_95, measures_several_rates, rate_text
 
 if TYPE_CHECKING:
     import wandb  # slow to import, and needed only where something is logged
@@ -105,10 +104,10 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     def write() -> Iterator[Path]:
         import wandb
 
-        measures = (*_TOTALS, enough.MEASURE)
+        measures = (*_TOTALS, RATIO_AT_95)
         rows = pd.concat([totals(paths.scores, measure) for measure in measures], ignore_index=True)
         cells = rows.assign(column=rows["task"] + ": " + rows["measure"])
-        cells = cells[cells["mark"].ne(enough.MORE_THAN)]  # no number that others can stand beside
+        cells = cells[cells["mark"].ne(MORE_THAN)]  # no number that others can stand beside
         wide = cells.pivot_table("mean", ["model", "variant"], "column", sort=False)
         values = {
             "page": wandb.Html(paths.page.read_text(encoding="utf-8"), inject=False),

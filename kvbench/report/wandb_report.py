@@ -26,13 +26,11 @@ SEND_S = 600.0
 
 
 def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -> wr.Report:
-    """The report, not yet published: published numbers beside ours, the first table of each model and
-    task, the charts and table of the experiment's own run, and how to reproduce it."""
+    """The report, not yet published."""
     import wandb_workspaces.reports.v2 as wr
     from wandb_workspaces import expr
 
     from kvbench.errors import complain
-    from kvbench.report.frame import tidy
     from kvbench.report.page import how_to_reproduce
     from kvbench.report.papers import PaperError
     from kvbench.report.published import beside, published_tables
@@ -45,7 +43,7 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
     except PaperError as error:
         complain(f"warning: {error}", "wandb")
     for group in experiment.groups:
-        tables += [table for table in tables_of(group, tidy(group)) if table.columns][:1]
+        tables += [table for table in tables_of(group) if table.columns][:1]
     blocks: list[Any] = [wr.TableOfContents(), wr.H1("Scores")]
     blocks += [wr.MarkdownBlock(text=markdown(table)) for table in tables]
     of = expr.Config("experiment") == str(experiment.runs[0].manifest["experiment"])

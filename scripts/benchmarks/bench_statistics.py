@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from kvbench.cli.rounds import planned
-from kvbench.report.enough import SHARE, crossing, enough
 from kvbench.report.marks import standing
+from kvbench.report.ratios import SHARE, crossing, enough
 from kvbench.report.stats import (
     ALPHA,
     FEWEST,
@@ -192,7 +192,7 @@ def enough_figures(studies: int) -> Iterator[Figure]:
             values = np.stack(tables, axis=1)
             margins = values[..., :-1] - SHARE * values[..., -1:]
             found = differences([margins.reshape(n, -1)], reach=1.0)
-            each = [enough(ratios, found[i : i + 3]) for i in range(0, len(found), 3)]
+            each = [enough(ratios, found[i : i + 3])[0] for i in range(0, len(found), 3)]
             covered = float(np.mean([one.low <= truth <= one.high for one in each]))
             yield Figure(f"ratio that is enough, n = {n}, exact {exact}", covered, HOLDS)
 

@@ -29,15 +29,13 @@ from kvbench.records.figures import Curve, Heatmap, as_json, figures_in
 from kvbench.report.drawing import Drawn, forest
 from kvbench.report.experiment import Group
 from kvbench.report.figures import RULE_OF_COLOURS, figures_of, memory_rows, pareto
-from kvbench.report.frame import tidy
 from kvbench.report.panels import grid_of, heatmaps
-from kvbench.report.probe_tables import slope_table
-from kvbench.report.scaling import curves_of, slopes
+from kvbench.report.scaling import curves_of, slope_table, slopes
 from kvbench.report.verdicts import verdict
 
 
 def drawn(group: Group) -> dict[str, Drawn]:
-    figures = figures_of(group, tidy(group))
+    figures = figures_of(group)
     return {one.name.removeprefix(f"{group.task}-{group.model}-"): one for one in figures}
 
 
@@ -73,7 +71,7 @@ def test_values_that_are_no_numbers_are_not_joined(tmp_path: Path) -> None:
 
 def test_a_sweep_is_drawn_against_the_measured_ratio_with_its_pareto_set(tmp_path: Path) -> None:
     group = group_of(write_sweep(tmp_path))
-    rows = memory_rows(group, tidy(group))
+    rows = memory_rows(group)
     mine = rows[rows["label"] == "snapkv"]
     assert list(mine["x"]) == pytest.approx([0.62, 0.37, 0.25], abs=0.01)
     assert list(mine["mean"]) == pytest.approx([74.0, 72.0, 74.0])
@@ -238,7 +236,7 @@ def test_fits_recover_slopes_and_are_a_table_a_figure_and_a_sentence(tmp_path: P
     assert set(rows["line"]) == {"uniform", "balancekv", "slope -0.5", "slope -1"}
     last = rows[rows["panel"].eq("a") & rows["line"].eq("balancekv")].iloc[-1]
     assert list(last[["x", "mean"]]) == pytest.approx([1.1 * 2048, 1 / 2048])
-    text = verdict(group, tidy(group))
+    text = verdict(group)
     assert "balancekv (predicted −1.00): as predicted on 2 of 2" in text
 
 

@@ -83,15 +83,15 @@ def test_of_few_prompts_nothing_is_said(tmp_path: Path) -> None:
     """Four prompts, and an interval that leaves no doubt: still too few."""
     few = group_from(tmp_path, exact=[1] * 4, snapkv=[1] * 4, uniform=[0] * 4)
     assert marks(few) == {"exact": set(), "snapkv": {"few"}, "uniform": {"few"}}
-    assert data(pairs_table(few, tidy(few)))["p"].isna().all()
-    assert verdict(few, tidy(few)) == (
+    assert data(pairs_table(few))["p"].isna().all()
+    assert verdict(few) == (
         "At rate 0.25: snapkv has 100.0 % (4 prompts): too few prompts to say more."
     )
     one = group_from(tmp_path / "one", exact=[1], snapkv=[1])
-    assert LEGEND["few"] in score_table(one, tidy(one)).notes
+    assert LEGEND["few"] in score_table(one).notes
     more = group_from(tmp_path / "more", exact=[1] * 12, snapkv=[1] * 12, uniform=[0] * 12)
     assert marks(more)["uniform"] == {"worse"}
-    assert "shown worse: uniform" in verdict(more, tidy(more))
+    assert "shown worse: uniform" in verdict(more)
 
 
 NOTES: list[tuple[dict[str, list[float | None]], set[str]]] = [
@@ -114,7 +114,7 @@ def test_a_note_stands_only_where_what_it_explains_is_in_the_table(
     tmp_path: Path, values: dict[str, list[float | None]], expected: set[str]
 ) -> None:
     group = group_from(tmp_path, **values)
-    notes = score_table(group, tidy(group)).notes
+    notes = score_table(group).notes
     known = LEGEND | {"interval": INTERVAL}
     named = {text: name for name, text in known.items()}
     begins = {"Δ exact: paired": "delta", "The exact cache was not run": "no exact"}
@@ -135,9 +135,7 @@ def test_a_difference_in_large_datasets_is_shown_beside_tiny_ones(tmp_path: Path
         write_run(tmp_path, experiment="many", method=method, records=records)
     group = group_of(tmp_path / "many")
     assert marks(group)["uniform"] == {"worse"}
-    assert any(
-        "over the 10 datasets of ten prompts" in x for x in score_table(group, tidy(group)).notes
-    )
+    assert any("over the 10 datasets of ten prompts" in x for x in score_table(group).notes)
 
 
 def test_a_field_that_an_older_run_did_not_measure_is_not_known(
@@ -198,9 +196,9 @@ def test_p_mark_and_sentence_say_the_same_and_one_pair_has_one_interval(
         for name, p in (("exact", 0.9), ("snapkv", 0.8), ("h2o", 0.6), ("uniform", 0.3))
     }
     group = group_from(tmp_path, **scored)
-    text = verdict(group, tidy(group))
+    text = verdict(group)
     (best,) = [name for name, mark in marks(group).items() if "best" in mark]
-    pairs = data(pairs_table(group, tidy(group)))
+    pairs = data(pairs_table(group))
     for row in pairs[pairs["first"] == best].to_dict("records"):
         shown = row["p"] < 0.05
         assert marks(group)[row["second"]] == {"worse" if shown else "tied"}

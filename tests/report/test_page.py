@@ -31,13 +31,12 @@ from support.tables import group_of
 
 from kvbench.records.read import StoreError
 from kvbench.report.__main__ import main
-from kvbench.report.answers import sample_of
 from kvbench.report.build import ReportPaths, build_report
 from kvbench.report.charts import ALL, FIELDS, scores_chart
 from kvbench.report.experiment import load_experiment
 from kvbench.report.frame import tidy, totals
 from kvbench.report.item import RunNote, write_item_page
-from kvbench.report.page import facts_of, how_to_reproduce, write_index
+from kvbench.report.page import facts_of, how_to_reproduce, sample_of, write_index
 from kvbench.report.wandb_report import main as wandb_main
 
 
@@ -138,7 +137,7 @@ def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
     """At every rate, over all examples and over each part; a pointer shows interval, n and bytes."""
     group = group_of(write_sweep(tmp_path))
     frame = tidy(group)
-    chart = scores_chart(group, frame)
+    chart = scores_chart(group)
     assert chart is not None
     content = json.loads(json.dumps(chart, allow_nan=False))
     assert content["baseline"] == "exact"
@@ -166,14 +165,14 @@ def test_a_chart_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
 
 def test_scores_are_drawn_against_fields_alone_or_at_every_rate(tmp_path: Path) -> None:
     group = group_of(write_demo(tmp_path, ("exact",), ("needle",)))
-    chart = scores_chart(group, tidy(group))
+    chart = scores_chart(group)
     assert chart is not None
     assert not chart["memory"]
     write_run(tmp_path, experiment="one", records=[{"example_id": "a", "score": 1.0}])
     group = group_of(tmp_path / "one")
-    assert scores_chart(group, tidy(group)) is None
+    assert scores_chart(group) is None
     group = group_of(write_demo(tmp_path / "rates", ("uniform", "balancekv"), ("layer_error",)))
-    chart = scores_chart(group, tidy(group))
+    chart = scores_chart(group)
     assert chart is not None
     rows = pd.DataFrame(chart["rows"], columns=list(FIELDS))
     assert sorted(rows[rows["name"] == "uniform"]["rate"]) == [0.0625, 0.125, 0.25, 0.5]
@@ -218,9 +217,9 @@ def test_a_card_says_which_answers_are_not_the_baselines(tmp_path: Path) -> None
         record = {"example_id": "a", "score": 1.0, "prediction": said, "evidence": "line: 41077."}
         write_run(tmp_path, method=method, records=[record])
     (card,), _ = sample_of(group_of(tmp_path / "demo"))
-    assert card.evidence == "line: 41077."
-    other = next(answer for answer in card.answers if answer.label == "snapkv")
-    assert (other.verdict, other.differs) == ("right", True)
+    assert card["evidence"] == "line: 41077."
+    other = next(answer for answer in card["answers"] if answer["label"] == "snapkv")
+    assert (other["verdict"], other["differs"]) == ("right", True)
 
 
 def test_answers_shown_are_of_every_dataset_and_all_of_a_small_one(tmp_path: Path) -> None:
@@ -232,7 +231,7 @@ def test_answers_shown_are_of_every_dataset_and_all_of_a_small_one(tmp_path: Pat
     ]
     write_run(tmp_path, records=records, task_meta=LINES_META)
     examples, total = sample_of(group_of(tmp_path / "demo"), limit=10)
-    datasets = Counter(example.example_id.split("-")[0] for example in examples)
+    datasets = Counter(example["example_id"].split("-")[0] for example in examples)
     assert total == 43
     assert datasets == {"few": 3, "many": 7}
 

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
 
 from kvbench.cli.rounds import planned
-from kvbench.report.enough import crossing, enough
 from kvbench.report.experiment import self_bleu
 from kvbench.report.marks import standing
+from kvbench.report.ratios import crossing, enough
 from kvbench.report.stats import (
     ALPHA,
     Estimate,
@@ -273,14 +273,16 @@ def test_an_enough_ratio_has_the_crossings_of_the_bounds_and_says_what_is_beyond
 ):
     ratios = [0.5, 0.2, 0.3]
     within = [Estimate(0.3, 0.1, 0.5), Estimate(-0.1, -0.3, 0.1), Estimate(0.1, -0.1, 0.3)]
-    assert enough(ratios, within) == (pytest.approx(0.25), 0.0, pytest.approx(0.4), "")
-    always = [margin._replace(value=0.2) for margin in within]
-    assert enough(ratios, always)[::3] == (0.2, "at_most")
-    never = [Estimate(-0.1, -0.3, 0.1), *[Estimate(-0.2, -0.3, -0.1)] * 2]
-    assert enough(ratios, never) == (0.5, pytest.approx(0.4), np.inf, "more_than")
-    assert np.isnan(enough([0.2, 0.3], [Estimate(-0.1), Estimate(0.1)])[1:3]).all()
-    surely = [Estimate(-0.2, -0.3, -0.1)] * 3
-    assert np.isnan(enough(ratios, surely)[1:3]).all(), "all of the interval is beyond"
+    found, mark = enough(ratios, within)
+    assert (found[:3], mark) == ((pytest.approx(0.25), 0.0, pytest.approx(0.4)), "")
+    found, mark = enough(ratios, [margin._replace(value=0.2) for margin in within])
+    assert (found.value, mark) == (0.2, "at_most")
+    found, mark = enough(ratios, [Estimate(-0.1, -0.3, 0.1), *[Estimate(-0.2, -0.3, -0.1)] * 2])
+    assert (found[:3], mark) == ((0.5, pytest.approx(0.4), np.inf), "more_than")
+    found, _ = enough([0.2, 0.3], [Estimate(-0.1), Estimate(0.1)])
+    assert np.isnan(found[1:3]).all()
+    found, _ = enough(ratios, [Estimate(-0.2, -0.3, -0.1)] * 3)
+    assert np.isnan(found[1:3]).all(), "all of the interval is beyond"
 
 
 def test_a_single_text_has_no_self_bleu_and_two_alike_have_the_highest() -> None:

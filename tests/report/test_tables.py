@@ -169,7 +169,7 @@ def test_a_footer_has_three_lines_at_most() -> None:
 
 
 def tables(group: Group) -> dict[str, Table]:
-    found = tables_of(group, tidy(group))
+    found = tables_of(group)
     return {t.name.removeprefix(f"{group.task}-{group.model}"): t for t in found}
 
 
@@ -205,7 +205,7 @@ def test_a_task_has_its_scores_and_costs(tmp_path: Path) -> None:
 
 def test_the_verdict_is_one_sentence_a_rate_from_the_marks(tmp_path: Path) -> None:
     (group,) = load_experiment(write_sweep(tmp_path)).groups
-    lines = verdict(group, tidy(group)).splitlines()
+    lines = verdict(group).splitlines()
     assert len(lines) == 4, "three rates, and the ratios that are enough"
     assert lines[1] == (
         "At rate 0.25, ratio 0.37: snapkv has 72.0 % (50 prompts), −20.0 [−32.5, −7.5] against exact;"
@@ -258,7 +258,7 @@ def test_several_rates_are_one_table_that_ends_with_the_ratio_that_is_enough(
     found = totals(frame, "ratio_at_95")
     assert found["mean"].to_dict() == pytest.approx({"snapkv": 0.3, "h2o": 0.5})
     assert list(found["mark"]) == ["", "more_than"]
-    assert "ratio_at_95" in set(data(tables_of(group_of(tmp_path / "demo"), frame)[0])["measure"])
+    assert "ratio_at_95" in set(data(tables_of(group_of(tmp_path / "demo"))[0])["measure"])
 
 
 @pytest.mark.parametrize("case", ["lower is better", "without exact", "one rate", "exact has 0"])
@@ -274,7 +274,7 @@ def test_what_keeps_no_share_of_a_score_has_no_ratio_that_is_enough(
             write_scores(tmp_path, {method: [score] * 12}, **how)
     group = group_of(tmp_path / "demo")
     assert not len(totals(tidy(group), "ratio_at_95"))
-    assert "95 %" not in verdict(group, tidy(group))
+    assert "95 %" not in verdict(group)
 
 
 def test_several_models_stand_side_by_side(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_all_that_have_the_best_score_are_named(tmp_path: Path, count: int) -> N
     right = {"snapkv": 2, "h2o": 2, "balancekv": 2, "uniform": 1}
     scored = {m: [float(i < k * count / 12) for i in range(count)] for m, k in right.items()}
     group = group_of(write_scores(tmp_path, scored))
-    said = verdict(group, tidy(group))
+    said = verdict(group)
     assert "balancekv, snapkv and h2o have 16.7 %" in said or "snapkv, h2o and balancekv" in said
     assert "best" not in said
 
@@ -303,7 +303,7 @@ def test_a_verdict_names_four_methods_and_counts_the_others(tmp_path: Path) -> N
     group = group_of(write_scores(tmp_path, scored, task_meta={}))
     best, *_ = shown(tables(group)[""])
     assert best[0] == "snapkv", "of a task that says nothing else higher is better"
-    said = verdict(group, tidy(group)).partition("shown worse: ")[2]
+    said = verdict(group).partition("shown worse: ")[2]
     assert said.count(",") == 3
     assert said.endswith(" and 1 more.")
 
@@ -332,9 +332,8 @@ def test_a_task_that_has_only_begun_leaves_the_report_whole(tmp_path: Path) -> N
 
 def test_no_column_is_empty_or_without_a_head(tmp_path: Path) -> None:
     groups = load_experiment(write_demo(tmp_path, ("exact", "h2o", "uniform"))).groups
-    parts = [(group, tidy(group)) for group in groups]
-    shown_tables = [table for part in parts for table in tables_of(*part)]
-    shown_tables += overview_tables(parts[:2])
+    shown_tables = [table for group in groups for table in tables_of(group)]
+    shown_tables += overview_tables(groups[:2])
     assert len(shown_tables) > 8
     for table in shown_tables:
         assert all(name.strip() for name in heads(table)), table.name
@@ -357,8 +356,8 @@ def test_a_leaderboard_has_every_method_on_every_task_at_each_rate(tmp_path: Pat
             records=error_records(method),
             task_meta=meta,
         )
-    parts = [(group, tidy(group)) for group in load_experiment(tmp_path / "demo").groups]
-    table, ratios = overview_tables(parts)
+    groups = load_experiment(tmp_path / "demo").groups
+    table, ratios = overview_tables(groups)
     assert heads(table) == [
         "method",
         "longeval_lines, %",
@@ -374,7 +373,7 @@ def test_a_leaderboard_has_every_method_on_every_task_at_each_rate(tmp_path: Pat
     assert sorted(groups["rate 0.25, ratio 0.25 to 0.37"]) == ["balancekv", "uniform"]
     frame = table.frame.assign(rate=-table.frame["minus_rate"]).set_index(["rate", "variant"])
     for rate in (0.5, 0.25):
-        of_lines = totals(parts[0][1])["mean"][f"uniform, rate {rate}"]
+        of_lines = totals(tidy(groups[0]))["mean"][f"uniform, rate {rate}"]
         assert frame["longeval_lines"][rate, "uniform"] == of_lines
     assert frame["longeval_lines"].isna()[0.125, "uniform"]
     marks = frame["layer_error_mark"].unstack()
