@@ -157,13 +157,13 @@ class Jobs:
         let Hydra run them, each split into its shards."""
         common, jobs = sweep_of(hydra, overrides)
         configs = [job_config(hydra, common, words) for words in jobs]
-        checked = []
+        settings = []
         for config in configs:  # all of them before the first is made, which imports torch
             HydraConfig.instance().set_config(config)
-            checked.append(Settings.of(config))
-            checked[-1].check_places()
-        count = shard_count(checked[0])
-        print(checked[0].announcement(len(jobs) * count), flush=True)
+            settings.append(Settings.of(config))
+            settings[-1].check_places()
+        count = shard_count(settings[0])
+        print(settings[0].announcement(len(jobs) * count), flush=True)
         for number, (name, config) in enumerate(zip(names(jobs), configs, strict=True), 1):
             HydraConfig.instance().set_config(config)
             if config.launcher.name == "slurm":
