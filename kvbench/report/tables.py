@@ -29,7 +29,7 @@ from kvbench.report.labels import natural_order, words
 from kvbench.report.probe_tables import fidelity_table, slope_table, timing_table
 from kvbench.report.ratios import headings, rate_in_title, rate_texts, ratios_of
 from kvbench.report.scaling import slopes
-from kvbench.report.stats import ALPHA, FEWEST, Estimate
+from kvbench.report.stats import FEWEST, Estimate
 from kvbench.report.table import (
     DIFFERENCE,
     ENOUGH,
@@ -41,6 +41,7 @@ from kvbench.report.table import (
     TESTED,
     Column,
     Table,
+    about_rounds,
     in_percent,
     legend,
     number,
@@ -206,11 +207,7 @@ def _notes(group: Group) -> Iterator[str]:
     if left_out:
         yield f"Datasets of which the limit leaves no example: {', '.join(left_out)}."
     if group.looks > 1:
-        yield (
-            f"limit=auto, at most {group.looks} rounds: an interval is of "
-            f"{100 * (1 - ALPHA / group.looks):.1f} % and p is multiplied by {group.looks}, so that "
-            "95 % and 5 % hold at whichever round it stopped."
-        )
+        yield about_rounds(group.looks)
     if group.left_out:
         yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
 
@@ -314,7 +311,9 @@ def overview_tables(parts: Sequence[tuple[Group, pd.DataFrame]]) -> list[Table]:
     keys = [key for key in ("model", "group", "minus_rate", "method", "variant") if key != across]
     scored = [column.key for column in columns]
     table = wide(rows, keys, across).dropna(subset=scored, how="all")
-    first = table[scored].mean(axis=1) if across == "rate" else table[scored[0]]
+    # A method that lacks a score at one of the rates stands below the others.
+    every = table[scored].mean(axis=1, skipna=False)
+    first = every if across == "rate" else table[scored[0]]
     table = table.assign(loss=first if meta.lower_is_better else -first)
     order = ["minus_rate", "loss"]
     if across != "rate":
@@ -395,7 +394,7 @@ def _overview_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
         good = group.good.assign(rate=pd.to_numeric(group.good["rate"]))
         ratio = good.groupby(["variant", "rate"])["ratio"].mean()
         keys = zip(at_rates["variant"], at_rates["rate"], strict=True)
-        at_rates = at_rates.assign(ratio=[ratio[key] for key in keys])
+        at_rates = at_rates.assign(ratio=[ratio.get(key, np.nan) for key in keys])
         others = total[~total["variant"].isin(at_rates["variant"])].assign(rate=np.nan)
         total = pd.concat([others, at_rates])
     competes = total["variant"].isin(group.compressed)
