@@ -161,7 +161,8 @@ def scores(
             parts[name] = [by_value[value] for value in values]
     rows: list[dict[str, Any]] = []
     for value, part in parts.items():
-        tests, ranked = None, part
+        tests: Mapping[Pair, Estimate] | None = None
+        ranked = part
         if by == "rate":  # of a probe that measures several rates in one run
             tests = comparisons_over(group, part)
         elif by == "dataset" and len(part) == len(strata) and value not in (also or ()):
