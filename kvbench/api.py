@@ -141,7 +141,7 @@ def compress(
         for name, value in (("rate", rate), ("size", size), ("total_rate", total_rate)):
             if value is not None:
                 raise KVError(f"compression_ratio and {name} are given; allowed: one of the two")
-        total_rate = 1 - compression_ratio
+        total_rate = round(1 - compression_ratio, 12)  # 1 - 0.9 is a little less than 0.1
     budget = _budget(rate, sink, window, size, total_rate)
     return compressed_generation(Compression(model, built, budget, label, seed, compress_after))
 
@@ -368,6 +368,11 @@ def _references_of(
 ) -> dict[Any, str]:
     """The expected answers by the names of their prompts."""
     if isinstance(reference, Mapping):
+        for name in reference:
+            if name not in prompts:
+                raise KVError(
+                    f"reference names {name!r}; allowed: {', '.join(map(str, prompts))}, the prompts"
+                )
         return dict(reference)
     references = [reference] if isinstance(reference, str) else reference
     if not references:

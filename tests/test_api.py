@@ -64,6 +64,7 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compare("x", ["exat"]), "did you mean 'exact'"),
     (_compare("", ["exact"]), "prompt has no token ids"),
     (_compare(["x", "y"], ["exact"], reference=["a"]), "2 prompts; allowed: one of each"),
+    (_compare({"a": "x"}, ["exact"], reference={"A": "y"}), "reference names 'A'; allowed: a, the"),
     (_read([]), "the context has no token ids"),
     (_read("text"), "there is no tokenizer"),
     (_read({"input_ids": [[1, 2], [3, 4]]}), "has 2 texts"),

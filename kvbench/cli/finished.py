@@ -63,6 +63,7 @@ def finished(settings: Settings) -> Finished | None:
         for path in folder.glob(f"*/{safe_name(settings.task_label)}/*/{MANIFEST}")
     }
     used: dict[Path, tuple[int, int]] = {}
+    asked: set[frozenset[str]] = set()
     for label, budget in product(settings.methods, settings.budgets):
         of_these = (
             run for run, manifest in runs.items() if _is_of(manifest, settings, label, budget, data)
@@ -76,6 +77,14 @@ def finished(settings: Settings) -> Finished | None:
         if not ids <= statuses.keys() or (settings.retry_failed and failed):
             return None
         used[run] = len(ids), failed
+        asked.add(ids)
+    if len(asked) > 1:  # of several commands
+        return None
+    # A later command's other examples are those of the table, until this one is the latest.
+    first_start = min(str(runs[run].get("started")) for run in used)
+    for run in runs.keys() - used.keys():
+        if str(runs[run].get("started")) >= first_start and read_examples(run) not in asked:
+            return None
     files = [path for run in used for path in (run / MANIFEST, run / EXAMPLES, *record_files(run))]
     code = [path for path in Path(kvbench.__file__).parent.rglob("*.*") if path.suffix != ".pyc"]
     if page.stat().st_mtime_ns <= max(path.stat().st_mtime_ns for path in (*files, *code)):
@@ -118,7 +127,10 @@ def _is_of(
 
 
 def _of_method(config: Mapping[str, Any], label: str) -> dict[str, Any]:
-    return {**config, "methods": config["methods"].get(label), "budget": None}
+    methods = config["methods"]
+    if config.get("limit") != "auto":  # which stops where these methods are told apart
+        methods = methods.get(label)
+    return {**config, "methods": methods, "budget": None}
 
 
 def _auto() -> str:

@@ -79,6 +79,7 @@ def run_in_rounds(job: Job, run: Callable[[Job], JobResult]) -> JobResult:
     sizes = planned(job.size)
     for number, size in enumerate(sizes, 1):
         result = run(job.within(size, rounds=sizes))
+        job = replace(job, retry_failed=False)  # what failed in this command is not run again
         ranked = standings(list(result.folders.values()))
         title = f"limit=auto, round {number} of {len(sizes)}, {size} of {sizes[-1]} examples"
         for standing in ranked:
@@ -95,6 +96,7 @@ def standings(folders: Sequence[Path]) -> list[Standing]:
     from kvbench.report.experiment import group_runs
     from kvbench.report.frame import compared_strata, comparisons
     from kvbench.report.marks import standing
+    from kvbench.report.ratios import measures_several_rates
     from kvbench.report.stats import prompts_to_tell
 
     runs = [load_run(folder) for folder in folders]
@@ -114,6 +116,7 @@ def standings(folders: Sequence[Path]) -> list[Standing]:
             prompts_to_tell(tests.get((first, i)) or tests[i, first], strata, of=len(peers))
             for i in left
         ]
-        rate = group.variants[first].rate
+        # A probe ranks means over the rates that it measures, whatever the budget's is.
+        rate = None if measures_several_rates(group) else group.variants[first].rate
         found.append(Standing(rate, names[0], dict(zip(names[1:], prompts, strict=True))))
     return sorted(found, key=lambda standing: -(standing.rate or 0.0))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 
 
 def positions_between(layer: LayerKV, start: int, stop: int) -> Tensor:
@@ -64,6 +64,8 @@ def _lowest_of_highest(scores: Tensor, count: int) -> Tensor:
 def top_positions(scores: Tensor, count: int) -> Tensor:
     """The positions of the `count` highest scores of each head, ascending, [batch, heads, count]. Of
     equal scores those at lower positions are taken."""
+    if scores.device.type == "cpu" and scores.isnan().any():  # a GPU would be waited for
+        raise KVError("token scores are NaN; allowed: numbers")
     chosen = highest(scores, count)
     # The i-th chosen position is written to column i. All others are written to one more column, which
     # is cut off.

@@ -28,6 +28,7 @@ from kvbench.report.table import (
     LEGEND,
     Column,
     Table,
+    about_rounds,
     in_percent,
     number,
     p_text,
@@ -66,10 +67,11 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         [(group, variant) for group in experiment.groups for variant in group.variants]
         for experiment in (first, second)
     ]
-    matched = matched_sides(*sides)
+    matched = [match for match in matched_sides(*sides) if _datasets_of_both(*match)]
     if not matched:
         raise StoreError(
-            f"{first.folder} and {second.folder} have no model, task and method in common"
+            f"{first.folder} and {second.folder} have no model, task and method in common on one"
+            " dataset"
         )
     frame = pd.concat([_changes(*match) for match in matched], ignore_index=True)
     last = ~frame.duplicated(["model", "task", "variant"], keep="last")
@@ -84,7 +86,11 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         for group, variant in own
         if (group, variant) not in paired
     ]
-    tables = [_task_table(part) for _, part in frame[last].groupby(["task", "model"], sort=False)]
+    looks = max(group.looks for match in matched for group, _ in match)
+    rounds = [about_rounds(looks)] if looks > 1 else []
+    tables = [
+        _task_table(part, rounds) for _, part in frame[last].groupby(["task", "model"], sort=False)
+    ]
     columns = Column("run"), Column("in", "only in")
     tables.append(Table("only", "Runs that one of them lacks", pd.DataFrame(only), columns))
     return Comparison(names, tuple(t for t in tables if len(t.frame)), in_percent(frame, _NUMBERS))
@@ -159,17 +165,27 @@ def _one_group(first: Side, second: Side) -> Group:
         part = part.assign(example_id=key, variant=side, score=mean, seed=0, prompt_tail=None)
         part = part.sort_values("status", key=lambda s: s != "ok", kind="stable")
         parts.append(part.drop_duplicates("example_id").sort_index())
-    shared = set(parts[0]["dataset"]) & set(parts[1]["dataset"])
+    shared = _datasets_of_both(first, second)
     unit = b.meta.unit if all(b.meta.unit in part for part in parts) else "example_id"
     records = pd.concat([part[part["dataset"].isin(shared)] for part in parts], ignore_index=True)
     model = a.model if a.model == b.model else f"{a.model} → {b.model}"
     meta = replace(b.meta, unit="unit")
     baseline = {SIDES[0]: None, SIDES[1]: SIDES[0]}
     variants = tuple(map(Variant, SIDES))
-    return Group(model, b.task, meta, variants, records.assign(unit=records[unit]), baseline)
+    records = records.assign(unit=records[unit])
+    manifests = (*a.manifests, *b.manifests)  # they say how many rounds there may have been
+    return Group(model, b.task, meta, variants, records, baseline, manifests)
 
 
-def _task_table(total: pd.DataFrame) -> Table:
+def _datasets_of_both(first: Side, second: Side) -> set[Any]:
+    one, other = (
+        set(group.records["dataset"][group.records["variant"] == variant.label])
+        for group, variant in (first, second)
+    )
+    return one & other
+
+
+def _task_table(total: pd.DataFrame, rounds: Sequence[str]) -> Table:
     unit, task, model = (total[key].iloc[0] for key in ("unit", "task", "model"))
     text, signed = score_format(unit), score_format(unit, signed=True)
     columns = [
@@ -189,7 +205,7 @@ def _task_table(total: pd.DataFrame) -> Table:
         f"{task} on {model}: score{unit_text(unit)}",
         total.assign(difference_mark=(total["p"] < ALPHA).map({True: "shown", False: ""})),
         with_values(total, columns),
-        (INTERVAL, CHANGE, *few),
+        (INTERVAL, CHANGE, *few, *rounds),
     )
 
 

@@ -243,6 +243,9 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     if spec.y not in group.good:
         return []
     rows = pd.concat([curve.frame for curve in curves_of(group, spec)])
+    rows = rows[rows["mean"] > 0]  # the axes are logarithmic, and the exact cache has no error
+    if rows.empty:
+        return []
     panels = {str(facet): part for facet, part in rows.groupby("facet", sort=False)}
 
     def guides(ax: Axes, rows: pd.DataFrame) -> None:

@@ -163,12 +163,13 @@ def scores(
             parts[name] = [by_value[value] for value in values]
     rows: list[dict[str, Any]] = []
     for value, part in parts.items():
-        tests = None
+        tests: Mapping[Pair, Estimate] | None = None
+        ranked = part
         if by == "rate":  # of a probe that measures several rates in one run
             tests = comparisons_over(group, part)
         elif by == "dataset" and len(part) == len(strata) and value not in (also or ()):
-            tests = comparisons(group)
-        rows += [{**row, "by": by, "value": value} for row in _rows(group, part, tests)]
+            tests, ranked = comparisons(group), compared_strata(group)
+        rows += [{**row, "by": by, "value": value} for row in _rows(group, part, tests, ranked)]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -219,10 +220,14 @@ def _columns_of_variant(group: Group, label: str) -> dict[str, Any]:
 
 
 def _rows(
-    group: Group, strata: Sequence[Scores], tests: Mapping[Pair, Estimate] | None
+    group: Group,
+    strata: Sequence[Scores],
+    tests: Mapping[Pair, Estimate] | None,
+    ranked: Sequence[Scores],
 ) -> list[dict[str, Any]]:
-    """The rows of the score and the difference of every variant, as the mean over these datasets; of
-    scores without `tests` there are no marks, and p-values are not adjusted."""
+    """The rows of the score and the difference of every variant, as the mean over these datasets, with
+    marks over the `ranked` ones; of scores without `tests` there are no marks, and p-values are not
+    adjusted."""
     labels = group.labels
     baselines = [labels.index(group.baseline[label] or label) for label in labels]
     by_unit = [dataset.by_unit(dataset.values) for dataset in strata]
@@ -231,7 +236,7 @@ def _rows(
     if tests is not None:
         changes = [tests.get(pair, NOTHING) for pair in enumerate(baselines)]
         for peers in group.peers:
-            marks |= standing(strata, peers, tests, lower=group.meta.lower_is_better)
+            marks |= standing(ranked, peers, tests, lower=group.meta.lower_is_better)
     else:
         changes = paired(strata, list(enumerate(baselines)), fraction=group.percent)
     rows = []

@@ -54,8 +54,11 @@ def ratios_of(group: Group, labels: Collection[str] | None = None) -> pd.DataFra
     rate = good["variant"].map({variant.label: variant.rate for variant in group.variants})
     if measures_several_rates(group):
         rate = pd.to_numeric(good["rate"])
-        by_variant = good["ratio"].astype(float).round(4).groupby(good["variant"])
-        rate = rate.where(by_variant.transform("nunique") > 1)
+        ratio = good["ratio"].astype(float).round(4)
+        num_rates, num_ratios = (
+            of.groupby(good["variant"]).transform("nunique") for of in (rate, ratio)
+        )
+        rate = rate.mask((num_rates > 1) & (num_ratios < 2))
     rows = good.assign(rate=rate.astype(float), ratio=good["ratio"].astype(float))
     means = rows.groupby(["variant", "rate", "dataset"], sort=False)["ratio"].mean()
     return means.dropna().reset_index()[["variant", "rate", "ratio"]]

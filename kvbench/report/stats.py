@@ -277,20 +277,20 @@ def prompts_to_tell(change: Estimate, strata: Sequence[Scores], *, of: int) -> f
     level = ALPHA / looks_at(strata) / 2
     wider = ndtri(1 - level / math.comb(of, 2)) / ndtri(1 - level)
     units = sum(len(set(dataset.units)) for dataset in strata)
-    return float(units * (wider * half / change.value) ** 2)
+    return max(float(FEWEST), float(units * (wider * half / change.value) ** 2))
 
 
-def median_of(values: pd.Series) -> Estimate:
+def median_of(values: pd.Series, looks: int = 1) -> Estimate:
     """The median of the values that are not NaN, with the interval of the sign test.
 
     The interval goes from the k-th smallest to the k-th largest value: of ten values, from the second to
     the ninth. k is the largest number for which fewer than k heads of n fair coins have a probability of
-    at most (1 - LEVEL) / 2. Whatever the distribution, the interval contains the true median with a
-    probability of at least `LEVEL`. Below six values there is no such interval.
+    at most ALPHA / looks / 2. Whatever the distribution, the interval contains the true median with a
+    probability of at least 1 - ALPHA / looks. Below six values there is no such interval.
     """
     known = np.sort(values.astype(float).dropna())
     if not len(known):
         return NOTHING
     heads = bdtr(np.arange(len(known), dtype=float), len(known), 0.5)
-    middle, k = float(np.median(known)), int((heads < (1 - LEVEL) / 2).sum())
+    middle, k = float(np.median(known)), int((heads < ALPHA / looks / 2).sum())
     return Estimate(middle, float(known[k - 1]), float(known[-k])) if k else Estimate(middle)

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.labels import words
+from kvbench.report.stats import ALPHA
 
 MISSING = "–"
 MARKS = {"incomplete": "†", "tied": "≈", "better": "▲"}
@@ -43,6 +44,13 @@ ENOUGH = (
     " between the rates that were run by a straight line. 0 or ∞ in its interval: beyond these rates."
 )
 LOWER = "↓: lower is better."
+
+
+def about_rounds(looks: int) -> str:
+    return (
+        f"limit=auto, at most {looks} rounds: an interval is of {100 * (1 - ALPHA / looks):.1f} % and p"
+        f" is multiplied by {looks}, so that 95 % and 5 % hold at whichever round it stopped."
+    )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from kvbench.report.ratios import (
     ratios_of,
 )
 from kvbench.report.scaling import slope_table, slopes
-from kvbench.report.stats import ALPHA, FEWEST, Estimate
+from kvbench.report.stats import FEWEST, Estimate
 from kvbench.report.table import (
     DIFFERENCE,
     ENOUGH,
@@ -49,6 +49,7 @@ from kvbench.report.table import (
     TESTED,
     Column,
     Table,
+    about_rounds,
     in_percent,
     legend,
     number,
@@ -216,11 +217,7 @@ def _notes(group: Group) -> Iterator[str]:
     if left_out:
         yield f"Datasets of which the limit leaves no example: {', '.join(left_out)}."
     if group.looks > 1:
-        yield (
-            f"limit=auto, at most {group.looks} rounds: an interval is of "
-            f"{100 * (1 - ALPHA / group.looks):.1f} % and p is multiplied by {group.looks}, so that "
-            "95 % and 5 % hold at whichever round it stopped."
-        )
+        yield about_rounds(group.looks)
     if group.left_out:
         yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
 
@@ -332,7 +329,9 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
     keys = [key for key in ("model", "group", "minus_rate", "method", "variant") if key != across]
     scored = [column.key for column in columns]
     table = wide(rows, keys, across).dropna(subset=scored, how="all")
-    first = table[scored].mean(axis=1) if across == "rate" else table[scored[0]]
+    # A method that lacks a score at one of the rates stands below the others.
+    every = table[scored].mean(axis=1, skipna=False)
+    first = every if across == "rate" else table[scored[0]]
     table = table.assign(loss=first if meta.lower_is_better else -first)
     order = ["minus_rate", "loss"]
     if across != "rate":
@@ -404,8 +403,10 @@ def _overview_rows(group: Group) -> pd.DataFrame:
     if at_rates["value"].nunique() > 1:
         at_rates = at_rates[at_rates["variant"].isin(ratios_of(group)["variant"])]
         at_rates = at_rates.assign(rate=pd.to_numeric(at_rates["value"]))
+        held = held_by(group, "rate")
         points = zip(at_rates["variant"], at_rates["value"], strict=True)
-        at_rates = at_rates.assign(ratio=[held_by(group, "rate")[p]["ratio"] for p in points])
+        ratios = [held[point]["ratio"] if point in held else np.nan for point in points]
+        at_rates = at_rates.assign(ratio=ratios)
         others = total[~total["variant"].isin(at_rates["variant"])].assign(rate=np.nan)
         total = pd.concat([others, at_rates])
     competes = total["variant"].isin(group.compressed)

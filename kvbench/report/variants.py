@@ -19,6 +19,7 @@ from kvbench.records.read import Run
 from kvbench.report.labels import digest, flat, natural_order, short_name
 from kvbench.report.style import order_of
 
+EXACT = "exact"
 RATES = ("rate", "total_rate")
 """Options of the budget that name a share of the prompt."""
 
@@ -67,22 +68,22 @@ class Variant:
 
 
 def variants_of(runs: Sequence[Run]) -> list[Variant]:
-    """The variant of each run. Runs that differ only in their seed have equal variants; a method that
-    keeps the whole cache has no budget."""
+    """The variant of each run. Runs that differ only in their seed have equal variants; the exact cache
+    has no budget, and what else keeps the whole cache has no rate: it is named by its budget."""
     of_method: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         of_method[short_name(str(run.manifest.get("method")))].append(run)
     variants: dict[Run, Variant] = {}
     for method, mine in of_method.items():
         is_whole = all(map(_keeps_whole_cache, mine))
-        settings = [_settings(run, is_whole) for run in mine]
+        settings = [_settings(run, without_budget=is_whole and method == EXACT) for run in mine]
         differing = [
             key
             for key in sorted(set().union(*settings))
             if len({own.get(key, "unset") for own in settings}) > 1
         ]
         for run, own in zip(mine, settings, strict=True):
-            options = (Option(k.rsplit(".", 1)[-1], own.get(k, "unset")) for k in differing)
+            options = (Option(_name_of(k, is_whole), own.get(k, "unset")) for k in differing)
             rate = None if is_whole else rate_of(run.manifest)
             variants[run] = Variant(method, tuple(options), rate)
         # Different versions of kvbench made runs that agree in label and seed but not in their hashes.
@@ -94,16 +95,22 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
     return [variants[run] for run in runs]
 
 
+def _name_of(key: str, is_whole: bool) -> str:
+    name = key.rpartition(".")[2]
+    # The budget of what keeps the whole cache is no rate by which rows are grouped.
+    return f"at {name}" if is_whole and key.startswith("budget.") else name
+
+
 def _keeps_whole_cache(run: Run) -> bool:
     saves_memory = run.records["saves_memory"].dropna()
     return len(saves_memory) > 0 and not saves_memory.astype(bool).any()
 
 
-def _settings(run: Run, whole_cache: bool) -> dict[str, str]:
+def _settings(run: Run, *, without_budget: bool) -> dict[str, str]:
     """The settings of a run that change a score, but for its seed, by dotted key, with a digest of the
     data files."""
     identity = dict(run.manifest.get("identity") or {})
-    for key in ("seed", *(["budget"] if whole_cache else [])):
+    for key in ("seed", *(["budget"] if without_budget else [])):
         identity.pop(key, None)
     if identity.get("data"):
         identity["data"] = digest(json.dumps(identity["data"], sort_keys=True))

@@ -14,7 +14,7 @@ from rich.table import Table
 from kvbench.engine.estimate import cache_bytes
 from kvbench.engine.loading import load_config
 from kvbench.errors import printable
-from kvbench.records.read import recorded
+from kvbench.records.read import read_records
 from kvbench.run.runner import Job, record_ids
 
 MIB = 2**20
@@ -27,7 +27,13 @@ def print_dry_run(job: Job, name: str = "") -> None:
         name: the name of the job where there are several; it is then described in one line.
     """
     on_disk = {
-        label: recorded(folder) & record_ids(job.units) for label, folder in job.folders.items()
+        label: {
+            record["example_id"]
+            for record in read_records(folder)
+            if record["status"] == "ok" or not job.retry_failed
+        }
+        & record_ids(job.units)
+        for label, folder in job.folders.items()
     }
     waiting = [
         unit

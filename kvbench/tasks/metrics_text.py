@@ -194,8 +194,12 @@ def normalised(text: str) -> str:
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """1 if prediction and answer are the same text once both are `normalised`, else 0."""
-    return float(normalised(prediction) == normalised(answer))
+    """1 if prediction and answer are the same text once both are `normalised`, else 0; of an answer that
+    is an article or a sign alone (the option A), once both are `folded`."""
+    expected = normalised(answer)
+    if not expected:
+        return float(folded(prediction) == folded(answer))
+    return float(normalised(prediction) == expected)
 
 
 def contains_all(prediction: str, key: Key) -> dict[str, float]:

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,6 +212,29 @@ def test_a_command_given_again_needs_no_torch(capsys: Any, tmp_path: Path) -> No
     for key, value in others.items():
         assert finished(replace(settings, **{key: value})) is None, key
     page = next(tmp_path.glob("*/report.html"))
+    later = time.time() + 60, time.time() + 60
+    for path in tmp_path.rglob("manifest.json"):
+        manifest = json.loads(path.read_text())
+        path.write_text(json.dumps(manifest | {"config": manifest["config"] | {"limit": "auto"}}))
+    os.utime(page, later)
+    in_rounds = replace(settings, limit="auto")
+    assert finished(in_rounds) is not None
+    fewer = replace(in_rounds, methods={"exact": settings.methods["exact"]})
+    assert finished(fewer) is None, "fewer methods may be told apart later"
+    settings = in_rounds
+    examples = next(tmp_path.rglob("snapkv-*/examples.json"))
+    of_both = examples.read_text()
+    examples.write_text(json.dumps(json.loads(of_both)[:1]))
+    assert finished(settings) is None, "asked for other examples than the other runs"
+    examples.write_text(of_both)
+    assert finished(settings) is not None
+    other = shutil.copytree(examples.parent, examples.parent.with_name("h2o-0"))
+    manifest |= {"method": "h2o", "started": "3000"}
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    assert finished(settings) is not None
+    (other / "examples.json").write_text("[]")
+    assert finished(settings) is None, "a table would be of the later command's examples"
+    shutil.rmtree(other)
     os.utime(page, (0, 0))  # older than kvbench's code
     assert finished(settings) is None
     os.utime(page)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Wins(Plan):
 
     wins: dict[str, str]
     size: int = 90
+    rates: tuple[float, ...] = ()
 
     def meta(self) -> dict[str, Any]:
         return {"version": 1, "subject": "numbers"}
@@ -39,7 +40,8 @@ class Wins(Plan):
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
         for label in methods:
             won = str(unit.payload % 10) in self.wins.get(label, ALL)
-            yield {"method": label, "example_id": unit.id, "score": float(won)}
+            record = {"method": label, "example_id": unit.id, "score": float(won)}
+            yield record | ({"rate": self.rates[unit.payload % 2]} if self.rates else {})
 
 
 def test_a_round_has_half_of_the_next_and_at_least_twenty() -> None:
@@ -84,6 +86,32 @@ def test_rounds_end_where_the_best_is_told_apart(
     again = standings(list(run_in_rounds(job, run_job).folders.values()))
     assert len(capsys.readouterr().err.splitlines()) == rounds
     assert [not standing.left for standing in again] == ["not told" not in last]
+
+
+def test_a_probe_of_several_rates_is_ranked_over_all_of_them(tmp_path: Path, capsys: Any) -> None:
+    methods = {name: build_method(name) for name in ("snapkv", "uniform")}
+    plan = Wins({"uniform": ""}, 20, rates=(0.5, 0.125))
+    run_in_rounds(make_job(tmp_path, methods, plan=plan), run_job)
+    assert ", 20 of 20 examples: snapkv is best, told apart" in capsys.readouterr().err
+
+
+def test_what_fails_is_run_again_by_the_next_command_alone(tmp_path: Path) -> None:
+    runs = []
+
+    @dataclass(frozen=True)
+    class Fails(Wins):
+        def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
+            for record in Wins.run(self, unit, methods, session):
+                if unit.id == "u0":
+                    runs.append(record["method"])
+                    record |= {"status": "error", "error": "no", "score": None}
+                yield record
+
+    methods = {name: build_method(name) for name in ("snapkv", "uniform")}
+    job = make_job(tmp_path, methods, plan=Fails({}, 92))
+    for _ in range(2):
+        run_in_rounds(replace(job, retry_failed=True), run_job)
+    assert len(runs) == 4
 
 
 def test_one_method_at_a_rate_cannot_be_told_apart(tmp_path: Path) -> None:

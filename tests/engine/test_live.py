@@ -86,6 +86,7 @@ def test_a_row_says_what_was_held_and_for_how_long() -> None:
     with compress(model, "snapkv", compression_ratio=0.7, **SMALL) as session:
         model.generate(**batch(100))
     assert session.ratio == pytest.approx([0.3], abs=0.01), "the share that is removed is 0.7"
+    assert session.budget.total_rate == 0.3, "1 - 0.7 is a little more"
     with compress(model, "h2o", **SMALL) as session:
         model.generate(**batch(*LENGTHS), num_beams=3)
     assert len(session.rows) == 9, "every beam"

@@ -583,6 +583,8 @@ def test_of_equal_scores_the_lower_positions_are_kept(scores, data):
     count = data.draw(st.integers(0, len(scores)))
     expected = values.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(-1).values
     assert torch.equal(top_positions(values, count), expected)
+    with pytest.raises(KVError, match="NaN"):
+        top_positions(values.index_fill(1, torch.tensor(0), math.nan), 1)
     held = Held(None, torch.arange(len(scores)).expand(2, -1), max(count, 1), 0)
     seen = ~build_method("topk").restrict(held, values[:, None])
     first = values.argsort(dim=-1, descending=True, stable=True)[..., : max(count, 1)]

@@ -112,6 +112,22 @@ def test_runs_are_matched_whatever_else_their_folders_hold(tmp_path: Path) -> No
     assert list(compared(first, third).frame["first"]) == [0.0], "no hash in common: by the rate"
 
 
+def test_several_looks_at_either_side_widen_the_change(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    pairs = []
+    for rounds in ([], [20, 40]):
+        folders = []
+        for name in ("a", "b"):
+            scores = list(rng.permutation([0.0, 1.0] * 20))
+            place = tmp_path / f"{name}{len(rounds)}"
+            folders.append(write_scores(place, {"snapkv": scores}, manifest={"rounds": rounds}))
+        pairs.append(compared(*folders))
+    once, twice = (pair.frame.iloc[0] for pair in pairs)
+    assert twice["first_high"] > once["first_high"] + 1, "of 97.5 %"
+    notes = [any("at most 2 rounds" in note for note in pair.tables[0].notes) for pair in pairs]
+    assert notes == [False, True]
+
+
 def test_other_prompts_are_other_examples_and_repeats_one(tmp_path: Path) -> None:
     a = write(tmp_path / "a", {"snapkv": [1.0, 1.0, 0.0, 1.0]})
     b = write(tmp_path / "b", {"snapkv": [0, 0, 1, 0]}, fields={"prompt_tail": "another one"})
@@ -145,5 +161,8 @@ def test_experiments_with_nothing_in_common_are_refused(
     write_run(tmp_path / "c", task="other", records=[{"example_id": "a", "score": 1.0}])
     with pytest.raises(StoreError, match="no model, task and method in common"):
         compared(both[0], tmp_path / "c" / "demo")
+    other_dataset = write(tmp_path / "d", {"snapkv": [1.0]}, fields={"dataset": "40 lines"})
+    with pytest.raises(StoreError, match="in common on one dataset"):
+        compared(both[0], other_dataset)
     assert main([str(both[0]), str(tmp_path / "c" / "demo")]) == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ CURVE_META = {"score_unit": "error", "lower_is_better": True, "figures": as_json
 
 def write_curves(folder: Path, laws: dict[str, float], noise: float, units: int = 6) -> Group:
     for method, slope in laws.items():
-        rng = np.random.default_rng([3, int(100 * abs(slope))])
+        rng = np.random.default_rng([3, int(min(100 * abs(slope), 1000))])
         records: list[dict[str, Any]] = [
             {
                 "example_id": f"{name}/{m}/{draw}",
@@ -240,6 +241,14 @@ def test_fits_recover_slopes_and_are_a_table_a_figure_and_a_sentence(tmp_path: P
     assert "balancekv (predicted −1.00): as predicted on 2 of 2" in text
 
 
+def test_a_curve_without_any_error_has_no_slope_and_no_ratio(tmp_path: Path) -> None:
+    write_curves(tmp_path, {"uniform": -0.5}, 0.0)
+    group = write_curves(tmp_path, {"exact": -math.inf}, 0.0)
+    exact = slopes(group, SPEC).set_index("method").loc["exact"]
+    assert exact[["slope", "last_ratio"]].isna().all(axis=None)
+    assert drawn(group)
+
+
 @pytest.mark.parametrize(
     ("law", "noise", "units", "word"),
     [
@@ -267,3 +276,5 @@ def test_intervals_of_a_curve_are_those_of_its_repetitions(tmp_path: Path) -> No
     assert np.log(curve.frame.loc[0, ["low", "high"]].tolist()) == pytest.approx(
         list(theirs), abs=0.03
     )
+    several_looks = slopes(replace(group, manifests=({"rounds": [10, 20, 40]},)), SPEC)
+    assert (several_looks["slope_high"] > slopes(group, SPEC)["slope_high"]).all()

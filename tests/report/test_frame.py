@@ -23,6 +23,7 @@ from support.tables import data, group_of, totals_of
 import kvbench
 from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
 from kvbench.report import frame
+from kvbench.report.build import build_report
 from kvbench.report.experiment import Group, group_runs, load_experiment
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
 from kvbench.report.loading import COLUMNS
@@ -138,6 +139,18 @@ def test_a_difference_in_large_datasets_is_shown_beside_tiny_ones(tmp_path: Path
     assert any("over the 10 datasets of ten prompts" in x for x in score_table(group).notes)
 
 
+def test_the_best_is_chosen_where_differences_are_tested(tmp_path: Path) -> None:
+    """What leads by a dataset of three prompts alone is not the best, and the best not worse."""
+    for method, large, tiny in (("snapkv", 0.0, 1.0), ("h2o", 0.5, 0.0)):
+        records = [
+            {"example_id": f"{name}-{i}", "dataset": name, "score": score}
+            for name, count, score in (("large", 20, large), ("tiny", 3, tiny))
+            for i in range(count)
+        ]
+        write_run(tmp_path, method=method, records=records)
+    assert marks(group_of(tmp_path / "demo")) == {"h2o": {"best"}, "snapkv": {"worse"}}
+
+
 def test_a_field_that_an_older_run_did_not_measure_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +242,13 @@ def test_an_oracle_that_keeps_all_does_not_compete_and_lower_can_be_better(tmp_p
         write_run(tmp_path, method=method, records=records, task_meta=ERROR_META)
     found = marks(group_of(tmp_path / "demo"))
     assert found == {"exact": set(), "topk": set(), "snapkv": {"best"}, "uniform": {"worse"}}
+    about: Any = {"task_meta": ERROR_META, "options": {"budget.rate": 0.5}}
+    records = [{"example_id": f"{p}", "score": 0.05, "saves_memory": False} for p in range(10)]
+    write_run(tmp_path, method="topk", records=records, **about)
+    group = group_of(tmp_path / "demo")
+    mean = totals(tidy(group))["mean"]
+    assert [mean[f"topk, at rate {rate}"] for rate in (0.5, 0.25)] == pytest.approx([0.05, 0.145])
+    build_report(tmp_path / "demo")
 
 
 def test_one_seed_of_a_method_without_draws_stands_beside_three(tmp_path: Path) -> None:

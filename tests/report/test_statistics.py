@@ -291,10 +291,10 @@ def test_a_single_text_has_no_self_bleu_and_two_alike_have_the_highest() -> None
     assert self_bleu(["the dog ran off"] * 2) == pytest.approx([1.0, 1.0])
 
 
-@pytest.mark.parametrize("count", [1, 5, 6, 10, 33])
-def test_the_interval_of_a_median_is_that_of_the_binomial_quantile(count: int) -> None:
-    found = median_of(pd.Series(np.arange(1.0, count + 1)))
-    k = int(binom.ppf(0.025, count, 0.5))
+@pytest.mark.parametrize(("count", "looks"), [(1, 1), (5, 1), (6, 1), (10, 1), (10, 3), (33, 2)])
+def test_the_interval_of_a_median_is_that_of_the_binomial_quantile(count: int, looks: int) -> None:
+    found = median_of(pd.Series(np.arange(1.0, count + 1)), looks)
+    k = int(binom.ppf(0.025 / looks, count, 0.5))
     assert found.value == (count + 1) / 2
     assert (found.low, found.high) == (k, count + 1 - k) if k else np.isnan(found.low)
 
@@ -355,3 +355,6 @@ def test_prompts_that_would_tell_are_those_at_which_the_interval_leaves_zero() -
     assert prompts_to_tell(change, strata, of=2) == pytest.approx(100)
     assert prompts_to_tell(change, strata, of=3) > 100  # three tests
     assert prompts_to_tell(Estimate(0.0, -0.1, 0.1), strata, of=2) == math.inf
+    assert prompts_to_tell(Estimate(0.5, 0.4, 0.6), strata, of=2) == 10, (
+        "with fewer there is no test"
+    )

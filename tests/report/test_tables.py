@@ -442,3 +442,27 @@ def test_distances_from_the_exact_model_are_averaged_over_prompts(
     assert list(frame["compressed"]) == ["3/4", "4/4"], "prompts that were not kept whole"
     for key, column in (("low", "kl_low"), ("high", "kl_high")):
         assert list(frame[column]) == pytest.approx(list(same[key])), "one interval in all tables"
+
+
+def test_a_method_that_fails_at_some_rates_has_a_score_at_the_others_alone(tmp_path: Path) -> None:
+    meta = LINES_META | {"score_unit": "nats", "lower_is_better": True, "breakdown": ["rate"]}
+    rates = (0.5, 0.25, 0.125)
+    for method, least in (("snapkv", 0.1), ("pages", 0.2), ("adakv", 0.4)):
+        records = [
+            {"example_id": f"p{p}/{rate}", "rate": rate, "status": "ok" if good else "error"}
+            | ({"score": 0.1 / rate, "ratio": rate} if good else {})
+            for p in range(12)
+            for rate in rates
+            for good in [rate > least]
+        ]
+        write_run(tmp_path, method=method, records=records, task_meta=meta)
+    (table,) = tables_to_print(load_experiment(tmp_path / "demo"))[1:]
+    first, *others = [[cell.split()[0] for cell in row[:4]] for row in shown(table)]
+    assert first == ["snapkv", "0.200", "0.400", "0.800"], (
+        "what fails is no better than what is hard"
+    )
+    assert sorted(others) == [
+        ["adakv", "0.200", MISSING, MISSING],
+        ["pages", "0.200", "0.400", MISSING],
+    ]
+    build_report(tmp_path / "demo")

@@ -97,7 +97,7 @@ def test_a_limit_below_the_number_of_datasets_says_which_are_missing(
     assert load_run(result.folders["exact"]).manifest["datasets_left_out"] == []
 
 
-def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path, capsys: Any) -> None:
     methods = {"greedy": Greedy(), "broken": Broken(), "snapkv": build_method("snapkv")}
     result = run_job(make_job(tmp_path, methods, limit=2))
     assert result.failed == 4
@@ -108,7 +108,11 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert "BudgetExceeded: method 'greedy' holds 75" in records["greedy"][0]["error"]
     mended = dict.fromkeys(methods, build_method("snapkv"))
     assert run_job(make_job(tmp_path, mended, limit=2)).written == 0, "a failure is a result, too"
-    retried = run_job(make_job(tmp_path, mended, limit=2, retry_failed=True))
+    for retry_failed, waiting in ((False, 0), (True, 2)):
+        again = make_job(tmp_path, mended, limit=2, retry_failed=retry_failed)
+        print_dry_run(again, "again")
+        assert f"2 examples, {waiting} of them to run" in capsys.readouterr().out
+    retried = run_job(again)
     assert (retried.failed, retried.written) == (0, 4)
 
 
