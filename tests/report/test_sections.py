@@ -14,8 +14,6 @@ from kvbench.cli.results import print_scores
 from kvbench.records.read import EXAMPLES, StoreError, load_run
 from kvbench.records.store import write_examples
 from kvbench.report.experiment import Group, load_experiment
-from kvbench.report.frame import scores
-from kvbench.report.table import Table
 from kvbench.report.tables import score_table
 
 
@@ -42,10 +40,6 @@ def groups_of(folder: Path) -> dict[str, Group]:
     return {group.task: group for group in load_experiment(folder / "demo").groups}
 
 
-def table_of(group: Group) -> Table:
-    return score_table(group, scores(group))
-
-
 def prompts_of(group: Group) -> dict[str, set[str]]:
     rows = group.records.groupby("variant")["example_id"]
     return {str(variant): set(names) for variant, names in rows}
@@ -64,7 +58,7 @@ def test_other_settings_of_a_task_are_a_table_of_their_own(tmp_path: Path) -> No
     assert groups[first].labels == before.labels == ["exact", "h2o"]
     assert groups["t, num_lines 20"].labels == ["exact", "knorm"]
     assert groups["t, num_lines 20"].baseline == {"exact": None, "knorm": "exact"}
-    now, then = (data(table_of(group)).drop(columns="task") for group in (groups[first], before))
+    now, then = (data(score_table(group)).drop(columns="task") for group in (groups[first], before))
     assert now.equals(then)
     run_of(tmp_path / "older", "exact", "ab", options={"task.size": 1})
     run_of(tmp_path / "older", "h2o", "ab", options={"task.size": 1, "task.new": 0}, **later)
@@ -84,7 +78,7 @@ def test_terminal_and_page_say_which_row_is_of_which_command(
     printed = capsys.readouterr().out
     group = groups_of(tmp_path)["t, num_lines 20"]
     note = "Of the last command: snapkv, kernel_size 7. Of earlier ones: snapkv, kernel_size 5."
-    assert note in table_of(group).notes
+    assert note in score_table(group).notes
     assert note in printed
     assert all(f" snapkv, kernel_size {size} " in printed for size in (5, 7)), printed
     assert "exact  " not in printed, "of this command's task alone"
@@ -94,7 +88,7 @@ def test_datasets_that_every_run_left_out_are_named(tmp_path: Path) -> None:
     for method, datasets in (("exact", ["b", "a"]), ("h2o", ["a", "b", "c"])):
         run_of(tmp_path, method, "xy", manifest={"datasets_left_out": datasets})
     (group,) = groups_of(tmp_path).values()
-    assert "Datasets of which the limit leaves no example: a, b." in table_of(group).notes
+    assert "Datasets of which the limit leaves no example: a, b." in score_table(group).notes
 
 
 CASES: list[tuple[dict[str, str], dict[str, str], list[str]]] = [
@@ -115,7 +109,7 @@ def test_a_table_is_about_the_prompts_of_the_last_command(
     assert prompts_of(group) == {method: set(examples) for method, examples in rows.items()}
     assert list(group.left_out) == left_out
     named = f"were run on other prompts: {', '.join(left_out)}."
-    assert any(named in note for note in table_of(group).notes) == bool(left_out)
+    assert any(named in note for note in score_table(group).notes) == bool(left_out)
 
 
 def test_an_interrupted_run_stays_in_its_table(tmp_path: Path) -> None:

@@ -366,11 +366,11 @@ def test_a_leaderboard_has_every_method_on_every_task_at_each_rate(tmp_path: Pat
     ]
     assert heads(ratios) == ["method", "longeval_lines"], "an error has no 95 %"
     assert {row[0] for row in shown(ratios)} == {"balancekv", "uniform"}
-    groups = {heading: [row["variant"] for row in rows] for heading, rows in table.groups()}
+    rows_of = {heading: [row["variant"] for row in rows] for heading, rows in table.groups()}
     rates = ["rate 0.5", "rate 0.25", "rate 0.125", "rate 0.0625"]
-    assert [heading.partition(",")[0] for heading in groups] == ["", *rates]
-    assert groups[""] == ["exact"]
-    assert sorted(groups["rate 0.25, ratio 0.25 to 0.37"]) == ["balancekv", "uniform"]
+    assert [heading.partition(",")[0] for heading in rows_of] == ["", *rates]
+    assert rows_of[""] == ["exact"]
+    assert sorted(rows_of["rate 0.25, ratio 0.25 to 0.37"]) == ["balancekv", "uniform"]
     frame = table.frame.assign(rate=-table.frame["minus_rate"]).set_index(["rate", "variant"])
     for rate in (0.5, 0.25):
         of_lines = totals(tidy(groups[0]))["mean"][f"uniform, rate {rate}"]
