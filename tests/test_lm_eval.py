@@ -106,8 +106,8 @@ def test_exact_rolls_and_generates_as_hflm(folder):
         theirs.loglikelihood_rolling(rolling, disable_tqdm=True), abs=1e-3
     )
     assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
-    snapkv = KVBenchLM(folder, method="snapkv", device="cpu", batch_size=3)
-    assert len(snapkv.generate_until(asked)) == 3
+    last = KVBenchLM(folder, method="snapkv", device="cpu", protocol="minus_last", batch_size=3)
+    assert len(last.generate_until(asked)) == 3
 
 
 def masked(lm: Any, context: str, continuation: str, sink: int, window: int) -> float:
@@ -218,8 +218,8 @@ def test_refusals(saved, tmp_path, options, words):
 
 def test_options_of_a_method_and_what_no_request_may_be(saved):
     dotted = {"snapkv.kernel_size": 7}
-    lm = KVBenchLM(saved, "snapkv", device="cpu", **dotted)
-    assert lm.method.kernel_size == 7
+    lm = KVBenchLM(saved, "snapkv", '{"pooling": "maxpool"}', device="cpu", **dotted)
+    assert (lm.method.pooling, lm.method.kernel_size) == ("maxpool", 7)
     with pytest.raises(UserError, match="use_cache"):
         lm.set_cache_hook(None)
     with pytest.raises(UserError, match="would compress nothing"):

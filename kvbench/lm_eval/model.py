@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lm_eval.api.instance import Instance
@@ -29,6 +30,7 @@ from kvbench.prompts import PromptEncoder
 log = logging.getLogger(__name__)
 
 LABEL = "method"
+Protocol = Literal["prompt", "minus_last"]
 
 
 @register_model("kvbench")
@@ -38,18 +40,21 @@ class KVBenchLM(Requests):
     For a likelihood request, the context without its last token is compressed. The last token and the
     continuation are then fed to the compressed cache, so that the first token of the continuation,
     which in most tasks is the only one, is scored on the compressed cache too. Requests of one context
-    share its prefill. A prompt that is generated from is compressed whole, and its first new token comes
-    from the exact prefill, as in the papers.
+    share its prefill. lm-evaluation-harness computes its metrics from these likelihoods.
 
     Args:
         pretrained: a name of ``kvbench list models``, a folder or an id of the Hub.
+        method_args: options of the method, JSON or a mapping. Options written ``snapkv.kernel_size=7``
+            override them.
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A budget smaller than
             the default sink and window is written ``total_rate=0.04,sink=0,window=0``.
         scoring: ``sum``; or ``mean``, the log-probability per token, as in H2O's released evaluation.
+        protocol: how prompts of generations are compressed. ``prompt`` compresses the whole prompt and
+            takes the first token from the exact prefill, as in the papers; ``minus_last`` compresses all
+            but the last token, as for likelihoods.
         batch_size: how many prompts generate together. At least 32 rows are scored together.
         add_bos_token: see HFLM; None for the tokenizer's own setting.
         max_length: the most tokens of context and continuation; None for the model's positions.
-        dotted: options of the method, e.g. ``snapkv.kernel_size=7``.
 
     Attributes:
         records: for every likelihood request so far, in order, a mapping of what lm-evaluation-harness
@@ -60,6 +65,7 @@ class KVBenchLM(Requests):
         self,
         pretrained: str,
         method: str = "exact",
+        method_args: str | Mapping[str, Any] | None = None,
         *,
         rate: float = Budget.rate,
         sink: int = Budget.sink,
@@ -68,6 +74,7 @@ class KVBenchLM(Requests):
         total_rate: float | None = None,
         seed: int = 0,
         scoring: Scoring = "sum",
+        protocol: Protocol = "prompt",
         tokenizer: str | None = None,
         revision: str | None = None,
         dtype: str = "auto",
@@ -84,10 +91,15 @@ class KVBenchLM(Requests):
     ) -> None:
         # The harness passes these two to every model.
         del max_batch_size, metadata
-        for name, value, hint in (("scoring", scoring, Scoring), ("seed", seed, int)):
+        for name, value, hint in (
+            ("scoring", scoring, Scoring),
+            ("protocol", protocol, Protocol),
+            ("seed", seed, int),
+        ):
             checked(f"model_args {name}", value, hint)
-        self.options = method_options(method, dotted)
+        self.options = method_options(method, method_args, dotted)
         self.scoring = scoring
+        self.protocol = protocol
         self.method_name = method
         self.seed = seed
         self.method = build_method(method, **self.options)
@@ -174,7 +186,7 @@ class KVBenchLM(Requests):
         return texts
 
     def _prompt(self, context: str, gen_kwargs: Mapping[str, Any]) -> Prompt:
-        """A generation request as a prompt."""
+        """A generation request as a prompt whose question is the last token."""
         options = normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks)
         if options.get("do_sample") or options.get("temperature"):
             raise UserError(
@@ -194,7 +206,15 @@ class KVBenchLM(Requests):
             decode=lambda tokens: str(self.tokenizer.decode(tokens)),
         )
         encoder = PromptEncoder(self.tokenizer)
-        return Prompt.of(ids, (), self.methods, stopping, prompt_name(ids), encoder=encoder)
+        return Prompt.of(
+            ids[:-1],
+            ids[-1:],
+            self.methods,
+            stopping,
+            prompt_name(ids),
+            compress_after="prompt" if self.protocol == "prompt" else "context",
+            encoder=encoder,
+        )
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-evaluation-harness stores with its results."""
@@ -206,6 +226,7 @@ class KVBenchLM(Requests):
             "kvbench_budget": dict(vars(self.budget)),
             "kvbench_seed": self.seed,
             "kvbench_scoring": self.scoring,
+            "kvbench_generation_protocol": self.protocol,
             "kvbench_requests": len(self.records),
             "kvbench_compressed_share": fmean(compressed) if compressed else None,
             "kvbench_kept_ratio": fmean(kept) if kept else None,
@@ -216,8 +237,11 @@ class KVBenchLM(Requests):
 ARGUMENTS = list(signature(KVBenchLM.__init__).parameters)[1:-1]  # without self and dotted
 
 
-def method_options(method: str, dotted: Mapping[str, Any]) -> dict[str, Any]:
-    options = {}
+def method_options(
+    method: str, method_args: str | Mapping[str, Any] | None, dotted: Mapping[str, Any]
+) -> dict[str, Any]:
+    given = json.loads(method_args) if isinstance(method_args, str) else method_args
+    options = dict(given or {})
     for name, value in dotted.items():
         prefix, dot, option = name.partition(".")
         if not dot or prefix != method:
