@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pydoc import ErrorDuringImport, locate
@@ -53,6 +54,9 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
 def _class_named(class_name: str, key: str, allowed: str, kinds: tuple[type, ...]) -> type:
     """The class of this name, e.g. ``kvbench.methods.snapkv.SnapKV``."""
     problem = f"{key}._target_ is {class_name!r}"
+    # Importing some modules of Python's own library, e.g. this, has effects.
+    if class_name.partition(".")[0] in sys.stdlib_module_names:
+        raise KVError(f"{problem}; allowed: a {allowed}")
     try:
         target: Any = locate(class_name)
     except ErrorDuringImport as error:

@@ -154,6 +154,7 @@ def _with_weights(
             f"model {spec.path!r} lacks {len(missing)} weights, e.g. {min(missing)}; allowed: a "
             "folder with all of them"
         )
+    model_end_ids(model)
     return model
 
 
@@ -205,8 +206,16 @@ def _packing(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
     """The ids of the tokens that end a generation, by the model's generation config and its config."""
-    ids: set[int | None] = set()
+    ids: set[int] = set()
     for source in (model.generation_config, model.config):
         end = getattr(source, "eos_token_id", None)
-        ids.update(end if isinstance(end, list | tuple) else [end])
-    return frozenset(token for token in ids if token is not None)
+        if end is None:
+            continue
+        tokens = list(end) if isinstance(end, list | tuple) else [end]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+            raise ModelError(
+                f"eos_token_id of model {model.name_or_path!r} is {end!r}; allowed: a token's number, "
+                "or a list of them"
+            )
+        ids.update(tokens)
+    return frozenset(ids)

@@ -74,12 +74,14 @@ def test_nothing_that_a_config_names_is_called(tmp_path: Path, dry: str) -> None
     targets = {
         "os.mkdir": [f"+methods.x.path={mark}"],
         "os.system": [f"+methods.x.command='touch {mark}'"],
+        "this.d": [],  # a module that prints when it is imported
     }
     for target, options in targets.items():
         words = [*BASE[:-2], "limit=1", "method=[exact]", f"+methods.x._target_={target}", *options]
         result = ended([*words, dry], folder=tmp_path)
         assert result.status == 2
         assert f"methods.x._target_ is '{target}'; allowed: a Method" in result.err
+        assert "Zen" not in result.out
         assert not mark.exists()
     user = tmp_path / "conf" / "method"
     user.mkdir(parents=True)

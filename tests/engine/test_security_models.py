@@ -143,6 +143,7 @@ FOLDERS: dict[str, tuple[Harm, str]] = {
     ),
     "an end token that is a number": (file("tokenizer_config.json", {"eos_token": 5}), ""),
     "a vocabulary that is none": (file("tokenizer.json", []), ""),
+    "an end that is text": (file("generation_config.json", {"eos_token_id": "abc"}), ""),
 }
 
 
