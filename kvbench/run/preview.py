@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 from rich import box
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from kvbench.engine.estimate import cache_bytes
 from kvbench.engine.loading import load_config
+from kvbench.engine.model_spec import ModelError
 from kvbench.errors import printable
 from kvbench.records.read import read_records
 from kvbench.run.runner import Job, record_ids
@@ -87,15 +89,18 @@ def _table_of_methods(job: Job, tokens: int | None, on_disk: Mapping[str, set[st
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "capacity", "cache", "exact cache", "on disk", "run"):
         table.add_column(column, justify="left" if column in ("method", "run") else "right")
-    config = None if tokens is None else load_config(job.session.spec).get_text_config()
+    config = None
+    with suppress(ModelError):  # of a session that was given its model
+        config = load_config(job.session.spec).get_text_config()
     for label, (method, budget) in job.methods.items():
         memory = ["-", "-", "-"]
-        if tokens is not None and config is not None:
+        if tokens is not None:
             capacity = budget.capacity(tokens) if method.saves_memory else tokens
+            memory[0] = str(capacity)
+        if tokens is not None and config is not None:
             exact = cache_bytes(config, job.session.dtype, tokens, tokens)
             held = cache_bytes(config, job.session.dtype, tokens, capacity, method.quantization())
-            of_exact = f"{held / MIB:.3f} MiB ({held / exact:.0%})"
-            memory = [str(capacity), of_exact, f"{exact / MIB:.3f} MiB"]
+            memory[1:] = f"{held / MIB:.3f} MiB ({held / exact:.0%})", f"{exact / MIB:.3f} MiB"
         records = f"{len(on_disk[label])}/{len(record_ids(job.units))}"
         table.add_row(escape(label), *memory, records, job.folders[label].name)
     return table
