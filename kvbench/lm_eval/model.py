@@ -109,12 +109,15 @@ class KVBenchLM(Requests):
         if device and device.startswith("cuda") and not torch.cuda.is_available():
             log.warning("device is %s, which the command line has by default; no GPU: cpu", device)
             device = "cpu"
-        given = {"revision": revision, "tokenizer": tokenizer}
+        given = {
+            "revision": revision,
+            "tokenizer": tokenizer,
+            "trust_remote_code": trust_remote_code,
+        }
         model, model_tokenizer = load_model(
             pretrained,
             device=device or "auto",
             dtype=dtype,
-            trust_remote_code=trust_remote_code,
             **{name: value for name, value in given.items() if value is not None},
         )
         super().__init__(
