@@ -375,6 +375,11 @@ def forward_rows(
             logits_to_keep=ids.shape[1] if keep is None else keep,
             kvbench=state,
         )
+    if not state.called:  # by its class it should have (`check_supported`)
+        raise UnsupportedModel(
+            f"{type(model).__name__} computes its attention itself instead of through transformers' "
+            "attention interface"
+        )
     return output.logits
 
 

@@ -212,8 +212,11 @@ class TaskPlan(Plan):
         """Refuse `compress_after` "context" where an example has no context or no question, and "prompt"
         where an example follows the method's own answer."""
         if session.compress_after == "context":
+            # Tokens that the model has before every prompt, such as a chat template's, are no context.
+            before = tuple(session.encoder.prefix_ids)
             for encoded in examples:
-                if not encoded.question_ids or not encoded.context_ids:
+                context = encoded.context_ids
+                if not encoded.question_ids or context == before[: len(context)]:
                     raise KVError(
                         f"compress_after is 'context' and example {encoded.example.id!r} has no "
                         f"{'context' if encoded.question_ids else 'question'}; allowed: prompt"

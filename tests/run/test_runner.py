@@ -137,6 +137,20 @@ def test_examples_that_cannot_be_recorded_are_refused(
         run_job(make_job(tmp_path, EXACT, echo=Wrong()))
 
 
+@pytest.mark.parametrize("prefix", [(), (70, 71)])
+def test_what_a_model_has_before_every_prompt_is_no_context(
+    tmp_path: Path, prefix: tuple[int, ...]
+) -> None:
+    class Bare(Echo):
+        def examples(self, encoder: PromptEncoder) -> Any:
+            return [replace(each, context="") for each in super().examples(encoder)]
+
+    job = make_job(tmp_path, EXACT, echo=Bare(), compress_after="context")
+    job.session.__dict__["encoder"] = PromptEncoder(Letters(), prefix_ids=prefix)
+    with pytest.raises(KVError, match="'e0' has no context"):
+        run_job(job)
+
+
 def test_answers_end_at_the_models_tokens_and_at_the_encoders(tmp_path: Path) -> None:
     session = make_job(tmp_path, EXACT).session
     session.__dict__["encoder"] = PromptEncoder(Letters(), end_ids=frozenset({90}))

@@ -87,7 +87,8 @@ def test_earlier_answers_may_be_the_methods_own_or_left_out() -> None:
 @pytest.mark.slow
 def test_scbench_compresses_before_aime_draws_eight_samples_and_all_run(tmp_path: Path) -> None:
     def job(name: str, *more: str) -> Any:
-        where = ["device=cpu", "task_label=t", "budget.sink=2", "budget.window=2", "limit=1"]
+        where = ["model=tiny_random", "device=cpu", "task_label=t", "limit=1"]
+        where += ["budget.sink=2", "budget.window=2"]
         where += [f"results_dir={tmp_path}", f"experiment_name={name}", "method=[exact,snapkv]"]
         return build_job(composed(f"task={name}", *overrides(name), *where, *more))
 
