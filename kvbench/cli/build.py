@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 
 from kvbench.cli.config import Keys, Settings
 from kvbench.cli.construct import constructed, methods_of
-from kvbench.cli.results import print_scores
 from kvbench.cli.rounds import run_in_rounds
 from kvbench.engine.answer import Sampling
 from kvbench.engine.loading import check_config_class
@@ -113,11 +112,9 @@ def run_config(
     config: DictConfig,
     shared: dict[str, Any],
     *,
-    print_tables: bool = True,
     since: float | None = None,
 ) -> JobResult:
-    """Run one job, log it to W&B where the config asks for that, and print its tables, unless the
-    command does so at its end. `since`: see `run_job`."""
+    """Run one job, and log it to W&B where the config asks for that. `since`: see `run_job`."""
     job = build_job(config, shared)
     title = presentable(f"{job.session.spec.label} x {job.task}")
     logger = {str(key): value for key, value in config.logger.items()}
@@ -138,8 +135,6 @@ def run_config(
         return result
 
     result = run_in_rounds(job, run) if config.limit == "auto" else run(job)
-    if print_tables:
-        print_scores(job.results_dir / job.experiment, list(result.folders.values()))
     if logs and result.complete:  # of several shards, the one that ends last logs the run
         from kvbench.report.wandb import log_runs
 

@@ -33,8 +33,6 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench import errors
 from kvbench.cli.config import Settings, explain, hydra_of_conf, job_config, sweep_of
 from kvbench.cli.construct import methods_of
-from kvbench.cli.finished import finished
-from kvbench.cli.results import print_scores
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, checked
 from kvbench.records.durable import replace
@@ -64,14 +62,13 @@ def report_error(error: BaseException) -> tuple[str, int]:
 @dataclass(frozen=True)
 class JobOutcome:
     """The result of one job: its overrides, the run folders of its methods, how many records there are
-    and how many failed (or why the job did not finish), the exit status of a command with this job
-    alone, and whether the job was run: not where all of it was on disk."""
+    and how many failed (or why the job did not finish), and the exit status of a command with this job
+    alone."""
 
     overrides: Sequence[str] = ()
     runs: Sequence[str] = ()
     summary: str = ""
     status: int = 0
-    ran: bool = True
 
 
 class Jobs:
@@ -81,18 +78,14 @@ class Jobs:
         argv: the command line as typed, which manifests hold.
 
     Attributes:
-        names: of the jobs of a sweep. Each of several jobs is announced by its name in one line, and the
-            first prints its tables: the command prints those of all jobs at its end.
+        names: of the jobs of a sweep. Each of several jobs is announced by its name in one line.
         outcomes: those of the jobs that have ended.
-        print_tables: whether the command prints the tables: of several jobs, and of jobs that ran in
-            other processes. A single job in this process has printed its own.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.argv = list(argv)
         self.names: list[str] = []
         self.outcomes: list[JobOutcome] = []
-        self.print_tables = False
         self._shared: dict[str, Any] = {}  # model, tokenizer and examples, see `Session.once`
 
     def __call__(self, config: DictConfig) -> None:
@@ -100,39 +93,24 @@ class Jobs:
         sys.argv = self.argv  # the manifest takes the command from here
         # Not resolved: a ${...} in an override refers to the job's config, and these lie in Hydra's own.
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-        several = len(self.names) > 1
-        if several:
+        if len(self.names) > 1:
             number = len(self.outcomes)
-            name = self.names[number]
-            print(presentable(f"job {number + 1} of {len(self.names)}: {name}"), flush=True)
+            complain(f"job {number + 1} of {len(self.names)}: {self.names[number]}")
         try:
-            outcome = self._run(config, typed, several=several)
+            outcome = self._run(config, typed)
         except Exception as error:  # noqa: BLE001 - the next job goes on
             outcome = JobOutcome(typed, (), *report_error(error))
         self.outcomes.append(outcome)
 
-    def _run(self, config: DictConfig, typed: Sequence[str], *, several: bool) -> JobOutcome:
-        """Run one job, unless all of it is on disk. The first of `several` prints its tables at once."""
+    def _run(self, config: DictConfig, typed: Sequence[str]) -> JobOutcome:
         since, settings = time.monotonic(), Settings.of(config)
-        result: Any = finished(settings)
-        if ran := result is None:
-            methods_of(settings.methods)  # before the libraries of models are imported
-            from kvbench.cli.build import run_config
+        methods_of(settings.methods)  # before the libraries of models are imported
+        from kvbench.cli.build import run_config
 
-            first = settings.shard is None and not any(o.ran for o in self.outcomes)
-            result = run_config(
-                config, self._shared, print_tables=first or not several, since=since
-            )
-            folders = list(result.folders.values())
-        else:
-            folders = result.folders
-            title = f"{settings.model['name']} x {settings.task_label}"
-            complain(f"{title}: {result.records}/{result.records}, all records on disk")
-            if not several:
-                print_scores(folders[0].parents[2], folders)
+        result = run_config(config, self._shared, since=since)
+        folders = [str(folder) for folder in result.folders.values()]
         summary = f"{result.records} records, {result.failed} of them failed"
-        status = FAILED if result.failed else 0
-        return JobOutcome(typed, list(map(str, folders)), summary, status, ran)
+        return JobOutcome(typed, folders, summary, FAILED if result.failed else 0)
 
     def check(self, config: DictConfig, name: str = "") -> None:
         """Make a job without running it; in a dry run, print what it would do.
@@ -141,8 +119,6 @@ class Jobs:
             name: the job's name, where there are several: a dry run then prints one line of each.
         """
         settings = Settings.of(config)
-        if finished(settings):
-            return
         methods_of(settings.methods)  # before the libraries of models are imported
         from kvbench.cli.build import build_job, settings_checked
         from kvbench.run.preview import print_dry_run
@@ -177,23 +153,18 @@ class Jobs:
             overrides = [*overrides, f"shard={shards}"]
         self.names = names(sweep_of(hydra, overrides)[1])
         here = common.launcher.name == "local"
-        self.print_tables = len(self.names) > 1 or not here
         with TemporaryDirectory() as folder:  # Hydra's multirun.yaml, which holds what was typed
             place = [f"hydra.sweep.dir={folder}"] if here else []
             hydra.multirun("config", self, [*overrides, *place])
 
     @property
-    def folders(self) -> list[Path]:
-        """The folders of the experiments that the jobs belong to, in the order of the jobs."""
-        runs = (run for outcome in self.outcomes for run in outcome.runs)
-        return list(dict.fromkeys(Path(run).parents[2] for run in runs))
-
-    @property
-    def changed(self) -> set[Path]:
-        """Those of `folders` to which a job that ran belongs."""
-        return {
-            Path(run).parents[2] for outcome in self.outcomes if outcome.ran for run in outcome.runs
-        }
+    def runs(self) -> dict[Path, list[Path]]:
+        """The folders of the experiments that the jobs belong to, each with the jobs' run folders, in
+        the order of the jobs."""
+        runs: dict[Path, list[Path]] = {}
+        for run in (Path(run) for outcome in self.outcomes for run in outcome.runs):
+            runs.setdefault(run.parents[2], []).append(run)
+        return runs
 
     @property
     def status(self) -> int:

@@ -38,7 +38,7 @@ from kvbench.cli.config import (
 from kvbench.cli.items import experiment_lines, item_called
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
-from kvbench.cli.results import finish, print_scores
+from kvbench.cli.results import print_scores, write_page
 from kvbench.errors import FAILED, UserError, check_known, complain, redact
 from kvbench.records.store import safe_name
 from kvbench.run.termination import TERMINATED, Terminated, terminable
@@ -242,13 +242,13 @@ def run(arguments: Sequence[str]) -> int:
                 jobs.check(config)
             else:
                 hydra.run("config", jobs, overrides)
-    if jobs.print_tables:
-        for folder in jobs.folders:
-            print_scores(folder)
-    if len(jobs.outcomes) > 1 and (jobs.folders or jobs.status):
+    written = [write_page(folder) for folder in jobs.runs]  # before a closed pipe ends the command
+    for folder, runs in jobs.runs.items():
+        print_scores(folder, runs)
+    if len(jobs.outcomes) > 1 and (written or jobs.status):
         jobs.print_summary()
-    for folder in jobs.folders:
-        finish(folder, changed=folder in jobs.changed)
+    for lines in written:
+        print("\n".join(lines))
     return jobs.status
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from kvbench.cli.finished import PAGE
 from kvbench.errors import complain, printable
 from kvbench.records.log import write_log
 
@@ -40,25 +39,27 @@ def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
     terminal([table for table in tables if table.kind == "overview"] or tables)
 
 
-def finish(folder: Path, *, changed: bool = True) -> None:
-    """Write an experiment's tables, figures and page from its records where they have changed, and print
-    the page's path and how to send W&B's runs. A lock makes several processes take turns."""
-    if changed:
-        from kvbench.report.build import build_report
-        from kvbench.report.wandb import log_overview
+def write_page(folder: Path) -> list[str]:
+    """Write an experiment's tables, figures and page from its records. A lock makes several processes
+    take turns.
 
-        begun = time.monotonic()
-        with FileLock(folder / ".lock-report"):
-            paths = build_report(folder)
-        for warning in paths.warnings:
-            complain(warning)
-        log_overview(folder, paths)
-        write_log(folder, seconds={"report": time.monotonic() - begun})
-    print(printable(f"page: {folder / PAGE}"))
+    Returns:
+        The lines that name the page and say how to send W&B's runs.
+    """
+    from kvbench.report.build import build_report
+    from kvbench.report.wandb import log_overview, not_sent
+
+    begun = time.monotonic()
+    with FileLock(folder / ".lock-report"):
+        paths = build_report(folder)
+    for warning in paths.warnings:
+        complain(warning)
+    log_overview(folder, paths)
+    write_log(folder, seconds={"report": time.monotonic() - begun})
+    lines = [f"page: {paths.page}"]
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     if runs:
-        from kvbench.report.wandb import not_sent
-
         waiting = len(not_sent(runs))
         state = f"{waiting} runs; to send them: wandb sync" if waiting else "all sent:"
-        print(printable(f"W&B: {state} {json.dumps(str(folder / 'wandb'))}"))
+        lines.append(f"W&B: {state} {json.dumps(str(folder / 'wandb'))}")
+    return [printable(line) for line in lines]
