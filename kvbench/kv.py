@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,11 @@ from kvbench.kernels.elapsed import Elapsed
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 """A function from positions [p] to their cosines and sines, each [p, width]."""
 
-NORMALISERS = "normalisers of the attention"
+SharedKey = tuple[str, CodeType | None]
+"""Under what a result is shared (`LayerKV.once`): its name, and the code that computes it. Two methods
+that happen to use one name for two things have two results."""
+
+NORMALISERS: SharedKey = ("normalisers of the attention", None)
 """The key in `LayerKV.shared` of the softmax normalisers: for every prompt query the logarithm of its
 sum of exponentials, [batch, heads, n] float32. Only some prefill kernels return them."""
 
@@ -90,9 +95,9 @@ class LayerKV:
         rotary: the table by which the layer rotates its queries and keys; the two halves of its cosines
             are equal, and those of its sines. Its width is 0 where the layer rotates none; None where no
             such table describes the layer.
-        shared: the results that `once` has computed for this layer, by name.
-        charged: the names that the current method has asked `once` for, each with the clock of a
-            result that an earlier method computed (its seconds are charged to both), or None.
+        shared: the results that `once` has computed for this layer, by name and code.
+        charged: those that the current method has asked `once` for, each with the clock of a result
+            that an earlier method computed (its seconds are charged to both), or None.
         carried: tensors that the method stored at earlier layers of the same prompt, by name; all
             layers share this dictionary.
     """
@@ -109,8 +114,10 @@ class LayerKV:
     log_weights: Tensor | None = None
     output: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
-    shared: dict[str, Shared] = field(default_factory=dict, compare=False, repr=False)
-    charged: dict[str, Elapsed | None] = field(default_factory=dict, compare=False, repr=False)
+    shared: dict[SharedKey, Shared] = field(default_factory=dict, compare=False, repr=False)
+    charged: dict[SharedKey, Elapsed | None] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -127,19 +134,20 @@ class LayerKV:
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """Return the result of ``compute()``, which is computed once and shared by all methods that ask
-        for ``name``. The result must depend on the layer's tensors and ``name`` alone. No caller may
-        write to it."""
+        for ``name`` with the same code (the lambda or function at one place of a file). The result must
+        depend on the layer's tensors and ``name`` alone. No caller may write to it."""
+        key = name, getattr(compute, "__code__", None)
         inputs = (self.keys, self.values, self.queries)
-        if name not in self.shared:
+        if key not in self.shared:
             clock = Elapsed(self.keys.device)
-            self.shared[name] = Shared(compute(), clock.stop(), inputs)
-            self.charged[name] = None
-        tensor, clock, computed_from = self.shared[name]
+            self.shared[key] = Shared(compute(), clock.stop(), inputs)
+            self.charged[key] = None
+        tensor, clock, computed_from = self.shared[key]
         if any(now is not then for now, then in zip(inputs, computed_from, strict=True)):
             # A method has replaced tensors of this layer by its own, so that the stored result is not
             # that of these tensors.
             return compute()
-        self.charged.setdefault(name, clock)
+        self.charged.setdefault(key, clock)
         return tensor
 
     def attention_mass(self) -> Tensor:

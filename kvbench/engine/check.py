@@ -61,7 +61,7 @@ def unwritten(label: str, layer: LayerKV, **others: Tensor) -> Iterator[None]:
     tensors = {"keys": layer.keys, "values": layer.values}
     if layer.queries is not None:
         tensors["queries"] = layer.queries
-    tensors |= {name: result.tensor for name, result in layer.shared.items()}
+    tensors |= {name: result.tensor for (name, _), result in layer.shared.items()}
     tensors |= {f"repeated {name}": tensor for name, tensor in others.items()}
     versions = {
         name: tensor._version for name, tensor in tensors.items() if not tensor.is_inference()

@@ -29,7 +29,7 @@ from kvbench.engine.states import (
     states_in,
 )
 from kvbench.kernels.elapsed import Elapsed
-from kvbench.kv import NORMALISERS, CompressedKV, KVError, LayerKV, Rotary
+from kvbench.kv import NORMALISERS, CompressedKV, KVError, LayerKV, Rotary, Shared
 from kvbench.methods.base import Repetition, Rescoring
 from kvbench.prompts import PromptEncoder
 
@@ -65,7 +65,8 @@ def layer_kv(
         rotary=rotary,
     )
     if normalisers is not None:
-        layer.once(NORMALISERS, lambda: normalisers)
+        inputs = layer.keys, layer.values, layer.queries
+        layer.shared[NORMALISERS] = Shared(normalisers, Elapsed(call.key.device).stop(), inputs)
     return layer
 
 

@@ -250,13 +250,21 @@ def test_on_a_gpu_what_is_not_finite_is_counted_first_and_refused_later():
 
 def test_shared_work_is_charged_to_every_method_that_uses_it():
     layer = LayerKV(torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 4), None, 0, 1, 0.5)
-    for _ in range(2):
-        layer.once("slow", lambda: torch.ones(3))
-    assert layer.charged == {"slow": None}, "its seconds are in the method's own"
+    computed = []
+
+    def ask(number: float) -> torch.Tensor:
+        return layer.once("slow", lambda: computed.append(number) or torch.full((3,), number))
+
+    for number in (1.0, 2.0):
+        assert ask(number).sum() == 3
+    (key,) = layer.charged
+    assert layer.charged == {key: None}, "its seconds are in the method's own"
     layer.charged.clear()
-    assert layer.once("slow", lambda: torch.zeros(3)).sum() == 3
-    assert layer.charged == {"slow": layer.shared["slow"].clock}
-    assert layer.shared["slow"].clock.seconds > 0.0
+    assert ask(3.0).sum() == 3
+    assert layer.charged == {key: layer.shared[key].clock}
+    assert layer.shared[key].clock.seconds > 0.0
+    assert computed == [1.0]
+    assert layer.once("slow", lambda: torch.zeros(3)).sum() == 0, "another method's, of that name"
 
 
 def test_seconds_of_compression_are_not_the_prefills(monkeypatch):
