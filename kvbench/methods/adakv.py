@@ -58,7 +58,7 @@ class AdaKV(ScoreWrapper):
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         n = layer.n
         capacity = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
-        scores = self.scorer.token_scores(layer, budget).clone()
+        scores = self.scorer.checked_scores(layer, budget).clone()
         scores[:, :, : budget.sink] = torch.finfo(scores.dtype).max
         scores[:, :, n - budget.window :] = math.inf
         stay = best_of_all_heads(scores, capacity, int(self.safeguard * capacity))

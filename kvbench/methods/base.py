@@ -303,7 +303,7 @@ class TokenScoringMethod(Method):
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Keep sink and window, and of the middle the tokens of the highest scores, those at lower
         positions on a tie."""
-        scores = self.token_scores(layer, budget)[:, :, budget.sink : layer.n - budget.window]
+        scores = self.checked_scores(layer, budget)[:, :, budget.sink : layer.n - budget.window]
         middle = budget.sink + top_positions(scores, budget.middle_kept(layer.n))
         return gather_entries(layer, with_sink_and_window(layer, budget, middle))
 
@@ -314,6 +314,19 @@ class TokenScoringMethod(Method):
         Scores of different heads must be comparable. Tokens that `compress` keeps in any case may score
         0.
         """
+
+    def checked_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """`token_scores`, refused where they have another shape."""
+        scores = self.token_scores(layer, budget)
+        shape, allowed = tuple(scores.shape), tuple(layer.keys.shape[:3])
+        if shape != allowed:
+            per_query_head = len(shape) == 3 and shape[::2] == allowed[::2]
+            how = f": scores.unflatten(1, ({allowed[1]}, -1)).mean(2)" if per_query_head else ""
+            raise KVError(
+                f"{type(self).__name__}.token_scores are {shape}; allowed: {allowed}, one score per KV "
+                f"head and token{how}"
+            )
+        return scores
 
     def settle(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
         """Fit the weights or values of the entries `kept`, which `adakv` or `pages` chose by this

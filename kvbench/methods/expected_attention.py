@@ -49,7 +49,7 @@ class ExpectedAttention(TokenScoringMethod):
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         capacity = budget.capacity(layer.n)
-        return gather_entries(layer, top_positions(self.token_scores(layer, budget), capacity))
+        return gather_entries(layer, top_positions(self.checked_scores(layer, budget), capacity))
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
         sink = budget.sink if self.sink is None else self.sink

@@ -44,7 +44,7 @@ class Pages(ScoreWrapper):
     heads: Literal["mean", "max"] = "mean"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        scores = self.scorer.token_scores(layer, budget)
+        scores = self.scorer.checked_scores(layer, budget)
         n, heads = layer.n, layer.keys.shape[1]
         capacity = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
         pages = self.choose(scores, budget, capacity)

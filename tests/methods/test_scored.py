@@ -198,6 +198,35 @@ def test_scores_alone_are_a_method():
     assert torch.equal(kept.keys[0, 0], layer.keys[0, 0, kept.positions[0, 0]])
 
 
+@dataclass(frozen=True, kw_only=True)
+class ByQueryHead(TokenScoringMethod):
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        return layer.attention_mass()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfOneHead(TokenScoringMethod):
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        return layer.keys[:, 0].norm(dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            ByQueryHead(),
+            r"ByQueryHead.token_scores are \(1, 4, 40\); allowed: \(1, 2, 40\), one score per KV head "
+            r"and token: scores.unflatten\(1, \(2, -1\)\).mean\(2\)$",
+        ),
+        (OfOneHead(), r"OfOneHead.token_scores are \(1, 40\); allowed: \(1, 2, 40\), .* token$"),
+    ],
+)
+def test_scores_of_another_shape_are_refused_with_the_right_one(method: Any, message: str) -> None:
+    layer = make_layer(40, kv_heads=2, group=2)
+    with pytest.raises(KVError, match=message):
+        run(method, layer, Budget(rate=0.25, sink=3, window=5))
+
+
 def test_repeated_keys_lose_their_older_copies_first():
     layer = make_layer(200, kv_heads=2, dim=256, seed=4)
     keys = torch.eye(256)[:200].expand(1, 2, 200, 256).clone()  # like no other but for copies
