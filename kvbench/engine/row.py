@@ -6,8 +6,10 @@ Several rows decode together; each is a row of the batch with caches of its own.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from kvbench.kv import WHOLE, Budget, BudgetExceeded, CompressedKV, KVError, Lay
 from kvbench.methods.base import HeldShape, Method, allowed_entries
 from kvbench.methods.exact import Exact
 
+log = logging.getLogger(__name__)
+
 
 def prompt_name(ids: Sequence[int]) -> str:
     """The example id of a prompt that has no other name: a digest of its tokens. A method's draws then
@@ -38,6 +42,16 @@ def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
     alone, so that neither the other methods of a job nor the order of its examples change the draws."""
     digest = hashlib.sha256(f"{seed}\0{example_id}\0{layer}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@cache
+def _say_repeated(label: str, position: int) -> None:
+    log.warning(
+        "method %r holds position %d twice in one head: each counts as an entry, and attention weighs "
+        "both",
+        label,
+        position,
+    )
 
 
 @dataclass
@@ -232,7 +246,8 @@ class Row:
             raise BudgetExceeded(self.label, layer, capacity, charged)
 
     def settle(self) -> None:
-        """Audit the layers whose entries a GPU has counted, waiting for it once, and read the clocks."""
+        """Audit the layers whose entries a GPU has counted, waiting for it once, and read the clocks.
+        Say so where a head of the first layer holds a position of the prompt twice."""
         on_device = [layer for layer, counts in self.entries.items() if counts.is_cuda]
         if on_device:
             device = self.entries[on_device[0]].device
@@ -246,7 +261,24 @@ class Row:
                     self._check_prompt(layer)
             except BudgetExceeded as failure:
                 self.fail(failure)
+        if self.compressed and self.method.keeps_entries and self.failure is None:
+            repeated = self._first_repeated()
+            if repeated is not None:
+                _say_repeated(self.label, repeated)
         self._read_clocks()
+
+    def _first_repeated(self) -> int | None:
+        """The first position that a head of the first compressed layer holds twice; None without one."""
+        for held in self.caches[next(iter(self.entries))]:
+            positions = held.positions[:, : held.length]
+            if held.log_weights is not None:  # padding
+                is_padding = held.log_weights[:, : held.length] == -torch.inf
+                positions = positions.masked_fill(is_padding, -1)
+            positions = positions.sort().values
+            twice = (positions[:, 1:] == positions[:, :-1]) & (positions[:, 1:] >= 0)
+            if twice.any():
+                return int(positions[:, 1:][twice][0])
+        return None
 
     def end_prompt(self, n: int, exact: ExactBytes, states: dict[int, State]) -> None:
         """Note the states and the cost when the prompt's n tokens have been read and compressed.

@@ -23,7 +23,7 @@ from kvbench.kv import (
     gather_entries,
     keep_all,
 )
-from kvbench.methods import build_method
+from kvbench.methods import available_methods, build_method
 from kvbench.methods.base import Method, allowed_entries
 from kvbench.probes.error_scaling import check_total
 from kvbench.run.runner import run_job
@@ -76,6 +76,24 @@ def test_a_cache_of_nothing_and_fields_of_others_fail_their_method(tmp_path: Pat
     assert "have 'entries', which every record has" in found["overwrites"]["error"]
     assert found["overwrites"]["entries"]["max"] == 75, "what was really held"
     assert found["snapkv"]["status"] == "ok"
+
+
+class Twice(Method):
+    """Keeps the sink, and token 7 in every other place."""
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        chosen = [*range(budget.sink), *[7] * (budget.capacity(layer.n) - budget.sink)]
+        return gather_entries(layer, torch.tensor([[chosen] * 2]))
+
+
+def test_a_position_that_is_kept_twice_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = {"kvpress", "minference", "kvzip", "solved"}  # other packages, or a second pass
+    methods = {name: build_method(name) for name in available_methods() if name not in others}
+    run_job(make_job(tmp_path, {"twice": Twice(), **methods}, limit=2))
+    (said,) = (record.message for record in caplog.records if "twice in one" in record.message)
+    assert said.startswith("method 'twice' holds position 7 twice in one head: each counts as an")
 
 
 LAYERS = tiny_model("llama").config.num_hidden_layers
