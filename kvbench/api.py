@@ -23,20 +23,24 @@ from kvbench.catalogue import catalogue, options_of_model
 from kvbench.engine import loading
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.context import decoder, token_ids
+from kvbench.engine.context import are_messages, decoder, token_ids
 from kvbench.engine.generate import generate_one
 from kvbench.engine.kept import frame_of
 from kvbench.engine.live import Compression, compressed_generation
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import prefill
 from kvbench.engine.row import Row, prompt_name
-from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
+from kvbench.engine.tokenizer import (
+    end_token_ids,
+    load_tokenizer,
+    repeating_encoder,
+    stop_ids,
+)
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, checked
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method, option_names
 from kvbench.methods.base import Method
-from kvbench.prompts import PromptEncoder
 from kvbench.tasks.needle import word_recall
 
 if TYPE_CHECKING:
@@ -77,7 +81,11 @@ def load_model(
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, spec.dtype)
     model = loading.load_model(spec, device=torch_device, dtype=torch_dtype)
-    return model, load_tokenizer(spec)
+    tokenizer = load_tokenizer(spec)
+    if spec.stop_tokens:  # where `generate` looks for them
+        ends = loading.model_end_ids(model) | stop_ids(tokenizer, spec)
+        model.generation_config.eos_token_id = sorted(ends)
+    return model, tokenizer
 
 
 def compress(
@@ -230,7 +238,7 @@ def compare(
                 stopping,
                 seed=seed,
                 example_id=prompt_name(ids),
-                encoder=PromptEncoder(tokenizer),
+                encoder=repeating_encoder(tokenizer, ids, labelled.values()),
             )
             for (share, label), result in zip(pairs, results.values(), strict=True):
                 if result.failure is not None:
@@ -292,7 +300,7 @@ def kept(
     budget = _budget(rate, sink, window, size, total_rate)
     row = Row(label, built, budget, seed, prompt_name(ids))
     with kvbench_attention_on(model):
-        prefill(model, ids, [row], encoder=PromptEncoder(tokenizer))
+        prefill(model, ids, [row], encoder=repeating_encoder(tokenizer, ids, [built]))
     if row.failure is not None:
         raise row.failure
     return frame_of(row, [str(tokenizer.decode([token])) for token in ids])
@@ -356,6 +364,11 @@ def _are_several(prompt: TextOrChat | Sequence[str] | Mapping[str, TextOrChat]) 
 
 def _named_prompts(prompt: TextOrChat | Sequence[str] | Mapping[str, TextOrChat]) -> dict[Any, Any]:
     """The prompts by name: the keys of a mapping, or numbers from 0."""
+    if isinstance(prompt, Mapping) and {"role", "content"} == set(prompt):
+        raise KVError(
+            "prompt is one message of a chat; allowed: a list of messages, "
+            "[{'role': 'user', 'content': ...}]"
+        )
     if isinstance(prompt, Mapping):
         return dict(prompt)
     if _are_several(prompt):
@@ -388,10 +401,9 @@ def _token_ids(tokenizer: Any, prompt: TextOrChat) -> list[int]:
     """The token ids of a text, or of the messages of a chat in the tokenizer's template."""
     if isinstance(prompt, str):
         return token_ids(prompt, tokenizer, "prompt")
-    messages = [dict(message) for message in prompt if isinstance(message, Mapping)]
-    if isinstance(prompt, Mapping) or len(messages) < len(prompt):
+    if isinstance(prompt, Mapping) or not are_messages(prompt):
         raise KVError(
-            f"prompt is a {type(prompt).__name__}; allowed: one text, or the messages of a chat"
+            f"prompt is a {type(prompt).__name__}; allowed: one text, or the messages of a chat: "
+            "[{'role': 'user', 'content': ...}]"
         )
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return token_ids(encoded, tokenizer, "prompt")
+    return token_ids(prompt, tokenizer, "prompt")

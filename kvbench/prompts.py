@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise, takewhile
 from operator import eq
 from typing import Any, Protocol
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -209,12 +209,41 @@ class PromptEncoder:
 
     def render(self, messages: Sequence[Mapping[str, str]], *, answer: bool) -> str:
         """Render messages in the tokenizer's chat template; with `answer` the beginning of the model's
-        next message follows."""
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": answer}
+        next message follows, or the last message stays open, where that is the model's.
+
+        Raises:
+            PromptError: there is no template, or it refuses the messages.
+        """
+        tokenizer: Any = self.tokenizer
+        name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
+        if not getattr(tokenizer, "chat_template", True):
+            raise PromptError(
+                f"the prompt is a chat and tokenizer {name!r} has no chat template; allowed: a text, or "
+                "tokenizer.chat_template = <a template>"
+            )
+        for message in messages:  # most templates print nothing for what is missing
+            for part in ("role", "content"):
+                if part not in message and "tool_calls" not in message:
+                    raise PromptError(
+                        f"message {dict(message)!r:.60} of the prompt has no {part!r}; allowed: "
+                        "{'role': 'user', 'content': ...}"
+                    )
+        goes_on = answer and messages[-1].get("role") == "assistant"
+        options: dict[str, Any] = {
+            "tokenize": False,
+            "add_generation_prompt": answer and not goes_on,
+        }
+        if goes_on:
+            options["continue_final_message"] = True
         if self.enable_thinking is not None:
             options["enable_thinking"] = self.enable_thinking
-        tokenizer: Any = self.tokenizer
-        return str(tokenizer.apply_chat_template(list(messages), **options))
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), **options))
+        except Exception as error:  # a template is a program of the model's author
+            raise PromptError(
+                f"the chat template of tokenizer {name!r} refuses the messages: {one_line(error)}; "
+                "allowed: messages with a role and a content each, as this model takes them"
+            ) from error
 
     def between_turns(self) -> list[int]:
         """The tokens between an answer and the user's next message: those of the chat template, or of a

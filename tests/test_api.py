@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.encoders import tokenizer
 from support.generation import CONTEXT, SMALL, Letters, state_of, tiny_model
 from support.tiny import Everything, Greedy
 
 from kvbench import compare, compress, load_model
-from kvbench.engine.context import Context
+from kvbench.engine.context import Context, token_ids
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods import build_method
@@ -37,6 +38,13 @@ def _ask(question: Any, **options: Any) -> Callable[[Any], Any]:
     )
 
 
+CHAT = {"role": "user", "content": "hello"}
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}"
+    "{% if not loop.last or m.role == 'user' %}:{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compress("snapkvv"), r"unknown method 'snapkvv' \(did you mean 'snapkv'\?\)"),
     (_compress("released"), r"unknown method 'released'"),
@@ -59,6 +67,22 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compress("snapkv", compression_ratio=0.5, total_rate=0.5), "allowed: one of the two"),
     (_compress("snapkv", compress_after=0), "compress_after is 0; allowed: 'prompt'"),
     (_compare(["a", 1], ["exact"]), r"prompt is a \w+; allowed: one text, or the messages"),
+    (
+        _compare({"role": "user", "content": "x"}, ["exact"]),
+        r"prompt is one message of a chat; allowed: a list of messages, \[\{'role': 'user', ",
+    ),
+    (
+        lambda model: compare(model, tokenizer(), [CHAT], ["exact"]),
+        r"tokenizer '.*recall_mini' has no chat template; allowed: a text, or tokenizer.chat_templ",
+    ),
+    (
+        lambda model: compare(model, tokenizer(ALTERNATES), [CHAT, CHAT], ["exact"]),
+        r"tokenizer '.*' refuses the messages: TemplateError: roles must alternate; allowed: mess",
+    ),
+    (
+        lambda model: compare(model, tokenizer(ALTERNATES), [{"content": "x"}], ["exact"]),
+        r"message \{'content': 'x'\} of the prompt has no 'role'; allowed: \{'role': 'user', 'con",
+    ),
     (_compare("x", []), r"methods is \[\]; allowed: one or more"),
     (_compare("x", ["exact", "exact"]), r"methods is \['exact', 'exact'\]; allowed: "),
     (_compare("x", ["exat"]), "did you mean 'exact'"),
@@ -133,3 +157,12 @@ def test_compare_takes_a_chat_and_labels_and_shows_failures() -> None:
     assert frame.loc["mine", "ratio"] == 1.0
     assert "holds 61 entries" in frame.loc["over", "error"]
     assert frame["text"].isna().tolist() == [False, True, False]
+
+
+def test_a_chat_opens_the_answer_and_an_answer_that_was_begun_goes_on() -> None:
+    made = tokenizer(ALTERNATES)
+    for messages, text in (
+        ([CHAT], "<user>hello:<assistant>"),
+        ([CHAT, {"role": "assistant", "content": "line 7"}], "<user>hello:<assistant>line 7"),
+    ):
+        assert made.decode(token_ids(messages, made, "prompt")) == text

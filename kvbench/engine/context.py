@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ from kvbench.engine.live_cache import LiveCache
 from kvbench.engine.prefill import prefill
 from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.steps import Steps
-from kvbench.engine.tokenizer import end_token_ids, model_end_ids
+from kvbench.engine.tokenizer import end_token_ids, model_end_ids, repeating_encoder
 from kvbench.errors.options import Count, checked
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel
 
-Text = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or the output of a tokenizer for one text."""
+Text = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, str]]
+"""A text, token ids, the output of a tokenizer for one text, or the messages of a chat, to which the
+tokenizer's chat template is applied."""
 
 
 class Context:
@@ -66,7 +67,9 @@ class Context:
         self._ids = token_ids(prompt, tokenizer, "the context")
         row = Row(label, method, budget, seed, prompt_name(self._ids))
         with kvbench_attention_on(model), torch.inference_mode():
-            encoder = None if tokenizer is None else PromptEncoder(tokenizer)
+            encoder = None
+            if tokenizer is not None:
+                encoder = repeating_encoder(tokenizer, self._ids, [method])
             start = prefill(model, self._ids, [row], encoder=encoder)
         if row.failure is not None:
             raise row.failure
@@ -199,6 +202,12 @@ class Context:
         return answers
 
 
+def are_messages(given: Any) -> TypeGuard[Sequence[Mapping[str, str]]]:
+    """Whether something is the messages of a chat."""
+    is_list = isinstance(given, list | tuple) and len(given) > 0
+    return is_list and all(isinstance(part, Mapping) for part in given)
+
+
 def held_after_prompt(cost: Cost) -> tuple[dict[str, float], int]:
     """The entries and the bytes of a cost whose row has not failed, for which neither is None."""
     assert cost.entries is not None
@@ -214,7 +223,8 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
 def token_ids(
     given: Text, tokenizer: PreTrainedTokenizerBase | None, what: str, *, special: bool = True
 ) -> list[int]:
-    """The token ids of a text, of a sequence of ids, or of a tokenizer's output.
+    """The token ids of a text, of a sequence of ids, of a tokenizer's output, or of the messages of a
+    chat up to the beginning of the answer, or to the end of a last message that is the model's.
 
     Args:
         what: what messages call the text.
@@ -222,7 +232,12 @@ def token_ids(
 
     Raises:
         KVError: no tokens, several texts, or text where there is no tokenizer.
+        PromptError: the tokenizer's chat template cannot take the messages, or there is none.
     """
+    if tokenizer is not None and are_messages(given):
+        text = PromptEncoder(tokenizer).render(given, answer=True)
+        with tokenizing(tokenizer):
+            given = tokenizer(text, add_special_tokens=False)
     if isinstance(given, str):
         if tokenizer is None:
             raise KVError(f"{what} is text and there is no tokenizer; allowed: ids, or a tokenizer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from kvbench.engine.model_spec import (
     origin_of,
 )
 from kvbench.engine.packaged import PACKAGE_PREFIX
+from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder, Thought
 
 if TYPE_CHECKING:
@@ -49,8 +51,8 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
-    """The encoder that puts the chat template around prompts or the tokenizer's BOS before them."""
+def stop_ids(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> set[int]:
+    """The ids of `ModelSpec.stop_tokens`."""
     vocabulary = tokenizer.get_vocab() if spec.stop_tokens else {}
     for token in spec.stop_tokens:
         if token not in vocabulary:
@@ -58,7 +60,12 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
                 f"model.stop_tokens names {token!r}, which the tokenizer of {spec.path!r} does not "
                 "have; allowed: tokens of its vocabulary"
             )
-    ends = {vocabulary[token] for token in spec.stop_tokens}
+    return {vocabulary[token] for token in spec.stop_tokens}
+
+
+def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
+    """The encoder that puts the chat template around prompts or the tokenizer's BOS before them."""
+    ends = stop_ids(tokenizer, spec)
     end = getattr(tokenizer, "eos_token_id", None)
     if end is not None:
         ends.add(end)
@@ -101,6 +108,27 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
         chat=True,
         thought=_thought(spec, template, after),
     )
+
+
+def repeating_encoder(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], methods: Iterable[Method]
+) -> PromptEncoder | None:
+    """The encoder with which the model is asked to repeat a prompt (`Method.rescoring`), as the command
+    line makes it: where the prompt is written in the tokenizer's chat template, the model repeats it as
+    its own message. None where no method asks for that."""
+    if all(method.rescoring is None for method in methods):
+        return None
+    plain = PromptEncoder(tokenizer)
+    if not getattr(tokenizer, "chat_template", None):
+        return plain
+    name = str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
+    encoder = prompt_encoder(tokenizer, ModelSpec(name="model", path=name))
+    # What the template writes before a user's message, from its last special token on: the messages
+    # before that one, a system's among them, may be any. Some tokenizers decode blanks of their own.
+    last = max((encoder.before.rfind(mark) for mark in tokenizer.all_special_tokens), default=-1)
+    opening = "".join(encoder.before[max(0, last) :].split())
+    text = "".join(str(tokenizer.decode(list(ids))).split())
+    return encoder if opening and opening in text else plain
 
 
 def _thought(spec: ModelSpec, template: str, after: str) -> Thought | None:

@@ -19,13 +19,12 @@ from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.generate import Prompt, generate_each
 from kvbench.engine.row import prompt_name
-from kvbench.engine.tokenizer import end_token_ids
+from kvbench.engine.tokenizer import end_token_ids, repeating_encoder
 from kvbench.errors import UserError, nearest
 from kvbench.errors.options import checked
 from kvbench.kv import Budget
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields
 from kvbench.methods import build_method
-from kvbench.prompts import PromptEncoder
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ class KVBenchLM(Requests):
                 max_length=self.max_length,
                 scoring=self.scoring,
                 batch_rows=max(32, self.batch_size),
-                encoder=PromptEncoder(self.tokenizer),
+                tokenizer=self.tokenizer,
             )
         answers = [by_label[LABEL] for by_label in scored]
         for answer in answers:
@@ -208,7 +207,7 @@ class KVBenchLM(Requests):
             tuple(stop for stop in options.get("until") or () if stop),
             decode=lambda tokens: str(self.tokenizer.decode(tokens)),
         )
-        encoder = PromptEncoder(self.tokenizer)
+        encoder = repeating_encoder(self.tokenizer, ids, [self.method])
         return Prompt.of(
             ids[:-1],
             ids[-1:],

@@ -18,11 +18,10 @@ from kvbench.engine.cost import Cost
 from kvbench.engine.loading import Model
 from kvbench.engine.row import prompt_name
 from kvbench.engine.scoring import read, score
-from kvbench.engine.tokenizer import Tokenizer
+from kvbench.engine.tokenizer import Tokenizer, repeating_encoder
 from kvbench.errors import UserError
 from kvbench.lm_eval.released_masks import imagined_cost, masked_scores
 from kvbench.methods.h2o import H2O
-from kvbench.prompts import PromptEncoder
 from kvbench.run.plan import Methods
 
 log = logging.getLogger(__name__)
@@ -107,11 +106,11 @@ def answer_requests(
     pairs: Sequence[Pair],
     methods: Methods,
     *,
+    tokenizer: Tokenizer,
     seed: int,
     max_length: int,
     scoring: Scoring = "sum",
     batch_rows: int = 32,
-    encoder: PromptEncoder | None = None,
 ) -> list[dict[str, Likelihood]]:
     """The likelihood of every request under every method, by label.
 
@@ -142,6 +141,7 @@ def answer_requests(
         if isinstance(method, H2O) and not method.holds_a_cache
     }
     with_caches = {label: pair for label, pair in methods.items() if label not in masks}
+    plain = [method for method, _ in with_caches.values()]
     for context in sorted(by_context, key=len, reverse=True):
         members = by_context[context]
         continuations = [cut[number][1] for number in members]
@@ -153,7 +153,7 @@ def answer_requests(
             seed=seed,
             example_id=prompt_name(context[:-1] or context),
             room=room,
-            encoder=encoder,
+            encoder=repeating_encoder(tokenizer, context, plain),
         )
         # Costs are those of the context, so they are taken before continuations are fed.
         costs = {row.label: row.cost() for row in reading.rows}

@@ -121,7 +121,7 @@ class HarnessTask(Probe):
             seed=session.seed,
             max_length=encoder.max_length,
             scoring=self.scoring,
-            encoder=session.encoder,
+            tokenizer=session.tokenizer,
         )
         for label in methods:
             by_request = [answer[label] for answer in answers]

@@ -10,19 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.encoders import tokenizer
 from support.golden import arrays_of, cases_of
 from support.jobs import Letters
 from support.tiny import prompt_ids, tiny_model
 from torch import Tensor
 
-from kvbench import compress
+from kvbench import compress, kept, load_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.generate import generate_one
-from kvbench.engine.kept import entries_of
+from kvbench.engine.kept import entries_of, frame_of
 from kvbench.engine.live_cache import UnsupportedGeneration
+from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.prefill import capture_layers, chunks_of, prefill
-from kvbench.engine.row import Row
+from kvbench.engine.row import Row, prompt_name
+from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method, Repetition, Rescoring
@@ -242,3 +245,41 @@ def test_a_method_that_fails_during_the_repetition_fails_alone(fails):
     assert row.failure is None
     for layer in expected.caches:
         assert torch.equal(expected.held_entries(layer), row.held_entries(layer))
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_every_door_repeats_a_chat_as_the_models_own_message_and_a_text_as_text(
+    is_chat: bool,
+) -> None:
+    model, _ = load_model("recall_mini")
+    made = tokenizer(CHAT)
+    prompt: Any = "".join(
+        f"line {name}: REGISTER_CONTENT is <{i}>\n" for i, name in enumerate("abcd")
+    )
+    plain, chat = PromptEncoder(made), prompt_encoder(made, ModelSpec(name="m", path="x"))
+    ids = made(prompt)["input_ids"]
+    if is_chat:
+        prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": prompt}]
+        ids = plain.encode_text(plain.render(prompt, answer=True))
+
+    def positions(frame: Any) -> list[int]:
+        return frame["position"].tolist()
+
+    by_job = []  # with and without what opens an answer
+    for encoder in (chat, plain):
+        row = Row("kvzip", build_method("kvzip"), BUDGET, 0, prompt_name(ids))
+        with kvbench_attention_on(model):
+            prefill(model, ids, [row], encoder=encoder)
+        by_job.append(positions(frame_of(row, [""] * len(ids))))
+    assert by_job[0] != by_job[1]
+    expected = by_job[0 if is_chat else 1]
+    assert positions(kept(model, made, prompt, "kvzip", rate=0.3, sink=5, window=4)) == expected
+    with compress(model, "kvzip", rate=0.3, sink=5, window=4) as session:
+        for given in (prompt, ids):
+            assert positions(session.read(given, made).kept()) == expected

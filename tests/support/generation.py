@@ -44,8 +44,8 @@ def state_of(model: Any) -> tuple:
 class Letters(_Letters):
     """The tokenizer, as transformers' are called."""
 
-    def __call__(self, text: str) -> dict:
+    def __call__(self, text: str, **_: Any) -> dict:
         return {"input_ids": self.encode(text)}
 
-    def apply_chat_template(self, messages: Any, **options: Any) -> dict:
-        return self("|".join(message["content"] for message in messages) + ">")
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        return "|".join(message["content"] for message in messages) + ">"
