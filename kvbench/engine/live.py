@@ -24,7 +24,13 @@ from kvbench.engine.context import Context, Text, held_after_prompt
 from kvbench.engine.cost import Cost
 from kvbench.engine.device import input_device
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
-from kvbench.engine.live_options import check_options, foreign_cache, left_padding, refused
+from kvbench.engine.live_options import (
+    check_mask,
+    check_options,
+    foreign_cache,
+    left_padding,
+    refused,
+)
 from kvbench.engine.prefill import Prefill
 from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
 from kvbench.engine.row import Row, prompt_name
@@ -221,7 +227,8 @@ class Compression:
             self._check_same_table(given.seen, count)
             self._continue_with(given)
             forget_lengths(self.model)
-            state = given.begin_pass(batch, count, mask)
+            state = given.begin_pass(batch, count)
+            check_mask(mask, given, count)
             config = self.model.config.get_text_config()
             if is_hybrid(config):
                 given.layers = state.past(config).layers

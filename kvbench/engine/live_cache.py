@@ -115,7 +115,7 @@ class LiveCache(Cache):
         """Refuse to remove tokens: entries that a method dropped for them cannot be restored."""
         raise UnsupportedGeneration("a compressed cache cannot be cropped; call generate again")
 
-    def begin_pass(self, batch: int, count: int, mask: Tensor | None) -> Feed:
+    def begin_pass(self, batch: int, count: int) -> Feed:
         """Return the pass that feeds `count` tokens to every row.
 
         Passes of one token share a table, which has room for `GROWTH` tokens. A new one is made after
@@ -123,18 +123,14 @@ class LiveCache(Cache):
 
         Args:
             batch: the number of rows of the pass.
-            mask: [batch, tokens], the attention mask of all tokens; None where it is known to hide none
-                of the new ones.
 
         Raises:
-            UnsupportedGeneration: another number of rows, or a mask that hides new tokens.
+            UnsupportedGeneration: another number of rows.
         """
         if batch != len(self.rows):
             raise UnsupportedGeneration(
                 f"the batch has {batch} rows and the cache {len(self.rows)}; allowed: as many"
             )
-        if mask is not None and not bool(mask[:, -count:].all()):
-            raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
         taken = self.rows[0].fed % GROWTH
         if count == 1 and taken and self.table is not None:
             return self.table

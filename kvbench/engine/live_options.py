@@ -44,6 +44,33 @@ def left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
     return padding
 
 
+def check_mask(mask: Tensor | None, cache: LiveCache, count: int) -> None:
+    """Check the attention mask of a pass that feeds `count` tokens to every row of a cache.
+
+    Args:
+        mask: [batch, tokens], of all tokens or of the new ones alone; None for no mask.
+
+    Raises:
+        UnsupportedGeneration: it hides another token than the padding before the prompt, which the cache
+            does not hold. (`generate` makes a mask that hides every token with the pad token's id.)
+    """
+    if mask is None:
+        return
+    if mask.shape[1] > count:
+        padding = left_padding(mask, *mask.shape)
+        held = [cache.seen - row.tokens for row in cache.rows]
+        if mask.shape[1] == cache.seen + count and padding != held:
+            row = next(
+                i for i, (now, then) in enumerate(zip(padding, held, strict=True)) if now != then
+            )
+            raise UnsupportedGeneration(
+                f"attention_mask of row {row} hides {padding[row]} tokens, and it hid {held[row]} of "
+                "the first turn; allowed: the padding of the first turn, and ones"
+            )
+    elif not bool(mask.all()):
+        raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
+
+
 def foreign_cache(cache: Any) -> UnsupportedGeneration:
     """Make the error for a cache that kvbench did not fill."""
     return UnsupportedGeneration(

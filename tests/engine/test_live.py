@@ -137,8 +137,9 @@ def test_a_loop_of_ones_own_compresses_the_context_and_asks_later() -> None:
             assert cache.get_seq_length() == 60
             for piece in question.split([1, 1, 4, 1, 1, 1], 1):
                 logits = model(piece, past_key_values=cache).logits[:, -1]
-            with pytest.raises(UnsupportedGeneration, match="attention_mask hides new tokens"):
-                model(piece, attention_mask=torch.zeros(1, 70), past_key_values=cache)
+            for tokens, says in ((1, "hides new tokens"), (70, "of row 0 hides tokens after")):
+                with pytest.raises(UnsupportedGeneration, match=f"attention_mask {says}"):
+                    model(piece, attention_mask=torch.zeros(1, tokens), past_key_values=cache)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
         with compress(model, "snapkv", **SMALL) as session:
             cache = model(context).past_key_values
@@ -276,6 +277,38 @@ def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line(
     with torch.no_grad(), pytest.raises(UnsupportedGeneration, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+def test_a_later_turn_may_hide_the_first_turns_padding_and_nothing_else() -> None:
+    model = tiny_model("llama")
+    inputs = batch(40, 30)
+    with compress(model, "snapkv", **SMALL):
+        first = model.generate(**inputs, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, torch.tensor([prompt_ids(9, 1)] * 2)], 1)
+        mask = torch.ones_like(ids)
+        mask[1, :10] = 0
+        how = {"max_new_tokens": 4, "do_sample": False}
+        for row, hidden, says in (
+            (0, slice(20, 25), "row 0 hides tokens after the first shown one"),
+            (1, slice(40, 50), "row 1 hides tokens after the first shown one"),
+            (
+                0,
+                slice(0, 3),
+                "row 0 hides 3 tokens, and it hid 0 of the first turn; allowed: the pad",
+            ),
+            (1, slice(0, 12), "row 1 hides 12 tokens, and it hid 10 of the first turn"),
+        ):
+            wrong = mask.clone()
+            wrong[row, hidden] = 0
+            past = copy.deepcopy(first.past_key_values)
+            with pytest.raises(UnsupportedGeneration, match=says):
+                model.generate(ids, attention_mask=wrong, past_key_values=past, **how)
+        past = copy.deepcopy(first.past_key_values)
+        given = model.generate(ids, attention_mask=mask, past_key_values=past, **how)
+        assert given.shape[1] == ids.shape[1] + 4
+        model.generation_config.pad_token_id = int(ids[0, 20])  # a mask is made of it
+        with pytest.raises(UnsupportedGeneration, match="row 0 hides tokens after the first shown"):
+            model.generate(ids, past_key_values=first.past_key_values, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
