@@ -129,7 +129,7 @@ def shared_file() -> Callable[[str], Path]:
         path = SHARED / relative
         if not path.exists():
             folder = Path(relative).parts[0]
-            pytest.skip(f"need {folder}/ of the shared folder, which is not beside the checkout")
+            pytest.skip(f"others' texts: {folder}/ of ../shared, which is not beside the checkout")
         return path
 
     return find

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.attention import step
 from support.method_layers import attend, make_layer, run
+from support.paths import GOLDEN
 from torch import Tensor
 
 from kvbench.engine.attention import exact_attention
@@ -313,8 +314,8 @@ def schedule(method: Method, n: int, steps: int) -> list[int]:
     return lengths
 
 
-def test_schedules(shared_file):
-    listed = json.loads(shared_file("golden/next/decoding.json").read_text())["schedules"]
+def test_schedules():
+    listed = json.loads((GOLDEN / "decoding.json").read_text())["schedules"]
     for case in listed[:3]:
         steps, shared = min(case["steps"], 150), {"every": case["interval"], "to": case["target"]}
         for name, options, expected in (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 import torch
 from support.attention import step
 from support.golden import arrays_of, assert_near, cases_of, checked
+from support.paths import GOLDEN
 
 from kvbench.engine.cache import cache_of
 from kvbench.kernels import quantize
@@ -24,13 +23,13 @@ from kvbench.kv import CompressedKV
 
 
 @pytest.fixture
-def qjl_golden(shared_file: Callable[[str], Path]) -> Any:
-    return arrays_of(shared_file("golden/next/qjl.npz"))
+def qjl_golden() -> Any:
+    return arrays_of(GOLDEN / "qjl.npz")
 
 
 @pytest.fixture
-def turbo_golden(shared_file: Callable[[str], Path]) -> Any:
-    return arrays_of(shared_file("golden/next/turboquant.npz"))
+def turbo_golden() -> Any:
+    return arrays_of(GOLDEN / "turboquant.npz")
 
 
 RELEASED = ("rot_small", "rot_128", "gauss", "no_outliers")
@@ -158,8 +157,8 @@ def test_turboquant_by_the_papers_formulas(turbo_golden, name):
     assert tq.vector_bytes(d, case["bits"], case["stage"], 2) == sum(parts.values())
 
 
-def test_codebooks(shared_file):
-    tables = json.loads(shared_file("golden/next/turboquant_codebooks.json").read_text())
+def test_codebooks():
+    tables = json.loads((GOLDEN / "turboquant_codebooks.json").read_text())
     for table in tables["codebooks"]:
         d = table["d"] or 128
         centroids = lloyd_max(d, table["bits"], table["marginal"]) * math.sqrt(d)

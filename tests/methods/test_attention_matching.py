@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.golden import arrays_of, assert_near, cases_of
 from support.method_layers import attend, make_layer, run
+from support.paths import GOLDEN
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
@@ -42,8 +43,8 @@ def options_of(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_as_released(shared_file):
-    golden = arrays_of(shared_file("golden/next/attention_matching.npz"))
+def test_as_released():
+    golden = arrays_of(GOLDEN / "attention_matching.npz")
     for name, case in cases_of(golden, "cases_json").items():
         g = np.random.default_rng(case["seed"])
         n, d, m = case["T"], case["d"], case["n"]

@@ -13,6 +13,7 @@ import torch
 from support.encoders import tokenizer
 from support.golden import arrays_of, cases_of
 from support.jobs import Letters
+from support.paths import GOLDEN
 from support.tiny import prompt_ids, tiny_model
 from torch import Tensor
 
@@ -37,8 +38,8 @@ BUDGET = Budget(rate=0.3, sink=5, window=4)
 
 
 @pytest.mark.parametrize("name", ["two_chunks", "group4"])
-def test_scores_and_choice_as_released(shared_file, name):
-    golden = arrays_of(shared_file("golden/next/scores.npz"))
+def test_scores_and_choice_as_released(name):
+    golden = arrays_of(GOLDEN / "scores.npz")
     case = cases_of(golden, "kvzip_json")[name]
     layers, hkv, hq, n, d, sink = (case[k] for k in ("layers", "hkv", "hq", "n", "d", "sink"))
     g, digests = np.random.default_rng(case["seed"]), []

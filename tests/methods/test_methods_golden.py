@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 from support.golden import arrays_of, cases_of, checked
 from support.method_layers import attend, exact_capacity, run, walk_by_definition
+from support.paths import GOLDEN
 from torch import Tensor
 
 from kvbench.kernels.balanced_walk import balanced_walk
@@ -21,13 +21,13 @@ from kvbench.methods import build_method
 
 
 @pytest.fixture
-def balance(shared_file: Callable[[str], Path]) -> dict[str, Any]:
-    return arrays_of(shared_file("golden/balancekv.npz"))
+def balance() -> dict[str, Any]:
+    return arrays_of(GOLDEN / "balancekv.npz")
 
 
 @pytest.fixture
-def selection(shared_file: Callable[[str], Path]) -> dict[str, Any]:
-    return arrays_of(shared_file("golden/selection.npz"))
+def selection() -> dict[str, Any]:
+    return arrays_of(GOLDEN / "selection.npz")
 
 
 def drawn(case: dict[str, Any], seed_key: str, **draws: Any) -> list[Tensor]:

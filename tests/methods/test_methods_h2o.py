@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.jobs import make_job
 from support.method_layers import make_layer, run
+from support.paths import GOLDEN
 from support.tiny import prompt_ids, tiny_model
 from torch import Tensor
 
@@ -57,9 +58,9 @@ def test_the_heaviest_leave_where_the_lightest_stay_and_a_cache_may_grow():
 
 
 @pytest.mark.parametrize("rows", [7, 512])
-def test_released_masks_are_golden(rows, shared_file, monkeypatch):
+def test_released_masks_are_golden(rows, monkeypatch):
     monkeypatch.setattr("kvbench.methods.h2o.QUERY_ROWS", rows)
-    cases = json.loads(shared_file("golden/tasks/h2o_masks.json").read_text())["cases"]
+    cases = json.loads((GOLDEN / "h2o_masks.json").read_text())["cases"]
     for case in cases:
         rng, scaling = np.random.default_rng(case["seed"]), case["dim"] ** -0.5
         shape = case["heads"], case["n"], case["dim"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import transformers as t
 from support.attention import step
 from support.golden import arrays_of, cases_of, checked
 from support.method_layers import attend, make_layer, rotary, run
+from support.paths import GOLDEN
 from support.tiny import GROUPED, prompt_ids, tiny_model
 from torch import Tensor
 
@@ -33,8 +33,8 @@ from kvbench.methods.rkv import redundancy
 
 
 @pytest.fixture
-def golden(shared_file: Callable[[str], Path]) -> dict[str, Any]:
-    return arrays_of(shared_file("golden/next/scores.npz"))
+def golden() -> dict[str, Any]:
+    return arrays_of(GOLDEN / "scores.npz")
 
 
 def rotated(queries: Tensor, table: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
@@ -101,8 +101,8 @@ def test_rkv_as_released(golden, name):
     np.testing.assert_array_equal(kept.positions[0], golden[f"rkv_{name}_kept"])
 
 
-def test_pages_by_definition(shared_file):
-    for case in json.loads(shared_file("golden/next/pages.json").read_text()):
+def test_pages_by_definition():
+    for case in json.loads((GOLDEN / "pages.json").read_text()):
         hkv, n = case["hkv"], case["n"]
         draws = np.random.default_rng(case["seed"]).random((hkv, n), dtype=np.float32)
         scores = torch.from_numpy(draws.astype(np.float64) ** 3)[None]

@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from support.golden import arrays_of, assert_near, cases_of, checked
 from support.method_layers import attend, make_layer, run
+from support.paths import GOLDEN
 from torch import Tensor
 
 from kvbench.kernels.pivoted_cholesky import GRAM_LIMIT, Gaussian, nystroem, pivoted_cholesky
@@ -23,8 +24,8 @@ def layer_of(keys: Tensor, values: Tensor, scaling: float | None = None) -> Laye
     return LayerKV(keys, values, None, 0, 1, scaling or keys.shape[-1] ** -0.5)
 
 
-def test_one_bin_as_released(shared_file):
-    golden = arrays_of(shared_file("golden/next/wildcat.npz"))
+def test_one_bin_as_released():
+    golden = arrays_of(GOLDEN / "wildcat.npz")
     cases = cases_of(golden, "kernel_json")
     assert len(cases) == 8
     for name, case in cases.items():
@@ -82,8 +83,8 @@ def whole_heads(
     return layer_of(keys, values), budget, uniforms, check
 
 
-def test_whole_heads_as_released(shared_file):
-    golden = arrays_of(shared_file("golden/next/wildcat.npz"))
+def test_whole_heads_as_released():
+    golden = arrays_of(GOLDEN / "wildcat.npz")
     cases = cases_of(golden, "press_json").values()
     assert len(cases) == 3
     for case in cases:
@@ -101,8 +102,8 @@ def test_whole_heads_as_released(shared_file):
         assert torch.equal(kept.keys, layer.keys.gather(2, at))
 
 
-def test_even_bins(shared_file):
-    native = arrays_of(shared_file("golden/next/wildcat_native.npz"))
+def test_even_bins():
+    native = arrays_of(GOLDEN / "wildcat_native.npz")
     cases = cases_of(native)
     assert len(cases) == 3
     for name, case in cases.items():

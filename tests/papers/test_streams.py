@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.test_rotary import tiny
 from support.golden import golden_model
-from support.paths import ROOT
+from support.paths import GOLDEN, ROOT
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.architecture import kvbench_attention_on
@@ -35,8 +35,8 @@ def streaming_nll(
         ).tolist()
 
 
-def test_golden(shared_file):
-    golden = json.loads(shared_file("golden/tasks/streaming_ppl.json").read_text())
+def test_golden():
+    golden = json.loads((GOLDEN / "streaming_ppl.json").read_text())
     model = golden_model(golden)
     for case in golden["cases"]:
         for positions in ("absolute", "cache"):

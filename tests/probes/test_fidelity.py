@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.golden import golden_model
 from support.jobs import Echo, records_of
+from support.paths import GOLDEN
 from support.probing import probe_job
 from support.tiny import Broken, prompt_ids, tiny_model
 from torch import Tensor
@@ -36,8 +37,8 @@ class Kept(Method):
         return gather_entries(layer, torch.tensor([self.kept[layer.layer_index]]))
 
 
-def test_golden(shared_file):
-    golden = json.loads(shared_file("golden/tasks/fidelity.json").read_text())
+def test_golden():
+    golden = json.loads((GOLDEN / "fidelity.json").read_text())
     model = golden_model(golden)
     model.set_attn_implementation("kvbench")
     for case in golden["cases"]:

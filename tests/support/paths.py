@@ -8,6 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "longbench"
+GOLDEN = ROOT / "tests" / "data" / "golden"
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:

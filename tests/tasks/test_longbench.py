@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from support.encoders import ids_of, tokenizer
-from support.paths import DATA, write_lines
+from support.paths import DATA, GOLDEN, write_lines
 
 from kvbench.engine.answer import Stopping
 from kvbench.engine.model_spec import ModelError, ModelSpec
@@ -68,8 +68,8 @@ def test_every_prompt_template_is_the_originals() -> None:
     assert digests.keys() == DATASETS.keys()
 
 
-def test_hashes_and_limits_are_the_benchmarks(shared_file: Callable[[str], Path]) -> None:
-    golden = json.loads(shared_file("golden/longbench_prompt_sha256.json").read_text())
+def test_hashes_and_limits_are_the_benchmarks() -> None:
+    golden = json.loads((GOLDEN / "longbench_prompt_sha256.json").read_text())
     assert {name: entry["sha256"] for name, entry in golden.items()} == PROMPT_SHA256
     limits = {name: entry["max_new_tokens"] for name, entry in golden.items()}
     assert limits == {name: dataset.new_tokens for name, dataset in DATASETS.items()}

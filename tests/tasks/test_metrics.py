@@ -6,15 +6,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 from rouge import Rouge
 from rouge_score.rouge_scorer import RougeScorer
-from support.paths import ROOT
+from support.paths import GOLDEN, ROOT
 
 from kvbench.tasks.base import Example, TaskError
 from kvbench.tasks.longbench_datasets import bucket, score
@@ -171,8 +169,8 @@ def test_released_recall_counts_different_words_with_their_punctuation(
 
 
 @pytest.fixture
-def longbench(shared_file: Callable[[str], Path]) -> Any:
-    return json.loads(shared_file("golden/longbench_metrics.json").read_text(encoding="utf-8"))
+def longbench() -> Any:
+    return json.loads((GOLDEN / "longbench_metrics.json").read_text(encoding="utf-8"))
 
 
 def test_every_case_scored_by_the_original_code_scores_the_same(
@@ -231,8 +229,8 @@ def example(answers: Any, dataset: str = "x") -> Example:
     )
 
 
-def test_lines_are_scored_as_by_the_official_scorer(shared_file: Any) -> None:
-    golden = json.loads(shared_file("golden/longeval_scoring.json").read_text())
+def test_lines_are_scored_as_by_the_official_scorer() -> None:
+    golden = json.loads((GOLDEN / "longeval_scoring.json").read_text())
     scores = []
     for case in golden["cases"]:
         assert parse_number(case["output"]) == case["parsed"], case
@@ -242,8 +240,8 @@ def test_lines_are_scored_as_by_the_official_scorer(shared_file: Any) -> None:
     assert parse_number("1" * 5000) == -1, "too long for an integer: wrong, and no error"
 
 
-def test_ruler_is_scored_as_by_the_official_scorer(shared_file: Any) -> None:
-    golden = json.loads(shared_file("golden/tasks/ruler_scoring.json").read_text())
+def test_ruler_is_scored_as_by_the_official_scorer() -> None:
+    golden = json.loads((GOLDEN / "ruler_scoring.json").read_text())
     assert len(golden["cases"]) == 60
     by_task: dict[str, list[Any]] = {}
     for case in golden["cases"]:
