@@ -98,15 +98,28 @@ def folded(text: str) -> str:
     return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), plain)
 
 
-def _words(text: str) -> list[str]:
-    """The words of a folded text, made of letters and digits."""
-    return re.findall(r"\w+", folded(text))
-
-
-# Chinese and the like have no blanks, so that no letter ends a word there.
-_IN_WORD = r"[\w--[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]]"
-_NO_DIGIT_BEFORE = rf"(?<!{_IN_WORD}|\d\.|(?<![\w.])[-.])"
+# A sentence of these has no blanks.
+_UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]"
+# These join particles and endings to the end of a word, and the first two also to its beginning.
+_PREFIXING = r"[\p{Hebrew}\p{Arabic}]"
+_JOINING = (
+    rf"[{_PREFIXING}\p{{Hangul}}\p{{Devanagari}}\p{{Bengali}}\p{{Gurmukhi}}\p{{Gujarati}}\p{{Oriya}}"
+    r"\p{Tamil}\p{Telugu}\p{Kannada}\p{Malayalam}\p{Sinhala}]"
+)
+_BEFORE = rf"[\w--{_UNSPACED}--{_PREFIXING}]"
+_BEHIND = rf"[\w--{_UNSPACED}--{_JOINING}]"
+"""What cannot stand before and behind a word that is found whole."""
+_NO_DIGIT_BEFORE = rf"(?<!{_BEFORE}|\d\.|(?<![\w.])[-.])"
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_VIRAMA = 9
+"""The combining class of the signs of Indic scripts that leave a consonant without a vowel."""
+_OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+
+
+def _words(text: str) -> list[str]:
+    """The words of a folded text, made of letters and digits; in a script without blanks every letter
+    is one."""
+    return regex.findall(rf"{_UNSPACED}|[\w--{_UNSPACED}]+", folded(text), regex.V1)
 
 
 @cache
@@ -115,23 +128,36 @@ def _whole(answer: str) -> Any:
     before = after = ""
     if answer[:1].isdecimal():
         before = _NO_DIGIT_BEFORE
-    elif regex.match(_IN_WORD, answer, regex.V1):
-        before = rf"(?<!{_IN_WORD})"
+    elif regex.match(_BEFORE, answer, regex.V1):
+        before = rf"(?<!{_BEFORE})"
     if _NUMBER.fullmatch(answer):
-        after = rf"(?!{_IN_WORD}*\d|\.\d)"
+        after = rf"(?!{_BEHIND}*\d|\.\d)"
     elif answer[-1:].isdecimal():
-        after = rf"(?!{_IN_WORD}|\.\d)"
-    elif regex.match(_IN_WORD, answer[-1:], regex.V1):
-        after = rf"(?!{_IN_WORD})"
+        after = rf"(?!{_BEHIND}|\.\d)"
+    elif regex.match(_BEHIND, answer[-1:], regex.V1):
+        after = rf"(?!{_BEHIND})"
+    elif unicodedata.combining(answer[-1:] or " ") == _VIRAMA:
+        answer = answer[:-1]  # which an ending with a vowel takes away
     return regex.compile(before + regex.escape(answer) + after, regex.V1)
 
 
 def containment(prediction: str, answer: str) -> float:
     """1 if the prediction contains the answer as whole words or numbers, else 0. Both are `folded`; a
-    ``.``, ``!`` or ``?`` at the end of the answer makes no difference."""
+    ``.``, ``!`` or ``?`` at the end of the answer makes no difference. An answer of yes, no, true or
+    false is 0 where its opposite comes first.
+
+    In the scripts of `_JOINING` a word may go on behind the answer, and in Hebrew and Arabic begin
+    before it. Latin, Greek and Cyrillic words are whole, those of Hungarian and Turkish with their
+    endings, too: the metric `substring` is for these.
+    """
     answer_text = folded(answer)
     without_end = answer_text.rstrip(".!?") or answer_text
-    return float(_whole(without_end).search(folded(prediction)) is not None)
+    text = folded(prediction)
+    found = _whole(without_end).search(text)
+    if found is not None and without_end in _OPPOSITES:
+        opposite = _whole(_OPPOSITES[without_end]).search(text)
+        return float(opposite is None or found.start() < opposite.start())
+    return float(found is not None)
 
 
 def contains_for_good(answers: Sequence[str], text: str) -> bool:
@@ -186,20 +212,34 @@ def rouge_l_recall(prediction: str, answer: str) -> float:
     return float(scores["rougeL"].recall)
 
 
+# The sign of a number, also before its currency, and what stands inside one: 3.14, 1/2, 2:30, 1e-5.
+_IN_NUMBER = r"(?<!\w)-(?=\p{Sc}?\.?\d)|(?<!\d)\.(?=\d)|(?<=\d)[^\w\s](?=\d)|(?<=\de)-(?=\d)"
+_PUNCTUATION = regex.compile(rf"(?:{_IN_NUMBER})(*SKIP)(*FAIL)|[\p{{P}}$+<=>^`|~]")
+
+
 def normalised(text: str) -> str:
-    """A text in SQuAD's form for comparisons: lower case, no punctuation, no articles, single
-    blanks."""
-    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    """A text in SQuAD's form for comparisons: lower case, no punctuation, no articles, single blanks.
+    It departs from SQuAD's in that a number keeps its sign, its point and what else stands between its
+    digits (1,000 is 1000), and that punctuation is that of every script. A text of articles alone (the
+    option A) keeps them, and one of signs alone its signs."""
+    plain = folded(text)
+    words = _PUNCTUATION.sub("", plain)
+    for form in (re.sub(r"\b(a|an|the)\b", " ", words), words):
+        if form.strip():
+            return " ".join(form.split())
+    return plain
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """1 if prediction and answer are the same text once both are `normalised`, else 0; of an answer that
-    is an article or a sign alone (the option A), once both are `folded`."""
-    expected = normalised(answer)
-    if not expected:
-        return float(folded(prediction) == folded(answer))
-    return float(normalised(prediction) == expected)
+    """1 if prediction and answer are the same text once both are `normalised`, else 0."""
+    return float(normalised(prediction) == normalised(answer))
+
+
+def word_f1(prediction: str, answer: str) -> float:
+    """SQuAD's F1 of the words of prediction and answer, both `normalised`."""
+    words, expected = Counter(normalised(prediction).split()), Counter(normalised(answer).split())
+    shared = (words & expected).total()
+    return 2 * shared / (words.total() + expected.total()) if shared else 0.0
 
 
 def contains_all(prediction: str, key: Key) -> dict[str, float]:
@@ -245,11 +285,13 @@ _HEDGE = (
     r"|\b(?:answer|choice|clearly|correct|definitely|indeed|is|it|letter|likely|most|obviously|option"
     r"|probably|simply|surely|that|the|therefore|thus)\b)"
 )
-_STATED = re.compile(
-    rf"(?:\b(?i:answer|option|choice)\b[\s*_\"')]*+(?i:(?:to|for)\s+(?:this|the)\s+\w+\s+)?"
-    rf"(?::|=|(?i:is\b))|\\boxed\b)"
-    rf"(?:{_MARKS}|\\[a-z]+(?=\s*\{{)|{_HEDGE}){{0,40}}+{_LETTER}"
+_STATEMENT = (
+    r"(?:\b(?i:answer|option|choice)\b[\s*_\"')]*+(?i:(?:to|for)\s+(?:this|the)\s+\w+\s+)?"
+    r"(?::|=|(?i:is\b))|\\boxed\b)"
 )
+_BETWEEN = rf"(?:{_MARKS}|\\[a-z]+(?=\s*\{{)|{_HEDGE})"
+_STATED = re.compile(rf"{_STATEMENT}{_BETWEEN}{{0,40}}+{_LETTER}")
+_STATES, _SKIPPED = re.compile(_STATEMENT), re.compile(rf"{_BETWEEN}|(?i:an?\b)")
 _FIRST = re.compile(
     rf"{_MARKS}*+(?:(?i:answer|option|choice|letter)\b{_MARKS}*+)?([A-Za-z])"
     rf"(?=[.):,\]*\"'’”\s]*+(?:\Z|(?<=\n))|[.):\]*]++\s)"
@@ -268,6 +310,7 @@ def chosen_letter(prediction: str, choices: Sequence[str] = ()) -> str | None:
 
     * the last letter that is stated in either case: after "answer is", "answer:" and the like, words
       such as "I think" or "option" skipped, or in a box;
+    * the last option whose text, the longest, is so stated;
     * a letter in either case with which the prediction begins, alone or before ``.``, ``)`` or ``:``;
     * the option with whose text the prediction begins, the longest;
     * the last letter of which is said that it "is correct";
@@ -279,21 +322,50 @@ def chosen_letter(prediction: str, choices: Sequence[str] = ()) -> str | None:
     stated = _last(_STATED, text, choices)
     if stated is not None:
         return stated
+    stated = _stated_text(text, choices)
+    if stated is not None:
+        return stated
     first = _FIRST.match(text)
     if first is not None and first[1].upper() in _letters(choices):
         return first[1].upper()
-    begun = [
-        (len(choice.strip()), -number)
-        for number, choice in enumerate(choices[:26])
-        if choice.strip() and re.match(rf"{re.escape(choice.strip())}(?!\w)", text, re.IGNORECASE)
-    ]
-    if begun:
-        return string.ascii_uppercase[-max(begun)[1]]
+    begun = _begun(text, choices)
+    if begun is not None:
+        return begun
     confirmed = _last(_CONFIRMED, text, choices)
     if confirmed is not None:
         return confirmed
     named = (match[1] for match in _NAMED.finditer(text) if match[1] in _letters(choices))
     return next(named, None)
+
+
+def _stated_text(text: str, choices: Sequence[str]) -> str | None:
+    """The letter of the last option whose text is stated, or None."""
+    for match in reversed(list(_STATES.finditer(text)) if choices else []):
+        place = match.end()
+        for _ in range(40):
+            letter = _begun(text, choices, place)
+            if letter is not None:
+                return letter
+            skipped = _SKIPPED.match(text, place)
+            if skipped is None:
+                break
+            place = skipped.end()
+    return None
+
+
+def _begun(text: str, choices: Sequence[str], place: int = 0) -> str | None:
+    """The letter of the option whose text, the longest, is at a place of a text, or None."""
+    begun = [
+        (len(choice), -number)
+        for number, choice in enumerate(map(str.strip, choices[:26]))
+        if choice and _as_option(choice).match(text, place)
+    ]
+    return string.ascii_uppercase[-max(begun)[1]] if begun else None
+
+
+def _as_option(choice: str) -> re.Pattern[str]:
+    """The pattern of an option's text as a whole word or number."""
+    return re.compile(rf"{re.escape(choice)}(?!\w|(?<=\d)[.,:/]\d)", re.IGNORECASE)
 
 
 def _last(pattern: re.Pattern[str], text: str, choices: Sequence[str]) -> str | None:

@@ -89,7 +89,7 @@ class Needle(Task):
     """
 
     name: ClassVar[str] = "needle"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     unit: ClassVar[str] = "filler"
     measures: ClassVar[tuple[str, ...]] = ("containment", "word_recall")
     breakdown: ClassVar[tuple[str, ...]] = ("length", "depth")

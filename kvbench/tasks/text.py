@@ -26,6 +26,7 @@ class RunningText(Task):
     """
 
     name: ClassVar[str] = "text"
+    version: ClassVar[int] = 2
     unhashed: ClassVar[tuple[str, ...]] = ("num_examples",)
 
     files: Sequence[str] = ()

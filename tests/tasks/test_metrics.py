@@ -6,6 +6,8 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +19,14 @@ from support.paths import GOLDEN, ROOT
 from kvbench.tasks.base import Example, TaskError
 from kvbench.tasks.longbench_datasets import bucket, score
 from kvbench.tasks.longeval_lines import LongEvalLines, parse_number
-from kvbench.tasks.metrics import METRICS, check_metric
+from kvbench.tasks.metrics import (
+    METRICS,
+    _own_metric,
+    check_metric,
+    metric_named,
+    own_function,
+    scorer,
+)
 from kvbench.tasks.metrics_benchmarks import lm_eval_module
 from kvbench.tasks.metrics_text import Key, containment, released_recall, rouge1, word_recall
 from kvbench.tasks.ruler import Ruler, clean
@@ -57,8 +66,8 @@ def test_without_lm_eval_a_metric_that_needs_it_is_refused(monkeypatch: Any) -> 
             refused[name] = str(problem)
         else:
             assert metric("3", Key(('{"a": "3"}',), ("3", "4"), pattern="3"))["score"] <= 1
-    assert {"f1", "boxed"} <= refused.keys()
-    assert not {"contains", "code_similarity"} & refused.keys()
+    assert {"qa_f1", "boxed"} <= refused.keys()
+    assert not {"contains", "f1", "code_similarity"} & refused.keys()
     command = "allowed: pip install 'kvbench[lm-eval]'"
     assert all(message.endswith(command) for message in refused.values())
 
@@ -80,6 +89,63 @@ def test_a_box_holds_the_same_number_or_the_same_text(
 ) -> None:
     scores = METRICS["boxed"](prediction, Key(tuple(answers)))
     assert scores == {"score": score, "null": float("boxed" not in prediction)}
+
+
+OWN = """
+THREE = 3
+class Judge: ...
+def half(prediction, references): return len(prediction) / (2 * len(references))
+def of_three(prediction, references, threshold): return 1.0
+def text(prediction, references): return "good"
+def percent(prediction, references): return 87.5
+def nothing(prediction, references): return float("nan")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "own_metrics.py").write_text(OWN)
+    (tmp_path / "broken_metrics.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("own_metrics", None)
+    _own_metric.cache_clear()
+
+
+def test_a_metric_may_be_a_function_of_ones_own(own: None) -> None:
+    assert metric_named("own_metrics.half")("a", Key(("x", "y"))) == {"score": 0.25}
+    assert scorer("own_metrics.half")("ab", ["x"]) == 1.0
+    assert scorer("exact")("The Paris.", ["x", "paris"]) == 1.0
+    own_function_ = own_function("own_metrics.half")
+    assert own_function_ is not None
+    assert own_function_.__code__.co_filename.endswith("own_metrics.py")
+    assert own_function("contains") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("contians", "'contians' (did you mean 'contains'?); allowed: contains, exact, "),
+        (
+            "own_metrics.nine",
+            "which cannot be found (is its folder on PYTHONPATH?); allowed: a fun",
+        ),
+        ("broken_metrics.x", "division by zero"),
+        ("os.system", "of Python's own library; allowed: a function of a prediction and a list of"),
+        ("own_metrics.THREE", "allowed: a function of a prediction and a list of answers"),
+        ("own_metrics.Judge", "allowed: a function of a prediction and a list of answers"),
+        ("own_metrics.of_three", "allowed: a function of a prediction and a list of answers"),
+        ("own_metrics.text", "returned 'good'; allowed: a number from 0 to 1"),
+        ("own_metrics.percent", "returned 87.5; allowed: a number from 0 to 1"),
+        ("own_metrics.nothing", "returned nan; allowed: a number from 0 to 1"),
+        ("choice", "needs the options of each question, which records do not hold; allowed: cont"),
+    ],
+)
+def test_what_is_no_metric_is_one_line(own: None, name: str, message: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        scorer(name)("x", ["y"])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_rouge_scores_beside_the_primary_one() -> None:
@@ -136,6 +202,7 @@ def test_containment_ignores_case_blanks_and_the_last_full_stop(
 def test_word_recall_counts_repetitions_and_rouge_1_stems_nothing() -> None:
     assert word_recall("a sandwich, a day!", "eat a sandwich on a day") == pytest.approx(4 / 6)
     assert word_recall("", "eat") == word_recall("eat", "") == 0.0
+    assert word_recall("答案是北京。", "北京") == word_recall("दिल्ली में", "दिल्ली") == 1.0
     assert rouge1("eat a sandwich", "eat a sandwich") == 1.0
     assert rouge1("eat a", "eat a fine sandwich") == pytest.approx(2 / 3)
     assert rouge1("eats", "eat") == 0.0
