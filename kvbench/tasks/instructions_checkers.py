@@ -102,8 +102,11 @@ def has_postscript(answer: str, postscript_marker: str) -> bool:
 
 
 def capital_words(answer: str, capital_frequency: int, capital_relation: str | None = None) -> bool:
-    """Whether as many words as asked are in capital letters."""
-    count = sum(word.isupper() for word in words_of(answer))
+    """Whether as many words as asked are in capital letters. Words are those of nltk's tokenizer, of the
+    whole answer; IFEval calls it for each sentence, whose full stop is then no part of a word."""
+    from nltk.tokenize import NLTKWordTokenizer
+
+    count = sum(word.isupper() for word in NLTKWordTokenizer().tokenize(answer))
     return compared(count, capital_relation, capital_frequency)
 
 

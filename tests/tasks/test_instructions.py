@@ -66,6 +66,10 @@ ANSWERS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "change_case:capital_word_frequency": [
         ({"capital_frequency": 2, "capital_relation": "at least"}, "NOW or NEVER", "NOW or never"),
         ({"capital_frequency": 1, "capital_relation": LESS}, "now", "NOW"),
+        ({"capital_frequency": 1}, "a TOP-DOWN view", "a Top-Down view"),
+        ({"capital_frequency": 2, "capital_relation": LESS}, "a TOP-DOWN view.", "TOP DOWN"),
+        ({"capital_frequency": 1}, "I DON'T", "don'T"),
+        ({"capital_frequency": 3, "capital_relation": LESS}, "U.S.A. NATO", "U. S. A."),
     ],
     "startend:end_checker": [({"end_phrase": "The end."}, 'So. the END." ', "The end. Or not")],
     "startend:quotation": [({}, ' "all\nof it" ', '"all" of it')],
