@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, lcm
 from typing import Annotated, Any, ClassVar, Literal
@@ -144,6 +145,13 @@ class Task(ABC):
         """The metric of `score` as heads of tables name it; empty where the task's own name says it."""
         return ""
 
+    def if_scored_by(
+        self, kind: type[Task], settled: Callable[[str], bool]
+    ) -> Callable[[str], bool] | None:
+        """`settled` for the examples of a task of `kind`, or None for a subclass with a score of its
+        own, which may be about what comes later in an answer."""
+        return settled if type(self).score is kind.score else None
+
     @abstractmethod
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """All examples, in an order of which every prefix is a balanced sample.
@@ -156,6 +164,12 @@ class Task(ABC):
     @abstractmethod
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """The scores of a prediction by name; ``"score"`` is the primary one."""
+
+
+def by_digest(ids: Iterable[str]) -> str:
+    """A key by which things with these ids are sorted into an order that looks random. It depends on the
+    ids alone: neither on their order nor on what else is sorted."""
+    return hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest()
 
 
 def _spread(count: int) -> list[int]:

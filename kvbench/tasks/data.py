@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,9 @@ def file_rows(task: str, file: File) -> Iterator[tuple[int, Any]]:
 
                 yield from enumerate(read_table(stream).to_pylist(), start=1)
             elif ending(file) in TABLES:
-                yield from enumerate(_table(stream, TABLES[ending(file)]), start=1)
+                content = stream.read()
+                _check_separator(task, file, content)
+                yield from enumerate(_table(content, TABLES[ending(file)]), start=1)
             elif ending(file) == ".json":
                 yield from _json_rows(task, file, stream.read())
             else:
@@ -181,14 +184,27 @@ def parsed_json(task: str, place: str, text: bytes) -> Any:
         raise TaskError(f"{task}: {place} is not complete JSON ({why})") from problem
 
 
-def _table(stream: Any, separator: str) -> list[dict[str, Any]]:
+def _check_separator(task: str, file: File, content: bytes) -> None:
+    """Refuse a table whose first line has other separators than its ending says, and none of these."""
+    header = content.partition(b"\n")[0].decode("utf-8", "replace")
+    separator = TABLES[ending(file)]
+    used = next((sign for sign in (";", "\t", "|", ",") if sign in header), separator)
+    if separator not in header and used != separator:
+        shown = "a tab" if separator == "\t" else repr(separator)
+        raise TaskError(
+            f"{task}: the cells of {file} are separated by {used!r}; allowed in a "
+            f"{ending(file)} file: {shown}"
+        )
+
+
+def _table(content: bytes, separator: str) -> list[dict[str, Any]]:
     """Cells are texts, so that 007, NA and 1e5 stay what they are; see `_meant`."""
     import pandas as pd
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)  # a row with more cells than names
         table = pd.read_csv(
-            stream,
+            BytesIO(content),
             sep=separator,
             dtype=str,
             keep_default_na=False,
@@ -201,8 +217,10 @@ def _table(stream: Any, separator: str) -> list[dict[str, Any]]:
 
 def _meant(cells: list[str]) -> list[Any]:
     """What a column was written from by pandas: whole numbers (as text) where every filled cell ends in
-    ``.0``; lists, or objects with a list ``text``, where every filled cell is one."""
+    ``.0``; booleans; lists, or objects with a list ``text``, where every filled cell is one."""
     filled = [cell for cell in cells if cell.strip()]
+    if filled and {*filled} <= {"True", "False"}:
+        return [{"True": True, "False": False}.get(cell, cell) for cell in cells]
     if filled and all(re.fullmatch(r"-?\d+\.0", cell) for cell in filled):
         return [cell.removesuffix(".0") for cell in cells]
     if any(cell.strip()[0] not in "[{" or NUMPY_ARRAY.fullmatch(cell) for cell in filled):

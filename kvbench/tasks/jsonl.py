@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from typing import Annotated, Any, ClassVar, Literal
 
 import regex
@@ -20,11 +20,11 @@ from annotated_types import Ge
 from kvbench.errors import check_known
 from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
-from kvbench.tasks.base import Example, NewTokens, Task, TaskError, with_newlines
+from kvbench.tasks.base import Example, NewTokens, Task, TaskError, by_digest, with_newlines
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_shared, split_template
 from kvbench.tasks.jsonl_fields import ROLES, FieldReader, Row
-from kvbench.tasks.metrics import METRICS, check_metric
+from kvbench.tasks.metrics import check_metric, metric_named, own_function
 from kvbench.tasks.metrics_text import Key, contains_for_good
 from kvbench.tasks.template import as_text, template
 
@@ -43,7 +43,7 @@ USUAL_FIELDS = {
 """By role the fields of which one, in any case of its letters, is taken where a row lacks the default
 one."""
 
-OF_ALL = ("subsets", "datasets", "per_dataset", "breakdowns", "long_answers")
+OF_ALL = ("subsets", "datasets", "order", "per_dataset", "breakdowns", "long_answers")
 """The options that no data set of `Jsonl.subsets` has of its own."""
 
 
@@ -76,11 +76,13 @@ class Jsonl(Task):
         data, file, archive, local: see `Source`.
         subsets: by the name of a data set, the options in which it differs.
         datasets: the names of `subsets` that are run; None for all.
+        order: the order of the contexts of a data set, of which a limit takes the first. "shuffled": by
+            the digests of their ids (`by_digest`). "file": as the files have them.
     """
 
     name: ClassVar[str] = "jsonl"
-    version: ClassVar[int] = 3
-    unhashed: ClassVar[tuple[str, ...]] = ("files", "data", "revision", "per_dataset")
+    version: ClassVar[int] = 4
+    unhashed: ClassVar[tuple[str, ...]] = ("files", "data", "revision", "order", "per_dataset")
 
     files: Sequence[str] = ()
     dataset: str | None = None
@@ -106,6 +108,7 @@ class Jsonl(Task):
     breakdowns: Sequence[str] = ()
     subsets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     datasets: Distinct[str] | None = None
+    order: Literal["shuffled", "file"] = "shuffled"
     per_dataset: Count | None = None
 
     def __post_init__(self) -> None:
@@ -117,7 +120,7 @@ class Jsonl(Task):
             check_known(f"jsonl: fields.{role} stands for nothing", str(role), ROLES, TaskError)
         if self.fields.get("answers") is None:
             raise TaskError("jsonl: fields.answers is null; allowed: the field with the answers")
-        check_known(f"task.metric is {self.metric!r}", self.metric, [*METRICS], TaskError)
+        own_function(self.metric)
         try:
             regex.compile(self.pattern or "")
         except regex.error as problem:
@@ -180,20 +183,29 @@ class Jsonl(Task):
         }
 
     def metric_name(self) -> str:
-        return self.metric
+        return self.metric.rpartition(".")[2]
+
+    def code(self) -> Sequence[object]:
+        functions = (own_function(part.metric) for part in self._parts.values())
+        return [function for function in functions if function is not None]
 
     def examples(self, encoder: PromptEncoder) -> Sequence[RowExample]:
-        """One context of each data set in turn, with all its questions, in the order of the files."""
-        queues = []
+        """One context of each data set in turn, with all its questions; see `order`."""
+        # By data set and context. A prompt without a context is a context of its own.
+        groups: dict[str, dict[tuple[str, str], tuple[Jsonl, list[_Prompt]]]] = {}
         for name, part in self._parts.items():
             check_metric(part.metric)
-            # In the order in which contexts first appear; a prompt without one is a group of its own.
-            groups: dict[tuple[str, str, str], list[_Prompt]] = {}
             for prompt in part._prompts(name):
-                context = (prompt.dataset, prompt.head, "" if prompt.head else prompt.id)
-                groups.setdefault(context, []).append(prompt)
-            wanted = islice(groups.values(), self.per_dataset)
-            queues.append([part._examples(group, encoder) for group in wanted])
+                of_dataset = groups.setdefault(prompt.dataset, {})
+                context = (prompt.head, "" if prompt.head else prompt.id)
+                of_dataset.setdefault(context, (part, []))[1].append(prompt)
+        queues = []
+        for dataset in groups if self.subsets or self.order == "file" else sorted(groups):
+            contexts = list(groups[dataset].values())
+            if self.order == "shuffled":
+                contexts.sort(key=lambda one: by_digest(prompt.id for prompt in one[1]))
+            wanted = contexts[: self.per_dataset]
+            queues.append([part._examples(prompts, encoder) for part, prompts in wanted])
         turns = chain.from_iterable(zip_longest(*queues))
         examples = [example for group in turns for example in group or ()]
         if not examples:
@@ -202,7 +214,7 @@ class Jsonl(Task):
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         assert isinstance(example, RowExample)
-        return METRICS[example.metric](prediction, example.key)
+        return metric_named(example.metric)(prediction, example.key)
 
     def _prompts(self, name: str) -> Iterable[_Prompt]:
         prompts: list[_Prompt] = []
@@ -298,7 +310,9 @@ class Jsonl(Task):
                 context_id=None if len(group) == 1 else group[0].id,
                 history=history,
                 golden=", ".join(prompt.answers) if self.metric == "contains_all" else None,
-                settled=partial(contains_for_good, prompt.answers) if may_end_early else None,
+                settled=self.if_scored_by(Jsonl, partial(contains_for_good, prompt.answers))
+                if may_end_early
+                else None,
                 fields={**prompt.fields, "truncated_tokens": len(full_context) - len(context)},
                 metric=self.metric,
                 key=Key(prompt.answers, prompt.choices, self.pattern),

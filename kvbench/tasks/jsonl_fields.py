@@ -76,9 +76,9 @@ class FieldReader:
         return self._listed("choices", value)
 
     def answers(self, metric: str) -> tuple[str, ...]:
-        """A text or number, a list of these, or an object with the list ``text`` (SQuAD). The index from
-        0 of one of the `choices` (MMLU), or its ``label`` (ARC), is the option's letter under a metric
-        of `OF_LETTERS`, else its text."""
+        """A text, number or boolean, a list of these, or an object with the list ``text`` (SQuAD). The
+        index from 0 of one of the `choices` (MMLU), or its ``label`` (ARC), is the option's letter under
+        a metric of `OF_LETTERS`, else its text. True is yes or true, and False no or false."""
         value = self.value("answers")
         if isinstance(value, Mapping) and metric in OF_OBJECTS:
             return (json.dumps(value, ensure_ascii=False),)
@@ -86,6 +86,7 @@ class FieldReader:
         if not all(str(answer).strip() for answer in answers):
             raise self._wrong("answers", value, "text that is not blank")
         options = self.choices()
+        answers = [said for answer in answers for said in _as_said(answer, options)]
         choices = self.value("choices")
         if isinstance(choices, Mapping) and isinstance(labels := choices.get("label"), list):
             answers = [labels.index(a) if a in labels else a for a in answers]
@@ -189,6 +190,14 @@ def _option_text(answer: str | float, options: Sequence[str | float]) -> str | N
     choices = [as_text(option) for option in options]
     letter = None if key is None else option_letter(key, choices)
     return None if letter is None else choices[string.ascii_uppercase.index(letter)]
+
+
+def _as_said(answer: str | float, options: Sequence[str | float]) -> list[str | float]:
+    """The words for an answer that is a boolean, or the options that are one of them."""
+    if not isinstance(answer, bool):
+        return [answer]
+    words = ["yes", "true"] if answer else ["no", "false"]
+    return [said for said in options if as_text(said).strip().lower() in words] or [*words]
 
 
 def _index(answer: str | float) -> Any:

@@ -117,7 +117,7 @@ class LongBench(Task):
             complete=True,
             end_ids=end_ids,
             may_be_empty=may_be_empty,
-            settled=partial(protocol.settled, encoder, dataset),
+            settled=self.if_scored_by(LongBench, partial(protocol.settled, encoder, dataset)),
             fields={
                 "length": row["length"],
                 "length_bucket": bucket(row["length"]),

@@ -169,7 +169,7 @@ class Ruler(Task):
                     context_ids=tuple(shared_ids.setdefault(token, token) for token in context),
                     question_ids=tuple(shared_ids.setdefault(token, token) for token in question),
                     complete=True,
-                    settled=partial(_settled, task, draft.answers),
+                    settled=self.if_scored_by(Ruler, partial(_settled, task, draft.answers)),
                     evidence=draft.evidence,
                     fields={"task": task, "length": length, "units": units, **draft.fields},
                 )

@@ -31,7 +31,9 @@ def whole(value: str | float) -> str | float:
 
 
 def as_text(value: str | float) -> str:
-    """A text or number as a person writes it; see `whole`."""
+    """A text, number or boolean as a person writes it; see `whole`."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return str(whole(value))
 
 

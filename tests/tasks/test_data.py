@@ -194,6 +194,12 @@ REFUSED: list[tuple[dict[str, Any], bytes, str]] = [  # source, the file of that
     ({"files": ("a.csv",)}, b"a,b\nx,y\nx,y,z\n", "cannot read a.csv: .* line 3, saw 3"),
     ({"files": ("a.csv",)}, b'a,b\n"x,y\n', "cannot read a.csv: .*EOF inside string"),
     ({"files": ("a.csv",)}, b"a\n\xff\n", "a.csv is not UTF-8"),
+    (
+        {"files": ("a.csv",)},
+        b"context;question;answers\nx, y;z;w\n",
+        r"cells of a.csv are separated by ';'; allowed in a .csv file: ','",
+    ),
+    ({"files": ("a.tsv",)}, b"a,b\nx,y\n", r"by ','; allowed in a .tsv file: a tab"),
     ({"files": ("a.csv.gz",)}, gzip.compress(b"a,b\nx,y\n")[:-9], "cannot read a.csv.gz"),
     ({"files": ("x*.jsonl",)}, b"", r"no file matches files='x\*\.jsonl'"),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,13 @@ def file(tmp_path: Path) -> str:
 
 
 def examples(file: str, encoder: Any = None, **options: Any) -> list[Any]:
-    task = Jsonl(**{"files": [file], "fields": FIELDS, **options})
+    task = Jsonl(**{"files": [file], "fields": FIELDS, "order": "file", **options})
     return list(task.examples(encoder or shipped()))
+
+
+def batched(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 def texts(made: list[Any]) -> list[str]:
@@ -86,6 +92,65 @@ def test_an_answer_may_end_when_it_is_in_the_text(file: str) -> None:
     assert not any(map(cups.settled, (" 3", " 3.", " 3,", " 30 ", " 3,000 ")))
     assert examples(file, metric="exact")[0].settled is None
     assert examples(file, golden_turns=False)[0].settled is None
+
+
+class Strict(Jsonl):
+    """A score about what follows the answer."""
+
+    def score(self, prediction: str, example: Any) -> dict[str, float]:
+        return {"score": float(prediction.endswith("red hat."))}
+
+
+def test_a_score_of_ones_own_sees_the_whole_answer(file: str) -> None:
+    for example in Strict(files=[file], fields=FIELDS).examples(shipped()):
+        assert example.settled is None
+
+
+def shuffled(path: Path, rows: list[Any], **options: Any) -> list[str]:
+    return [example.id for example in examples(write(path, rows), order="shuffled", **options)]
+
+
+def test_a_limit_takes_contexts_by_their_ids_and_of_every_data_set(tmp_path: Path) -> None:
+    """Of a file sorted by its answers, whatever the order of its rows is; questions of a context stay
+    together, and a sample of all contexts looks drawn."""
+    rows = [
+        {"text": f"C{n}", "q": q, "gold": "ab"[n >= 40], "i": f"{n}{q}", "half": n >= 40}
+        for n in range(80)
+        for q in "xy"
+    ]
+    fields = {**FIELDS, "id": "i"}
+    ids = shuffled(tmp_path / "a.jsonl", rows, fields=fields)
+    assert sorted(ids) == sorted(f"a-{row['i']}" for row in rows)
+    assert all(x[:-1] == y[:-1] and x[-1] + y[-1] == "xy" for x, y in batched(ids, 2))
+    later = sum(int(context[2:-1]) >= 40 for context in ids[:40:2])
+    assert 5 <= later <= 15  # of 20 contexts
+    backwards = [row for pair in batched(rows[::-1], 2) for row in pair[::-1]]
+    assert shuffled(tmp_path / "a.jsonl", backwards, fields=fields) == ids
+    by_half = {**fields, "dataset": "half"}
+    names = [
+        name.split("-")[0] for name in shuffled(tmp_path / "a.jsonl", rows[::-1], fields=by_half)
+    ]
+    assert names == ["False", "False", "True", "True"] * 40
+    few = shuffled(tmp_path / "a.jsonl", rows, fields=by_half, per_dataset=3)
+    assert len(few) == 12
+    assert set(few) < set(shuffled(tmp_path / "a.jsonl", rows, fields=by_half, per_dataset=4))
+
+
+def test_a_metric_of_ones_own_scores_rows_and_belongs_to_the_tasks_code(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_of_rows.py").write_text(
+        "def first(prediction, references): return prediction[:1] == references[0][:1]"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = Jsonl(files=[file], fields=FIELDS, metric="mine_of_rows.first")
+    example = task.examples(shipped())[0]
+    assert task.score(example.answers[0][0] + "!", example) == {"score": 1.0}
+    assert example.settled is None
+    (function,) = task.code()
+    assert function.__module__ == "mine_of_rows"
+    assert task.metric_name() == "first"
+    assert list(Jsonl(files=[file]).code()) == []
 
 
 CHOICES = {**FIELDS, "choices": "c"}
@@ -135,6 +200,11 @@ MEANT: list[tuple[dict[str, Any], dict[str, str], tuple[str, ...]]] = [  # row, 
     ({"gold": "2", "c": ARC}, {"choices": "c"}, ("dark green",)),
     ({"gold": 1, "c": {"A": "red", "B": "blue"}}, {"choices": "c"}, ("blue",)),  # MedQA
     ({"gold": 2, "choices": COLOURS}, {"answers": "{{ gold }}"}, ("2",)),
+    ({"gold": True}, {}, ("yes", "true")),
+    ({"gold": False}, {}, ("no", "false")),
+    ({"gold": True, "c": ["No", "Yes"]}, {"choices": "c"}, ("Yes",)),
+    ({"gold": False, "c": [True, False]}, {"choices": "c"}, ("no",)),
+    ({"gold": True}, {"answers": "It is: {{ gold }}"}, ("It is: yes",)),
 ]
 
 
@@ -154,6 +224,8 @@ CELLS: list[tuple[list[str], list[tuple[str, ...]]]] = [  # a column of a table,
     (["4.0", "2.5"], [("4.0",), ("2.5",)]),
     (["['a', 'b']", '["c"]'], [("a", "b"), ("c",)]),
     (["{'text': ['a', 'b']}"], [("a", "b")]),
+    (["True", "False"], [("yes", "true"), ("no", "false")]),
+    (["True", "maybe"], [("True",), ("maybe",)]),
     (["[1, 2)", "[3, 4]"], [("[1, 2)",), ("[3, 4]",)]),
 ]
 
@@ -328,6 +400,11 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [  # options, rows, messa
         "row 1: field 'gold' is 2 and .* 'choices'; allowed: task.fields.choices=choices if",
     ),
     ({"fields": CHOICES}, [{**ROW, "c": COLOURS, "gold": 3}], "row 1: field 'gold' is 3; allowed"),
+    (
+        {"metric": "choice", "fields": CHOICES},
+        [{**ROW, "c": COLOURS, "gold": True}],
+        "'gold' is True; allowed: a letter",
+    ),
     ({}, [{**ROW, "q": ["y"]}], "has 1 questions and 'gold' is 'z'"),
     ({}, [], "the data hold no question"),
     ({}, [ROW, {**ROW, "gold": " "}], r"my.jsonl row 2: field 'gold' is ' '; allowed: text that"),
