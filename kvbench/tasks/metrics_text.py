@@ -128,7 +128,7 @@ def _whole(answer: str) -> Any:
     before = after = ""
     if answer[:1].isdecimal():
         before = _NO_DIGIT_BEFORE
-    elif regex.match(_BEFORE, answer, regex.V1):
+    elif _NUMBER.match(answer) or regex.match(_BEFORE, answer, regex.V1):
         before = rf"(?<!{_BEFORE})"
     if _NUMBER.fullmatch(answer):
         after = rf"(?!{_BEHIND}*\d|\.\d)"
