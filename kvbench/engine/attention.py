@@ -49,6 +49,7 @@ class LayerCall:
         output: the weight of the layer's output projection, [hidden, heads * head_dim]; None where it
             cannot be read.
         sinks: [heads], the logit of each query head's attention sink (`LayerKV.sinks`); None for none.
+        module: the attention block that calls, for forward hooks.
     """
 
     layer: int
@@ -60,6 +61,7 @@ class LayerCall:
     sliding_window: int | None = None
     output: Tensor | None = field(default=None, compare=False, repr=False)
     sinks: Tensor | None = None
+    module: nn.Module | None = field(default=None, compare=False, repr=False)
 
     def exact(self) -> Tensor:
         """Causal attention of the queries over the keys of this call alone, [batch, heads, t, head_dim];
@@ -110,7 +112,8 @@ class Pass(ABC):
     """What the attention function talks to: how one forward pass computes attention, and what it does
     with the keys and values of each layer.
 
-    The engine's are `Prefill`, `Repeat` and `Capture` (prefill.py), `Feed` and its `Table` (decode.py).
+    The engine's are `Prefill` and `Capture` (prefill.py), `ReplayPass` (second_pass.py), `Feed` and its
+    `Table` (decode.py).
     """
 
     called: frozenset[int] = frozenset()
@@ -181,8 +184,6 @@ def kvbench_attention(
             "compute it once"
         )
     kvbench.called |= {layer}
-    output: Any = getattr(getattr(module, "o_proj", None), "weight", None)
-    readable = isinstance(output, Tensor) and output.dim() == 2 and not output.is_meta
     out = kvbench.attend(
         LayerCall(
             layer,
@@ -192,12 +193,23 @@ def kvbench_attention(
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap,
             sliding_window,
-            output if readable and output.is_floating_point() else None,
+            _output_weight(module, query.shape[1] * value.shape[-1]),
             s_aux,
+            module,
         )
     )
     # Contiguous as transformers' own functions return it: AFMoE and JetMoE take a view of it.
     return out.transpose(1, 2).contiguous(), None
+
+
+def _output_weight(module: nn.Module, columns: int) -> Tensor | None:
+    """The weight [hidden, columns] of an attention block's output projection; None where it cannot be
+    read, for example where it is packed."""
+    for name in ("o_proj", "out_proj", "dense"):
+        weight: Any = getattr(getattr(module, name, None), "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == columns:
+            return weight if weight.is_floating_point() and not weight.is_meta else None
+    return None
 
 
 def register() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvbench.engine.device import SMALL_LAYER, threads_are_ours
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
-from kvbench.methods.base import Method, Repetition
+from kvbench.methods.base import Method, Replay
 
 
 class LayerDamaged(KVError):
@@ -112,22 +112,22 @@ def compress(
     return Compressed(kept, capacity, clock)
 
 
-def rescore(
+def observe(
     label: str,
     method: Method,
     layer: LayerKV,
-    repeated: Repetition,
+    replay: Replay,
     budget: Budget,
     carried: dict[str, Tensor],
 ) -> None:
-    """Show `method` the layer while the model repeats its prompt (`Method.rescore`).
+    """Show `method` the layer while the model repeats its prompt (`Method.observe`).
 
     Raises:
         LayerDamaged: see `unwritten`. Whatever the method raises is raised, too.
     """
-    parts = {name: getattr(repeated, name) for name in ("queries", "keys", "values")}
+    parts = {name: part for name, part in vars(replay).items() if isinstance(part, Tensor)}
     with settings_restored(), unwritten(label, layer, **parts):
-        method.rescore(replace(layer, carried=carried), repeated, budget)
+        method.observe(replace(layer, carried=carried), replay, budget)
 
 
 def check_held(held: CompressedKV, layer: LayerKV) -> None:

@@ -293,7 +293,7 @@ class Compression:
                 "compress_after is 'context' and generate does not know where the context of a prompt "
                 "ends; allowed: session.read(context).ask(question)"
             )
-        if self.method.rescoring is not None:
+        if self.method.second_pass is not None:
             raise UnsupportedGeneration(
                 f"method {self.label!r} has the model repeat its prompt before it compresses, and "
                 "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"

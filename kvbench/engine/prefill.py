@@ -1,12 +1,12 @@
 """The exact prefill of a prompt, which serves every method: the methods compress each layer as soon as
-it is computed. Some methods first see the model repeat the prompt (`Rescoring`)."""
+it is computed. Some methods first see the model repeat the prompt (`SecondPass`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,18 +19,17 @@ from kvbench.engine.cost import ExactBytes
 from kvbench.engine.device import input_device, small_pass, synchronize
 from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
 from kvbench.engine.row import Row
+from kvbench.engine.second_pass import FeedIds, ReplayPass
 from kvbench.engine.states import (
     PassingCache,
     State,
     clone_of,
     is_hybrid,
-    joined_cache,
     state_bytes,
     states_in,
 )
 from kvbench.kernels.elapsed import Elapsed
-from kvbench.kv import NORMALISERS, CompressedKV, KVError, LayerKV, Rotary, Shared
-from kvbench.methods.base import Repetition, Rescoring
+from kvbench.kv import NORMALISERS, CompressedKV, LayerKV, Rotary, Shared
 from kvbench.prompts import PromptEncoder
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class Prefill(Pass):
 
     Attributes:
         order: for the index of each compressible layer its number among these layers.
-        repeat: the pass in which the prompt is repeated; None if no method asks for one.
+        replay: the second pass, in which the prompt is repeated; None if no method asks for one.
         exact: the bytes of the exact cache of this prompt.
         clocks: the clocks of all work here that is not part of the exact prefill.
         non_finite: by the layer's index, the counts of keys and values that are not finite, which are
@@ -99,9 +98,9 @@ class Prefill(Pass):
         self.rotary = rotary or {}
         self.rows = rows
         self.order = {layer: index for index, layer in enumerate(compressible)}
-        rescorings = [row.method.rescoring for row in rows if row.rescores]
-        self.repeat = Repeat() if rescorings else None
-        self.repeat_shows_queries = any(r is not None and r.prompt_queries for r in rescorings)
+        asked = [row.method.second_pass for row in rows if row.has_second_pass]
+        self.replay = ReplayPass() if asked else None
+        self.replay_shows_queries = any(one is not None and one.prompt_queries for one in asked)
         self.exact = ExactBytes()
         self.clocks: list[Elapsed] = []
         self.non_finite: dict[int, Tensor] = {}
@@ -143,12 +142,14 @@ class Prefill(Pass):
         rotary = self.rotary.get(call.layer)
         kv = layer_kv(call, self.order[call.layer], len(self.order), rotary, normalisers)
         check.check_finite(kv, self.non_finite)
-        if self.repeat is not None:
-            self.repeat.exact_cache[call.layer] = (call.key, call.value)
-            shown = kv if self.repeat_shows_queries else replace(kv, queries=None, shared={})
-            self.repeat.layers[call.layer] = shown
+        if self.replay is not None:
+            self.replay.exact_cache[call.layer] = (call.key, call.value)
+            shown = kv if self.replay_shows_queries else replace(kv, queries=None, shared={})
+            self.replay.layers[call.layer] = shown
+            if call.module is not None:
+                self.replay.blocks[call.layer] = call.module
         for row in self.rows:
-            if not row.rescores:
+            if not row.has_second_pass:
                 row.compress(call.layer, kv, self.on_compress)
 
     def _keep(self, call: LayerCall) -> None:
@@ -156,22 +157,28 @@ class Prefill(Pass):
         n = call.key.shape[2]
         first = 0 if call.sliding_window is None else max(0, n - call.sliding_window)
         key, value = call.key[:, :, first:], call.value[:, :, first:]
-        if self.repeat is not None:
-            self.repeat.exact_cache[call.layer] = (key, value)
+        if self.replay is not None:
+            self.replay.exact_cache[call.layer] = (key, value)
         positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
         for row in self.rows:
             row.keep(call.layer, CompressedKV(key, value, None, positions), call.sliding_window)
 
-    def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: FeedIds) -> None:
-        """Let the model repeat the prompt for the methods that ask for it (`Method.rescoring`); these
+    def repeat(
+        self,
+        model: PreTrainedModel,
+        ids: Sequence[int],
+        encoder: PromptEncoder | None,
+        feed: FeedIds,
+    ) -> None:
+        """Let the model repeat the prompt for the methods that ask for it (`Method.second_pass`); these
         then compress every layer."""
-        rows = [row for row in self.rows if row.rescores and row.failure is None]
-        if self.repeat is None or not rows:
+        rows = [row for row in self.rows if row.has_second_pass and row.failure is None]
+        if self.replay is None or not rows:
             return
-        clock = Elapsed(next(iter(self.repeat.exact_cache.values()))[0].device)
-        self.repeat.states = self.states
-        self.repeat.read(rows, ids, encoder, feed)
-        for layer, kv in self.repeat.layers.items():
+        clock = Elapsed(next(iter(self.replay.exact_cache.values()))[0].device)
+        self.replay.states = self.states
+        self.replay.read(model, rows, ids, encoder, feed)
+        for layer, kv in self.replay.layers.items():
             for row in rows:
                 row.compress(layer, kv, self.on_compress)
         self.clocks.append(clock.stop())
@@ -196,130 +203,6 @@ class Prefill(Pass):
         self.exact.states = state_bytes(states)
         for row in self.rows:
             row.end_prompt(n, self.exact, clone_of(states))
-
-
-FeedIds = Callable[[Sequence[int], Pass], object]
-"""A function that runs the model on token ids that follow the prompt, in a pass."""
-
-
-class Chunk(NamedTuple):
-    """The tokens that are fed to have one chunk of a prompt repeated.
-
-    Attributes:
-        start, stop: the chunk is the prompt tokens start .. stop - 1.
-        ids: the token ids of the instruction, of what opens an answer, and of the chunk.
-    """
-
-    start: int
-    stop: int
-    ids: list[int]
-
-
-@dataclass
-class Repeat(Pass):
-    """The passes over chunks that follow a prompt. Each chunk attends to the exact cache of the prompt,
-    which is held here, and to itself; its keys and values are added to no cache.
-
-    Attributes:
-        exact_cache: the prompt's keys and values by the layer's index; for a sliding-window layer those
-            in its window.
-        layers: the layers that will be compressed, by the layer's index, without the prompt's queries
-            unless a method asks for them (`Rescoring.prompt_queries`).
-        states: for hybrid models the recurrent states after the prompt, by the layer's index.
-        rows: those whose methods are shown the current chunk.
-        chunk: the current chunk; None before the first.
-    """
-
-    exact_cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    layers: dict[int, LayerKV] = field(default_factory=dict)
-    states: dict[int, State] = field(default_factory=dict)
-    rows: Sequence[Row] = ()
-    chunk: Chunk | None = None
-
-    def read(
-        self, rows: Sequence[Row], ids: Sequence[int], encoder: PromptEncoder | None, feed: FeedIds
-    ) -> None:
-        """Let the model repeat the prompt, once for all rows with the same `Rescoring` and sink.
-
-        Args:
-            ids: the token ids of the prompt.
-            encoder: encodes the instruction to repeat, and what the chat template puts before an
-                answer; None if there is no tokenizer.
-            feed: runs the model.
-        """
-        sharing: dict[tuple[Rescoring, int], list[Row]] = {}
-        for row in rows:
-            assert row.method.rescoring is not None
-            sharing.setdefault((row.method.rescoring, row.budget.sink), []).append(row)
-        for (rescoring, sink), group in sharing.items():
-            clock = Elapsed(next(iter(self.exact_cache.values()))[0].device)
-            self.rows = group
-            try:
-                for chunk in chunks_of(rescoring, ids, sink, encoder):
-                    self.chunk = chunk
-                    feed(chunk.ids, self)
-            except check.LayerDamaged:
-                raise
-            except Exception as failure:  # noqa: BLE001 - the other groups go on
-                for row in group:
-                    row.fail(failure)
-            clock.stop()
-            for row in group:
-                row.clocks.append(clock)
-
-    def past(self, config: PreTrainedConfig) -> PassingCache:
-        """Copies of the states after the prompt."""
-        return joined_cache(config, [clone_of(self.states)])
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Show the chunk's queries, keys and values to the methods, and compute its exact attention to
-        the prompt and to itself."""
-        assert self.chunk is not None
-        keys, values = self.exact_cache[call.layer]
-        with_prompt = replace(
-            call, key=torch.cat([keys, call.key], 2), value=torch.cat([values, call.value], 2)
-        )
-        layer = self.layers.get(call.layer)
-        repeated = Repetition(self.chunk.start, self.chunk.stop, call.query, call.key, call.value)
-        for row in self.rows:
-            if layer is None or row.failure is not None:
-                continue
-            row.carry_to(call.key.device)
-            try:
-                check.rescore(row.label, row.method, layer, repeated, row.budget, row.carried)
-            except check.LayerDamaged as failure:
-                row.fail(failure)
-                raise  # what the others read is wrong: `prefill` reads the prompt again for them
-            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                row.fail(failure)
-        return with_prompt.exact()
-
-
-def chunks_of(
-    rescoring: Rescoring, ids: Sequence[int], sink: int, encoder: PromptEncoder | None
-) -> Iterator[Chunk]:
-    """Cut the tokens behind the sink into chunks that the model is to repeat. The instruction and what
-    opens an answer are tokenised separately, so that the chunk's tokens are those of the prompt.
-
-    Raises:
-        KVError: there is an instruction and no tokenizer.
-    """
-    words = rescoring.first or rescoring.following
-    if words and encoder is None:
-        raise KVError(
-            f"{words.strip()[:30]!r} asks the model to repeat the prompt and there is no tokenizer; "
-            "allowed: one beside the prompt, or a method that asks without words"
-        )
-    for start in range(sink, len(ids), rescoring.chunk):
-        stop = min(len(ids), start + rescoring.chunk)
-        before: list[int] = []
-        text = rescoring.first if start == sink else rescoring.following
-        if text and encoder is not None:
-            before = encoder.encode_text(text)
-        before += ids[max(sink, start - rescoring.overlap) : start]
-        if words and encoder is not None:
-            before += encoder.suffix_ids
-        yield Chunk(start, stop, [*before, *ids[start:stop]])
 
 
 @dataclass
@@ -418,7 +301,7 @@ def prefill(
     Args:
         ids: the token ids of the prompt.
         rows: one per method.
-        encoder: encodes the words in which a method asks the model to repeat the prompt (`Rescoring`);
+        encoder: encodes the words in which a method asks the model to repeat the prompt (`SecondPass`);
             None if there is no tokenizer.
     """
     device = input_device(model)
@@ -443,7 +326,7 @@ def prefill(
         start = time.perf_counter()
         try:
             logits = forward(model, tokens, positions, state)
-            state.rescore(ids, encoder, feed)
+            state.repeat(model, ids, encoder, feed)
         except check.LayerDamaged:
             continue  # the row that wrote has failed; the others start anew
         break

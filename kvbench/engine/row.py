@@ -129,9 +129,9 @@ class Row:
         self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
 
     @property
-    def rescores(self) -> bool:
+    def has_second_pass(self) -> bool:
         """Whether the model repeats this prompt for the method before the method compresses it."""
-        return self.compressed and self.method.rescoring is not None
+        return self.compressed and self.method.second_pass is not None
 
     def compress(
         self, layer: int, kv: LayerKV, on_compress: Callable[[str], None] = lambda label: None

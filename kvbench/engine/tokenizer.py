@@ -113,10 +113,10 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
 def repeating_encoder(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], methods: Iterable[Method]
 ) -> PromptEncoder | None:
-    """The encoder with which the model is asked to repeat a prompt (`Method.rescoring`), as the command
-    line makes it: where the prompt is written in the tokenizer's chat template, the model repeats it as
-    its own message. None where no method asks for that."""
-    if all(method.rescoring is None for method in methods):
+    """The encoder with which the model is asked to repeat a prompt (`Method.second_pass`), as the
+    command line makes it: where the prompt is written in the tokenizer's chat template, the model
+    repeats it as its own message. None where no method asks for that."""
+    if all(method.second_pass is None for method in methods):
         return None
     plain = PromptEncoder(tokenizer)
     if not getattr(tokenizer, "chat_template", None):

@@ -14,4 +14,5 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     sinks = sinks[..., None].to(logits.dtype)
     largest = torch.maximum(logits.amax(-1, keepdim=True), sinks)
     exponentials = (logits - largest).exp_()
-    return exponentials.div_(exponentials.sum(-1, keepdim=True) + (sinks - largest).exp_())
+    total = exponentials.sum(-1, keepdim=True) + (sinks - largest).exp_()
+    return exponentials / total if logits.requires_grad else exponentials.div_(total)

@@ -6,5 +6,10 @@ from torch import Tensor
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Replace logits by softcap * tanh(logits / softcap), in place; return `logits`."""
-    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+    """Replace logits by softcap * tanh(logits / softcap), in place unless a gradient is wanted; return
+    them."""
+    if softcap is None:
+        return logits
+    if logits.requires_grad:
+        return (logits / softcap).tanh() * softcap
+    return logits.div_(softcap).tanh_().mul_(softcap)

@@ -106,33 +106,38 @@ def _least_entries(budget: Budget) -> int:
 
 
 @dataclass(frozen=True)
-class Rescoring:
+class SecondPass:
     """A second pass over the prompt before compression, in which the model is asked to repeat the
     prompt.
 
     The prompt is repeated chunk by chunk. Every chunk attends to the exact cache of the whole prompt,
-    and the keys and values of the repetition are dropped.
+    and the keys and values of the repetition are dropped. Methods with equal passes share one.
 
     Attributes:
         chunk: how many prompt tokens after the sink one chunk repeats; the last chunk may be shorter.
         first: the instruction before the first chunk, plain text; empty for none.
         following: the instruction before each later chunk; the last `overlap` tokens of the previous
             chunk follow the instruction.
-        prompt_queries: whether `compress` is shown the prompt's queries, too; those of all layers are
+        gradients: whether `Method.observe` is shown `Replay.gradients`. Each chunk then takes a backward
+            pass and the memory of its graph, and chunks are halved where that does not suffice.
+        hidden_norms: whether it is shown `Replay.hidden_norms`. It changes nothing of the pass.
+        prompt_queries: whether the method is shown the prompt's queries, too; those of all layers are
             then held until the second pass is over. Else `LayerKV.queries` is None. It changes nothing
-            of the pass, so methods that differ in it alone share one.
+            of the pass.
     """
 
     chunk: int
     first: str = ""
     following: str = ""
     overlap: int = 0
+    gradients: bool = False
+    hidden_norms: bool = field(default=False, compare=False, repr=False)
     prompt_queries: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
-class Repetition:
-    """One layer's queries, keys and values while the model repeats the prompt tokens start .. stop - 1.
+class Replay:
+    """One layer while the model repeats the prompt tokens start .. stop - 1.
 
     The model reads a sequence of t tokens, the instruction and then the repeated tokens, at the
     positions that follow the prompt.
@@ -140,6 +145,12 @@ class Repetition:
     Attributes:
         queries: [batch, heads, t, head_dim], after position encoding.
         keys, values: [batch, kv_heads, t, head_dim], keys after position encoding.
+        hidden_norms: [batch, t] float32, the Euclidean norms of the hidden states that enter the
+            attention block, after the norm before it. None unless `SecondPass.hidden_norms`.
+        gradients: [batch, t, hidden], the gradient of Phi with respect to what the attention block
+            returns after its output projection. Phi is the squared norm of what the last decoder layer
+            returns, before the final norm, summed over the t tokens. Parameters and the prompt's keys
+            and values are constants. None unless `SecondPass.gradients`.
     """
 
     start: int
@@ -147,3 +158,5 @@ class Repetition:
     queries: Tensor
     keys: Tensor
     values: Tensor
+    hidden_norms: Tensor | None = None
+    gradients: Tensor | None = None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvbench.kernels.rotation import rotate, unrotate
 from kvbench.kv import Budget, LayerKV, rows_at
-from kvbench.methods.base import Repetition
+from kvbench.methods.base import Replay
 
 FUTURE = 256
 """How many positions after the prompt count as those of queries to come."""
@@ -36,14 +36,12 @@ def for_kv_heads(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
-def carry_queries(
-    owner: str, layer: LayerKV, repeated: Repetition, budget: Budget, most: int
-) -> None:
+def carry_queries(owner: str, layer: LayerKV, replay: Replay, budget: Budget, most: int) -> None:
     """Append the queries of a chunk of the repeated prompt to those of earlier chunks in
     `LayerKV.carried`, at most `most` for each KV head."""
     name = f"{owner}: queries {layer.layer_index}"
-    queries = evenly_spread(repeated.queries, layer.keys.shape[1], most)
-    if repeated.start > budget.sink:
+    queries = evenly_spread(replay.queries, layer.keys.shape[1], most)
+    if replay.start > budget.sink:
         queries = torch.cat([layer.carried[name], queries], dim=2)
     layer.carried[name] = queries
 

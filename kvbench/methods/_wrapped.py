@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from kvbench.errors.options import Text
 from kvbench.kv import Budget, KVError, LayerKV
-from kvbench.methods.base import Method, Repetition, Rescoring, TokenScoringMethod
+from kvbench.methods.base import Method, Replay, SecondPass, TokenScoringMethod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,11 @@ class Wrapper(Method):
         return self.inner.layer_capacities(budget, n, num_layers)
 
     @property
-    def rescoring(self) -> Rescoring | None:
-        return self.inner.rescoring
+    def second_pass(self) -> SecondPass | None:
+        return self.inner.second_pass
 
-    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
-        self.inner.rescore(layer, repeated, budget)
+    def observe(self, layer: LayerKV, replay: Replay, budget: Budget) -> None:
+        self.inner.observe(layer, replay, budget)
 
     def _check_inner(self, inner: Method) -> None:
         if self.can_wrap(type(inner)):

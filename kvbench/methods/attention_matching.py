@@ -19,7 +19,7 @@ from kvbench.methods._reference_queries import (
     for_kv_heads,
 )
 from kvbench.methods._select import positions_between, with_sink_and_window
-from kvbench.methods.base import Repetition, Rescoring, TokenScoringMethod
+from kvbench.methods.base import Replay, SecondPass, TokenScoringMethod
 from kvbench.methods.kvzip import FIRST, FOLLOWING, OVERLAP
 from kvbench.methods.pyramidkv import PyramidKV
 
@@ -74,15 +74,15 @@ class AttentionMatching(TokenScoringMethod, Matching):
     instructed: bool = True
 
     @property
-    def rescoring(self) -> Rescoring | None:
+    def second_pass(self) -> SecondPass | None:
         if self.queries == "prompt":
             return None
         if not self.instructed:
-            return Rescoring(self.chunk)
-        return Rescoring(self.chunk, FIRST, FOLLOWING, OVERLAP)
+            return SecondPass(self.chunk)
+        return SecondPass(self.chunk, FIRST, FOLLOWING, OVERLAP)
 
-    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
-        carry_queries("attention_matching", layer, repeated, budget, self.max_queries)
+    def observe(self, layer: LayerKV, replay: Replay, budget: Budget) -> None:
+        carry_queries("attention_matching", layer, replay, budget, self.max_queries)
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
         if self.pyramid is None:

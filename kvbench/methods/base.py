@@ -25,8 +25,8 @@ from kvbench.methods._hooks import (
     Held,
     HeldShape,
     Recompression,
-    Repetition,
-    Rescoring,
+    Replay,
+    SecondPass,
 )
 from kvbench.methods._select import top_positions, with_sink_and_window
 
@@ -39,8 +39,8 @@ __all__ = [
     "HeldShape",
     "Method",
     "Recompression",
-    "Repetition",
-    "Rescoring",
+    "Replay",
+    "SecondPass",
     "TokenScoringMethod",
     "allowed_entries",
     "build_scheme",
@@ -89,9 +89,9 @@ class Method(ABC):
     A subclass must implement `compress`; every other hook has a default. One method is one file in
     kvbench/methods (the file's name is the method's) and one YAML of the same name in conf/method.
 
-    `restrict` and `rescore` are the two hooks whose default raises. They are not in base classes of
+    `restrict` and `observe` are the two hooks whose default raises. They are not in base classes of
     their own, as `TokenScoringMethod.token_scores` is, since an option of a method may decide whether
-    it needs them (`attention_matching.queries` decides about `rescore`), and a class cannot depend on
+    it needs them (`attention_matching.queries` decides about `observe`), and a class cannot depend on
     an option.
     """
 
@@ -266,21 +266,21 @@ class Method(ABC):
         return None
 
     @property
-    def rescoring(self) -> Rescoring | None:
-        """The second pass over the prompt, during which `rescore` is called; None for no such pass."""
+    def second_pass(self) -> SecondPass | None:
+        """The second pass over the prompt, during which `observe` is called; None for no such pass."""
         return None
 
-    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
-        """Score the prompt's entries at one layer while the model repeats a chunk of the prompt, and
-        store the scores in `layer.carried` for `compress`, under a name that contains the layer's
-        index.
+    def observe(self, layer: LayerKV, replay: Replay, budget: Budget) -> None:
+        """Look at one layer while the model repeats a chunk of the prompt, and store what `compress`
+        needs in `layer.carried`, under a name that contains the layer's index.
 
-        Called for every chunk and every layer before `compress` is called, and only where `rescoring` is
-        not None and the prompt is compressed. Whether `layer.queries` is there in both calls, see
-        `Rescoring.prompt_queries`.
+        Called for every chunk and every layer before `compress` is called, and only where `second_pass`
+        is not None and the prompt is compressed. A chunk that starts at the sink begins anew: what was
+        stored before it is to be replaced. Whether `layer.queries` is there in both calls, see
+        `SecondPass.prompt_queries`.
         """
         raise KVError(
-            f"{type(self).__name__} has a rescoring and no rescore; allowed: both, or neither"
+            f"{type(self).__name__} has a second_pass and no observe; allowed: both, or neither"
         )
 
     @property

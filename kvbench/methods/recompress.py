@@ -50,7 +50,7 @@ class Recompress(Wrapper):
 
     def _check_inner(self, inner: Method) -> None:
         super()._check_inner(inner)
-        if inner.rescoring is not None:
+        if inner.second_pass is not None:
             raise KVError(
                 f"recompress.of is {self.of!r} with options that have the prompt repeated; allowed: "
                 "options that do not (of attention_matching: queries=prompt)"

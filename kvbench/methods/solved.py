@@ -22,7 +22,7 @@ from kvbench.methods._reference_queries import (
     for_kv_heads,
 )
 from kvbench.methods._wrapped import Wrapper
-from kvbench.methods.base import HeldShape, Method, Repetition, Rescoring
+from kvbench.methods.base import HeldShape, Method, Replay, SecondPass
 from kvbench.methods.kvzip import KVzip
 from kvbench.methods.recompress import Recompress
 
@@ -115,19 +115,19 @@ class Solved(Wrapper):
         return self.inner.extras(n, held) | super().extras(n, held)
 
     @property
-    def rescoring(self) -> Rescoring | None:
-        inner = self.inner.rescoring
+    def second_pass(self) -> SecondPass | None:
+        inner = self.inner.second_pass
         if inner is None:
             # The inner method may read the prompt's queries.
             wanted = self.queries == "repeat"
-            return replace(KVzip().rescoring, prompt_queries=True) if wanted else None
+            return replace(KVzip().second_pass, prompt_queries=True) if wanted else None
         return replace(inner, prompt_queries=True) if self.queries == "prompt" else inner
 
-    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
-        if self.inner.rescoring is not None:
-            self.inner.rescore(layer, repeated, budget)
+    def observe(self, layer: LayerKV, replay: Replay, budget: Budget) -> None:
+        if self.inner.second_pass is not None:
+            self.inner.observe(layer, replay, budget)
         if self.queries != "prompt":
-            carry_queries("solved", layer, repeated, budget, self.max_queries)
+            carry_queries("solved", layer, replay, budget, self.max_queries)
 
     # --- the solve --------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class Solved(Wrapper):
                 f"solved.of is {self.of!r}, which keeps what are no entries of the prompt; allowed: a "
                 "method that chooses entries"
             )
-        from_prompt = self.queries == "prompt" or self.rescoring is None
+        from_prompt = self.queries == "prompt" or self.second_pass is None
         batch, heads, _, _ = kept.keys.shape
         if from_prompt:
             queries = as_after_prompt(layer, heads, self.max_queries)

@@ -159,7 +159,7 @@ def compress_measured(
         raise KVError(
             f"method {label!r} restricts attention while decoding; allowed: methods that do not"
         )
-    if method.rescoring is not None:
+    if method.second_pass is not None:
         raise KVError(
             f"method {label!r} has the model repeat its prompt; allowed: methods that see one layer"
         )
@@ -374,7 +374,7 @@ class LayerError(LayerProbe):
         def entries(budget: Budget) -> int:
             return sum(method.layer_capacity(budget, n, i - 1, num_layers) for i in self.layers)
 
-        if not method.saves_memory or method.rescoring is not None:
+        if not method.saves_memory or method.second_pass is not None:
             return even
         if entries(even) == entries_of_others:
             return even

@@ -234,7 +234,7 @@ def _generate_batch(
     generator = torch.Generator().manual_seed(session.seed)
     # A larger batch begins with the prompts of a smaller one.
     ids = torch.randint(vocabulary, (batch, setting.prompt_tokens), generator=generator).tolist()
-    encoder = None if pair[0].rescoring is None else session.encoder
+    encoder = None if pair[0].second_pass is None else session.encoder
     stopping, room = Stopping(min(most, setting.new_tokens)), setting.new_tokens
     prompts = [
         Prompt.of(each, (), {label: pair}, stopping, f"throughput{i}", room=room, encoder=encoder)

@@ -42,6 +42,8 @@ _KNOWN = {
     "adakv": Style("#E07552", "s"),
     "expected_attention": Style("#852FDA", "D"),
     "kvzip": Style("#0E7C7B", "v"),
+    "kvzip_plus": Style("#C2571A", "^"),
+    "kvgrad": Style("#1B4DFF", "D"),
     "kvzip_turboquant": Style("#6B9E00", "d"),
     "pages": Style("#48AC39", "^"),
     "qjl": Style("#DA2F44", "v"),

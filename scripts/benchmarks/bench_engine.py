@@ -46,9 +46,9 @@ from kvbench.engine.generate import Prompt, generate_each, generate_one
 from kvbench.engine.hooks import hook_of
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
-from kvbench.engine.prefill import Repeat
 from kvbench.engine.row import Row
 from kvbench.engine.scoring import read, score
+from kvbench.engine.second_pass import ReplayPass
 from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import Method, build_method
@@ -267,7 +267,7 @@ def bench_compression(options: argparse.Namespace) -> None:
     attention of the last queries, is the first's."""
     model, names = model_of(options), options.methods or COMPRESSING
     seconds: dict[str, float] = {}
-    compress_layer, repeat_prompt = Row.compress, Repeat.read
+    compress_layer, repeat_prompt = Row.compress, ReplayPass.read
 
     def timed(name: str, work: Callable[..., None], *given: Any) -> None:
         start = time.process_time()
@@ -277,10 +277,10 @@ def bench_compression(options: argparse.Namespace) -> None:
     def compress(row: Row, *given: Any) -> None:
         timed(row.label, compress_layer, row, *given)
 
-    def read(repeat: Repeat, *given: Any) -> None:
-        timed("the prompt repeated", repeat_prompt, repeat, *given)
+    def read(replay: ReplayPass, *given: Any) -> None:
+        timed("the prompt repeated", repeat_prompt, replay, *given)
 
-    with mock.patch.object(Row, "compress", compress), mock.patch.object(Repeat, "read", read):
+    with mock.patch.object(Row, "compress", compress), mock.patch.object(ReplayPass, "read", read):
         for ids in (random_tokens(512), random_tokens(options.tokens or 4096)):
             seconds.clear()
             start = time.process_time()

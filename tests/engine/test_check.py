@@ -22,7 +22,7 @@ from kvbench.engine.check import compress as guarded
 from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
 from kvbench.methods import build_method
-from kvbench.methods.base import Held, Method, Repetition
+from kvbench.methods.base import Held, Method, Replay
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kvzip import KVzip
 from kvbench.methods.topk import TopK
@@ -233,15 +233,15 @@ def test_faults_while_decoding(tmp_path: Path, without: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BadRescoring(KVzip):
-    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
-        super().rescore(layer, repeated, budget)
-        repeated.keys.zero_()
+class BadObservation(KVzip):
+    def observe(self, layer: LayerKV, replay: Replay, budget: Budget) -> None:
+        super().observe(layer, replay, budget)
+        replay.keys.zero_()
 
 
 def test_faults_while_the_prompt_is_repeated(tmp_path: Path) -> None:
     good = build_method("kvzip", instructed=False)
-    methods = {"a": BadRescoring(instructed=False), "b": good}
+    methods = {"a": BadObservation(instructed=False), "b": good}
     found = records_of(run_job(make_job(tmp_path, methods, echo=Echo(count=1))))
     alone = records_of(run_job(make_job(tmp_path / "alone", {"b": good}, echo=Echo(count=1))))
     assert "wrote to the repeated keys" in found["a"][0]["error"]

@@ -26,6 +26,7 @@ SMALL = Budget(rate=0.25, sink=4, window=4)
 QUESTIONS = [prompt_ids(90)[60:80], prompt_ids(40)[30:], prompt_ids(90)[60:75]]
 WITHOUT_TOKENIZER: dict[str, Any] = {
     "kvzip": {"instructed": False},
+    "kvgrad": {"instructed": False},
     "solved": {"options": {"instructed": False}},
 }
 METHODS = {

@@ -19,7 +19,7 @@ from kvbench.engine.generate import Prompt, Question, generate, generate_each
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import build_method
-from kvbench.methods.base import Method, Rescoring
+from kvbench.methods.base import Method, SecondPass
 
 CHANGE = 64
 """The number of tokens beyond which the table of these models is another."""
@@ -104,9 +104,9 @@ def test_later_questions_of_another_length_have_their_own_table():
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats(Method):
-    rescoring = Rescoring(chunk=30)
+    second_pass = SecondPass(chunk=30)
 
-    def rescore(self, layer, repeated, budget) -> None:
+    def observe(self, layer, replay, budget) -> None:
         pass
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:

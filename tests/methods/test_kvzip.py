@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers as t
 from support.encoders import tokenizer
 from support.golden import arrays_of, cases_of
 from support.jobs import Letters
 from support.paths import GOLDEN
-from support.tiny import prompt_ids, tiny_model
+from support.tiny import GROUPED, prompt_ids, tiny_model
 from torch import Tensor
 
 from kvbench import compress, kept, load_model
@@ -24,13 +27,14 @@ from kvbench.engine.generate import generate_one
 from kvbench.engine.kept import entries_of, frame_of
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.engine.model_spec import ModelSpec
-from kvbench.engine.prefill import capture_layers, chunks_of, prefill
+from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.engine.row import Row, prompt_name
+from kvbench.engine.second_pass import chunks_of
 from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
-from kvbench.methods.base import Method, Repetition, Rescoring
-from kvbench.methods.kvzip import FIRST, FOLLOWING, largest_attention, threshold
+from kvbench.methods.base import Method, Replay, SecondPass
+from kvbench.methods.kvzip import largest_attention, threshold
 from kvbench.prompts import PromptEncoder
 
 WORDS = PromptEncoder(Letters(), suffix_ids=(7, 8))
@@ -54,9 +58,9 @@ def test_scores_and_choice_as_released(name):
     for chunk, length in zip(case["chunks"], case["repeat_lengths"], strict=True):
         own = drawn(layers, hkv, length, d)
         queries = drawn(layers, hq, length, d, scale=case["query_scale"])
-        repeated = Repetition(start, start + chunk, queries, own, own)
+        replay = Replay(start, start + chunk, queries, own, own)
         kv = LayerKV(keys, keys, None, 0, layers, d**-0.5)
-        found.append(largest_attention(kv, repeated, sink))
+        found.append(largest_attention(kv, replay, sink))
         start += chunk
     assert digests == [case["keys_sha256"], *case["repeat_sha256"]]
     scores = torch.cat(found, -1)
@@ -86,30 +90,95 @@ def read(
     return model, row, start, rows
 
 
-def by_definition(model: Any, ids: list[int], chunk: int, sink: int, encoder: Any) -> list[Tensor]:
-    """Scores of every layer by a forward pass over prompt and repetition together, in float64."""
+def weights_by_definition(kv: LayerKV, n: int, sink: int, start: int, stop: int) -> Tensor:
+    """Attention [kv_heads, group, t, stop - start] of the tokens after the first n of a layer."""
+    t = kv.n - n
+    columns = torch.tensor([*range(sink), *range(start, stop), *range(n, kv.n)])
+    hidden = columns > torch.arange(n, kv.n)[:, None]
+    keys, queries = kv.keys[0].double()[:, columns], kv.queries[0, :, n:].double()
+    logits = queries @ keys.repeat_interleave(kv.group, 0).mT * kv.scaling
+    if kv.softcap is not None:
+        logits = kv.softcap * torch.tanh(logits / kv.softcap)
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if kv.sinks is not None:
+        logits = torch.cat([logits, kv.sinks.double()[:, None, None].expand(-1, t, 1)], -1)
+    return logits.softmax(-1)[..., sink : sink + stop - start].unflatten(0, (-1, kv.group))
+
+
+def by_definition(
+    model: Any, ids: list[int], asked: SecondPass, sink: int, score: str, encoder: Any = WORDS
+) -> list[Tensor]:
+    """Scores of every layer by forward passes over prompt and repetition together, in float64."""
     n, layers = len(ids), compressible_layers(model)
-    scores = {layer: [] for layer in layers}
-    for start in range(sink, n, chunk):
-        stop = min(n, start + chunk)
-        ask = encoder.encode_text(FIRST if start == sink else FOLLOWING) if encoder else []
-        if start > sink and encoder:
-            ask += ids[max(sink, start - 8) : start]
-        sequence = [*ask, *(encoder.suffix_ids if encoder else ()), *ids[start:stop]]
+    scores: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    for start, stop, sequence in chunks_of(asked, ids, sink, encoder):
+        factors = {} if score == "attention" else factors_by_definition(model, ids, sequence, score)
         with kvbench_attention_on(model):
             seen = capture_layers(model, [*ids, *sequence], layers)
-        columns = torch.tensor([*range(sink), *range(start, stop), *range(n, n + len(sequence))])
-        hidden = columns > torch.arange(n, n + len(sequence))[:, None]
         for layer, kv in seen.items():
-            keys, queries = kv.keys[0].double()[:, columns], kv.queries[0, :, n:].double()
-            group = queries.shape[0] // keys.shape[0]
-            logits = queries @ keys.repeat_interleave(group, 0).mT * kv.scaling
-            if kv.softcap is not None:
-                logits = kv.softcap * torch.tanh(logits / kv.softcap)
-            weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-            weights = weights[..., sink : sink + stop - start]
-            scores[layer].append(weights.unflatten(0, (-1, group)).amax((1, 2)))
+            weights = weights_by_definition(kv, n, sink, start, stop)
+            if factors:
+                values = kv.values[0, :, start:stop].double()
+                mix = kv.output().double().unflatten(1, (*weights.shape[:2], -1))
+                norms = torch.einsum("okgd,kcd->kgco", mix, values).norm(dim=-1)
+                weights = weights * norms[:, :, None] * factors[layer][:, None]
+            scores[layer].append(weights.amax((1, 2)))
     return [torch.cat(scores[layer], -1) for layer in layers]
+
+
+def factors_by_definition(
+    model: Any, ids: list[int], sequence: list[int], score: str
+) -> dict[int, Tensor]:
+    """What the attention of each token of `sequence` is multiplied by, by the layer's index: [t]. By
+    transformers alone: its attention, one pass over prompt and sequence, `torch.autograd.grad` with
+    respect to zeros that are added to what the attention blocks return."""
+    n, hidden, zeros, last, hooks = len(ids), {}, {}, [], []
+
+    def enters(layer: int, block: Any, args: Any, given: Any) -> None:
+        hidden[layer] = given["hidden_states"][0, n:].norm(dim=-1)
+
+    def returns(layer: int, block: Any, args: Any, output: Any) -> Any:
+        zeros[layer] = torch.zeros_like(output[0]).requires_grad_()
+        return output[0] + zeros[layer], *output[1:]
+
+    for index, layer in enumerate(model.model.layers):
+        if hasattr(layer, "self_attn"):
+            block = layer.self_attn
+            hooks.append(block.register_forward_pre_hook(partial(enters, index), with_kwargs=True))
+            hooks.append(block.register_forward_hook(partial(returns, index)))
+    hooks.append(model.model.norm.register_forward_pre_hook(lambda _, args: last.append(args[0])))
+    model(input_ids=torch.tensor([[*ids, *sequence]]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    if score == "plus":
+        return {layer: 1 / norm.detach() for layer, norm in hidden.items()}
+    found = torch.autograd.grad(last[0][0, n:].square().sum(), [*zeros.values()])
+    return {layer: part[0, n:].norm(dim=-1) for layer, part in zip(zeros, found, strict=True)}
+
+
+def hybrid() -> Any:
+    torch.manual_seed(0)
+    config = t.OlmoHybridConfig(**GROUPED, layer_types=["linear_attention", "full_attention"] * 2)
+    return t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gemma2", "gpt_oss", "hybrid"])
+@pytest.mark.parametrize("score", ["plus", "gradient"])
+def test_scores_are_those_of_a_plain_forward_and_backward_pass_in_float64(architecture, score):
+    """Grouped heads; sliding windows and norms behind the projection; bounded logits; attention sinks
+    and experts; recurrent states."""
+    model = hybrid() if architecture == "hybrid" else tiny_model(architecture)
+    ids, method = prompt_ids(120), build_method("kvzip", score=score, chunk=50)
+    row = Row("x", method, BUDGET, 0, "x")
+    with kvbench_attention_on(model):
+        prefill(model, ids, [row], encoder=WORDS)
+    assert row.failure is None, row.failure
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # the other takes no float64
+    expected = by_definition(exact, ids, method.second_pass, BUDGET.sink, score)
+    for index, scores in enumerate(expected):
+        found = row.carried[f"scores {index}"][0].double()
+        torch.testing.assert_close(found, scores, rtol=2e-4, atol=0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
@@ -119,7 +188,8 @@ def test_what_is_kept_is_what_a_whole_forward_pass_says(architecture, chunk, wor
     method = build_method("kvzip", chunk=chunk, instructed=words)
     model, row, start, _ = read(method, ids, architecture, encoder=encoder)
     assert row.failure is None
-    scores = torch.stack(by_definition(model, ids, chunk, BUDGET.sink, encoder))
+    asked = method.second_pass
+    scores = torch.stack(by_definition(model, ids, asked, BUDGET.sink, "attention", encoder))
     middle = scores[..., : 120 - BUDGET.window - BUDGET.sink]
     ordered = middle.flatten().sort(descending=True).values
     pairs = len(middle.flatten()) // middle.shape[-1] * BUDGET.middle_kept(120)
@@ -191,7 +261,7 @@ def test_a_context_answers_questions_and_generate_is_refused(quantize):
 
 def test_the_words_the_last_tokens_and_the_template_come_before_a_chunk():
     ids = list(range(50, 93))
-    rule = Rescoring(20, "ab", "cd", overlap=3)
+    rule = SecondPass(20, "ab", "cd", overlap=3)
     ab, cd = WORDS.encode_text("ab"), WORDS.encode_text("cd")
     found = list(chunks_of(rule, ids, 2, WORDS))
     assert found == [
@@ -199,16 +269,16 @@ def test_the_words_the_last_tokens_and_the_template_come_before_a_chunk():
         (22, 42, [*cd, *ids[19:22], 7, 8, *ids[22:42]]),
         (42, 43, [*cd, *ids[39:42], 7, 8, *ids[42:]]),
     ]
-    assert [piece[2] for piece in chunks_of(Rescoring(30), ids, 0, None)] == [ids[:30], ids[30:]]
-    assert [piece[2] for piece in chunks_of(Rescoring(30), ids, 0, WORDS)] == [ids[:30], ids[30:]]
+    assert [piece[2] for piece in chunks_of(SecondPass(30), ids, 0, None)] == [ids[:30], ids[30:]]
+    assert [piece[2] for piece in chunks_of(SecondPass(30), ids, 0, WORDS)] == [ids[:30], ids[30:]]
 
 
 @pytest.mark.parametrize("words", [("ab", ""), ("", "cd")], ids=["first", "later"])
 def test_words_before_one_chunk_alone_need_a_tokenizer_too(words):
     ids = list(range(50, 93))
     with pytest.raises(KVError, match="asks the model to repeat the prompt and there is no"):
-        next(chunks_of(Rescoring(20, *words), ids, 2, None))
-    assert next(chunks_of(Rescoring(50, *words), ids, 0, WORDS))[2][-45:] == [7, 8, *ids]
+        next(chunks_of(SecondPass(20, *words), ids, 2, None))
+    assert next(chunks_of(SecondPass(50, *words), ids, 0, WORDS))[2][-45:] == [7, 8, *ids]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,14 +288,14 @@ class Looks(Method):
     fails: bool = False
 
     @property
-    def rescoring(self) -> Rescoring:
-        return Rescoring(50)
+    def second_pass(self) -> SecondPass:
+        return SecondPass(50)
 
-    def rescore(self, layer: LayerKV, repeated: Any, budget: Budget) -> None:
+    def observe(self, layer: LayerKV, replay: Any, budget: Budget) -> None:
         if self.fails and layer.layer_index == 2:
             raise RuntimeError("not this layer")
         assert layer.queries is None
-        layer.carried[f"{layer.layer_index} {repeated.start}"] = repeated.queries
+        layer.carried[f"{layer.layer_index} {replay.start}"] = replay.queries
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         assert len(layer.carried) == 4 * 3, (
@@ -284,3 +354,109 @@ def test_every_door_repeats_a_chat_as_the_models_own_message_and_a_text_as_text(
     with compress(model, "kvzip", rate=0.3, sink=5, window=4) as session:
         for given in (prompt, ids):
             assert positions(session.read(given, made).kept()) == expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asks(Looks):
+    """Notes what it is handed of what it asks for."""
+
+    asked: SecondPass
+
+    @property
+    def second_pass(self) -> SecondPass:
+        return self.asked
+
+    def observe(self, layer: LayerKV, replay: Replay, budget: Budget) -> None:
+        parts = {"norms": replay.hidden_norms, "gradients": replay.gradients}
+        for name, part in parts.items():
+            if part is not None:
+                assert not part.requires_grad
+                layer.carried[f"{name} {layer.layer_index} {replay.start}"] = part
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        return keep_all(layer)
+
+
+def test_a_method_is_handed_what_it_asks_for_and_nothing_else_is_computed(monkeypatch):
+    model, ids = tiny_model("llama"), prompt_ids(120)
+    trained = [part.requires_grad for part in model.parameters()]
+    graphs: list[Any] = []
+    gradient = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a: graphs.append(a) or gradient(*a))
+
+    def handed(**asked: bool) -> set[tuple[int, ...]]:
+        row = Row("x", Asks(asked=SecondPass(50, **asked)), BUDGET, 0, "x")
+        with kvbench_attention_on(model):
+            prefill(model, ids, [row])
+        assert row.failure is None, row.failure
+        assert len(row.carried) % (4 * 3) == 0, "every layer, every chunk"
+        return {tuple(part.shape) for part in row.carried.values()}
+
+    assert handed() == set()
+    assert handed(hidden_norms=True) == {(1, 50), (1, 15)}
+    assert not graphs
+    assert handed(gradients=True) == {(1, 50, 64), (1, 15, 64)}
+    assert len(graphs) == 3
+    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert [part.requires_grad for part in model.parameters()] == trained
+
+
+def test_chunks_are_halved_where_a_gradient_does_not_fit_into_memory(monkeypatch, caplog):
+    """As on a GPU whose memory suffices for 40 tokens; the scores are those of the smaller chunks."""
+    ids, sizes, gradient = prompt_ids(300), [], torch.autograd.grad
+
+    def grad(norm: Tensor, outputs: list[Tensor]) -> Any:
+        sizes.append(outputs[0].shape[1])
+        if sizes[-1] > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return gradient(norm, outputs)
+
+    asked = {"instructed": False}
+    _, expected, *_ = read(build_method("kvgrad", chunk=37, **asked), ids)
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    kvzip = build_method("kvzip", chunk=150, **asked)
+    _, row, _, (other,) = read(build_method("kvgrad", chunk=150, **asked), ids, others=[kvzip])
+    assert row.failure is other.failure is None
+    assert sizes == [150, 75, *[37] * 7, 36]
+    assert "of 150 tokens do not fit into memory; chunks of 75" in caplog.text
+    for layer in expected.caches:
+        assert torch.equal(expected.held_entries(layer), row.held_entries(layer))
+    sizes.clear()
+    _, row, *_ = read(build_method("kvgrad", chunk=60, **asked), ids)
+    assert isinstance(row.failure, torch.OutOfMemoryError)
+    assert sizes == [60], "no chunk below 32 tokens"
+
+
+@pytest.mark.parametrize("name", ["kvzip_plus", "kvgrad"])
+@pytest.mark.parametrize("around", [None, "solved"])
+def test_in_4_bits_and_around_values_that_are_solved_for(name, around):
+    model = tiny_model("llama")
+    options: dict[str, Any] = {"chunk": 64, "instructed": False}
+    quantize = {"bits": 4, "group_size": 8}
+    if around is None:
+        method = build_method(name, quantize=quantize, **options)
+    else:
+        method = build_method(around, of=name, options=options, quantize=quantize)
+    ids = prompt_ids(120)
+    with compress(model, method, rate=0.3, sink=5, window=4) as session:
+        context = session.read(ids)
+        assert context.entries["mean"] <= session.budget.capacity(120)
+        assert len(context.ask(prompt_ids(9, seed=3), max_new_tokens=5)) == 5
+
+
+def test_kvgrad_is_kvzip_by_another_name_and_refuses_what_it_cannot_read():
+    ids = prompt_ids(120)
+    _, row, *_ = read(build_method("kvgrad"), ids)
+    _, same, *_ = read(build_method("kvzip", score="gradient", chunk=512), ids)
+    for layer in row.caches:
+        assert torch.equal(row.held_entries(layer), same.held_entries(layer))
+    assert build_method("kvzip_plus") == build_method("kvzip", score="plus")
+    model = tiny_model("llama")
+    packed = model.model.layers[1].self_attn.o_proj
+    packed.weight = torch.nn.Parameter(packed.weight.detach()[None].flatten(1), requires_grad=False)
+    packed.forward = lambda x: torch.nn.functional.linear(x, packed.weight.view(64, 64))
+    row = Row("x", build_method("kvgrad"), BUDGET, 0, "x")
+    with kvbench_attention_on(model):
+        prefill(model, ids, [row], encoder=WORDS)
+    assert "the output projection of layer 1 cannot be read" in str(row.failure)

@@ -20,6 +20,8 @@ MORE = [
     ("adakv", {"quantize": PACKED}),
     ("kvzip", {"chunk": 50, "instructed": False}),
     ("kvzip", {"level": "uniform", "instructed": False, "quantize": PACKED}),
+    ("kvzip", {"score": "plus", "chunk": 50, "instructed": False}),
+    ("kvgrad", {"chunk": 50, "instructed": False}),
     ("attention_matching", {"quantize": {"scheme": "turboquant", "bits": 4}}),
     ("attention_matching", {"queries": "repeat", "instructed": False, "quantize": PACKED}),
     ("adakv", {"of": "attention_matching", "quantize": PACKED}),
@@ -27,6 +29,8 @@ MORE = [
     ("rkv", {"every": 2, "to": 24}),
     ("recompress", {"of": "uniform", "every": 3, "to": 30}),
     ("solved", {"options": {"chunk": 50, "instructed": False}, "quantize": PACKED}),
+    ("solved", {"of": "kvgrad", "options": {"instructed": False}, "quantize": PACKED}),
+    ("solved", {"of": "kvzip_plus", "options": {"instructed": False}, "queries": "prompt"}),
     ("qjl", {"quantize": {"scheme": "qjl", "group": 8, "buffer": 16, "outliers": 2}}),
     ("snapkv", {"quantize": {"scheme": "turboquant", "bits": 2, "outlier_bits": 3}}),
 ]

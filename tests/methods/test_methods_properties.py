@@ -54,7 +54,7 @@ INVARIANTS: dict[str, set[str]] = {
 with `lengths` per layer; and `repeats`: positions may, so that nothing else is promised. A method that
 is not named here promises what all methods do."""
 
-ELSEWHERE = {"kvpress", "minference", "kvzip"}
+ELSEWHERE = {"kvpress", "minference", "kvzip", "kvgrad"}
 """Other packages' methods, and what reads the prompt twice, have tests of their own."""
 
 LISTED = [*VARIANTS, *OTHERS]
