@@ -29,6 +29,7 @@ from kvbench.engine.kept import frame_of
 from kvbench.engine.live import Compression, compressed_generation
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import prefill
+from kvbench.engine.processors import acting_options
 from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.tokenizer import (
     end_token_ids,
@@ -170,6 +171,7 @@ def compare(
     reference: str | Sequence[str] | Mapping[str, str] | None = None,
     score: Callable[[str, str], float] = word_recall,
     seed: int = 0,
+    generation_config: bool = True,
     **unknown: Any,
 ) -> pd.DataFrame:
     """Compare the answers of methods to one prompt or several, at one rate or several.
@@ -189,6 +191,8 @@ def compare(
             Without a reference there is no score.
         score: a function of text and reference; by default the share of the reference's words that occur
             in the text.
+        generation_config: whether the logits processors of the model's generation config act, as in
+            `generate` (``repetition_penalty`` and others; not those of sampling).
 
     Returns:
         One row per method. With several prompts or rates the index also has ``prompt`` or ``rate``. The
@@ -220,7 +224,9 @@ def compare(
     tokens = {name: _token_ids(tokenizer, text) for name, text in prompts.items()}
 
     decode = decoder(tokenizer)
-    stopping = Stopping(max_new_tokens, end_token_ids(model, tokenizer), tuple(stop), decode)
+    acting = acting_options(model.generation_config) if generation_config else {}
+    ends = end_token_ids(model, tokenizer)
+    stopping = Stopping(max_new_tokens, ends, tuple(stop), decode, processors=acting)
     pairs = [(share, label) for share in budgets for label in labelled]
     several_rates = len(budgets) > 1
     by_label = {

@@ -67,6 +67,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         example_timeout=settings.example_timeout,
         decode=settings.decode,
         sampling=constructed(settings.sampling, "sampling", Sampling),
+        generation_config=settings.generation_config,
         shared={} if shared is None else shared,
     )
     return Job(

@@ -266,6 +266,7 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     compress_after: Literal["prompt", "context"]
     decode: Literal["auto", "eager", "graph", "compiled"]
+    generation_config: bool
     example_timeout: Positive | None
     batch_size: Literal["auto"] | Count
     retry_failed: bool

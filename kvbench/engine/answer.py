@@ -6,8 +6,9 @@ torch is imported where it is used, so that wrong options are refused before tor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Le
@@ -19,6 +20,8 @@ from kvbench.prompts import Thought
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kvbench.engine.processors import Processing
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ class Stopping:
         thought: what comes before the answer; None for nothing. `strings` and `settled` are about the
             answer behind it.
         thought_end_ids: the tokens of `end_ids` that end the generation within a thought, too.
+        processors: the options of the model's generation config by which its logits are processed before
+            a token is chosen (`kvbench.engine.processors.acting_options`); empty for its own logits.
         settled: is called with the text so far, and returns whether the score can no longer change; the
             generation then ends. Beyond 256 tokens it is called about 100 times while the answer's
             length doubles.
@@ -146,6 +151,7 @@ class Stopping:
     settled: Callable[[str], bool] | None = None
     thought: Thought | None = None
     thought_end_ids: frozenset[int] = frozenset()
+    processors: Mapping[str, Any] = field(default_factory=dict)
 
     def mask_first(self, logits: Tensor) -> Tensor:
         """The logits [rows, vocab] of the first token, with -inf for tokens that it must not be."""
@@ -214,6 +220,8 @@ class Answer:
     Attributes:
         uniforms: [tokens] in [0, 1), the random number by which each token is drawn; None where the most
             likely token is taken.
+        before: the token ids before the answer, of the prompt and of earlier turns, evicted or not; read
+            by the processors of `stopping` alone.
         chosen: the tokens so far, the ending token included.
         begins: how many of them come before the answer itself; None within a thought.
         ended: whether `stopping` was reached.
@@ -227,6 +235,7 @@ class Answer:
     stopping: Stopping
     sampling: Sampling = GREEDY
     uniforms: Tensor | None = None
+    before: Sequence[int] = ()
     chosen: list[int] = field(default_factory=list)
     begins: int | None = None
     ended: bool = False
@@ -240,6 +249,20 @@ class Answer:
         """The tokens so far, without the ending token."""
         has_end = bool(self.chosen) and self.chosen[-1] in self.stopping.end_ids
         return self.chosen[:-1] if has_end else list(self.chosen)
+
+    @cached_property
+    def _processing(self) -> Processing:
+        from kvbench.engine.processors import Processing
+
+        stopping = self.stopping
+        ends = sorted(stopping.end_ids)
+        return Processing(stopping.processors, self.before, stopping.max_new_tokens, ends)
+
+    def process(self, logits: Tensor) -> Tensor:
+        """The logits [1, vocab] by which the next token is chosen."""
+        if not self.chosen:
+            logits = self.stopping.mask_first(logits)
+        return self._processing(logits, self.chosen) if self.stopping.processors else logits
 
     @property
     def draw(self) -> float:

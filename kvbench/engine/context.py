@@ -18,6 +18,7 @@ from kvbench.engine.generate import copies_at_once
 from kvbench.engine.kept import frame_of
 from kvbench.engine.live_cache import LiveCache
 from kvbench.engine.prefill import prefill
+from kvbench.engine.processors import acting_options
 from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.steps import Steps
 from kvbench.engine.tokenizer import end_token_ids, model_end_ids, repeating_encoder
@@ -110,6 +111,7 @@ class Context:
         max_new_tokens: int = 64,
         stop: Sequence[str] = (),
         keep: bool = False,
+        generation_config: bool = True,
     ) -> Any:
         """Answer one question greedily. The answer is a text if there is a tokenizer, else token ids.
 
@@ -118,20 +120,27 @@ class Context:
             max_new_tokens: the largest number of tokens of the answer.
             stop: strings that end an answer, and are cut from it; they need a tokenizer.
             keep: whether the question and its answer are added to the cache.
+            generation_config: whether the logits processors of the model's generation config act, as in
+                `generate` (``repetition_penalty`` and others; not those of sampling).
 
         Raises:
             KVError: an empty question, text without a tokenizer, a wrong `max_new_tokens`.
             BudgetExceeded, and whatever the method raises; the cache is then unchanged.
         """
         ids = token_ids(question, self.tokenizer, "the question", special=False)
-        ((answer, row),) = self._answers([ids], max_new_tokens, stop)
+        ((answer, row),) = self._answers([ids], max_new_tokens, stop, generation_config)
         if keep:
             self._ids += [*ids, *row.answer.chosen]
             self._row = row
         return answer
 
     def ask_all(
-        self, questions: Sequence[Text], *, max_new_tokens: int = 64, stop: Sequence[str] = ()
+        self,
+        questions: Sequence[Text],
+        *,
+        max_new_tokens: int = 64,
+        stop: Sequence[str] = (),
+        generation_config: bool = True,
     ) -> list[Any]:
         """Answer several questions as `ask` does. As many are decoded together as copies of the cache
         fit into half of the free memory."""
@@ -143,7 +152,9 @@ class Context:
         return [
             answer
             for first in range(0, len(ids), at_once)
-            for answer, _ in self._answers(ids[first : first + at_once], max_new_tokens, stop)
+            for answer, _ in self._answers(
+                ids[first : first + at_once], max_new_tokens, stop, generation_config
+            )
         ]
 
     def kept(self) -> pd.DataFrame:
@@ -163,7 +174,11 @@ class Context:
         return LiveCache(self.model, [row], [row.cost()], self.tokens)
 
     def _answers(
-        self, questions: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
+        self,
+        questions: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop: Sequence[str],
+        generation_config: bool,
     ) -> list[tuple[Any, Row]]:
         """Decode the answers to several questions (token ids) together.
 
@@ -184,12 +199,13 @@ class Context:
         if tokenizer is not None:
             ends = end_token_ids(model, tokenizer)
             decoding = decoder(tokenizer)
-        stopping = Stopping(max_new_tokens, ends, tuple(stop), decoding)
+        acting = acting_options(model.generation_config) if generation_config else {}
+        stopping = Stopping(max_new_tokens, ends, tuple(stop), decoding, processors=acting)
         unread = self._ids[self.tokens :]
         with kvbench_attention_on(model), torch.inference_mode():
             rows = [self._row.clone() for _ in questions]
-            for row in rows:
-                row.begin_answer(stopping)
+            for row, ids in zip(rows, questions, strict=True):
+                row.begin_answer(stopping, before=[*self._ids, *ids])
             feed_questions(model, rows, [[*unread, *ids] for ids in questions])
             decode(model, [row for row in rows if row.answer.chosen], self._steps)
         answers: list[tuple[Any, Row]] = []

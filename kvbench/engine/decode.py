@@ -353,8 +353,16 @@ def refuse_crossing(model: PreTrainedModel, row: Row, fed: int) -> None:
 def pick_first(rows: Sequence[Row], logits: Tensor) -> Tensor:
     """Choose the first token of each row's answer from logits [rows, vocab]; returns what
     `Sampling.pick` does, [2, rows]."""
-    allowed = [row.answer.stopping.mask_first(logits[i : i + 1]) for i, row in enumerate(rows)]
-    return rows[0].answer.sampling.pick(torch.cat(allowed), _draws(rows, logits.device))
+    return rows[0].answer.sampling.pick(_processed(rows, logits), _draws(rows, logits.device))
+
+
+def _processed(rows: Sequence[Row], logits: Tensor) -> Tensor:
+    """The logits [rows, vocab] by which the rows' next tokens are chosen (`Answer.process`)."""
+    parts = [
+        row.answer.process(logits[i : i + 1]) if row.running else logits[i : i + 1]
+        for i, row in enumerate(rows)
+    ]
+    return torch.cat(parts)
 
 
 def _draws(rows: Sequence[Row], device: torch.device) -> Tensor | None:
@@ -384,7 +392,8 @@ def decode(model: PreTrainedModel, rows: Sequence[Row], steps: Steps) -> None:
     decode apart. A row whose longest answer would mix two tables fails (`crossing`).
     """
     begin_s = time.perf_counter()
-    captures = steps.should_capture(model, max((row.answer.steps_left for row in rows), default=0))
+    most = max((row.answer.steps_left for row in rows), default=0)
+    captures = steps.should_capture(model, most, _options(rows))
     batches: dict[tuple[bool, Hashable], list[Row]] = {}
     for row in rows:
         left = row.answer.steps_left
@@ -394,6 +403,11 @@ def decode(model: PreTrainedModel, rows: Sequence[Row], steps: Steps) -> None:
         batches.setdefault((not (captures and row.steps_by_kernel), key), []).append(row)
     for _, batch in sorted(batches.items(), key=lambda batch: batch[0][0]):
         _decode_batch(model, batch, steps, begin_s)
+
+
+def _options(rows: Sequence[Row]) -> list[str]:
+    """The names of the options by which logits of these rows are processed."""
+    return sorted({name for row in rows for name in row.answer.stopping.processors})
 
 
 def _decode_batch(
@@ -447,7 +461,8 @@ class Batch:
         self.replay: Callable[[], Tensor] | None = None
         self._ended: set[int] = set()
         by_kernel = all(row.steps_by_kernel for row in rows)
-        self._may_capture = by_kernel and steps.should_capture(model, max(left))
+        self._processes = any(row.answer.stopping.processors for row in rows)
+        self._may_capture = by_kernel and steps.should_capture(model, max(left), _options(rows))
         if self._may_capture:
             self.replay = steps.recall(*self._captured_by())
 
@@ -460,6 +475,8 @@ class Batch:
         """Run one step, which returns what `Sampling.pick` does. All of it is on the device, and on the
         same tensors every time, so that it can be captured."""
         logits = forward(self.step_model, self.ids, self.table.positions[:, None], self.table)
+        if self._processes:
+            logits = _processed(self.rows, logits)
         picks = self.rows[0].answer.sampling.pick(logits, self.draws)
         self.ids.copy_(picks[0, :, None])
         self.table.move_on()

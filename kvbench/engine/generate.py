@@ -252,8 +252,9 @@ def _ask(
         uniforms = sampling.uniforms(
             seed, question.name, question.sample, question.stopping.max_new_tokens
         )
-        row.begin_answer(question.stopping, sampling, uniforms)
         ids = [*unread, *question.ids]
+        so_far = [*(before.before or reading.ids), *before.chosen[:-1], *ids]
+        row.begin_answer(question.stopping, sampling, uniforms, so_far)
         if row.failure is None and ids:
             rows_to_feed.append(row)
             ids_to_feed.append(ids)

@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    GenerationConfig,
     PreTrainedConfig,
 )
 from transformers.utils import cached_file
@@ -63,6 +64,18 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
         _check_fields(spec, config)
     check_supported(config)
     return config
+
+
+def load_generation_config(spec: ModelSpec) -> GenerationConfig:
+    """The generation config that the model will have, without its weights."""
+    if not spec.random_weights:
+        try:
+            return GenerationConfig.from_pretrained(
+                local_path(spec.path), **origin_of(spec.path, spec.revision)
+            )
+        except OSError:  # there is none
+            pass
+    return GenerationConfig.from_model_config(load_config(spec))
 
 
 def check_config_class(spec: ModelSpec) -> str:

@@ -215,6 +215,7 @@ class Reading:
         prefill_s: the seconds of the exact prefill, without compression.
         exact_bytes: the bytes of the exact cache after the prompt.
         n: the number of tokens of the prompt.
+        ids: their ids.
         lead: tokens of the prompt that were not compressed, and are fed before a continuation.
     """
 
@@ -223,6 +224,7 @@ class Reading:
     prefill_s: float
     exact_bytes: int
     n: int
+    ids: Sequence[int] = ()
     lead: Sequence[int] = ()
 
 
@@ -335,7 +337,7 @@ def prefill(
     state.end(n, state.states)
     for row in rows:
         row.prefill_s = seconds
-    return Reading(rows, logits[0], seconds, state.exact.at(n), n)
+    return Reading(rows, logits[0], seconds, state.exact.at(n), n, ids)
 
 
 @dataclass

@@ -356,10 +356,14 @@ class Row:
         self._moments += 1
 
     def begin_answer(
-        self, stopping: Stopping, sampling: Sampling = GREEDY, uniforms: Tensor | None = None
+        self,
+        stopping: Stopping,
+        sampling: Sampling = GREEDY,
+        uniforms: Tensor | None = None,
+        before: Sequence[int] = (),
     ) -> None:
-        """Begin to answer the next question. `uniforms`: see `Answer`."""
-        self.answer = Answer(stopping, sampling, uniforms)
+        """Begin to answer the next question. `uniforms`, `before`: see `Answer`."""
+        self.answer = Answer(stopping, sampling, uniforms, before)
 
     @property
     def running(self) -> bool:

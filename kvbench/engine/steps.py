@@ -70,6 +70,7 @@ class Steps:
 
     Attributes:
         failed: whether a capture has failed; then no other is tried.
+        said: whether it was said that processed logits are not captured.
         kept: the captured steps by their key (`capture`).
     """
 
@@ -77,6 +78,7 @@ class Steps:
         self.decode = decode
         self.most_kept = most_kept
         self.failed = False
+        self.said = False
         self.kept: dict[Hashable, Captured] = {}
         self._compiled: Any = None
 
@@ -88,11 +90,14 @@ class Steps:
             self._compiled = torch.compile(model, options=as_eager)
         return model if self._compiled is None else self._compiled
 
-    def should_capture(self, model: PreTrainedModel, steps: int) -> bool:
+    def should_capture(
+        self, model: PreTrainedModel, steps: int, processors: Sequence[str] = ()
+    ) -> bool:
         """Whether a step is to be captured for a batch of at most `steps` steps: it is worth it, and
         possible. The model is on one GPU, no layer holds a recurrent state (which capturing would
-        update), no rotary table is computed anew for every token (Dynamic NTK, on the host), and no
-        capture has failed."""
+        update), no rotary table is computed anew for every token (Dynamic NTK, on the host), no
+        capture has failed, and no logits are processed by options with the names `processors`, which
+        read the answer's tokens on the host: that is said once."""
         if self.decode == "eager" or steps < FIRST_STEPS + WORTH_STEPS or self.failed:
             return False
         devices = {parameter.device for parameter in model.parameters()}
@@ -100,7 +105,17 @@ class Steps:
             return False
         change = table_change(model.config)
         changes_with_tokens = change is not None and not change.stays
-        return not changes_with_tokens and not is_hybrid(model.config.get_text_config())
+        if changes_with_tokens or is_hybrid(model.config.get_text_config()):
+            return False
+        if processors and not self.said:
+            self.said = True
+            log.warning(
+                "%s decodes without CUDA graphs, step by step: %s of its generation config read the "
+                "tokens so far (generation_config=false turns them off)",
+                type(model).__name__,
+                ", ".join(processors),
+            )
+        return not processors
 
     def recall(self, key: Hashable, tensors: Sequence[Tensor]) -> Callable[[], Tensor] | None:
         """Return the captured step of an earlier batch with this key (see `capture`), or None.

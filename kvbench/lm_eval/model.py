@@ -18,6 +18,7 @@ from kvbench.api import load_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.generate import Prompt, generate_each
+from kvbench.engine.processors import acting_options
 from kvbench.engine.row import prompt_name
 from kvbench.engine.tokenizer import end_token_ids, repeating_encoder
 from kvbench.errors import UserError, nearest
@@ -206,6 +207,7 @@ class KVBenchLM(Requests):
             end_token_ids(self.model, self.tokenizer),
             tuple(stop for stop in options.get("until") or () if stop),
             decode=lambda tokens: str(self.tokenizer.decode(tokens)),
+            processors=acting_options(self.model.generation_config),
         )
         encoder = repeating_encoder(self.tokenizer, ids, [self.method])
         return Prompt.of(

@@ -223,6 +223,8 @@ class Job:
             }
         if isinstance(self.plan, TaskPlan) and session.encoder.thought is not None:
             settings["thought"] = vars(session.encoder.thought)  # only what follows it is scored
+        if isinstance(self.plan, TaskPlan) and session.processors:
+            settings["generation_config"] = session.processors
         if session.decode != "auto":  # so that a run continues with the decoding that it began with
             settings["decode"] = session.decode
         return settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,14 +13,17 @@ from typing import Any, Literal
 import torch
 
 from kvbench.engine.answer import GREEDY, Sampling, Stopping
-from kvbench.engine.loading import Model, load_config, load_model
+from kvbench.engine.loading import Model, load_config, load_generation_config, load_model
 from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.processors import acting_options
 from kvbench.engine.steps import Steps, check_decode
 from kvbench.engine.tokenizer import Tokenizer, end_token_ids, load_tokenizer, model_encoder
 from kvbench.errors.options import check_options
 from kvbench.kv import KVError
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Session:
         compress_after: "prompt" or "context"; see `kvbench.engine.generate.Prompt.of`.
         decode: how decode steps run (`kvbench.engine.steps`); only "compiled" may round differently.
         sampling: how the tokens of an answer are chosen, and how many answers are given.
+        generation_config: whether the logits processors of the model's generation config act.
         example_timeout: the seconds after which an example is recorded as a timeout; None: no limit.
         shared: what earlier sessions of this process have loaded, for `once`.
     """
@@ -43,6 +48,7 @@ class Session:
     example_timeout: float | None = None
     decode: str = "auto"
     sampling: Sampling = GREEDY
+    generation_config: bool = True
     shared: dict[str, tuple[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +111,21 @@ class Session:
         """The ids of the tokens that end an answer."""
         return end_token_ids(self.model, self.tokenizer) | self.encoder.end_ids
 
+    @cached_property
+    def processors(self) -> dict[str, Any]:
+        """The options of the model's generation config by which the logits of its answers are processed
+        (`acting_options`). They are read without its weights."""
+        if not self.generation_config:
+            return {}
+        acting = acting_options(load_generation_config(self.spec))
+        if acting:
+            log.info(
+                "answers follow the model's generation config: %s (generation_config=false: its logits "
+                "as they are)",
+                ", ".join(f"{name} {value}" for name, value in acting.items()),
+            )
+        return acting
+
     def stopping(self, example: Example, answers: int = 1) -> Stopping:
         """The rule by which this model's answer to an example ends.
 
@@ -123,4 +144,5 @@ class Session:
             settled=example.settled,
             thought=self.encoder.thought,
             thought_end_ids=ends & self.end_ids,  # a task's own end tokens are of its answer
+            processors=self.processors,
         )

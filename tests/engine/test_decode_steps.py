@@ -267,9 +267,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         captured.append(len(step.__self__.rows))
         return lambda: step()
 
-    def as_on_a_gpu(self: Any, model: Any, steps: int) -> bool:
+    def as_on_a_gpu(self: Any, model: Any, steps: int, *rest: Any) -> bool:
         there: Any = SimpleNamespace(config=model.config, parameters=lambda: on_a_gpu)
-        return should_capture(self, there, steps)
+        return should_capture(self, there, steps, *rest)
 
     monkeypatch.setattr(Steps, "capture", capture)
     monkeypatch.setattr(Steps, "should_capture", as_on_a_gpu)

@@ -74,7 +74,8 @@ def make_job(tmp_path: Path, methods: dict[str, Any] | None = None, **changes: A
     model = tiny_model("llama")
     model.set_attn_implementation("kvbench")
     # what the loader would put there
-    session.__dict__.update(model=model, tokenizer=Letters(), encoder=PromptEncoder(Letters()))
+    loaded = {"model": model, "tokenizer": Letters(), "encoder": PromptEncoder(Letters())}
+    session.__dict__.update(loaded, processors={})
     methods = methods or {n: build_method(n) for n in ("exact", "snapkv", "uniform")}
     job = Job(
         experiment="e",
@@ -116,6 +117,6 @@ class Faulty(Method):
 
 def with_session(job: Job, **changes: Any) -> Job:
     session = replace(job.session, **changes)
-    loaded = ("model", "tokenizer", "encoder")
+    loaded = ("model", "tokenizer", "encoder", "processors")
     session.__dict__.update({name: job.session.__dict__[name] for name in loaded})
     return replace(job, session=session)
