@@ -8,7 +8,8 @@ comes from text files.
 
 Prompts with the same filler are not independent, since the tokens that a method keeps of a text decide
 about all of them. Intervals therefore resample fillers (record field ``filler``), and every prompt has
-a filler of its own. Even so, long prompts that are made of few files share text.
+a filler of its own. Even so, long prompts that are made of few files share text. Of several facts
+(`Needle.facts`) each has fillers of its own: the unit is the needle and its filler.
 
 Scores of a prediction: ``containment`` (it contains the answer word for word), ``word_recall`` (the
 share of the answer's words that it has), ``released_recall`` (the same, counted as in the code
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -78,6 +79,9 @@ class Needle(Task):
     a blank is added.
 
     Attributes:
+        facts: several needles in turn, in place of the one, so that a result does not rest on one
+            sentence: by name its ``needle``, ``question`` and ``answer``. A prompt has one of them; all
+            occur equally often in every prefix of the examples.
         share_fillers: whether a filler is used at every length and depth, as in the protocol, so that
             there are `num_examples` units in all. Otherwise each prompt has its own.
         together: whether one prompt has a needle at every depth, each a fact of its own (``{key}`` in
@@ -92,12 +96,13 @@ class Needle(Task):
     version: ClassVar[int] = 5
     unit: ClassVar[str] = "filler"
     measures: ClassVar[tuple[str, ...]] = ("containment", "word_recall")
-    breakdown: ClassVar[tuple[str, ...]] = ("length", "depth")
+    breakdown: ClassVar[tuple[str, ...]] = ("length", "depth", "fact")
     heatmap: ClassVar[tuple[str, str] | None] = ("length", "depth")
 
-    needle: Text
-    question: Text
-    answer: Text
+    needle: Text | None = None
+    question: Text | None = None
+    answer: Text | None = None
+    facts: Mapping[Text, Mapping[str, Text]] = field(default_factory=dict)
     lengths: Distinct[Tokens] = (512, 1024, 2048, 4096)
     depths: Distinct[Annotated[float, Ge(0), Le(100)]] = (0, 25, 50, 75, 100)
     num_examples: Many = 4
@@ -121,8 +126,20 @@ class Needle(Task):
             raise TaskError(
                 "task.haystack_files is empty; allowed with haystack=files: globs of text files"
             )
+        single = self._single()
+        if self.facts and (self.together or any(single.values())):
+            raise TaskError(
+                "task.facts holds the needles; allowed beside it: together=false, and null for needle, "
+                "question and answer"
+            )
+        for name, texts in (self.facts or {"": single}).items():
+            if texts.keys() != PARTS.keys() or not all(texts.values()):
+                raise TaskError(
+                    f"task.{f'facts.{name}' if name else 'needle'} is {dict(texts)}; allowed: texts for "
+                    f"each of {', '.join(PARTS)}"
+                )
         for option, names in PARTS.items():
-            text = getattr(self, option)
+            text = single[option]
             if self.together and not all(name in text for name in names):
                 raise TaskError(
                     f"task.{option} is {text!r}; allowed with together=true: text with "
@@ -136,8 +153,9 @@ class Needle(Task):
         return self.primary
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """Every length at every depth `num_examples` times. In every prefix the lengths and the depths
-        occur equally often, to within one example (one context, where all depths are `together`).
+        """Every fact at every length and every depth `num_examples` times. In every prefix the facts,
+        the lengths and the depths occur equally often, to within one example (one context, where all
+        depths are `together`).
         """
         texts = self._texts()
         begin = encoder.begin_ids if self.begin_tokens else []
@@ -148,21 +166,31 @@ class Needle(Task):
             tokens = max(self.lengths)
             return make_filler(texts, self.seed, number, tokens, 2 * begin, encoder, head)
 
+        names = list(self.facts) or [""]
         num_lengths = len(self.lengths)
         num_depths = 1 if self.together else len(self.depths)
         examples: list[Example] = []
-        for length, depth, copy in balanced_order((num_lengths, num_depths, self.num_examples)):
-            number = copy
+        sizes = (len(names), num_lengths, num_depths, self.num_examples)
+        for fact, length, depth, copy in balanced_order(sizes):
+            number = copy * len(names) + fact
             if not self.share_fillers:
-                number = (copy * num_lengths + length) * num_depths + depth
+                number = (number * num_lengths + length) * num_depths + depth
             examples += self._context_examples(
-                encoder, filler(number), number, self.lengths[length], self.depths[depth]
+                encoder,
+                filler(number),
+                number,
+                self.lengths[length],
+                self.depths[depth],
+                names[fact],
             )
         return examples
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         scores = {name: score(prediction, example.answers[0]) for name, score in SCORES.items()}
         return {"score": scores[self.primary], **scores}
+
+    def _single(self) -> Mapping[str, str]:
+        return {option: getattr(self, option) or "" for option in PARTS}
 
     def _texts(self) -> list[tuple[str, str]]:
         if self.haystack == "generated":
@@ -173,9 +201,16 @@ class Needle(Task):
             raise TaskError("needle: the haystack of files holds no text")
         return texts
 
-    def _facts(self, number: int, length: int, depth: float) -> tuple[list[Fact], list[Fact]]:
-        """One, or one for every depth; and the same in the order in which they are asked for."""
-        texts = (self.needle, self.question, self.answer)
+    def _facts(
+        self, number: int, length: int, depth: float, name: str
+    ) -> tuple[list[Fact], list[Fact]]:
+        """One, or one for every depth; and the same in the order in which they are asked for.
+
+        Args:
+            name: in `facts`; empty where there are none.
+        """
+        source = self.facts[name] if name else self._single()
+        texts = [source[option] for option in PARTS]
         if not self.together:
             fact = Fact(depth, *texts)
             return [fact], [fact]
@@ -190,10 +225,16 @@ class Needle(Task):
         return facts, rng.sample(facts, count)
 
     def _context_examples(
-        self, encoder: PromptEncoder, filler: Filler, number: int, length: int, depth: float
+        self,
+        encoder: PromptEncoder,
+        filler: Filler,
+        number: int,
+        length: int,
+        depth: float,
+        name: str,
     ) -> list[Example]:
         """The prompt of the longest question has exactly `length` tokens."""
-        facts, asked = self._facts(number, length, depth)
+        facts, asked = self._facts(number, length, depth, name)
         before, _, after = self.template.partition(HAYSTACK)
         texts = [after.replace(QUESTION, fact.question) for fact in asked]
         if encoder.adds_blank:
@@ -216,7 +257,7 @@ class Needle(Task):
             start, tokens = spans[facts.index(fact)]
             examples.append(
                 Example(
-                    id=f"len{length}-depth{fact.depth:g}-{number:04d}",
+                    id=f"{name}{'-' * bool(name)}len{length}-depth{fact.depth:g}-{number:04d}",
                     context=context,
                     question=text,
                     answers=(fact.answer,),
@@ -232,6 +273,7 @@ class Needle(Task):
                     fields={
                         "length": length,
                         "depth": fact.depth,
+                        **({"fact": name} if name else {}),
                         "filler": filler.name,
                         "needle_start": start + len(before_ids),
                         "needle_tokens": tokens,

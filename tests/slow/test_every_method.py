@@ -44,6 +44,7 @@ SMALL: dict[str, list[str]] = {
     "longeval_redundant": ["task.num_lines=[5]"],
     "needle_questions": ["task.lengths=[600]", "task.depths=[0,50]"],
     "needle_short": ["task.lengths=[300]"],
+    "needles": ["task.lengths=[300]"],
     "ruler": ["task.lengths=[700]", "task.tasks=[niah_single_1]"],
     "text": ["task.tokens=200"],
 }

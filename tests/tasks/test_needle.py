@@ -103,6 +103,59 @@ def test_examples_depend_on_the_seed_alone_and_fillers_are_the_units() -> None:
         assert example.fields["filler"] not in fillers, "another seed's fillers are other units"
 
 
+FACTS = {
+    "hat": {
+        "needle": "The hat is red.",
+        "question": "What colour is the hat?",
+        "answer": "red",
+    },
+    "dog": {
+        "needle": "The dog is called Bo.",
+        "question": "What is the dog called?",
+        "answer": "Bo",
+    },
+}
+NO_NEEDLE: dict[str, Any] = dict.fromkeys(NEEDLE)
+
+
+def test_facts_take_turns_and_each_has_its_own_fillers() -> None:
+    examples = task(**NO_NEEDLE, facts=FACTS, num_examples=2).examples(PLAIN)
+    assert len(examples) == 2 * 2 * 5 * 2
+    assert len({example.id for example in examples}) == len(examples)
+    assert len({example.fields["filler"] for example in examples}) == len(examples)
+    for prefix in range(2, len(examples) + 1):
+        named = [example.fields["fact"] for example in examples[:prefix]]
+        assert abs(named.count("hat") - named.count("dog")) <= 1
+    for example in examples:
+        fact = FACTS[example.fields["fact"]]
+        assert example.evidence == fact["needle"]
+        assert example.context.count(fact["needle"]) == 1
+        assert example.question.strip() == fact["question"]
+        assert example.answers == (fact["answer"],)
+
+
+def test_one_fact_is_the_same_prompts_as_one_needle() -> None:
+    alone = task().examples(PLAIN)
+    (named, *_), contexts = alone, [example.context for example in alone]
+    of_facts = task(**NO_NEEDLE, facts={"park": NEEDLE}).examples(PLAIN)
+    assert [example.context for example in of_facts] == contexts
+    assert of_facts[0].id == f"park-{named.id}"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"facts": FACTS}, "task.facts holds the needles"),
+        ({**NO_NEEDLE, "facts": FACTS, "together": True}, "together=false"),
+        (NO_NEEDLE, "task.needle is "),
+        ({**NO_NEEDLE, "facts": {"hat": {"needle": "A red hat."}}}, "task.facts.hat is "),
+    ],
+)
+def test_facts_that_are_not_whole_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(TaskError, match=named):
+        task(**options)
+
+
 def test_shared_fillers_stand_at_every_length_and_depth() -> None:
     first_sentences: dict[str, set[str]] = {}
     for example in task(seed=5, num_examples=3, share_fillers=True).examples(PLAIN):
