@@ -85,6 +85,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         shard=Shard.parse(settings.shard),
         batch_size=settings.batch_size,
         retry_failed=settings.retry_failed,
+        rerun=str(settings.rerun) if settings.rerun else None,
         lock_timeout=settings.lock_timeout,
         extra={
             "config": vars(settings),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -105,6 +106,10 @@ def expanded(overrides: Sequence[str]) -> list[str]:
             key, text = "model.path", f"model.path={value}"
         elif key.startswith("model.config."):
             text = f"++{text}"
+        elif (
+            key == "rerun" and value.lower() == "true"
+        ):  # one name for all jobs, and when they go on
+            text = f"rerun={datetime.now(UTC):%Y-%m-%d_%H.%M.%S}"
         result.append(text)
         if key == "model.path" and "model=hf" in result and "model.name" not in typed_keys:
             folder = Path(values[0]).expanduser()
@@ -210,7 +215,7 @@ def explain(error: BaseException) -> str:
         if isinstance(link, UserError):  # of `_needed`
             return str(link)
     if isinstance(error, OverrideParseException):
-        meant = nearest(error.override, ("list", "show", "own", "reproduce", "claims"))
+        meant = nearest(error.override, ("list", "show", "own", "reproduce", "prune", "claims"))
         return (
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )
@@ -270,6 +275,7 @@ class Settings:
     example_timeout: Positive | None
     batch_size: Literal["auto"] | Count
     retry_failed: bool
+    rerun: bool | str
     paper_table: Any
     differs: Sequence[str] | None
     small: str | None

@@ -38,7 +38,7 @@ from kvbench.cli.config import (
 from kvbench.cli.items import experiment_lines, item_called
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
-from kvbench.cli.results import print_scores, write_page
+from kvbench.cli.results import print_scores, prune, write_page
 from kvbench.errors import FAILED, UserError, check_known, complain, redact
 from kvbench.records.store import safe_name
 from kvbench.run.termination import TERMINATED, Terminated, terminable
@@ -60,6 +60,9 @@ kvbench show <name>
   Make a paper's table or figure with the paper's settings; all: every one.
   kvbench list experiments has the names. With model=recall_mini it runs small
   and offline, in a folder of its own. dry_run=true checks settings alone.""",
+    "prune": """kvbench prune <folder of an experiment> [yes=true]
+  List the runs whose records are of other code or weights than a later run
+  of the same settings, and remove them: asked first, or with yes=true.""",
     "claims": """kvbench claims model=<any> [claims=B1,H6] ['files=[essays/*.txt]']
   Decide what the papers claim (results/claims.yaml) on one model. All of it
   takes about 40 minutes of one core with model=smollm2_135m; claims= chooses.""",
@@ -94,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
             elif command == "own":
                 status = run(own_task(words))
+            elif command == "prune":
+                status = prune_folder(words)
             elif command == "claims":
                 status = decide_claims(words)
             else:
@@ -182,6 +187,16 @@ def own_task(arguments: Sequence[str]) -> list[str]:
     label = safe_name(Path(rows).name.partition(".")[0].strip("*?[]") or "own")
     named_after = [] if any(word.startswith("task_label=") for word in words) else [label]
     return ["task=jsonl", source, *(f"task_label='{name}'" for name in named_after), *words]
+
+
+def prune_folder(arguments: Sequence[str]) -> int:
+    """``kvbench prune``: see `prune`."""
+    folders = [word for word in arguments if word != "yes=true"]
+    if len(folders) != 1:
+        raise UserError(
+            f"kvbench prune has {folders or 'nothing'}; allowed: an experiment's folder"
+        )
+    return prune(Path(folders[0]).expanduser(), sure="yes=true" in arguments)
 
 
 def decide_claims(arguments: Sequence[str]) -> int:

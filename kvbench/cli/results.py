@@ -7,6 +7,8 @@ as long as a small job.
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -14,8 +16,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from kvbench.errors import complain, printable
+from kvbench.errors import UserError, complain, printable
+from kvbench.records.aside import aside_of, lines_of
 from kvbench.records.log import write_log
+from kvbench.records.read import disk_errors
 
 
 def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
@@ -37,6 +41,38 @@ def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
         experiment = replace(experiment, groups=tuple(groups))
     tables = tables_to_print(experiment)
     terminal([table for table in tables if table.kind == "overview"] or tables)
+    for line in lines_of(aside_of(folder)):
+        print(printable(f"left aside: {line}; to remove them: kvbench prune {folder}"))
+
+
+def prune(folder: Path, *, sure: bool) -> int:
+    """List the runs of an experiment that are left aside, and remove them if that is meant.
+
+    Args:
+        sure: whether to remove them without a question. It is asked where somebody can answer.
+
+    Returns:
+        The exit status.
+    """
+    if not folder.is_dir():
+        raise UserError(f"prune has {str(folder)!r}; allowed: the folder of an experiment")
+    runs = aside_of(folder)
+    for run in runs:
+        (line,) = lines_of([run]) or ["no records"]
+        print(printable(f"{run.folder}: {line}"))
+    if not runs:
+        print(printable(f"nothing is left aside in {folder}"))
+        return 0
+    if not sure and sys.stdin.isatty():
+        sure = input(f"remove these {len(runs)} folders? [y/N] ").strip().lower() in ("y", "yes")
+    if not sure:
+        complain("nothing was removed; to remove these folders: yes=true")
+        return 0
+    for run in runs:
+        with disk_errors(run.folder):
+            shutil.rmtree(run.folder)
+    print(f"removed {len(runs)} folders")
+    return 0
 
 
 def write_page(folder: Path) -> list[str]:

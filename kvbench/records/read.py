@@ -7,6 +7,7 @@ A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<has
     manifest.json        resolved config, versions, code revision, hardware, seed
     examples.json        the example ids that the command which ran last asked for, a list
     .lock*               locks of the processes that write; they hold no results
+    earlier/<time>/      records that ``rerun=true`` moved away, with the manifest of that time; not read
 
 The records of a run are those of all its files together. Of several records of one example, the first
 whose status is ok counts; if none is ok, the last. Files are read in the order of `record_files`.
@@ -60,17 +61,20 @@ class Run:
 
 
 def load_runs(experiment_folder: str | Path) -> list[Run]:
-    """Every run below ``<results>/<experiment>``, sorted by folder; changes nothing on disk.
+    """The runs below ``<results>/<experiment>``, sorted by folder, but for those that are left aside
+    (`kvbench.records.aside`); changes nothing on disk.
 
     A half-written last line is ignored. Common fields that are numbers are floats, NaN where null.
     """
+    from kvbench.records.aside import aside_of  # it reads the manifests by this module
+
     folder = Path(experiment_folder)
     if not folder.is_dir():
         raise StoreError(f"no results in {folder}: the folder does not exist")
     files = [*folder.glob(f"*/*/*/{MANIFEST}"), *folder.glob("*/*/*/records*.jsonl")]
     # A run that was killed before its manifest was written has an empty records file: left out.
     folders = {path.parent for path in files if path.name == MANIFEST or path.stat().st_size}
-    return [load_run(path) for path in sorted(folders)]
+    return [load_run(path) for path in sorted(folders - {run.folder for run in aside_of(folder)})]
 
 
 def load_run(folder: Path) -> Run:

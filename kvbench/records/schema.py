@@ -15,9 +15,9 @@ from typing_extensions import TypedDict  # pydantic wants it before Python 3.12
 from kvbench.errors import FAILED, UserError
 from kvbench.records.figures import TaskKind
 
-FORMAT = 1
+FORMAT = 2
 """The version of manifest and records; it is raised when an older kvbench would misread them. A manifest
-without one is of format 1."""
+without one is of format 1, whose `identity` does not say what code and weights its records are of."""
 Text = str | None
 Number = float | None
 Flag = bool | None
@@ -110,6 +110,7 @@ class Manifest(TypedDict, total=False):
     task: Text
     method: Text
     config_hash: Text
+    settings_hash: Text
     seed: int | None
     config: Config | None
     identity: Config | None

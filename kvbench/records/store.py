@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +35,7 @@ from kvbench.records.read import (
     disk_errors,
     read_manifest,
     read_records,
+    record_files,
 )
 from kvbench.records.schema import FORMAT, RECORD, StoreError, parsed
 
@@ -135,13 +137,7 @@ class RecordStore:
     def __enter__(self) -> RecordStore:
         with disk_errors(self.path):
             self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                self._lock.acquire(timeout=self._timeout)
-            except Timeout:
-                raise StoreError(
-                    f"{self.folder} is being written by another process; waited {self._timeout:g} s: "
-                    "wait for it to end, or choose another results_dir"
-                ) from None
+            self._acquire(self._lock)
             with ExitStack() as stack:
                 stack.callback(self.__exit__)
                 self.path.touch()
@@ -157,6 +153,56 @@ class RecordStore:
     def __exit__(self, *_: object) -> None:
         self._statuses = {}
         self._lock.release()
+
+    def move_away(self, example_ids: Collection[str], name: str) -> int:
+        """Move the records of these examples to ``earlier/<name>``, with the manifest, so that they run
+        again. A process moves away once under one name: one that starts again goes on.
+
+        Returns:
+            How many records were moved.
+        """
+        place = self.folder / "earlier" / safe_name(name)
+        moved = place / self.path.name
+        if moved.is_file():
+            return 0
+        with disk_errors(place):
+            place.mkdir(parents=True, exist_ok=True)
+            if (self.folder / MANIFEST).is_file():
+                shutil.copyfile(self.folder / MANIFEST, place / MANIFEST)
+        away: list[bytes] = []
+        rest: dict[Path, list[bytes]] = {}
+
+        def is_chosen(line: bytes) -> bool:
+            return json.loads(line)["example_id"] in example_ids
+
+        with ExitStack() as stack:
+            for path in record_files(self.folder):
+                if not any(map(is_chosen, complete_lines(path)[0])):
+                    continue
+                if path != self.path:  # of another shard, or of a run that was not split
+                    suffix = path.stem.removeprefix("records")
+                    lock = FileLock(str(self.folder / f".lock{suffix}"))
+                    self._acquire(lock)
+                    stack.callback(lock.release)
+                lines, _ = complete_lines(path)
+                away += filter(is_chosen, lines)
+                rest[path] = [line for line in lines if not is_chosen(line)]
+            with disk_errors(place):
+                # In this order: what is interrupted between them is in both places, never in none.
+                replace(moved, b"".join(line + b"\n" for line in away))
+                for path, lines in rest.items():
+                    replace(path, b"".join(line + b"\n" for line in lines))
+        self._statuses = {row["example_id"]: row["status"] for row in read_records(self.folder)}
+        return len(away)
+
+    def _acquire(self, lock: FileLock) -> None:
+        try:
+            lock.acquire(timeout=self._timeout)
+        except Timeout:
+            raise StoreError(
+                f"{self.folder} is being written by another process; waited {self._timeout:g} s: "
+                "wait for it to end, or choose another results_dir"
+            ) from None
 
     @property
     def done(self) -> set[str]:

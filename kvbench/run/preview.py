@@ -16,7 +16,9 @@ from kvbench.engine.estimate import cache_bytes
 from kvbench.engine.loading import load_config
 from kvbench.engine.model_spec import ModelError
 from kvbench.errors import printable
+from kvbench.records.aside import lines_of
 from kvbench.records.read import read_records
+from kvbench.records.store import run_folder
 from kvbench.run.runner import Job, record_ids
 
 MIB = 2**20
@@ -28,6 +30,7 @@ def print_dry_run(job: Job, name: str = "") -> None:
     Args:
         name: the name of the job where there are several; it is then described in one line.
     """
+    is_here = not job.is_about_the_model or job.session.weights_are_here()
     on_disk = {
         label: {
             record["example_id"]
@@ -35,12 +38,12 @@ def print_dry_run(job: Job, name: str = "") -> None:
             if record["status"] == "ok" or not job.retry_failed
         }
         & record_ids(job.units)
-        for label, folder in job.folders.items()
+        for label, folder in (job.folders if is_here else {}).items()
     }
     waiting = [
         unit
         for unit in job.units
-        if any(not ids.issuperset(unit.record_ids) for ids in on_disk.values())
+        if any(not on_disk.get(label, set()).issuperset(unit.record_ids) for label in job.methods)
     ]
     examples = f"{len(job.units)} examples, {len(waiting)} of them to run"
     if job.shard is not None:
@@ -58,8 +61,10 @@ def print_dry_run(job: Job, name: str = "") -> None:
             f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median {median}, max "
             f"{max(lengths)}), up to {new_tokens:,} new ones per method"
         )
-    folder = next(iter(job.folders.values())).parent
     session = job.session
+    folder = run_folder(
+        job.results_dir, job.experiment, session.spec.label, job.task, "-", ""
+    ).parent
     if name:
         lines = [f"{name}: {len(job.methods)} methods, {examples}; {tokens}; {folder}"]
     else:
@@ -72,6 +77,11 @@ def print_dry_run(job: Job, name: str = "") -> None:
             f"  results in {folder}",
         ]
         lines += [f"  warning: {warning}" for warning in job.warnings]
+        if is_here:
+            aside = lines_of(run for runs in job.aside.values() for run in runs)
+            lines += [f"  left aside: {line}" for line in aside]
+        else:
+            lines += ["  the weights are not on this machine: what they have on disk is not known"]
     out = Console(width=None if sys.stdout.isatty() else 140)
     for line in lines:
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
@@ -101,6 +111,9 @@ def _table_of_methods(job: Job, tokens: int | None, on_disk: Mapping[str, set[st
             exact = cache_bytes(config, job.session.dtype, tokens, tokens)
             held = cache_bytes(config, job.session.dtype, tokens, capacity, method.quantization())
             memory[1:] = f"{held / MIB:.3f} MiB ({held / exact:.0%})", f"{exact / MIB:.3f} MiB"
-        records = f"{len(on_disk[label])}/{len(record_ids(job.units))}"
-        table.add_row(escape(label), *memory, records, job.folders[label].name)
+        records, name = "-", "-"
+        if label in on_disk:
+            records = f"{len(on_disk[label])}/{len(record_ids(job.units))}"
+            name = job.folders[label].name
+        table.add_row(escape(label), *memory, records, name)
     return table

@@ -45,9 +45,9 @@ def versions() -> dict[str, str]:
 @cache
 def code_revision() -> str:
     """The git commit of the checkout that the package runs from, followed by ``+dirty`` if its code has
-    uncommitted changes; ``unknown`` outside a checkout."""
+    uncommitted changes or untracked files; ``unknown`` outside a checkout."""
     git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
-    status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", "../conf"]
+    status = [*git, "status", "--porcelain", "--", ".", "../conf"]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.engine.device import device_is_usable
+from kvbench.engine.fingerprint import commit_of
 from kvbench.errors import redact
 from kvbench.kv import KVError
-from kvbench.records.read import COMMON_FIELDS, recorded
+from kvbench.records.aside import Aside, beside, lines_of
+from kvbench.records.read import COMMON_FIELDS, MANIFEST, read_manifest, recorded
 from kvbench.records.shards import Shard
 from kvbench.records.store import (
     RecordStore,
@@ -29,15 +31,17 @@ from kvbench.records.store import (
     write_manifest,
 )
 from kvbench.run.batching import DeviceLost, Runner, Work
-from kvbench.run.identity import without_defaults
+from kvbench.run.identity import settings_alone, without_defaults
 from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, Unit
 from kvbench.run.progress import Progress
 from kvbench.run.session import Session
+from kvbench.run.source import changed_since, source_of, unsaved
 
 log = logging.getLogger(__name__)
 
-PLACEMENT = ("device_map", "max_memory")
-"""The options of a model that say on which devices its weights lie. They change no result."""
+PLACES = ("path", "otherwise", "revision", "tokenizer", "device_map", "max_memory")
+"""The options of a model that say where its files and its weights lie. They change no result: its
+fingerprint says which model it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,8 @@ class Job:
         batch_size: how many units run together, or "auto", where the plan can do so; it changes no
             answer.
         retry_failed: whether examples run again whose record has a status other than ok.
+        rerun: the name under which the records of this job's examples are moved away, so that all run
+            again; None: what is on disk counts.
         lock_timeout: see `RecordStore`.
         extra: further entries of the manifest (the resolved config, the command ...).
     """
@@ -74,6 +80,7 @@ class Job:
     shard: Shard | None = None
     batch_size: int | str = 1
     retry_failed: bool = False
+    rerun: str | None = None
     lock_timeout: float = 10.0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -166,9 +173,10 @@ class Job:
     def settings(self) -> dict[str, dict[str, Any]]:
         """By label all settings that change a score, those at their defaults included."""
         settings_of_job = self._settings_of_job()
+        code = self.code_of_task
         settings = {}
         for label, (method, _) in self.methods.items():
-            own = dict(settings_of_job)
+            own = {**settings_of_job, "source": source_of(method, *code)}
             if method.version > 1:
                 own["method_version"] = method.version
             own["method"] = self.method_configs[label]
@@ -192,6 +200,29 @@ class Job:
         }
 
     @cached_property
+    def is_about_the_model(self) -> bool:
+        """Whether the numbers are about the model; not those of vectors that a probe draws."""
+        return self.meta.get("subject") is None
+
+    @property
+    def code_of_task(self) -> Sequence[object]:
+        """The task or probe, and what else its scores depend on: see `source_of`."""
+        if isinstance(self.plan, TaskPlan):
+            return self.plan.task, *self.plan.task.code()
+        return (self.plan,)
+
+    @cached_property
+    def aside(self) -> dict[str, list[Aside]]:
+        """By label the runs of the same settings whose records are of other code or weights."""
+        return {label: beside(folder, self._named(label)) for label, folder in self.folders.items()}
+
+    def _named(self, label: str) -> dict[str, Any]:
+        """The names of the run of a label in its manifest, and what it is identified by."""
+        identity = self.settings[label]
+        settings_hash = config_hash(settings_alone(identity))
+        return {**self.names[label], "settings_hash": settings_hash, "identity": identity}
+
+    @cached_property
     def folders(self) -> dict[str, Path]:
         """The run folder of each method, by label."""
         return {
@@ -204,9 +235,10 @@ class Job:
     def _settings_of_job(self) -> dict[str, Any]:
         """The settings that change the scores of all methods, as the hash and the manifest have them."""
         session = self.session
-        model = {name: value for name, value in vars(session.spec).items() if name not in PLACEMENT}
+        model = {name: value for name, value in vars(session.spec).items() if name not in PLACES}
         settings: dict[str, Any] = {
             "model": model,
+            "weights": session.weights if self.is_about_the_model else None,
             "dtype": str(session.dtype),
             "task": self.task_config,
             "task_version": self.meta["version"],
@@ -232,11 +264,11 @@ class Job:
     def manifest(self, label: str) -> dict[str, Any]:
         """The manifest of the run of the method with this label."""
         manifest = {
-            **self.names[label],
-            "identity": self.settings[label],
+            **self._named(label),
+            "model_revision": commit_of(self.session.spec) if self.is_about_the_model else None,
             "shard": None if self.shard is None else str(self.shard),
             "batch_size": self.batch_size,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "task_meta": self.meta,
             "datasets_left_out": self.left_out,
             **self.extra,
@@ -293,7 +325,7 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
     seconds = dict.fromkeys(("load", "prefill", "compress", "decode"), 0.0)
     if not device_is_usable(job.session.device):
         raise DeviceLost(job.session.device, "since an earlier job")
-    for warning in job.warnings:
+    for warning in [*job.warnings, *_warnings_of_code(job)]:
         log.warning("%s x %s: %s", job.session.spec.label, job.task, warning)
     _load_model_if_needed(job)
     written = 0
@@ -324,6 +356,32 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
         all_ids = record_ids(job.within_limit)
         complete = all(all_ids <= recorded(folder) for folder in job.folders.values())
     return JobResult(job.folders, failed, written, records, complete, seconds)
+
+
+def _warnings_of_code(job: Job) -> Iterator[str]:
+    """A line for what cannot be continued, for a shard whose code is not that of the others, and for
+    records that shipped code has made before it was changed in another commit."""
+    modules = dict.fromkeys(
+        name for own in job.settings.values() for name in unsaved(own["source"])
+    )
+    for module in modules:
+        yield f"{module} has no file that could be compared later: this run is never continued"
+    if job.shard is not None:
+        for line in lines_of(run for runs in job.aside.values() for run in runs):
+            yield f"shard {job.shard} is of other code or weights than {line}, which are left aside"
+    commit = str(job.extra.get("code_revision")).removesuffix("+dirty")
+    for label, (method, _) in job.methods.items():
+        path = job.folders[label] / MANIFEST
+        if job.rerun is not None or not path.is_file():
+            continue
+        made_by = str(read_manifest(path).get("code_revision")).removesuffix("+dirty")
+        if made_by not in (commit, "None", "unknown"):
+            files = changed_since(made_by, method, *job.code_of_task)
+            if files:
+                yield (
+                    f"{label} goes on with records of commit {made_by[:10]}, where {', '.join(files)} "
+                    "had other code of the same version; rerun=true runs them again"
+                )
 
 
 def _passes(records: Sequence[Fields]) -> dict[str, float]:
@@ -360,11 +418,11 @@ def _load_model_if_needed(job: Job) -> None:
     So it is loaded before the clock of the first example starts, and a model that cannot be loaded
     leaves no empty folders.
     """
-    if job.meta.get("subject") is not None:  # the numbers are not about a model
+    if not job.is_about_the_model:
         return
     ids = record_ids(job.units)
     lacks_records = any(ids - recorded(folder) for folder in job.folders.values())
-    if job.retry_failed or lacks_records:
+    if job.retry_failed or job.rerun is not None or lacks_records:
         job.session.model  # noqa: B018 - the property loads the model
 
 
@@ -376,6 +434,8 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
     for label, folder in sorted(job.folders.items()):
         store = RecordStore(folder, job.lock_timeout, suffix)
         stores[label] = stack.enter_context(store)
+        if job.rerun is not None:
+            store.move_away(record_ids(job.units), job.rerun)
         # In this order: a process that is killed between them leaves a manifest that asks for no more
         # than the examples beside it.
         write_examples(folder, record_ids(job.within_limit))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from kvbench.engine.answer import GREEDY, Sampling, Stopping
+from kvbench.engine.fingerprint import fingerprint
 from kvbench.engine.loading import Model, load_config, load_generation_config, load_model
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.processors import acting_options
@@ -75,6 +76,15 @@ class Session:
             self.shared.pop(kind, None)
             self.shared[kind] = key, load()
         return self.shared[kind][1]
+
+    @cached_property
+    def weights(self) -> str | None:
+        """The fingerprint of the model, whose files are fetched where they are not on this machine."""
+        return self.once("weights", None, lambda: fingerprint(self.spec))
+
+    def weights_are_here(self) -> bool:
+        """Whether `weights` fetches nothing."""
+        return "weights" in vars(self) or fingerprint(self.spec, fetch=False) is not None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

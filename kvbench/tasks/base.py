@@ -141,6 +141,11 @@ class Task(ABC):
         generated from the options."""
         return {}
 
+    def code(self) -> Sequence[object]:
+        """The classes and functions outside the task's own class on which its scores depend. Their files
+        are part of a run's identity, as the class's is."""
+        return ()
+
     def metric_name(self) -> str:
         """The metric of `score` as heads of tables name it; empty where the task's own name says it."""
         return ""

@@ -62,7 +62,7 @@ def test_help_and_list_name_what_there_is_in_short_lines(printed: str) -> None:
 def test_show_prints_a_config_with_everything_filled_in(printed: str) -> None:
     shown = printed.partition("model:\n")[2]
     assert "kernel_size: 5" in shown
-    assert shown.count("seed: 7") == 2
+    assert shown.count("seed: 7") == 1, "of the draws alone"
     assert "${" not in shown
     assert "hydra" not in shown
 

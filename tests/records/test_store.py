@@ -74,7 +74,7 @@ def test_records_come_back_as_written(tmp_path: Path) -> None:
         records.append(make_record("a", status="oom", score=None))
     write_manifest(folder, {"model": "model", "seed": 0})
     (run,) = load_runs(tmp_path)
-    assert run.manifest == {"format": 1, "earlier_starts": [], "model": "model", "seed": 0}
+    assert run.manifest == {"format": 2, "earlier_starts": [], "model": "model", "seed": 0}
     assert list(run.records["example_id"]) == ["b", "a"]
     assert run.records["prediction"][0] == "a\u2028b\n\0<é"
     assert (run.records["depth"][0], run.records["score"][0]) == (50, 1.0)

@@ -183,7 +183,7 @@ def test_a_device_that_is_lost_ends_the_job_and_the_next_goes_on(
             patch.setattr(module, "device_is_usable", lambda device: next(before, False))
         with pytest.raises(DeviceLost, match="answers nothing any more after example 'e0'"):
             run_job(make_job(tmp_path, methods))
-    methods["bad"] = build_method("snapkv")
+    methods["bad"] = Faulty(fault=lambda layer: None)
     records = records_of(run_job(make_job(tmp_path, methods)))
     assert [r["status"] for r in records["bad"]] == ["error", "ok", "ok", "ok"]
     assert [r["status"] for r in records["snapkv"]] == ["ok"] * 4

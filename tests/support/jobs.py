@@ -75,7 +75,7 @@ def make_job(tmp_path: Path, methods: dict[str, Any] | None = None, **changes: A
     model.set_attn_implementation("kvbench")
     # what the loader would put there
     loaded = {"model": model, "tokenizer": Letters(), "encoder": PromptEncoder(Letters())}
-    session.__dict__.update(loaded, processors={})
+    session.__dict__.update(loaded, processors={}, weights="a")
     methods = methods or {n: build_method(n) for n in ("exact", "snapkv", "uniform")}
     job = Job(
         experiment="e",
@@ -117,6 +117,6 @@ class Faulty(Method):
 
 def with_session(job: Job, **changes: Any) -> Job:
     session = replace(job.session, **changes)
-    loaded = ("model", "tokenizer", "encoder", "processors")
+    loaded = ("model", "tokenizer", "encoder", "processors", "weights")
     session.__dict__.update({name: job.session.__dict__[name] for name in loaded})
     return replace(job, session=session)

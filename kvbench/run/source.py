@@ -1,0 +1,250 @@
+"""The code that a run's numbers are of: what its identity holds of the files of methods and tasks.
+
+A file of kvbench that is unmodified in the commit, or in the wheel that was installed, is shipped: the
+`version` of its class stands for it. Every other file that a class needs is there by its digest: the
+module of the class and of its bases, what these import from the same package (without a package: from
+the same folder), and that package's compiled files. An unmodified file of another installed package is
+there by that package's name and version.
+
+A digest is of the source as it was imported, over its tokens without comments and blank lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import io
+import subprocess
+import sys
+import tokenize
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+from sysconfig import get_path
+from types import FunctionType
+from typing import Any
+
+import kvbench
+
+PACKAGE = Path(kvbench.__file__).parent
+UNSAVED = "unsaved"
+"""What the digest of a module without a file begins with. It is another one at every call."""
+COMPILED = (*EXTENSION_SUFFIXES, ".so", ".dll", ".dylib")
+_digests: dict[str, tuple[ModuleSpec | None, str]] = {}
+"""By module the spec by which it was imported, and its digest: a reloaded module has another spec."""
+
+
+def source_of(*things: object) -> dict[str, str]:
+    """The code of these classes, functions and objects (and of the objects in their fields), by module a
+    digest and by package a version; empty where all of it is shipped."""
+    found: dict[str, str] = {}
+    for module in dict.fromkeys(module for thing in things for module in _modules(thing)):
+        for name, file in _needed(module):
+            if file is None:
+                found[name] = f"{UNSAVED} {uuid.uuid4().hex[:12]}"
+            elif (package := _installed(file)) is not None:
+                if package[0] != "kvbench":
+                    found[package[0]] = package[1]
+            elif not _is_shipped(file):
+                found[name] = _digest(name, file)
+    return dict(sorted(found.items()))
+
+
+def unsaved(source: Mapping[str, str]) -> list[str]:
+    """The modules of a `source_of` that have no file, so that no run of theirs can be continued."""
+    return [name for name, digest in source.items() if digest.startswith(UNSAVED)]
+
+
+def changed_since(revision: str, *things: object) -> list[str]:
+    """The files of kvbench, of those that these things need, that are not as in a commit; none outside a
+    checkout, and for a commit that is not known."""
+    modules = {module for thing in things for module in _modules(thing)}
+    ours = {file for module in modules for _, file in _closure(module) if file is not None}
+    changed = _git("diff", "--name-only", "--relative", "-z", revision, "--", ".")
+    names = [name for name in changed or () if PACKAGE / name in ours]
+    return [f"{PACKAGE.name}/{name}" for name in names]
+
+
+def _modules(thing: object) -> Iterator[str]:
+    """The names of the modules in which the classes and functions of a thing are defined."""
+    if isinstance(thing, type):
+        for kind in thing.__mro__:
+            if kind.__module__.partition(".")[0] not in sys.stdlib_module_names or _is_main(kind):
+                yield kind.__module__
+    elif isinstance(thing, FunctionType):
+        yield thing.__module__
+    elif isinstance(thing, Mapping):
+        for value in thing.values():
+            yield from _modules(value)
+    elif isinstance(thing, list | tuple):
+        for value in thing:
+            yield from _modules(value)
+    elif is_dataclass(thing):
+        yield from _modules(type(thing))
+        for field in fields(thing):
+            yield from _modules(getattr(thing, field.name))
+
+
+def _is_main(kind: type) -> bool:
+    return kind.__module__ == "__main__"
+
+
+def _needed(module: str) -> Sequence[tuple[str, Path | None]]:
+    """Module names and files: those of a module of kvbench only where some file of kvbench is not
+    shipped, since to follow imports takes a tenth of a second."""
+    if module.partition(".")[0] == PACKAGE.name and not _has_changes():
+        return ()
+    return _closure(module)
+
+
+@cache
+def _closure(module: str) -> tuple[tuple[str, Path | None], ...]:
+    """A module, the modules that it imports from its own package or folder, and what these import; each
+    with its file. After them the compiled files of the package."""
+    found: dict[str, Path | None] = {}
+    waiting = [module]
+    home = _file_of(module)
+    while waiting:
+        name = waiting.pop()
+        file = None if name == "__main__" else _file_of(name)
+        if name in found or (file is None and name != module):
+            continue
+        found[name] = file
+        if file is not None and file.suffix == ".py":
+            imports = _imports(file, name)
+            waiting += [other for other in imports if _belongs(other, module, home)]
+    if home is not None and module.partition(".")[0] != PACKAGE.name:
+        is_package = home.name == "__init__.py"
+        folder = home.parents[max(0, module.count(".") - (not is_package))]
+        files = folder.rglob("*") if is_package or "." in module else folder.iterdir()
+        compiled = [file for file in files if file.name.endswith(COMPILED)]
+        found |= {str(file.relative_to(folder)): file for file in sorted(compiled)}
+    return tuple(found.items())
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module, imported or not; None where it has none, or is not found."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    if spec is None and module not in sys.modules:
+        with suppress(Exception):  # whatever the parent package does when it is imported
+            spec = find_spec(module)
+    origin = None if spec is None or not spec.has_location else spec.origin
+    return None if origin is None else Path(origin).resolve()
+
+
+def _imports(file: Path, module: str) -> Iterator[str]:
+    """The names that a file may import as modules, those of functions among them."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parents = package.split(".")[: package.count(".") + 2 - node.level]
+                    base = ".".join([*parents, *([base] if base else [])])
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _belongs(name: str, module: str, home: Path | None) -> bool:
+    """Whether a name is of the package of `module`, or, where that is no package, in its folder."""
+    top = name.partition(".")[0]
+    if "." in module:
+        return top == module.partition(".")[0]
+    if top == PACKAGE.name or home is None:
+        return False
+    if home.name == "__init__.py":
+        return top == module
+    return any((home.parent / f"{top}{end}").exists() for end in ("", ".py"))
+
+
+def _digest(name: str, file: Path) -> str:
+    """The digest of a module's file, as it was when it was first asked for after an import."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    known = _digests.get(name)
+    if known is None or known[0] is not spec:
+        known = _digests[name] = spec, digest_of(file.read_bytes(), file.suffix)
+    return known[1]
+
+
+def digest_of(content: bytes, suffix: str = ".py") -> str:
+    """The digest of a file: of Python's source over its tokens, without comments and blank lines."""
+    if suffix == ".py":
+        left_out = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING}
+        with suppress(SyntaxError, tokenize.TokenError):
+            tokens = [
+                (token.type, "" if token.type == tokenize.INDENT else token.string)
+                for token in tokenize.tokenize(io.BytesIO(content).readline)
+                if token.type not in left_out
+            ]
+            content = repr(tokens).encode()
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def _git(*words: str) -> list[str] | None:
+    """The names that git prints about kvbench's folder, each ended by NUL; None where it fails."""
+    command = ["git", "-C", str(PACKAGE), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split("\0")[:-1]
+
+
+@cache
+def _unmodified() -> frozenset[Path]:
+    """The files of kvbench's folder that git tracks and that are as in the commit."""
+    tracked = _git("ls-files", "-z", "--", ".")
+    changed = _git("diff", "--name-only", "--relative", "-z", "HEAD", "--", ".")
+    if tracked is None or changed is None:
+        return frozenset()
+    return frozenset(PACKAGE / name for name in {*tracked} - {*changed})
+
+
+@cache
+def _has_changes() -> bool:
+    """Whether any Python file of kvbench is not shipped."""
+    return not all(map(_is_shipped, PACKAGE.rglob("*.py")))
+
+
+@cache
+def _is_shipped(file: Path) -> bool:
+    inside = file.is_relative_to(PACKAGE)
+    return inside and (file in _unmodified() or _installed(file) is not None)
+
+
+@cache
+def _installed(file: Path) -> tuple[str, str] | None:
+    """The name and version of the installed package whose list of files has this one as it is."""
+    for scheme in ("purelib", "platlib"):
+        place = Path(get_path(scheme)).resolve()
+        if file.is_relative_to(place):
+            name = file.relative_to(place).as_posix()
+            (top, *_) = name.partition("/")
+            for package in packages_distributions().get(top.removesuffix(".py"), ()):
+                with suppress(PackageNotFoundError):
+                    files = _recorded(package)
+                    if name in files and files[name] == _hash(file):
+                        return package, distribution(package).version
+    return None
+
+
+@cache
+def _recorded(package: str) -> dict[str, str]:
+    """The sha256 of an installed package's files by name, as its RECORD has them."""
+    listed: Any = distribution(package).files or ()
+    return {file.as_posix(): file.hash.value for file in listed if file.hash is not None}
+
+
+def _hash(file: Path) -> str:
+    digest = hashlib.sha256(file.read_bytes()).digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
