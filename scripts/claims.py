@@ -340,8 +340,7 @@ def command(name: str, words: str, options: Mapping[str, str], place: Path) -> l
     is_script = run_words[0].endswith(".py")
     texts: list[str] = []
     if "experiment=balancekv_figure4" in run_words:
-        kind = "files" if files else "generated"
-        texts = [f"task.haystack={kind}", f"task.haystack_files={files or '[]'}"]
+        texts = [f"task.haystack_files={files or '[]'}"]
     elif files and "task@task.prompts=text" in run_words:
         texts = [f"task.prompts.files={files}"]
     elif files and is_script:

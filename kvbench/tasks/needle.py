@@ -110,7 +110,6 @@ class Needle(Task):
     template: str = "{haystack}\n\n{question}"
     buffer: Annotated[int, Ge(0), Le(10_000_000)] | None = None
     begin_tokens: bool = False
-    haystack: Literal["generated", "files"] = "generated"
     haystack_files: Sequence[str] = ()
     together: bool = False
     seed: int = 0
@@ -122,10 +121,6 @@ class Needle(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_template(self.template, HAYSTACK, QUESTION)
-        if self.haystack == "files" and not self.haystack_files:
-            raise TaskError(
-                "task.haystack_files is empty; allowed with haystack=files: globs of text files"
-            )
         single = self._single()
         if self.facts and (self.together or any(single.values())):
             raise TaskError(
@@ -147,7 +142,7 @@ class Needle(Task):
                 )
 
     def digests(self) -> Mapping[str, str]:
-        return file_digests(self.haystack_files) if self.haystack == "files" else {}
+        return file_digests(self.haystack_files)
 
     def metric_name(self) -> str:
         return self.primary
@@ -193,7 +188,7 @@ class Needle(Task):
         return {option: getattr(self, option) or "" for option in PARTS}
 
     def _texts(self) -> list[tuple[str, str]]:
-        if self.haystack == "generated":
+        if not self.haystack_files:
             return []
         texts = texts_of_files("haystack_files", self.haystack_files, ESSAYS)
         texts = [(name, text.strip()) for name, text in texts if text.strip()]
@@ -277,7 +272,7 @@ class Needle(Task):
                         "filler": filler.name,
                         "needle_start": start + len(before_ids),
                         "needle_tokens": tokens,
-                        "haystack": self.haystack,
+                        "haystack": "files" if self.haystack_files else "generated",
                     },
                 )
             )

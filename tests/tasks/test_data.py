@@ -127,7 +127,7 @@ def data_of(task: Any) -> Any:
     return task.digests() if isinstance(task, Task) else task.meta()["data"]
 
 
-NEEDLE: Any = {"needle": "n", "question": "q", "answer": "a", "haystack": "files"}
+NEEDLE: Any = {"needle": "n", "question": "q", "answer": "a"}
 READERS: dict[str, Any] = {  # a task or a probe that reads all these files
     "jsonl": lambda files: Jsonl(files=files),
     "jsonl, subsets": lambda files: Jsonl(

@@ -56,8 +56,6 @@ REQUIRED: dict[type[Task], dict[str, Any]] = {
 REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
     Needle: [
         ({"depths": [101]}, "depths is [101]; allowed: less than or equal to 100"),
-        ({"haystack": "wiki"}, "'generated' or 'files'"),
-        ({"haystack": "files"}, "task.haystack_files is empty"),
         ({"template": "{question} {haystack}"}, "{haystack} and, after it, {question}, each once"),
         ({"together": True, "needle": "A {key}."}, "together=true: text with {key} and {value}"),
         ({"together": True, "question": "What?"}, "together=true: text with {key}"),

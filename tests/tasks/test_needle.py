@@ -287,7 +287,7 @@ def check_needle(example: Example, encoder: PromptEncoder) -> None:
 def essays(tmp_path: Path) -> dict[str, Any]:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"Text {name} is short. It says little!\n" * 5)
-    return {"haystack": "files", "haystack_files": str(tmp_path / "*.txt")}
+    return {"haystack_files": str(tmp_path / "*.txt")}
 
 
 def test_text_files_take_turns_and_each_filler_begins_with_another(essays: dict[str, Any]) -> None:
@@ -307,8 +307,8 @@ def test_text_files_take_turns_and_each_filler_begins_with_another(essays: dict[
     ("options", "message"),
     [
         ({"lengths": [60]}, r"length 60 is too short.*at least \d+ tokens"),
-        ({"haystack": "files", "haystack_files": "*.txt"}, "holds no text"),
-        ({"haystack": "files", "haystack_files": "*.md"}, "no file matches"),
+        ({"haystack_files": "*.txt"}, "holds no text"),
+        ({"haystack_files": "*.md"}, "no file matches"),
         (TOGETHER | {"lengths": [150]}, "length 150 is too short for needle, question"),
     ],
 )
