@@ -29,7 +29,7 @@ ALL = "all"
 SMALL_MODELS = ("recall_mini", "tiny_random")
 """Models of the package. They read no English."""
 FIXTURES = "${FIXTURES}"
-INVENTED = (FIXTURES, "haystack_files=[]", "dataset_name=null", "task.files=[]")
+INVENTED = (FIXTURES, "haystack_files=[]", "dataset=null", "task.files=[]")
 """In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
 OF_JOBS = {"batch_size", "decode", "dry_run", "example_timeout"}
 OF_JOBS |= {"launcher", "logger", "retry_failed", "shards"}

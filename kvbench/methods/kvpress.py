@@ -37,7 +37,12 @@ _REASONS = {
         "ExpectedAttentionStatsPress",
     ),
     "it runs the model on the prompt again, by hooks of its own on the whole model (methods kvzip, "
-    "kvzip_plus and kvgrad do so in the engine)": ("KVzipPress", "KVgradPress", "RestoreKVPress", "KVComposePress"),
+    "kvzip_plus and kvgrad do so in the engine)": (
+        "KVzipPress",
+        "KVgradPress",
+        "RestoreKVPress",
+        "KVComposePress",
+    ),
     "its ratio cannot be set, so no budget can be given to it": (
         "DMSPress",
         "SimLayerKVPress",

@@ -30,10 +30,10 @@ class RunningText(Task):
     unhashed: ClassVar[tuple[str, ...]] = ("num_examples",)
 
     files: Sequence[str] = ()
-    dataset_name: str | None = None
-    dataset_config: str | None = None
-    dataset_split: str = "test"
-    dataset_column: str = "text"
+    dataset: str | None = None
+    config: str | None = None
+    split: str = "test"
+    column: str = "text"
     rows: Many = 2000
     label: str = "text"
     tokens: Tokens = 1024
@@ -42,15 +42,15 @@ class RunningText(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.files and self.dataset_name:
-            raise TaskError("task.files and task.dataset_name: one of them at most may be given")
+        if self.files and self.dataset:
+            raise TaskError("task.files and task.dataset: one of them at most may be given")
 
     def texts(self, kind: str, rows: int, count: int) -> Sequence[tuple[str, str]]:
         """The name and text of each file, of each of a data set's first `rows`, or of `count` generated
         documents of at least `tokens` tokens, whose seed is the word `kind`."""
         if self.files:
             return texts_of_files("files", self.files)
-        if self.dataset_name:
+        if self.dataset:
             return self._texts_of_rows(rows)
         documents = []
         for number in range(count):
@@ -59,31 +59,29 @@ class RunningText(Task):
             documents.append((f"generated {number}", " ".join(sentences)))
         return documents
 
+    @property
+    def _source(self) -> Source:
+        return Source("text", dataset=self.dataset, config=self.config, split=self.split)
+
     def _texts_of_rows(self, most: int) -> Sequence[tuple[str, str]]:
-        source = Source(
-            "task.dataset_name",
-            dataset=self.dataset_name,
-            config=self.dataset_config,
-            split=self.dataset_split,
-        )
-        rows = source.hub_rows(most)
+        rows = self._source.hub_rows(most)
         for row in rows:
-            if self.dataset_column not in row:
+            if self.column not in row:
                 raise TaskError(
-                    f"task.dataset_column: dataset {self.dataset_name} has no column "
-                    f"{self.dataset_column!r}; one of {', '.join(row)}"
+                    f"task.column is {self.column!r}, which {self.dataset} has not; allowed: "
+                    f"{', '.join(row)}"
                 )
-        return [(f"row {n}", str(row[self.dataset_column])) for n, row in enumerate(rows)]
+        return [(f"row {n}", str(row[self.column])) for n, row in enumerate(rows)]
 
     def digests(self) -> Mapping[str, str]:
-        return file_digests(self.files)
+        return self._source.digests() if self.dataset else file_digests(self.files)
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         begin = encoder.begin_ids
         room = self.tokens - len(begin)
         documents = self.texts("text", self.rows, self.num_examples)
-        if self.dataset_name:
-            documents = [(self.dataset_name, "".join(text for _, text in documents))]
+        if self.dataset:
+            documents = [(self.dataset, "".join(text for _, text in documents))]
         texts = {name: encoder.encode_text(text) for name, text in documents}
         longest = max(map(len, texts.values()), default=0)
         examples = []

@@ -53,7 +53,7 @@ from kvbench.report.papers import paper_folders
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
 
-WIKITEXT = "task=text task.dataset_name=Salesforce/wikitext task.dataset_config=wikitext-103-raw-v1"
+WIKITEXT = "task=text task.dataset=Salesforce/wikitext task.config=wikitext-103-raw-v1"
 """WikiText-103, the text of H2O's figures, as overrides."""
 TRIVIAQA = "task=longbench task.datasets=[triviaqa]"
 """TriviaQA, whose prompts BalanceKV's single layers are of, as overrides."""

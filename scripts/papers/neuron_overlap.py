@@ -22,12 +22,10 @@ from torch import Tensor
 
 TEXTS = {
     "wikitext": "",
-    "penn_treebank": "task.dataset_name=mikasenghaas/ptb-text-only task.dataset_config=null "
-    "task.dataset_column=sentence",
-    "amazon": "task.dataset_name=fancyzhx/amazon_polarity task.dataset_config=null "
-    "task.dataset_column=content",
-    "code": "task.dataset_name=openai/openai_humaneval task.dataset_config=null "
-    "task.dataset_column=canonical_solution",
+    "penn_treebank": "task.dataset=mikasenghaas/ptb-text-only task.config=null "
+    "task.column=sentence",
+    "amazon": "task.dataset=fancyzhx/amazon_polarity task.config=null task.column=content",
+    "code": "task.dataset=openai/openai_humaneval task.config=null task.column=canonical_solution",
 }
 """What differs from WikiText-103, by kind of text; mirrors on the Hub."""
 

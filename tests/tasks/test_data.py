@@ -280,10 +280,12 @@ def test_a_repository_is_read_by_datasets_where_the_hub_answers(requests: list[A
 
 
 def test_texts_are_a_column_of_a_repository(requests: list[Any]) -> None:
-    task = RunningText(dataset_name="some/set")
+    task = RunningText(dataset="some/set")
     assert task.texts("text", 2, 1)[0] == ("row 0", ROWS[0]["text"])
-    with pytest.raises(TaskError, match="no column 'body'; one of text, n"):
-        replace(task, dataset_column="body").texts("text", 2, 1)
+    with pytest.raises(
+        TaskError, match="column is 'body', which some/set has not; allowed: text, n"
+    ):
+        replace(task, column="body").texts("text", 2, 1)
 
 
 def test_datasets_is_not_called_where_the_hub_does_not_answer(

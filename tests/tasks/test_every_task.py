@@ -61,7 +61,7 @@ REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
         ({"together": True, "question": "What?"}, "together=true: text with {key}"),
         ({"together": True, "answer": "5"}, "together=true: text with {value}"),
     ],
-    RunningText: [({"files": ["a"], "dataset_name": "b"}, "one of them at most")],
+    RunningText: [({"files": ["a"], "dataset": "b"}, "one of them at most")],
     LongEvalLines: [
         ({"num_lines": [0]}, "num_lines is [0]; allowed: greater than or equal to 1"),
         ({"number_range": [5, 1]}, "number_range is [5, 1]"),
