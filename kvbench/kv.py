@@ -89,7 +89,7 @@ class LayerKV:
             be judged on them. `queries` lacks them; `keys` and `values` contain these tokens.
         log_weights: [batch, kv_heads, n] float32, the log-weights that the entries have before
             `compress`, which adds its own to them, when a compressed cache is compressed again
-            (`Method.recompression`); None where all are 0.
+            (`Method.schedule`); None where all are 0.
         output: a function that returns a copy of the output projection's weight,
             [hidden, heads * head_dim]; None where the weight cannot be read.
         rotary: the table by which the layer rotates its queries and keys; the two halves of its cosines

@@ -256,7 +256,7 @@ class Cache:
             self.packed = Packed(*(codec.without(entry) for codec in self.packed))
 
     def replace_with(self, kept: CompressedKV) -> None:
-        """Hold what a method keeps of the entries (`Recompress.after_token`)."""
+        """Hold what a method keeps of the entries (`PeriodicCompression.after_token`)."""
         indices, count = kept.positions[0], kept.positions.shape[2]
         self.positions[:, :count] = self.positions.gather(1, indices)
         if self.log_weights is not None:

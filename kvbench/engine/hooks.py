@@ -1,5 +1,5 @@
 """What a method does with the entries of a cache while decoding: it evicts (`Evict`), restricts
-attention (`Restrict`) or compresses again (`Recompress`); else the cache grows."""
+attention (`Restrict`) or compresses again (`PeriodicCompression`); else the cache grows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.engine import check
 from kvbench.engine.attention import LayerCall
 from kvbench.kernels.addresses import Eviction
 from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV
-from kvbench.methods.base import Method, Recompression, rule_of
+from kvbench.methods.base import Method, Schedule, rule_of
 
 if TYPE_CHECKING:
     from kvbench.engine.cache import Cache
@@ -83,7 +83,7 @@ class Restrict(Hook):
         logits.masked_fill_(hidden, float("-inf"))
 
 
-class Recompress(Hook):
+class PeriodicCompression(Hook):
     """The method compresses the entries again from time to time.
 
     Args:
@@ -98,7 +98,7 @@ class Recompress(Hook):
     def __init__(
         self,
         method: Method,
-        times: Recompression,
+        times: Schedule,
         label: str,
         budget: Budget,
         prompt: LayerKV,
@@ -116,7 +116,7 @@ class Recompress(Hook):
         empty = prompt.keys[:, :, :0]  # a reference to the tensors would keep the prompt in memory
         self.layer = replace(prompt, keys=empty, values=empty, queries=None, shared={}, carried={})
 
-    def clone(self) -> Recompress:
+    def clone(self) -> PeriodicCompression:
         twin = copy.copy(self)  # from here on both draw the same numbers
         twin.generator = torch.Generator()
         twin.generator.set_state(self.generator.get_state())

@@ -21,7 +21,7 @@ from kvbench.engine.attention import LayerCall, UnsupportedModel
 from kvbench.engine.cache import Cache, cache_of
 from kvbench.engine.cost import Cost, ExactBytes
 from kvbench.engine.device import release_frames
-from kvbench.engine.hooks import GROW, Hook, Recompress, hook_of
+from kvbench.engine.hooks import GROW, Hook, PeriodicCompression, hook_of
 from kvbench.engine.states import State, clone_of, state_bytes
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import WHOLE, Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
@@ -213,11 +213,11 @@ class Row:
     def _hook(self, layer: int, capacity: int, limit: int | None, prompt: LayerKV) -> Hook:
         """What the method does with a layer's entries while decoding."""
         method = self.method
-        recompression = method.recompression
-        if recompression is not None and prompt.queries is not None:
+        schedule = method.schedule
+        if schedule is not None and prompt.queries is not None:
             name = f"{self.example_id}\0while decoding"
             generator = layer_generator(self.seed, name, layer)
-            return Recompress(method, recompression, self.label, self.budget, prompt, generator)
+            return PeriodicCompression(method, schedule, self.label, self.budget, prompt, generator)
         if not self.compressed and limit is None:
             return GROW
         granted = capacity if limit is None else limit

@@ -1,5 +1,5 @@
-"""Compression methods. Every file of this folder is one method, except ``base`` and files that begin
-with an underscore."""
+"""Compression methods, and what a method of your own needs. Every file of this folder is one method,
+except ``base`` and files that begin with an underscore."""
 
 from __future__ import annotations
 
@@ -11,10 +11,57 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.errors import check_known
-from kvbench.kv import KVError
-from kvbench.methods.base import Held, Method
+from kvbench.kernels.addresses import Eviction
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, keep_all
+from kvbench.methods._draws import place, places, uniforms
+from kvbench.methods._select import (
+    best_and_recent,
+    group_mean,
+    keep_marked,
+    positions_between,
+    top_positions,
+    with_sink_and_window,
+)
+from kvbench.methods._wrapped import ScoreWrapper, Wrapper
+from kvbench.methods.base import (
+    Held,
+    Method,
+    Replay,
+    Schedule,
+    SecondPass,
+    TokenScoringMethod,
+)
 
-__all__ = ["Held", "Method", "available_methods", "build_method", "method_class", "option_names"]
+__all__ = [
+    "Budget",
+    "CompressedKV",
+    "Eviction",
+    "Held",
+    "KVError",
+    "LayerKV",
+    "Method",
+    "Replay",
+    "Schedule",
+    "ScoreWrapper",
+    "SecondPass",
+    "TokenScoringMethod",
+    "Wrapper",
+    "available_methods",
+    "best_and_recent",
+    "build_method",
+    "gather_entries",
+    "group_mean",
+    "keep_all",
+    "keep_marked",
+    "method_class",
+    "option_names",
+    "place",
+    "places",
+    "positions_between",
+    "top_positions",
+    "uniforms",
+    "with_sink_and_window",
+]
 
 
 def available_methods() -> list[str]:

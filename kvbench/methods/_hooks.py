@@ -53,7 +53,7 @@ class HeldShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recompression:
+class Schedule:
     """The times at which a compressed cache is compressed again while decoding, and to how many entries.
 
     Attributes:

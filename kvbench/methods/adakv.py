@@ -62,4 +62,4 @@ class AdaKV(ScoreWrapper):
         scores[:, :, : budget.sink] = torch.finfo(scores.dtype).max
         scores[:, :, n - budget.window :] = math.inf
         stay = best_of_all_heads(scores, capacity, int(self.safeguard * capacity))
-        return self.scorer.settle(layer, keep_marked(layer, stay), budget)
+        return self.scorer.fit(layer, keep_marked(layer, stay), budget)

@@ -36,7 +36,7 @@ class AttentionMatching(TokenScoringMethod, Matching):
     A head costs one product of reference queries and keys, one of their attention and the values, and
     two systems of t equations for every group of t entries (`queries_per_entry`). `adakv` and `pages`
     choose other entries by the scores of this method, which then solves for their log-weights and
-    values (`settle`).
+    values (`fit`).
 
     ``keys=omp`` is more exact and takes many times as long. For three essays of 1,024 tokens on SmolLM2
     with 64 given tokens, the KL divergence at a quarter is .017 (`highest` .025, `h2o` .030), and at an
@@ -60,7 +60,7 @@ class AttentionMatching(TokenScoringMethod, Matching):
     """
 
     paper: ClassVar[str] = "arXiv 2602.16284; github.com/adamzweiger/compaction"
-    recompresses: ClassVar[bool] = True
+    can_compress_again: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"repeat": {"queries": "repeat"}}
 
     queries: Literal["prompt", "repeat"] = "prompt"
@@ -117,7 +117,7 @@ class AttentionMatching(TokenScoringMethod, Matching):
         kept = gather_entries(layer, with_sink_and_window(layer, budget, middle))
         return with_solutions(kept, in_middle(kept, layer, budget), solutions)
 
-    def settle(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
+    def fit(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
         is_middle = in_middle(kept, layer, budget)
         heads = zip(
             self.blocks(layer, budget),

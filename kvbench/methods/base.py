@@ -24,8 +24,8 @@ from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._hooks import (
     Held,
     HeldShape,
-    Recompression,
     Replay,
+    Schedule,
     SecondPass,
 )
 from kvbench.methods._select import top_positions, with_sink_and_window
@@ -38,8 +38,8 @@ __all__ = [
     "Held",
     "HeldShape",
     "Method",
-    "Recompression",
     "Replay",
+    "Schedule",
     "SecondPass",
     "TokenScoringMethod",
     "allowed_entries",
@@ -110,7 +110,7 @@ class Method(ABC):
     keeps_entries: ClassVar[bool] = True
     """False where what `compress` returns are no entries of the prompt with weights of their own: keys
     without values, or factors in the denominator (streaming estimators, wildcat)."""
-    recompresses: ClassVar[bool] = False
+    can_compress_again: ClassVar[bool] = False
     """True where `compress` may be called again on a compressed cache. `LayerKV` then holds the cache's
     entries in the order of their positions and the queries of the last tokens only; the log-weights that
     `compress` returns are added to those of the entries."""
@@ -162,7 +162,7 @@ class Method(ABC):
         if self.quantize is None:
             return None
         name = f"{self.method_name()}.quantize"
-        if self.recompression is not None:
+        if self.schedule is not None:
             raise KVError(
                 f"{name} is set and the method compresses again while decoding; allowed: one or the "
                 "other"
@@ -261,7 +261,7 @@ class Method(ABC):
         return type(self).restrict is not Method.restrict
 
     @property
-    def recompression(self) -> Recompression | None:
+    def schedule(self) -> Schedule | None:
         """The times at which `compress` is called again while decoding; None for never."""
         return None
 
@@ -328,7 +328,7 @@ class TokenScoringMethod(Method):
             )
         return scores
 
-    def settle(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
+    def fit(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
         """Fit the weights or values of the entries `kept`, which `adakv` or `pages` chose by this
         method's `token_scores`. The default returns the entries unchanged."""
         return kept

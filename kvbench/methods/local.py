@@ -24,7 +24,7 @@ class Local(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, baseline 'Local'"
-    recompresses: ClassVar[bool] = True
+    can_compress_again: ClassVar[bool] = True
 
     decode: Literal["grow", "evict"] = "grow"
 

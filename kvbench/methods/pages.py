@@ -54,7 +54,7 @@ class Pages(ScoreWrapper):
         # off.
         positions = positions[:, : positions.shape[1] - (-n % self.size)]
         kept = gather_entries(layer, positions[:, None].expand(-1, heads, -1))
-        return self.scorer.settle(layer, kept, budget)
+        return self.scorer.fit(layer, kept, budget)
 
     def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
         """Add two fields to those of `Method.extras`, summed over all layers: ``page_bytes``, the bytes

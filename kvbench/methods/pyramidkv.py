@@ -29,7 +29,7 @@ class PyramidKV(SnapKV):
 
     paper: ClassVar[str] = "arXiv 2406.02069, section 4"
     # A second compression would have to divide the budget among the layers again.
-    recompresses: ClassVar[bool] = False
+    can_compress_again: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "released": {"budgets": "released", "granularity": "query_head"}
     }

@@ -9,7 +9,7 @@ import torch
 from kvbench.errors.options import Count, Share
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._wrapped import Wrapper
-from kvbench.methods.base import Method, Recompression
+from kvbench.methods.base import Method, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Recompress(Wrapper):
 
     @classmethod
     def can_wrap(cls, inner: type[Method]) -> bool:
-        return inner.recompresses
+        return inner.can_compress_again
 
     def _check_inner(self, inner: Method) -> None:
         super()._check_inner(inner)
@@ -57,8 +57,8 @@ class Recompress(Wrapper):
             )
 
     @property
-    def recompression(self) -> Recompression:
-        return Recompression(self.every, self.to, self.queries, self.phase)
+    def schedule(self) -> Schedule:
+        return Schedule(self.every, self.to, self.queries, self.phase)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         return self.inner.compress(layer, budget, generator)

@@ -14,7 +14,7 @@ from kvbench.errors.options import Count, Fraction, Odd, Share
 from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent
-from kvbench.methods.base import Method, Recompression
+from kvbench.methods.base import Method, Schedule
 
 TILE = 512
 """Similarities are computed in tiles of TILE x TILE keys, which bounds the memory."""
@@ -154,7 +154,7 @@ class RKV(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2505.24133; github.com/Zefan-Cai/R-KV"
-    recompresses: ClassVar[bool] = True
+    can_compress_again: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "released": {"phase": "tokens", "mix": 0.07, "buffer": "beside"}
     }
@@ -170,11 +170,11 @@ class RKV(Method):
     buffer: Literal["inside", "beside"] = "inside"
 
     @property
-    def recompression(self) -> Recompression | None:
+    def schedule(self) -> Schedule | None:
         if self.every is None:
             return None
         inside = self.to is None and self.buffer == "inside"
-        return Recompression(self.every, self.to, self.window, self.phase, inside)
+        return Schedule(self.every, self.to, self.window, self.phase, inside)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         count = budget.capacity(layer.n) - self.window

@@ -68,7 +68,7 @@ class SnapKV(TokenScoringMethod):
     """
 
     paper: ClassVar[str] = "arXiv 2404.14469, section 4"
-    recompresses: ClassVar[bool] = True
+    can_compress_again: ClassVar[bool] = True
 
     kernel_size: Odd = 5
     pooling: Literal["avgpool", "maxpool"] = "avgpool"

@@ -90,7 +90,7 @@ class Solved(Wrapper):
             raise KVError(
                 f"solved.of is {self.of!r} with options that hold no cache; allowed: options that do"
             )
-        if inner.recompression is not None:
+        if inner.schedule is not None:
             raise KVError(
                 f"solved.of is {self.of!r} with options that compress again while decoding; allowed: "
                 "options that do not (of rkv: every=null)"

@@ -24,7 +24,7 @@ class StreamingLLM(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2309.17453, section 3.2"
-    recompresses: ClassVar[bool] = True
+    can_compress_again: ClassVar[bool] = True
 
     decode: Literal["grow", "evict"] = "grow"
 

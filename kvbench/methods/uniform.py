@@ -30,7 +30,7 @@ class Uniform(Method):
 
     paper: ClassVar[str] = "arXiv 2502.07861, section 4.1"
     version: ClassVar[int] = 2
-    recompresses: ClassVar[bool] = True
+    can_compress_again: ClassVar[bool] = True
 
     weighted: bool = True
     scope: Literal["middle", "subset"] = "middle"

@@ -3,9 +3,9 @@
     python scripts/benchmarks/bench_second_pass.py [--tokens 1024] [--runs 3] [--skip-8b]
 
 Measured on SmolLM2: processor seconds of the second pass, scores included, over those of the prefill,
-and the process's largest memory beyond that of a job of `exact`. Estimated for Llama-3.1-8B in 16 bits,
-from one layer of its shape with random weights: the bytes that the graph of one of KVgrad's chunks holds,
-as torch's hooks see them stored, times the layers; and multiplications, counted by hand, over the prefill's.
+and the process's largest memory beyond that of a job of `exact`. Estimated for Llama-3.1-8B in 16 bits:
+the bytes that the graph of one of KVgrad's chunks holds, from one layer of that shape with random
+weights and what torch's hooks see stored, times the layers; and multiplications, counted by hand.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ def test_what_is_held_while_decoding(name, options, budget, stays):
     row = Row(name, method, budget, 0, "x", room=0)
     row.compressed = True
     row._hold(0, run(method, layer, budget), budget.capacity(300), None, layer)
-    (cache,), queries = row.caches[0], method.recompression and method.recompression.queries
+    (cache,), queries = row.caches[0], method.schedule and method.schedule.queries
     most = cache.length
     for fed in range(1, 201):
         wanted = min(cache.length + 1, round(stays(cache.length + 1, fed)))
@@ -377,8 +377,8 @@ def test_a_number_that_no_budget_grants_is_refused_before_decoding():
     row = Row("rkv", method, SIZED, 0, "x", room=0)
     with pytest.raises(KVError, match=r"budget\.size is 8; allowed: more than"):
         row._hold(0, run(method, layer, SIZED), 50, None, layer)
-    assert build_method("rkv", every=None).recompression is None
-    assert build_method("rkv", every=16).recompression.every == 16
+    assert build_method("rkv", every=None).schedule is None
+    assert build_method("rkv", every=16).schedule.every == 16
 
 
 def test_importance_is_of_the_logits_that_the_model_bounds():
