@@ -61,8 +61,9 @@ class EncodedExample:
 
 
 def _encoded_whole(examples: Sequence[Example], encoder: PromptEncoder) -> list[Example]:
-    """The examples; where the tokenizer `adds_blank`, with the token ids of those that have none."""
-    if not encoder.adds_blank:
+    """The examples, with the token ids of those that have none, if the tokenizer can encode a whole
+    prompt."""
+    if not callable(encoder.tokenizer):
         return list(examples)
     by_context: dict[Any, list[int]] = {}
     for place, example in enumerate(examples):
@@ -86,8 +87,8 @@ def encode_example(example: Example, encoder: PromptEncoder) -> EncodedExample:
 
 
 def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list[EncodedExample]:
-    """Encode all examples, context and question of each separately, unless the tokenizer `adds_blank`.
-    No token spans both, and a prompt has the same tokens whatever `compress_after` says.
+    """Encode all examples. A prompt has the tokens of its whole text, whatever `compress_after` says; a
+    token across the seam of context and question is the question's (`encode_shared`).
 
     Where the history of an example is "golden", its question ids begin with the earlier questions about
     the context and their golden answers. Where it is "own", they begin with the tokens that come between

@@ -45,10 +45,11 @@ def encode_shared(
     """The token ids of a context, which are the same for all its questions, and of the rest of each
     prompt.
 
-    Each question has the prefix of its answer (see `encode_split`). Context and questions are tokenised
-    one by one, unless the tokenizer `adds_blank`.
+    Each question has the prefix of its answer (see `encode_split`). A prompt has the tokens of its whole
+    text. The context is the longest run of tokens that all its questions share, and a token across the
+    seam is the question's.
     """
-    if not encoder.adds_blank:
+    if not callable(encoder.tokenizer):  # it cannot say which characters a token stands for
         return tuple(encode_start(encoder, context)), [
             (
                 *encoder.encode_text(question if encoder.suffix_ids else question + prefix),

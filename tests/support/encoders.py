@@ -65,8 +65,9 @@ def shipped() -> PromptEncoder:
 @cache
 def chat() -> PromptEncoder:
     """The shipped model's in an invented chat template."""
-    before, after = (tuple(shipped().encode_text(t)) for t in ("<user>", "</user><model>"))
-    return replace(shipped(), prefix_ids=before, suffix_ids=after, chat=True)
+    texts = {"before": "<user>", "after": "</user><model>"}
+    before, after = (tuple(shipped().encode_text(text)) for text in texts.values())
+    return replace(shipped(), prefix_ids=before, suffix_ids=after, chat=True, **texts)
 
 
 def ids_of(example: Any) -> list[int]:
@@ -126,3 +127,34 @@ LLAMA2 = (
     "{% elif m['role'] == 'assistant' %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
 )
 """Llama-2's chat template, without system messages."""
+
+
+GPT2_WORDS = None
+"""The words of GPT-2's tokenizer: the regular expression that the library has built in."""
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@cache
+def byte_level(words: str | None, template: str | None = None) -> PromptEncoder:
+    """The encoder of a tokenizer of bytes like GPT-2's and Llama-3's, which differ in what a word is."""
+    made = tokenizers.Tokenizer(models.BPE())
+    if words is None:
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        split = pre_tokenizers.Split(tokenizers.Regex(words), "isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([VOCABULARY * 3, *["fox.\n\n", "fox 1234\n\n"] * 9], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = template
+    return prompt_encoder(fast, ModelSpec(name="m", path="x"))

@@ -16,6 +16,8 @@ from support.encoders import Letters, chat, ids_of, shipped, tokenizer
 from support.paths import write_lines
 
 from kvbench.cli.build import build_job
+from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.prompts import PromptEncoder
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
@@ -109,9 +111,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% 
 
 
 def with_template(template: str) -> PromptEncoder:
-    made = tokenizer(template)
-    before, after = (tuple(made.encode(text)) for text in ("<user>", "</><assistant>"))
-    return PromptEncoder(made, prefix_ids=before, suffix_ids=after, chat=True)
+    return prompt_encoder(tokenizer(template), ModelSpec(name="m", path="x"))
 
 
 def instructed(encoder: PromptEncoder | None = None, **options: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.encoders import LLAMA2, chat, sentencepiece, shipped
+from support.encoders import GPT2_WORDS, LLAMA2, LLAMA3_WORDS, byte_level, sentencepiece
 from support.paths import write_lines
 
 from kvbench.engine.context import token_ids
@@ -117,14 +117,65 @@ def test_a_text_that_goes_on_has_no_blank_of_its_own() -> None:
     )
 
 
-@pytest.mark.parametrize("encoder", [shipped(), chat()])
-def test_other_tokenizers_encode_the_parts_as_they_did(encoder: PromptEncoder) -> None:
-    example = Example(
-        id="e", context="a b\n", question="\nc", answers=(), max_new_tokens=1, dataset="d"
+TURNS = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+ALL_ENCODERS = ENCODERS | {
+    f"{name}, {'chat' if template else 'plain'}": byte_level(words, template)
+    for name, words in (("gpt2", GPT2_WORDS), ("llama3", LLAMA3_WORDS))
+    for template in (None, TURNS)
+}
+SEAMS = [  # a context, and questions about it
+    ("The quick fox.\n\n", ["What is it?", "( a )"]),
+    ("The quick fox.\n", ["\nWhat is it?", "What?"]),
+    ("The quick ", ["fox", "river"]),
+    ("The quick bro", ["wn fox", "ther"]),
+    ("The number is 12", ["34?", " is it?"]),
+    ("The quick fox.", ["What is it?"]),
+]
+
+
+@pytest.mark.parametrize("encoder", ALL_ENCODERS.values(), ids=ALL_ENCODERS)
+@pytest.mark.parametrize(("context", "questions"), SEAMS)
+def test_the_context_is_the_longest_run_of_tokens_that_its_questions_share(
+    context: str, questions: list[str], encoder: PromptEncoder
+) -> None:
+    """Of one's own task and of one's own rows; a token across the seam is the question's."""
+    how: Any = {"answers": (), "max_new_tokens": 1, "dataset": "d", "context_id": "c"}
+    examples = [
+        Example(id=question, context=context, question=question, **how) for question in questions
+    ]
+    encoded = encode_examples(examples, encoder)
+    shared = encoded[0].context_ids
+    wholes = []
+    for one, question in zip(encoded, questions, strict=True):
+        assert one.context_ids == shared
+        wholes.append([*one.context_ids, *one.question_ids])
+        begin = [] if encoder.before else list(encoder.prefix_ids)
+        text = encoder.before + context + question + encoder.after
+        assert wholes[-1] == [*begin, *encoder.encode_text(text)]
+    tokenizer: Any = encoder.tokenizer
+    said = tokenizer.decode(shared).replace("<s> ", "<s>")
+    head = (
+        ("" if encoder.before else tokenizer.decode(encoder.prefix_ids)) + encoder.before + context
     )
-    (encoded,) = encode_examples([example], encoder)
-    assert encoded.context_ids == (*encoder.prefix_ids, *encoder.encode_text("a b\n"))
-    assert encoded.question_ids == (*encoder.encode_text("\nc"), *encoder.suffix_ids)
+    assert head.startswith(said.rstrip("\ufffd")), "nothing of a question"
+    goes_on = {ids[len(shared)] for ids in wholes}
+    longer = [tokenizer.decode([*shared, token]).replace("<s> ", "<s>") for token in goes_on]
+    assert len(goes_on) > 1 or not head.startswith(longer[0]), "and all that they share"
+
+
+def test_own_rows_of_a_tokenizer_like_gpt2s_have_the_tokens_of_their_text(folder: Path) -> None:
+    """Its "\\n\\n" is one token at the end of a text and two before a word."""
+    encoder = ALL_ENCODERS["gpt2, plain"]
+    task = Jsonl(files=[str(folder / "my.jsonl")])
+    for example in task.examples(encoder):
+        ids = [*(example.context_ids or ()), *(example.question_ids or ())]
+        text = f"The quick fox.\n\n{example.question}"
+        in_parts = encoder.encode_text("The quick fox.\n\n") + encoder.encode_text(example.question)
+        assert ids == encoder.encode_text(text)
+        assert len(ids) == len(in_parts) + 1
 
 
 def test_a_tokenizer_without_places_is_cut_by_the_encoding_of_the_beginning(
