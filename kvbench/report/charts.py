@@ -22,7 +22,7 @@ from kvbench.report.drawing import score_axis
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import tidy
 from kvbench.report.labels import words
-from kvbench.report.ratios import HELD, held_by
+from kvbench.report.ratios import HELD, held_by, weighed
 from kvbench.report.style import OF_THE_PAPERS, style_of
 from kvbench.report.table import in_percent
 
@@ -129,7 +129,7 @@ def _score_rows(group: Group) -> list[dict[str, Any]]:
         at_rates = at_rates[at_rates["variant"].isin(group.compressed)]
         shown = pd.concat([shown[~compressed & of_all], at_rates])
     last = shown[shown["by"].eq("dataset")].drop_duplicates(["variant", "measure"], keep="last")
-    costs_of_all = group.good.groupby("variant")[HELD].mean().to_dict("index")
+    costs_of_all = weighed(group.records, ["variant"], HELD).to_dict("index")
     rows = []
     for row in in_percent(shown).assign(is_all=shown.index.isin(last.index)).to_dict("records"):
         label, by, value = row["variant"], row["by"], row["value"]

@@ -130,28 +130,36 @@ def _changes(first: Side, second: Side) -> pd.DataFrame:
     change = frame[frame["measure"].eq("difference")].set_index("value")
     frame["shown"] = frame["variant"].where(frame["measure"].eq("score"), "difference")
     rows = wide(frame, ["value"], "shown").set_index("value").assign(p=change["p"])
-    of_parts = both.records.assign(value=both.records["dataset"].map(as_text))
-    records = pd.concat([of_parts, of_parts.assign(value=AVERAGE)])
-    good = records[records["status"] == "ok"].assign(
-        seconds=lambda own: own["compress_s"].fillna(0.0) + own["decode_s"]
-    )
+    records = both.records.assign(value=both.records["dataset"].map(as_text))
+    good = records[records["status"] == "ok"].dropna(subset=["score"])
+    good = good.assign(seconds=good["compress_s"].fillna(0.0) + good["decode_s"])
     paired = good.pivot(index=["value", "example_id"], columns="variant", values="score")
     paired = paired.reindex(columns=list(SIDES)).dropna().astype(float)
+    in_both = pd.MultiIndex.from_frame(good[["value", "example_id"]]).isin(paired.index)
+    good = good[in_both]
     gains = (paired["second"] - paired["first"]) * (-1 if both.meta.lower_is_better else 1)
     counts = {"common_examples": gains == gains, "better": gains > 0, "worse": gains < 0}
     for name, is_so in counts.items():
-        rows[name] = is_so.groupby("value").sum().reindex(rows.index, fill_value=0)
+        rows[name] = _with_all(is_so.groupby("value").sum(), "sum").reindex(
+            rows.index, fill_value=0
+        )
     for side in SIDES:
         own = good[good["variant"] == side].groupby("value")
-        rows[f"{side}_ratio"] = own["ratio"].mean()
-        rows[f"{side}_seconds"] = own["seconds"].median()
-        every = records[records["variant"] == side].groupby("value")
-        rows[f"{side}_failed"] = pd.Series({v: failures_text(failures_of(p)) for v, p in every})
+        rows[f"{side}_ratio"] = _with_all(own["ratio"].mean(), "mean")
+        rows[f"{side}_seconds"] = _with_all(own["seconds"].median(), "mean")
+        every = records[records["variant"] == side]
+        parts = [*every.groupby("value"), (AVERAGE, every)]
+        rows[f"{side}_failed"] = pd.Series({v: failures_text(failures_of(p)) for v, p in parts})
     about = {"model": both.model, "task": both.task, "dataset": rows.index}
     about |= {"unit": both.meta.score_unit}
     rows = pd.concat([pd.DataFrame(about, index=rows.index), rows], axis=1)
     marks = [name for name in rows if str(name).endswith("_mark")]
     return rows.drop(columns=marks).assign(variant=second[1].label, method=second[1].method)
+
+
+def _with_all(of_datasets: pd.Series, how: str) -> pd.Series:
+    """A number of each dataset, and that of their average or sum."""
+    return pd.concat([of_datasets, pd.Series({AVERAGE: of_datasets.agg(how)})])
 
 
 def _one_group(first: Side, second: Side) -> Group:

@@ -21,7 +21,13 @@ from kvbench.errors import first_line, printable
 from kvbench.records.figures import Figure, TaskKind, figures_in, task_kind
 from kvbench.records.read import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.labels import natural_order, short_name
-from kvbench.report.variants import Variant, by_task_settings, on_the_same_prompts, variants_of
+from kvbench.report.variants import (
+    Variant,
+    by_task_settings,
+    on_the_same_prompts,
+    prompt_seed,
+    variants_of,
+)
 
 F = TypeVar("F")
 BASELINE = "exact"
@@ -114,10 +120,10 @@ class Group:
     @cached_property
     def peers(self) -> list[list[int]]:
         """For each rate the indices of its compressed variants, which are ranked together."""
-        at_rate: dict[float | None, list[int]] = {}
+        at_rate: dict[str, list[int]] = {}
         for i, variant in enumerate(self.variants):
             if variant.label in self.compressed:
-                at_rate.setdefault(variant.rate, []).append(i)
+                at_rate.setdefault(variant.at, []).append(i)
         return list(at_rate.values())
 
     @cached_property
@@ -208,6 +214,7 @@ def _group(model: str, task: str, together: Sequence[Run]) -> Group:
     if meta.unit == "example_id" and any("context_id" in run.records for run in runs):
         meta = replace(meta, unit="context_id")  # answers about one context are not independent
     frames = []
+    prompt_seeds = {prompt_seed(run.manifest) for run in runs}
     for run, variant in zip(runs, variants, strict=True):
         outside = run.records[run.records["score"].lt(-1e-9) | run.records["score"].gt(1 + 1e-9)]
         if meta.score_unit == "fraction" and len(outside):
@@ -217,7 +224,12 @@ def _group(model: str, task: str, together: Sequence[Run]) -> Group:
                 " task's scores are fractions"
             )
         seed = run.records["seed"].fillna(run.manifest.get("seed") or 0)
-        frames.append(run.records.assign(variant=variant.label, seed=seed))
+        records = run.records.assign(variant=variant.label, seed=seed)
+        if len(prompt_seeds) > 1:  # the same names for other prompts
+            for name in {"example_id", "context_id"} & set(records):
+                named = f"prompts {prompt_seed(run.manifest)}: " + records[name].astype(str)
+                records[name] = named.where(records[name].notna(), records[name])
+        frames.append(records)
     # Columns without any value are left out, since pandas guesses their type, with a warning.
     with_values = [frame.dropna(axis=1, how="all") for frame in frames if len(frame)] or frames
     records = pd.concat(with_values, ignore_index=True)

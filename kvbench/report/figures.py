@@ -30,7 +30,14 @@ from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import as_text, natural_order, words
 from kvbench.report.panels import heatmaps, kept_figure
-from kvbench.report.ratios import held_by, mean_over_rates, measures_several_rates, rate_texts
+from kvbench.report.ratios import (
+    at_rate,
+    headings,
+    held_by,
+    mean_over_rates,
+    measures_several_rates,
+    rate_texts,
+)
 from kvbench.report.scaling import curves_of
 from kvbench.report.style import OF_THE_PAPERS
 from kvbench.report.table import in_percent
@@ -170,7 +177,8 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
     if measures_several_rates(group) and by != "rate":
         text += f" Each is a {mean_over_rates(group)}."
     elif by != "rate" and not np.isnan(lowest):
-        text += f" At {rate_texts(group)[lowest]}" + (", the lowest." if several else ".")
+        at = next(variant.at for variant in group.variants if variant.rate == lowest)
+        text += f" At {rate_texts(group)[at]}" + (", the lowest." if several else ".")
     if grey:
         text += f" {RULE_OF_COLOURS}"
     draw = partial(
@@ -233,7 +241,7 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
 def _rate_ticks(group: Group, rates: Sequence[str]) -> list[str]:
     """The names of ticks that are rates: the rate, and below it the ratios that were measured at it."""
     texts = rate_texts(group)
-    named = [texts.get(float(rate), f"rate {rate}") for rate in rates]
+    named = headings([at_rate(float(rate)) for rate in rates], texts)
     return [name.removeprefix("rate ").replace(", ", "\n") for name in named]
 
 

@@ -35,7 +35,7 @@ import pandas as pd
 from kvbench.report.experiment import PROMPT, Group
 from kvbench.report.labels import as_text, natural_order
 from kvbench.report.marks import standing
-from kvbench.report.ratios import RATIO_AT_95, enough_ratios
+from kvbench.report.ratios import RATIO_AT_95, enough_ratios, weighed
 from kvbench.report.stats import (
     FEWEST,
     NOTHING,
@@ -70,16 +70,10 @@ COLUMNS = (
     "mark",
     "failures",
 )
-COSTS: Mapping[str, tuple[str, str]] = {
-    "ratio": ("ratio", "mean"),
-    "entries_mean": ("entries_mean", "mean"),
-    "entries_max": ("entries_max", "max"),
-    "self_bleu": ("self_bleu", "mean"),
-}
-"""Measures other than the score, over the examples of a variant that did not fail: by name the record
-field and the function that aggregates its values. ``self_bleu`` says how alike sampled answers are.
-Seconds are not among them: they are shared where methods decode together, and the throughput probe
-measures those of each method."""
+COSTS = ("ratio", "entries_mean", "entries_max", "self_bleu")
+"""Measures other than the score, weighed as scores are; ``entries_max`` is a maximum. ``self_bleu`` says
+how alike sampled answers are. Seconds are not among them: they are shared where methods decode
+together, and the throughput probe measures those of each method."""
 
 
 @lru_cache(maxsize=64)
@@ -177,14 +171,13 @@ def costs(group: Group) -> pd.DataFrame:
     """The rows of `COSTS` for every variant, and the row "uncompressed": the number of its examples that
     were too short to be compressed."""
     rows: list[dict[str, Any]] = []
+    # An earlier version of kvbench may not have measured a field.
+    means = weighed(group.records, ["variant"], COSTS).reindex(group.labels, columns=list(COSTS))
     for variant in group.variants:
         good = group.good[group.good["variant"] == variant.label]
         uncompressed = good["compressed"].eq(False) & good["saves_memory"].eq(True)
-        costs_of_variant: dict[str, float] = {}
-        for name, (field, aggregate) in COSTS.items():
-            # An earlier version of kvbench may not have measured the field.
-            values = good[field] if field in good else pd.Series(dtype=float)
-            costs_of_variant[name] = float(getattr(values, aggregate)())
+        costs_of_variant = {name: float(means[name][variant.label]) for name in COSTS}
+        costs_of_variant["entries_max"] = float(good["entries_max"].max())
         costs_of_variant["uncompressed"] = float(uncompressed.sum())
         for name, cost in costs_of_variant.items():
             row = {"measure": name, "by": "", "value": "", "unit": "", "mean": cost, "n": len(good)}
@@ -194,6 +187,9 @@ def costs(group: Group) -> pd.DataFrame:
 
 def _enough(group: Group) -> pd.DataFrame:
     method_of = {group.names[variant.label]: variant.method for variant in group.variants}
+    strata = compared_strata(group)
+    ratios = strata_of(group, group.records.assign(score=group.records["ratio"]))
+    held = [next(of for of in ratios if of.value == dataset.value) for dataset in strata]
     rows: list[dict[str, Any]] = [
         {
             **{"model": group.model, "task": group.task, "method": method_of[name]},
@@ -201,7 +197,7 @@ def _enough(group: Group) -> pd.DataFrame:
             **_numbers(found),
             **{"mark": mark, "failures": ""},
         }
-        for name, (found, mark) in enough_ratios(group, compared_strata(group)).items()
+        for name, (found, mark) in enough_ratios(group, strata, held).items()
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 from kvbench.records.read import COMMON_FIELDS, MANIFEST, StoreError, load_run, load_runs
 from kvbench.report.experiment import entries_columns
-from kvbench.report.variants import rate_of, variants_of
+from kvbench.report.variants import share_of, variants_of
 
 COLUMNS = (
     *(name for name in COMMON_FIELDS if name != "entries"),
@@ -47,7 +47,7 @@ def load(folder: str | Path) -> pd.DataFrame:
         raise StoreError(f"no runs in {place}: expected an experiment's folder, or one run's")
     frames = []
     for run, variant in zip(runs, variants_of(runs), strict=True):
-        rate = rate_of(run.manifest)
+        _, rate = share_of(run.manifest)
         frame = run.records.drop(columns="entries").assign(
             variant=variant.label,
             rate=run.records.get("rate", math.nan if rate is None else rate),

@@ -268,7 +268,7 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
         "model": [group.model for group in experiment.groups],
         "dtype": [str(one.get("dtype") or "").removeprefix("torch.") for one in identities],
         "methods": [variant.method for variant in variants],
-        "budget": ["; ".join(rates[rate] for rate in sorted(rates, reverse=True))],
+        "budget": ["; ".join(rates.values())],
         "sink and window": _by_task(manifests, [ends for ends, _ in compressed], _KEPT),
         "compressed": _by_task(manifests, [when for _, when in compressed]),
         "device": [str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware],

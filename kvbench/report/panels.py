@@ -34,7 +34,7 @@ from kvbench.report.drawing import (
 )
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.labels import as_text, words
-from kvbench.report.ratios import label_with_ratio, rate_texts
+from kvbench.report.ratios import label_with_ratio, largest_first, rate_texts
 from kvbench.report.style import style_of
 from kvbench.report.variants import Variant
 
@@ -70,8 +70,9 @@ def left_out_text(group: Group, ordered: list[Variant]) -> str:
     have one."""
     if len(ordered) <= MOST_PANELS:
         return ""
-    rates = [variant.rate for variant in ordered if variant.rate is not None]
-    at_lowest = f" at the lowest rate ({rate_texts(group)[min(rates)]})" if rates else ""
+    rates = [variant.at for variant in ordered if variant.at]
+    lowest = max(rates, key=largest_first, default="")
+    at_lowest = f" at the lowest rate ({rate_texts(group)[lowest]})" if rates else ""
     rest = [label_with_ratio(group, variant) for variant in ordered[MOST_PANELS:]]
     named = "; ".join(rest[:MOST_NAMES])
     if len(rest) > MOST_NAMES:

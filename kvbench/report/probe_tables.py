@@ -11,7 +11,7 @@ import pandas as pd
 from kvbench.report.experiment import Group
 from kvbench.report.frame import failures_of, failures_text, scores
 from kvbench.report.labels import as_text
-from kvbench.report.ratios import headings, rate_texts
+from kvbench.report.ratios import at_rate, headings, rate_texts
 from kvbench.report.stats import median_of
 from kvbench.report.table import (
     METHOD,
@@ -136,7 +136,7 @@ def fidelity_table(group: Group) -> Table:
     shares = {str(k): 100 * frame[k] for k in frame if str(k).startswith("agreement")}
     data = frame.assign(model=group.model, task=group.task, **shares)
     if by == "rate":
-        frame["group"] = headings(pd.to_numeric(value), rate_texts(group))
+        frame["group"] = headings(pd.to_numeric(value).map(at_rate), rate_texts(group))
     return Table(
         f"{group.task}-{group.model}-fidelity",
         f"{group.task} on {group.model}: distance from the exact model, per token",

@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike
 
 from kvbench.report.experiment import Group
 from kvbench.report.labels import as_text
-from kvbench.report.stats import Estimate, Scores, paired
+from kvbench.report.stats import Estimate, Pair, Scores, paired
 from kvbench.report.variants import Variant
 
 HELD = ["ratio", "cache_bytes"]
@@ -43,7 +43,7 @@ AT_MOST, MORE_THAN = "at_most", "more_than"
 
 def ratios_of(group: Group, labels: Collection[str] | None = None) -> pd.DataFrame:
     """Mean measured ratios: a row for each variant (by default the compressed ones), rate and dataset,
-    with the columns ``variant``, ``rate`` and ``ratio``.
+    with the columns ``variant``, ``at`` (`Variant.at`) and ``ratio``.
 
     The rate is the record's own where a run measured several rates, else the variant's. A variant that
     has no rate is left out: the exact cache, and one that holds the same bytes at every rate of its run,
@@ -51,24 +51,45 @@ def ratios_of(group: Group, labels: Collection[str] | None = None) -> pd.DataFra
     """
     labels = group.compressed if labels is None else labels
     good = group.good[group.good["variant"].isin(labels)]
-    rate = good["variant"].map({variant.label: variant.rate for variant in group.variants})
+    at = good["variant"].map({variant.label: variant.at for variant in group.variants})
     if measures_several_rates(group):
         rate = pd.to_numeric(good["rate"])
         ratio = good["ratio"].astype(float).round(4)
         num_rates, num_ratios = (
             of.groupby(good["variant"]).transform("nunique") for of in (rate, ratio)
         )
-        rate = rate.mask((num_rates > 1) & (num_ratios < 2))
-    rows = good.assign(rate=rate.astype(float), ratio=good["ratio"].astype(float))
-    means = rows.groupby(["variant", "rate", "dataset"], sort=False)["ratio"].mean()
-    return means.dropna().reset_index()[["variant", "rate", "ratio"]]
+        at = rate.map(at_rate).mask((num_rates > 1) & (num_ratios < 2))
+    rows = good.assign(at=at.replace("", None), ratio=good["ratio"].astype(float))
+    means = rows.groupby(["variant", "at", "dataset"], sort=False)["ratio"].mean()
+    return means.dropna().reset_index()[["variant", "at", "ratio"]]
+
+
+def at_rate(rate: float) -> str:
+    """What a rate that is a record's is called; `Variant.at` of one that is a run's."""
+    return "" if math.isnan(rate) else f"rate {rate:g}"
+
+
+def largest_first(at: str) -> tuple[str, float]:
+    """A sort key of `Variant.at`."""
+    name, _, rate = at.rpartition(" ")
+    return name, -float(rate)
+
+
+def weighed(records: pd.DataFrame, keys: Sequence[str], fields: Sequence[str]) -> pd.DataFrame:
+    """Means of these fields by these keys, weighed as scores are: over the examples of each dataset that
+    have a score, then over datasets."""
+    scored = records[records["score"].notna() & records["status"].eq("ok")]
+    known = [name for name in fields if name in scored]
+    numbers = scored.assign(**{name: scored[name].astype(float) for name in known})
+    of_datasets = numbers.groupby([*keys, "dataset"], sort=False, dropna=False)[known].mean()
+    return of_datasets.groupby(level=list(keys), sort=False).mean()
 
 
 @lru_cache(maxsize=16)
 def held_by(group: Group, by: str) -> dict[Any, dict[Any, float]]:
     """By a variant's label and a value of the record field `by`, as text, the means of `HELD`."""
-    means = group.good.groupby(["variant", group.good[by].map(as_text)])[HELD].mean()
-    return means.to_dict("index")
+    records = group.records.assign(part=group.records[by].map(as_text))
+    return weighed(records, ["variant", "part"], HELD).to_dict("index")
 
 
 def measures_several_rates(group: Group) -> bool:
@@ -86,24 +107,26 @@ def ratio_text(ratios: Iterable[float]) -> str:
     return f"ratio {low}" if low == high else f"ratio {low} to {high}"
 
 
-def rate_text(rate: float, ratios: Iterable[float]) -> str:
+def rate_text(at: str, ratios: Iterable[float]) -> str:
     """ "rate 0.25, ratio 0.31"."""
-    return ", ".join(filter(None, [f"rate {rate:g}", ratio_text(ratios)]))
+    return ", ".join(filter(None, [at, ratio_text(ratios)]))
 
 
-def rate_texts(*groups: Group) -> dict[float, str]:
-    """By rate what headings call it: the rate with the ratios of all methods that were run at it."""
+def rate_texts(*groups: Group) -> dict[str, str]:
+    """By rate (`Variant.at`), the largest first, what headings call it: the rate with the ratios of all
+    methods that were run at it."""
     rows = pd.concat([ratios_of(group) for group in groups], ignore_index=True)
     variants = [variant for group in groups for variant in group.variants]
-    texts = {v.rate: f"rate {v.rate:g}" for v in variants if v.rate is not None}
-    for rate in sorted(rows["rate"].unique()):
-        texts[rate] = rate_text(rate, rows.loc[rows["rate"].eq(rate), "ratio"])
-    return texts
+    every = {variant.at for variant in variants} | set(rows["at"])
+    return {
+        at: rate_text(at, rows.loc[rows["at"].eq(at), "ratio"])
+        for at in sorted(every - {""}, key=largest_first)
+    }
 
 
-def headings(rates: Iterable[float], texts: Mapping[float, str]) -> list[str]:
+def headings(rates: Iterable[str], texts: Mapping[str, str]) -> list[str]:
     """By rate what the group of a table's row is called; empty for a row without one."""
-    return ["" if math.isnan(rate) else texts.get(rate, f"rate {rate:g}") for rate in rates]
+    return [texts.get(at, at) for at in rates]
 
 
 def label_with_ratio(group: Group, variant: Variant) -> str:
@@ -164,18 +187,28 @@ def enough(ratios: Sequence[float], margins: Sequence[Estimate]) -> tuple[Estima
     return Estimate(float(np.clip(at, x[0], x[-1])), low_end, high_end), mark
 
 
-def enough_ratios(group: Group, strata: Sequence[Scores]) -> dict[str, tuple[Estimate, str]]:
+def enough_ratios(
+    group: Group, strata: Sequence[Scores], held: Sequence[Scores]
+) -> dict[str, tuple[Estimate, str]]:
     """The ratio that is enough of each method over these datasets, by its name without the rate; none
-    where no method was run at two rates."""
+    where no method was run at two rates. `held` are the ratios in the place of scores; they are weighed
+    as the margins are: over the prompts that the method and the exact cache scored."""
     if not group.percent or group.meta.lower_is_better or measures_several_rates(group):
         return {}
-    ratios = group.good.groupby("variant")["ratio"].mean()
-    labels = [label for label in group.labels if ratios.get(label, math.nan) < 1]
-    pairs = [
-        (group.labels.index(label), group.labels.index(baseline))
-        for label in labels
-        if (baseline := group.baseline[label])
-    ]
+    pairs: list[Pair] = []
+    ratios: dict[str, float] = {}
+    for i, label in enumerate(group.labels):
+        baseline = group.baseline[label]
+        if baseline is not None:
+            pair = (i, group.labels.index(baseline))
+            both = [np.isfinite(dataset.values[:, pair]).all(axis=1) for dataset in strata]
+            means = [
+                dataset.values[scored, i].mean() if scored.any() else math.nan
+                for dataset, scored in zip(held, both, strict=True)
+            ]
+            ratios[label] = float(np.mean(means)) if means else math.nan
+            if ratios[label] < 1:
+                pairs.append(pair)
     points: dict[str, list[tuple[float, Estimate]]] = defaultdict(list)
     for pair, margin in zip(pairs, paired(strata, pairs, fraction=True, share=SHARE), strict=True):
         method, exact = pair

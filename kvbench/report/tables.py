@@ -30,6 +30,7 @@ from kvbench.report.probe_tables import fidelity_table, timing_table
 from kvbench.report.ratios import (
     MORE_THAN,
     RATIO_AT_95,
+    at_rate,
     headings,
     held_by,
     rate_in_title,
@@ -106,10 +107,11 @@ def score_table(group: Group) -> Table:
     table["scored"] = [f"{row.n:.0f}/{row.expected:.0f}" for row in total.itertuples()]
     order = table.assign(
         loss=table["total"] if lower else -table["total"],
+        share=table["variant"].map({variant.label: variant.share for variant in group.variants}),
         minus_rate=-table["rate"].astype(float),
         is_compared=[group.baseline[label] is not None for label in table["variant"]],
     )
-    keys = ["is_compared", "minus_rate", "loss"]
+    keys = ["is_compared", "share", "minus_rate", "loss"]
     table = table.loc[order.sort_values(keys, kind="stable").index]
     table = _in_groups_by_rate(group, table)
     unit, count = group.meta.score_unit, len(group.datasets)
@@ -141,11 +143,12 @@ def score_table(group: Group) -> Table:
 def _in_groups_by_rate(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of variants in groups by their rate, whose heading is a column ``group``; the variants are
     then named without it. Where all variants have one rate the rows stay as they are."""
-    if rows["rate"].nunique() < 2:
+    at = {variant.label: variant.at for variant in group.variants}
+    if len(set(at.values()) - {""}) < 2:
         return rows
-    rate = pd.to_numeric(rows["rate"]).where(rows["variant"].isin(group.compressed))
+    rates = [at[label] if label in group.compressed else "" for label in rows["variant"]]
     names = rows["variant"].map(group.names)
-    return rows.assign(group=headings(rate, rate_texts(group)), variant=names)
+    return rows.assign(group=headings(rates, rate_texts(group)), variant=names)
 
 
 def split_table(group: Group, by: str) -> Table:
@@ -157,7 +160,7 @@ def split_table(group: Group, by: str) -> Table:
     columns = table.columns
     if by == "rate":
         texts = rate_texts(group)
-        rates = pd.to_numeric(pd.Series([column.key for column in columns[1:]]))
+        rates = [at_rate(float(column.key)) for column in columns[1:]]
         named = zip(columns[1:], headings(rates, texts), strict=True)
         columns = (METHOD, *(replace(column, heading=heading) for column, heading in named))
     return replace(table, columns=columns, data=in_percent(frame[frame["by"] == by]))
@@ -185,6 +188,9 @@ def _notes(group: Group) -> Iterator[str]:
     elif group.compressed and not group.meta.lower_is_better:
         yield "The exact cache was not run: add exact to the methods for differences to it."
     yield from _by_command(group)
+    draws = group.records.groupby("example_id")["seed"].nunique().max() if len(group.records) else 1
+    if draws > 1:
+        yield f"Means over {draws} draws (seeds) of each prompt."
     uncompressed = group.good["compressed"].eq(False) & group.good["saves_memory"].eq(True)
     if uncompressed.any():
         counts = group.good["variant"][uncompressed].value_counts()
@@ -297,7 +303,7 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
     """
     groups = [group for group in groups if len(totals(tidy(group)))]
     rows = pd.concat([_overview_rows(group) for group in groups] or [pd.DataFrame()])
-    several = [key for key in ("task", "rate", "model") if key in rows and rows[key].nunique() > 1]
+    several = [key for key in ("task", "at", "model") if key in rows and rows[key].nunique() > 1]
     if len(several) == 3:
         of_models = itertools.groupby(groups, key=lambda group: group.model)
         return [table for _, of_model in of_models for table in overview_tables(list(of_model))]
@@ -306,13 +312,14 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
     across, meta = several[0], groups[0].meta
     texts = rate_texts(*groups)
     enough = pd.concat([totals(tidy(group), RATIO_AT_95) for group in groups])
-    rows = rows.assign(minus_rate=(-rows["rate"]).fillna(-np.inf))
-    if across == "rate":  # what has no rate has the same score at each
-        rates = sorted(rows["rate"].dropna().unique(), reverse=True)
-        columns = [Column(str(rate), texts[rate], score_format(meta.score_unit)) for rate in rates]
-        above = [rows[rows["rate"].isna()].assign(rate=rate) for rate in rates]
-        rows = pd.concat([*above, rows.dropna(subset="rate").assign(minus_rate=0.0)])
-        rows = rows.assign(group="", rate=rows["rate"].map(str))
+    order_of = {at: place for place, at in enumerate(texts)}
+    rows = rows.assign(place=rows["at"].map(order_of).fillna(-1.0))
+    if across == "at":  # what has no rate has the same score at each
+        rates = [at for at in texts if at in set(rows["at"])]
+        columns = [Column(at, texts[at], score_format(meta.score_unit)) for at in rates]
+        above = [rows[rows["at"].isna()].assign(at=at) for at in rates]
+        rows = pd.concat([*above, rows.dropna(subset="at").assign(place=0.0)])
+        rows = rows.assign(group="")
     else:
         by_key: dict[str, Column] = {}
         for group in groups:
@@ -323,18 +330,18 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
             key = group.task if across == "task" else group.model
             by_key[key] = Column(key, heading, score_format(unit))
         columns = list(by_key.values())
-        rows = rows.assign(group=headings(rows["rate"], texts))
+        rows = rows.assign(group=headings(rows["at"].fillna(""), texts))
     if "model" in several[1:]:
         rows = rows.assign(group=rows["model"])
-    keys = [key for key in ("model", "group", "minus_rate", "method", "variant") if key != across]
+    keys = [key for key in ("model", "group", "place", "method", "variant") if key != across]
     scored = [column.key for column in columns]
     table = wide(rows, keys, across).dropna(subset=scored, how="all")
     # A method that lacks a score at one of the rates stands below the others.
     every = table[scored].mean(axis=1, skipna=False)
-    first = every if across == "rate" else table[scored[0]]
+    first = every if across == "at" else table[scored[0]]
     table = table.assign(loss=first if meta.lower_is_better else -first)
-    order = ["minus_rate", "loss"]
-    if across != "rate":
+    order = ["place", "loss"]
+    if across != "at":
         table = table.join(rows.groupby(keys)["ratio"].mean(), on=keys)
         columns.append(Column("ratio", f"ratio, mean of {across}s", number))
     elif len(enough):
@@ -367,7 +374,10 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
     if across == "task" and len(enough):
         table = wide(enough, ["method", "variant"], "task")
         tasks = [replace(ENOUGH_COLUMN, key=name, heading=name) for name in enough["task"].unique()]
-        table = table.sort_values([column.key for column in tasks], kind="stable")
+        for column in tasks:  # behind all others, whatever number it has missed at
+            missed = table[f"{column.key}_mark"].eq(MORE_THAN)
+            table[f"{column.key}_order"] = table[column.key].where(~missed, np.inf)
+        table = table.sort_values([f"{column.key}_order" for column in tasks], kind="stable")
         tables.append(
             Table(
                 f"{tables[0].name}-{RATIO_AT_95}",
@@ -397,21 +407,21 @@ def _overview_rows(group: Group) -> pd.DataFrame:
     run those of each rate, else those of the variants. ``ratio`` is the mean measured ratio."""
     frame = tidy(group)
     total = totals(frame)
-    total = total.assign(ratio=totals(frame, "ratio")["mean"])
+    at_of = {variant.label: variant.at for variant in group.variants}
+    total = total.assign(ratio=totals(frame, "ratio")["mean"], at=total["variant"].map(at_of))
     at_rates = frame[frame["by"].eq("rate") & frame["measure"].eq("score")]
     at_rates = at_rates[at_rates["variant"].isin(group.compressed)]
     if at_rates["value"].nunique() > 1:
         at_rates = at_rates[at_rates["variant"].isin(ratios_of(group)["variant"])]
-        at_rates = at_rates.assign(rate=pd.to_numeric(at_rates["value"]))
+        at_rates = at_rates.assign(at=pd.to_numeric(at_rates["value"]).map(at_rate))
         held = held_by(group, "rate")
         points = zip(at_rates["variant"], at_rates["value"], strict=True)
         ratios = [held[point]["ratio"] if point in held else np.nan for point in points]
         at_rates = at_rates.assign(ratio=ratios)
-        others = total[~total["variant"].isin(at_rates["variant"])].assign(rate=np.nan)
+        others = total[~total["variant"].isin(at_rates["variant"])].assign(at=None)
         total = pd.concat([others, at_rates])
-    competes = total["variant"].isin(group.compressed)
-    rate = pd.to_numeric(total["rate"]).where(competes)
-    return total.assign(variant=total["variant"].map(group.names), rate=rate)
+    at = total["at"].where(total["variant"].isin(group.compressed)).replace("", None)
+    return total.assign(variant=total["variant"].map(group.names), at=at)
 
 
 def metric_text(group: Group) -> str:
@@ -463,20 +473,19 @@ def pairs_table(group: Group) -> Table | None:
                 both_scored = ~np.isnan(dataset.values[:, [i, j]]).any(axis=1)
                 units += len(set(dataset.units[both_scored]))
             row = {"first": group.labels[i], "second": group.labels[j], "to_best": i == ranked[0]}
-            row["rate"] = group.variants[i].rate
+            row["at"] = group.variants[i].at
             row |= change.named("difference") | {"p": change.p}
             rows.append(row | {"datasets": len(strata), "examples": units})
     if not rows:
         return None
     frame = pd.DataFrame(rows)
     unit = group.meta.score_unit
-    data = frame.drop(columns="rate").assign(model=group.model, task=group.task, unit=unit)
+    data = frame.drop(columns="at").assign(model=group.model, task=group.task, unit=unit)
     shown = frame if len(frame) <= MOST_PAIRS else frame[frame["to_best"]]
     first, second = shown["first"], shown["second"]
     if len(group.peers) > 1:
         first, second = first.map(group.names), second.map(group.names)
-        texts = rate_texts(group)
-        shown = shown.assign(group=headings(pd.to_numeric(shown["rate"]), texts))
+        shown = shown.assign(group=headings(shown["at"], rate_texts(group)))
     shown = shown.assign(methods=first + " − " + second)
     columns = (
         Column("methods"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvbench.records.read import Run
-from kvbench.report.labels import digest, flat, natural_order, short_name
+from kvbench.report.labels import digest, flat, natural_order, short_name, words
 from kvbench.report.style import order_of
 
 EXACT = "exact"
@@ -40,13 +40,20 @@ class Variant:
     """One row of a comparison: a method with the options in which its runs differ.
 
     Attributes:
-        rate: the share of the middle, or of the whole prompt, that the budget keeps; None where the
-            method has no budget, or a budget that is a number of entries.
+        rate: the share that the budget keeps; None where the method has no budget, or a budget that is
+            a number of entries.
+        share: what the rate is a share of: ``rate`` of the middle, ``total_rate`` of the whole prompt.
     """
 
     method: str
     options: tuple[Option, ...] = ()
     rate: float | None = None
+    share: str = RATES[0]
+
+    @property
+    def at(self) -> str:
+        """ "rate 0.25", "total rate 0.25", or empty: variants are ranked with those at the same."""
+        return "" if self.rate is None else f"{words(self.share)} {self.rate:g}"
 
     @property
     def label(self) -> str:
@@ -64,7 +71,7 @@ class Variant:
         """Sorts variants as tables show them: by method (`kvbench.report.style`, the exact cache first),
         then larger rates before smaller ones, then by the values of their options."""
         options = [natural_order(option.value, option.name) for option in self.options]
-        return order_of(self.method), -(self.rate or 0.0), options
+        return order_of(self.method), self.share, -(self.rate or 0.0), options
 
 
 def variants_of(runs: Sequence[Run]) -> list[Variant]:
@@ -84,10 +91,13 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
         ]
         for run, own in zip(mine, settings, strict=True):
             options = (Option(_name_of(k, is_whole), own.get(k, "unset")) for k in differing)
-            rate = None if is_whole else rate_of(run.manifest)
-            variants[run] = Variant(method, tuple(options), rate)
+            share, rate = share_of(run.manifest)
+            variants[run] = Variant(method, tuple(options), None if is_whole else rate, share)
         # Different versions of kvbench made runs that agree in label and seed but not in their hashes.
-        keys = [(variants[run].label, str(run.manifest.get("seed"))) for run in mine]
+        keys = [
+            (variants[run].label, str(run.manifest.get("seed")), prompt_seed(run.manifest))
+            for run in mine
+        ]
         for run, key in zip(mine, keys, strict=True):
             if keys.count(key) > 1 and not is_whole:
                 version = Option("", str(run.manifest.get("config_hash")))
@@ -107,22 +117,35 @@ def _keeps_whole_cache(run: Run) -> bool:
 
 
 def _settings(run: Run, *, without_budget: bool) -> dict[str, str]:
-    """The settings of a run that change a score, but for its seed, by dotted key, with a digest of the
-    data files."""
+    """The settings of a run that change a score, but for seeds, by dotted key, with a digest of the data
+    files."""
     identity = dict(run.manifest.get("identity") or {})
-    for key in ("seed", *(["budget"] if without_budget else [])):
-        identity.pop(key, None)
+    if without_budget:
+        identity.pop("budget", None)
     if identity.get("data"):
         identity["data"] = digest(json.dumps(identity["data"], sort_keys=True))
-    return flat(identity)
+    return {key: value for key, value in flat(identity).items() if not _is_seed(key)}
 
 
-def rate_of(manifest: Mapping[str, Any]) -> float | None:
-    """The share of the middle, or of the whole prompt, that the budget of a run keeps; None where the
-    budget is a number of entries."""
+def _is_seed(key: str) -> bool:
+    return key.rpartition(".")[2] == "seed"
+
+
+def share_of(manifest: Mapping[str, Any]) -> tuple[str, float | None]:
+    """Of what the budget of a run keeps a share (`Variant.share`), and the share; None where the budget
+    is a number of entries."""
     budget = (manifest.get("identity") or {}).get("budget") or {}
-    share = budget.get("total_rate") or budget.get("rate")
-    return None if share is None or budget.get("size") is not None else float(share)
+    name = "total_rate" if budget.get("total_rate") else "rate"
+    share = budget.get(name)
+    return name, None if share is None or budget.get("size") is not None else float(share)
+
+
+def prompt_seed(manifest: Mapping[str, Any]) -> str:
+    """The seed of a run's prompts (``task.seed``), of which a table shows the union; draws of methods
+    have another (``seed``)."""
+    task = (manifest.get("identity") or {}).get("task")
+    options = flat(task) if isinstance(task, Mapping) else {}
+    return ", ".join(options[key] for key in options if _is_seed(key))
 
 
 def by_task_settings(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -159,7 +182,8 @@ def _task_settings(manifest: Mapping[str, Any]) -> dict[str, str]:
     the files that the examples come from."""
     identity = manifest.get("identity") or {}
     task = identity.get("task")
-    settings = flat(task) if isinstance(task, Mapping) else {}
+    options = flat(task) if isinstance(task, Mapping) else {}
+    settings = {key: value for key, value in options.items() if not _is_seed(key)}
     if identity.get("task_version") is not None:
         settings["task_version"] = json.dumps(identity["task_version"])
     if identity.get("data"):
@@ -168,7 +192,7 @@ def _task_settings(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def on_the_same_prompts(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Restrict the runs of a table to the prompts that the last command asked for, seed by seed.
+    """Restrict the runs of a table to the prompts that the last command asked for, of each seed.
 
     A run that was asked for a prompt and has no record of it stays: it was interrupted, and its table
     says so. A run that was never asked for some of the prompts is left out. Where the last run's prompts
@@ -179,11 +203,12 @@ def on_the_same_prompts(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """
     asked = {}
     for run in sorted(runs, key=lambda run: str(run.manifest.get("started"))):
-        asked[run.manifest.get("seed")] = run.asked
+        asked[run.manifest.get("seed"), prompt_seed(run.manifest)] = run.asked
     kept: list[Run] = []
     left_out: list[str] = []
     for run in runs:
-        prompts, names = asked[run.manifest.get("seed")], run.records["example_id"]
+        prompts = asked[run.manifest.get("seed"), prompt_seed(run.manifest)]
+        names = run.records["example_id"]
         if prompts is None:
             kept.append(run)
         elif prompts <= (run.asked or frozenset()) | set(names):

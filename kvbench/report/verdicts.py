@@ -14,6 +14,7 @@ from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import words
 from kvbench.report.ratios import (
     RATIO_AT_95,
+    largest_first,
     mean_over_rates,
     measures_several_rates,
     rate_text,
@@ -50,19 +51,21 @@ def headlines(group: Group, name: str) -> list[str]:
 
 def _at_rates(group: Group) -> list[str]:
     """A line on the methods at each rate, the largest first."""
-    by_rate = sorted(group.peers, key=lambda peers: -(group.variants[peers[0]].rate or 0))
+    by_rate = sorted(
+        group.peers, key=lambda peers: largest_first(group.variants[peers[0]].at or "rate 0")
+    )
     total, change = totals(tidy(group)), totals(tidy(group), "difference")
     lines = []
     for peers in by_rate:
         scored = total.reindex([group.labels[i] for i in peers]).dropna(subset=["mean"])
         if len(scored):
             scored = scored.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
-            rate, where = group.variants[peers[0]].rate, ""
-            if rate is not None and measures_several_rates(group):
+            at, where = group.variants[peers[0]].at, ""
+            if at and measures_several_rates(group):
                 where = f"{mean_over_rates(group).capitalize()}: "
-            elif rate is not None:
+            elif at:
                 ratios = ratios_of(group, [group.labels[i] for i in peers])["ratio"]
-                where = f"At {rate_text(rate, ratios)}: "
+                where = f"At {rate_text(at, ratios)}: "
             lines.append(where + _verdict_on(group, scored, change))
     return lines
 

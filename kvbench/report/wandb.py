@@ -35,7 +35,14 @@ from kvbench.records.read import Run
 from kvbench.report.experiment import BASELINE, Group, group_runs
 from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import as_text, words
-from kvbench.report.ratios import MORE_THAN, RATIO_AT_95, measures_several_rates, rate_text
+from kvbench.report.ratios import (
+    MORE_THAN,
+    RATIO_AT_95,
+    measures_several_rates,
+    rate_text,
+    weighed,
+)
+from kvbench.report.variants import prompt_seed
 
 if TYPE_CHECKING:
     import wandb  # slow to import, and needed only where something is logged
@@ -182,15 +189,16 @@ def _groups(runs: Sequence[Run]) -> Iterator[tuple[str, Group]]:
     for run in runs:
         settings = run.manifest.get("identity") or run.manifest.get("config") or {}
         budget = None if run.manifest["method"] == BASELINE else settings.get("budget")
-        job = tuple(run.manifest.get(key) for key in ("model", "task", "seed"))
-        jobs[job][json.dumps(budget)].append(run)
-    for (*_, seed), by_budget in jobs.items():
+        job = (run.manifest.get("model"), run.manifest.get("task"), prompt_seed(run.manifest))
+        jobs[*job, run.manifest.get("seed")][json.dumps(budget)].append(run)
+    for (_, _, prompts, seed), by_budget in jobs.items():
         in_all = by_budget.pop("null", [])
         for text, own in (by_budget or {"{}": []}).items():
             budget = json.loads(text)
             size = [key for key in ("size", "total_rate", "rate") if budget.get(key)][:1]
             for group in group_runs([*in_all, *own]):
                 kept = [f"{key} {budget[key]}" for key in size]
+                kept += [f"prompts {prompts}"] if prompts.strip("0") else []
                 yield "/".join([group.model, group.task, *kept, f"seed {seed}"]), group
 
 
@@ -215,7 +223,7 @@ def _log_group(
             tables["heatmap"] = _heatmap(records, grid)
         summary = {key: float(values.get(variant.label, math.nan)) for key, values in means.items()}
         rate = None if several else variant.rate  # of a run that measures at several
-        measured = [] if rate is None else [rate_text(rate, [summary["ratio"]])]
+        measured = [] if rate is None else [rate_text(variant.at, [summary["ratio"]])]
         manifest = manifests[records["config_hash"].iloc[0]]
         about = {
             "name": "/".join([group.model, group.task, variant.method, *measured]),
@@ -235,17 +243,22 @@ def _log_group(
         code = run_id(manifest["experiment"], name, variant.label, manifest["config_hash"])
         with _opened(folder, code, manifest, {**where, **about}) as run:
             run.define_metric("*", step_metric="examples")
-            so_far = numbers.expanding().mean().assign(examples=range(1, len(numbers) + 1))
-            steps = np.linspace(0, len(numbers) - 1, min(len(numbers), MOST_STEPS)).astype(int)
-            for row in so_far.iloc[steps].to_dict("records"):
-                run.log(_known(row))
+            for count in np.linspace(1, len(numbers), min(len(numbers), MOST_STEPS)).astype(int):
+                means_so_far = _means(records.iloc[:count], numbers)
+                run.log({**means_so_far, "examples": int(count)})
             run.log({"examples": len(numbers), **tables})
-            run.summary.update(_known({**numbers.mean(), **summary}))
+            run.summary.update({**_means(records, numbers), **_known(summary)})
             run.summary["failed"] = int(records["status"].ne("ok").sum())
             for value, part in records.groupby("rate") if several else ():
-                at_rate = part[["score", "ratio"]].astype(float).mean()
-                run.summary.update(_known(at_rate.add_suffix(f" at rate {as_text(value)}")))
+                at_rate = _means(part, part[["score", "ratio"]])
+                run.summary.update({f"{k} at rate {as_text(value)}": x for k, x in at_rate.items()})
         yield Path(run.dir).parent
+
+
+def _means(records: pd.DataFrame, numbers: pd.DataFrame) -> dict[str, float]:
+    """The means of some columns over these records, as tables have them."""
+    means = weighed(records, ["variant"], list(map(str, numbers)))
+    return _known(means.iloc[0]) if len(means) else {}
 
 
 def _known(numbers: Any) -> dict[str, float]:

@@ -25,6 +25,7 @@ from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
 from kvbench.report import frame
 from kvbench.report.build import build_report
 from kvbench.report.experiment import Group, group_runs, load_experiment
+from kvbench.report.figures import memory_rows
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
 from kvbench.report.loading import COLUMNS
 from kvbench.report.page import facts_of
@@ -155,7 +156,7 @@ def test_a_field_that_an_older_run_did_not_measure_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = group_from(tmp_path, exact=[1, 0], snapkv=[1, 0])
-    monkeypatch.setattr(frame, "COSTS", {**frame.COSTS, "spare": ("spare", "mean")})
+    monkeypatch.setattr(frame, "COSTS", (*frame.COSTS, "spare"))
     assert totals_of(group, "spare")["mean"].isna().all()
 
 
@@ -278,6 +279,65 @@ def test_one_seed_of_a_method_without_draws_stands_beside_three(tmp_path: Path) 
     assert marks(same) == {"snapkv": {"best"}, "uniform": {"worse"}}
     other = totals_of(runs(tmp_path / "other", "prompt {i} of seed {seed}"))
     assert other["failures"]["snapkv"] == "80 missing", "other prompts, which it never saw"
+
+
+def test_score_ratio_and_what_is_enough_are_weighed_alike(tmp_path: Path) -> None:
+    """Twelve prompts of one dataset at ratio .2, 36 of another at .6: every mean counts both alike, over
+    prompts that have a score; one without a score, at ratio .9, counts in none."""
+    for method, size in (("exact", 1.0), ("snapkv", 1.0), ("snapkv", 0.5)):
+        records = [
+            {"example_id": f"{name}-{i}", "dataset": name, "score": score, "ratio": ratio}
+            for name, count, score, low in (("small", 12, 1.0, 0.2), ("large", 36, 0.9, 0.6))
+            for i in range(count)
+            for ratio in [1.0 if method == "exact" else low * size]
+        ]
+        records.append({"example_id": "x", "dataset": "large", "score": None, "ratio": 0.9})
+        options = {"budget.rate": size / 2}
+        write_run(tmp_path, method=method, records=records, options=options)
+    group = group_of(tmp_path / "demo")
+    assert totals_of(group)["mean"]["snapkv, rate 0.5"] == pytest.approx(0.95)
+    frame = tidy(group)
+    ratios = totals(frame, "ratio")["mean"]
+    assert ratios["snapkv, rate 0.5"] == pytest.approx(0.4)
+    assert ratios["snapkv, rate 0.25"] == pytest.approx(0.2)
+    enough = totals(frame, "ratio_at_95").loc["snapkv"]
+    assert (enough["mean"], enough["mark"]) == (pytest.approx(0.2), "at_most")
+    curve = memory_rows(group)
+    assert list(curve["x"][curve["label"] == "snapkv"]) == pytest.approx([0.4, 0.2])
+
+
+def test_a_rate_of_the_middle_and_one_of_the_prompt_are_not_ranked_together(tmp_path: Path) -> None:
+    for name, method, score in (("rate", "snapkv", 1.0), ("total_rate", "h2o", 0.0)):
+        options = {"budget.rate": 0.25, f"budget.{name}": 0.25}
+        records = [{"example_id": f"e{i}", "score": score, "ratio": 0.3} for i in range(12)]
+        write_run(tmp_path, method=method, records=records, options=options)
+    group = group_of(tmp_path / "demo")
+    assert len(group.peers) == 2
+    assert not any(marks(group).values())
+    headings = [heading for heading, _ in score_table(group).groups()]
+    assert headings == ["rate 0.25, ratio 0.30", "total rate 0.25, ratio 0.30"]
+    assert pairs_table(group) is None
+
+
+@pytest.mark.parametrize("seeds", ["seed", "task.seed"])
+def test_three_seeds_are_one_table(tmp_path: Path, seeds: str) -> None:
+    """Of ``seed`` three draws on each of four prompts; of ``task.seed`` the union of twelve prompts,
+    whose names are the same four."""
+    for seed in (0, 1, 2):
+        for method in ("exact", "uniform"):
+            records = [
+                {"example_id": f"e{i}", "score": float(method == "exact" or i < seed + 1)}
+                for i in range(4)
+            ]
+            about: Any = {"seed": seed} if seeds == "seed" else {"options": {seeds: seed}}
+            write_run(tmp_path, method=method, records=records, **about)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    assert group.labels == ["exact", "uniform"]
+    total = totals_of(group).loc["uniform"]
+    assert tuple(total[["mean", "n", "expected"]]) == (pytest.approx(0.5), 12, 12)
+    assert total["units"] == (4 if seeds == "seed" else 12)
+    note = "Means over 3 draws (seeds) of each prompt."
+    assert (note in score_table(group).notes) is (seeds == "seed")
 
 
 def test_several_datasets_count_alike_and_every_seed_is_expected(tmp_path: Path) -> None:

@@ -371,7 +371,8 @@ def test_a_leaderboard_has_every_method_on_every_task_at_each_rate(tmp_path: Pat
     assert [heading.partition(",")[0] for heading in rows_of] == ["", *rates]
     assert rows_of[""] == ["exact"]
     assert sorted(rows_of["rate 0.25, ratio 0.25 to 0.37"]) == ["balancekv", "uniform"]
-    frame = table.frame.assign(rate=-table.frame["minus_rate"]).set_index(["rate", "variant"])
+    rate_of = table.frame["group"].str.extract(r"rate ([\d.]+)")[0].astype(float)
+    frame = table.frame.assign(rate=rate_of).set_index(["rate", "variant"])
     for rate in (0.5, 0.25):
         of_lines = totals(tidy(groups[0]))["mean"][f"uniform, rate {rate}"]
         assert frame["longeval_lines"][rate, "uniform"] == of_lines
