@@ -19,6 +19,7 @@ from kvbench.tasks.data import Source
 from kvbench.tasks.longbench_datasets import (
     DATASETS,
     E_DATASETS,
+    REPOSITORY,
     SPLITS,
     bucket,
     fill,
@@ -45,12 +46,13 @@ class LongBench(Task):
 
     name: ClassVar[str] = "longbench"
     breakdown: ClassVar[tuple[str, ...]] = ("length_bucket",)
-    unhashed: ClassVar[tuple[str, ...]] = ("data", "revision", "per_dataset")
+    unhashed: ClassVar[tuple[str, ...]] = ("data", "dataset", "revision", "per_dataset")
 
     split: Literal["e", "full"] = "e"
     datasets: Distinct[str] | None = None
     protocol: Literal["longbench", "balancekv"] = "balancekv"
     data: str | None = None
+    dataset: str = REPOSITORY
     revision: str | None = None
     max_input: Annotated[int, Ge(2)] | None = None
     per_dataset: Count | None = None
@@ -68,7 +70,7 @@ class LongBench(Task):
     def _sources(self) -> Mapping[str, Source]:
         suffix = "_e" if self.split == "e" else ""
         files = [name + suffix for name in self.datasets or ()]
-        return {file: source_of(file, self.data, self.revision) for file in files}
+        return {file: source_of(file, self.data, self.dataset, self.revision) for file in files}
 
     def digests(self) -> Mapping[str, str]:
         return {name: " ".join(source.digests().values()) for name, source in self._sources.items()}

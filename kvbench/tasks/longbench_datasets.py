@@ -139,8 +139,8 @@ def fill(template: str, context: str, question: str) -> tuple[str, int]:
 # rows
 
 REPOSITORY, ARCHIVE = "THUDM/LongBench", "data.zip"
-HUB = "hf://datasets/"
-"""The beginning of `LongBench.data` where it names a repository on the Hub."""
+REVISION = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
+"""The authors' repository on the Hub, the archive in it, and its commit."""
 TEXTS = Several[str]
 HINTS: Mapping[str, Any] = {
     "_id": Text,
@@ -158,15 +158,18 @@ ANSWER_PATTERNS = {
 """Data sets whose metric finds nothing in an answer without this text."""
 
 
-def source_of(file: str, data: str | None = None, revision: str | None = None) -> Source:
-    if data is not None and data.startswith(HUB):
-        repository = data.removeprefix(HUB)
-        return Source("longbench", dataset=repository, config=file, revision=revision)
+def source_of(
+    file: str, data: str | None = None, dataset: str = REPOSITORY, revision: str | None = None
+) -> Source:
+    """The rows of `file` in the folder or zip `data`, or on the Hub: in the authors' archive, or as
+    `datasets` reads them from another repository."""
+    if data is None and dataset != REPOSITORY:
+        return Source("longbench", dataset=dataset, config=file, revision=revision)
     return Source(
         "longbench",
         data=data,
         dataset=REPOSITORY,
-        revision=revision,
+        revision=revision or REVISION,
         archive=ARCHIVE,
         file=f"data/{file}.jsonl",
     )

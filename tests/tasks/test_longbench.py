@@ -104,9 +104,9 @@ def test_rows_of_an_invented_file_are_those_of_the_published_format() -> None:
 
 
 def test_data_come_from_a_mirror_or_the_authors_archive() -> None:
-    mirror = source_of("qasper_e", "hf://datasets/someone/LongBench", "r")
+    mirror = source_of("qasper_e", dataset="someone/LongBench", revision="r")
     assert (mirror.dataset, mirror.config) == ("someone/LongBench", "qasper_e")
-    archive = source_of("qasper", None, "r")
+    archive = source_of("qasper", revision="r")
     assert (archive.dataset, archive.archive) == ("THUDM/LongBench", "data.zip")
 
 
