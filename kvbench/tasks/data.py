@@ -117,7 +117,7 @@ def _unreadable(task: str, file: File, problem: OSError) -> TaskError:
 
 
 def ending(file: File) -> str:
-    """In lower case, without a ``.gz`` behind it."""
+    """The file's suffix, in lower case and without ``.gz``."""
     return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
@@ -216,8 +216,8 @@ def _table(content: bytes, separator: str) -> list[dict[str, Any]]:
 
 
 def _meant(cells: list[str]) -> list[Any]:
-    """What a column was written from by pandas: whole numbers (as text) where every filled cell ends in
-    ``.0``; booleans; lists, or objects with a list ``text``, where every filled cell is one."""
+    """The values that pandas wrote as these cells: whole numbers (as text) where every filled cell ends
+    in ``.0``; booleans; lists, or objects with a list ``text``, where every filled cell is one."""
     filled = [cell for cell in cells if cell.strip()]
     if filled and {*filled} <= {"True", "False"}:
         return [{"True": True, "False": False}.get(cell, cell) for cell in cells]
@@ -273,7 +273,7 @@ class Source:
 
     @cached_property
     def paths(self) -> Sequence[File]:
-        """Of the files, for `file_rows`; empty where `datasets` reads the rows."""
+        """The files, for `file_rows`; empty where `datasets` reads the rows."""
         files: list[File] = []
         for pattern in self.files:
             folder = Path(pattern).expanduser()
@@ -310,7 +310,8 @@ class Source:
         return [file for file, words in files.items() if self.split in words]
 
     def _inside(self, root: Path, file: str) -> Sequence[File]:
-        """In a zip a member of the same name in another folder is taken if there is only one."""
+        """The files of this name in a folder or zip. A zip's only member of this name is taken from any
+        folder in it."""
         name = Path(file)
         if root.is_dir():
             parquet, shards = name.with_suffix(".parquet").name, f"{name.stem}/*.parquet"
@@ -363,7 +364,7 @@ class Source:
 
     def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Each row's place for messages ("file row 3"), the name of its file (`distinct_names`) without
-        the suffix, and the row. What is no number (NaN) is None."""
+        the suffix, and the row, with None for NaN."""
         for place, stem, row in self._rows():
             if not isinstance(row, Mapping):
                 raise TaskError(f"{self.task}: {place} is not an object with fields")

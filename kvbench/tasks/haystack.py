@@ -136,7 +136,7 @@ def make_filler(
 def _encoded(
     texts: Iterator[str], tokens: int, encoder: PromptEncoder, head: tuple[str, str]
 ) -> list[list[int]]:
-    """As many of the texts as have at least `tokens` tokens, one list each."""
+    """The token ids of texts, until there are at least `tokens`, one list each."""
     pieces: list[list[int]] = []
     before, blank = head
     total = 0
@@ -152,7 +152,8 @@ def _encoded(
 def _sentences_from(
     texts: Sequence[tuple[str, str]], first: int, encoder: PromptEncoder
 ) -> Iterator[str]:
-    """Of document `first` and of those after it, endlessly, with a blank line between documents."""
+    """The sentences of document `first` and of those after it, endlessly, with a blank line between
+    documents."""
     if not any(encoder.encode_text(text[:100]) for _, text in texts):
         raise TaskError("needle: the haystack's texts have no tokens")
     yield from split_sentences(texts[first][1])

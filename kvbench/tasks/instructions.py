@@ -288,7 +288,7 @@ class Conversation(NamedTuple):
 
 
 def encode_conversation(encoder: PromptEncoder, system: str, request: str) -> Conversation:
-    """In the model's chat template if it has one."""
+    """Encode system prompt and request in the model's chat template, if it has one."""
     system_mark, request_mark = "KVBENCH_SYSTEM", "KVBENCH_REQUEST"
     messages = [
         {"role": "system", "content": system_mark},

@@ -40,8 +40,7 @@ USUAL_FIELDS = {
     "question": ("query", "input", "q"),
     "answers": ("answer", "target", "gold", "reference"),
 }
-"""By role the fields of which one, in any case of its letters, is taken where a row lacks the default
-one."""
+"""Other names of a field, by role. A row without the default one has one of these, in any case."""
 
 OF_ALL = ("subsets", "datasets", "order", "per_dataset", "breakdowns", "long_answers")
 """The options that no data set of `Jsonl.subsets` has of its own."""
@@ -231,8 +230,8 @@ class Jsonl(Task):
     def _prompts_of_row(
         self, name: str, file: str, number: int, row: Row, place: str
     ) -> Iterator[_Prompt]:
-        """The prompts of row `number`, from 1, of the data set that the config calls `name`, or else the
-        row itself, or its `file`."""
+        """The prompts of row `number`, from 1. Their data set is `name`, or where the config names none
+        the row's own, or else its `file`."""
         reader = FieldReader(self._fields_in(row, place), row, place)
         dataset_of_row = reader.value("dataset")
         dataset = name or str(file if dataset_of_row is None else dataset_of_row)
@@ -273,7 +272,7 @@ class Jsonl(Task):
         return {**self.fields, **found}
 
     def _rendered(self, fields: Row, place: str) -> tuple[str, str]:
-        """The prompt up to the end of the context and of the white space after it, and the rest."""
+        """The prompt up to the question, white space included, and the rest."""
         text = template("task.template", self.template).render(fields, place)
         if self.fields.get("context") is None:
             return "", text.replace(CONTEXT_END, "")
@@ -287,7 +286,7 @@ class Jsonl(Task):
         return before + white, question
 
     def _examples(self, group: Sequence[_Prompt], encoder: PromptEncoder) -> list[RowExample]:
-        """Of one context, which has the same token ids in all of them."""
+        """The examples of one context. They share its token ids."""
         encoder = self._with_or_without_chat(encoder)
         tails = [(prompt.tail, self.answer_prefix) for prompt in group]
         full_context, questions = encode_shared(encoder, group[0].head, tails)
@@ -334,8 +333,8 @@ class Jsonl(Task):
     def _fitted(
         self, encoder: PromptEncoder, context: tuple[int, ...], question_tokens: int, label: str
     ) -> tuple[int, ...]:
-        """A context that is too long beside its longest question loses its middle; `label` names the
-        example."""
+        """The context, without its middle where it is too long beside its longest question; `label`
+        names the example."""
         most_tokens: int | None
         if self.max_input == "model":
             limits = [] if encoder.max_input is None else [encoder.max_input]

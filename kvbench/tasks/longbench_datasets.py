@@ -102,8 +102,8 @@ def score(
     """LongBench's score of one prediction, 0 to 1: the best over the answers; `all_classes` are those of
     trec and lsht.
 
-    Of a prediction on a few-shot data set the first line is scored, after leading line ends are
-    dropped (lm-eval drops all white space at both ends).
+    Few-shot data sets score the first line of a prediction, after its leading line ends are dropped
+    (lm-eval drops all white space at both ends).
     """
     if dataset not in DATASETS:
         raise TaskError(f"longbench: dataset {dataset!r} unknown; allowed: {', '.join(DATASETS)}")

@@ -102,8 +102,7 @@ LM_EVAL = {
     "hendrycks_math.utils": {"boxed"},
     "infinitebench.utils": {*INFINITEBENCH},
 }
-"""By module of lm-eval, the metrics that call it (or, of `longbench.metrics`, the packages that it
-needs)."""
+"""The metrics that call a module of lm-eval or, for `longbench.metrics`, need its packages."""
 
 
 def metric_named(name: str) -> Metric:

@@ -54,7 +54,7 @@ def longbench(function: str) -> Pairwise:
 
 
 def longbench_rouge(function: str) -> Pairwise:
-    """As `longbench`, called in a thread of its own."""
+    """The function as `longbench` gives it, called in a thread of its own."""
     score = longbench(function)
 
     def score_in_thread(prediction: str, answer: str) -> float:

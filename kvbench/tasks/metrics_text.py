@@ -108,7 +108,7 @@ _JOINING = (
 )
 _BEFORE = rf"[\w--{_UNSPACED}--{_PREFIXING}]"
 _BEHIND = rf"[\w--{_UNSPACED}--{_JOINING}]"
-"""What cannot stand before and behind a word that is found whole."""
+"""The letters that end a match: none of them stands before or behind a word that is found whole."""
 _NO_DIGIT_BEFORE = rf"(?<!{_BEFORE}|\d\.|(?<![\w.])[-.])"
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _VIRAMA = 9

@@ -63,7 +63,7 @@ class HiddenKeys(Task):
 
 
 def _depth(place: int, last: int) -> int:
-    """Of a place among 0 .. `last`, in per cent rounded to tens."""
+    """The depth of a place among 0 .. `last`, in per cent rounded to tens."""
     return int(10 * round(10 * place / last))
 
 
@@ -174,8 +174,8 @@ class Passkey(HiddenKeys):
     def _most_lines(
         self, examples_of: Callable[[int], list[Example]], length: int, guess: int
     ) -> int:
-        """Of noise in the longest text whose prompts have at most `length` tokens; `guess` is tried
-        first."""
+        """The lines of noise of the longest text whose prompts have at most `length` tokens; `guess` is
+        tried first."""
 
         def tokens(lines: int) -> int:
             examples = examples_of(lines)

@@ -30,7 +30,7 @@ from kvbench.tasks.haystack import split_sentences
 from kvbench.tasks.ruler_data import Collection, Essays, sorted_words
 
 
-class Prompt(NamedTuple):
+class Strings(NamedTuple):
     """The strings of one generator: the user's text with its fields, the beginning of the answer behind
     the assistant's header, and the most tokens of an answer."""
 
@@ -47,28 +47,28 @@ _BRIEFLY = (
     "other words.\n\n"
 )
 PROMPTS = {
-    "niah": Prompt(
+    "niah": Strings(
         "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize "
         "it. I will quiz you about the {type_needle_v} afterwards.\n{context}\nWhat are all the special "
         "magic {type_needle_v} for {query} mentioned in the provided text?",
         " The special magic {type_needle_v} for {query} mentioned in the provided text are",
         128,
     ),
-    "vt": Prompt(
+    "vt": Strings(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
         "{context}\nQuestion: Find all variables that are assigned the value {query} in the text above.",
         " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables "
         "are assigned the value {query}, they are: ",
         30,
     ),
-    "cwe": Prompt(
+    "cwe": Strings(
         "Below is a numbered list of words. In these words, some appear more often than others. "
         "Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most common "
         "words in the above list?",
         " Answer: The top 10 words that appear most often in the list are:",
         120,
     ),
-    "fwe": Prompt(
+    "fwe": Strings(
         "Read the following coded text and track the frequency of each coded word. Find the three most "
         "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
         "ignore the dots '....'. What are the three most frequently appeared words in the above coded "
@@ -76,7 +76,7 @@ PROMPTS = {
         " Answer: According to the coded text above, the three most frequently appeared words are:",
         50,
     ),
-    "qa": Prompt(
+    "qa": Strings(
         f"{_BRIEFLY}The following are given documents.\n\n{{context}}\n\n{_BRIEFLY}Question: {{query}}",
         " Answer:",
         32,
@@ -103,7 +103,7 @@ class Draft:
 
 
 def _draft(
-    prompt: Prompt, context: str, answers: Sequence[str], *, evidence: str = "", **fields: Any
+    prompt: Strings, context: str, answers: Sequence[str], *, evidence: str = "", **fields: Any
 ) -> Draft:
     """The draft of a prompt whose only open field is ``{context}``."""
     before, white, question = split_template(prompt.template, "{context}")
@@ -112,12 +112,12 @@ def _draft(
     )
 
 
-def _filled(prompt: Prompt, **fields: str) -> Prompt:
+def _filled(prompt: Strings, **fields: str) -> Strings:
     template = prompt.template.format(context="{context}", **fields)
-    return Prompt(template, prompt.prefix.format(**fields), prompt.new_tokens)
+    return Strings(template, prompt.prefix.format(**fields), prompt.new_tokens)
 
 
-def _singular(prompt: Prompt) -> Prompt:
+def _singular(prompt: Strings) -> Strings:
     """The strings of a prompt about one key with one value. The replacements and their order are
     RULER's."""
     template, prefix = prompt.template, prompt.prefix
@@ -129,7 +129,7 @@ def _singular(prompt: Prompt) -> Prompt:
     ):
         template = template.replace(plural, singular)
         prefix = prefix.replace(plural, singular)
-    return Prompt(template, prefix, prompt.new_tokens)
+    return Strings(template, prefix, prompt.new_tokens)
 
 
 UNLIMITED = 10_000_000
@@ -140,7 +140,7 @@ DEPTHS = [round(100 * place / 39) for place in range(40)]
 
 @dataclass(frozen=True)
 class NeedleSettings:
-    """What one of the eight needle tasks hides, and where.
+    """The needles of one of the eight needle tasks, and their haystack.
 
     Attributes:
         haystack: "noise" (one line again and again), "essay", or "needle" (needles of other keys).
@@ -199,7 +199,7 @@ class Niah:
         prompt = self._prompt(keys_asked)
         return _draft(prompt, text, answers, evidence=evidence, haystack=haystack)
 
-    def _prompt(self, keys: list[str]) -> Prompt:
+    def _prompt(self, keys: list[str]) -> Strings:
         query = keys[0]
         if len(keys) > 1:
             query = ", ".join(keys[:-1]) + ", and " + keys[-1]

@@ -21,8 +21,8 @@ MOST_EXACT = 2**53
 
 
 def whole(value: str | float) -> str | float:
-    """A float that is a whole number as one: a column with gaps makes 4711.0 of 4711. One that cannot
-    hold all digits is a ValueError."""
+    """A float as the whole number that it is, since a column with gaps makes 4711.0 of 4711. Raises
+    ValueError where a float cannot hold all digits."""
     if isinstance(value, float) and value.is_integer():
         if abs(value) > MOST_EXACT:
             raise ValueError(f"{value!r} has lost digits; allowed: the number as text")
@@ -38,7 +38,8 @@ def as_text(value: str | float) -> str:
 
 
 def _printed(value: Any) -> Any:
-    """No Python's list, None or function."""
+    """The text of a printed value, which must not be Python's form of a list, of None or of a
+    function."""
     if isinstance(value, Undefined):
         return value  # which is an error of its own
     if isinstance(value, str | int | float):
@@ -72,7 +73,7 @@ class PromptTemplate:
         return str(self._made(self._template.render, fields, place))
 
     def value(self, fields: Mapping[str, Any], place: str) -> Any:
-        """Of the only expression where the template is ``{{ expression }}``, else its text."""
+        """The value of the expression where the template is one alone, ``{{ x }}``, else the text."""
         value = self._made(self._only or self._template.render, fields, place)
         if isinstance(value, Undefined):
             return self.render(fields, place)  # and its error
