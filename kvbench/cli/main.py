@@ -33,12 +33,13 @@ from kvbench.cli.config import (
     explaining,
     hydra_of_conf,
     job_config,
+    missing_files_shown,
     sweep_of,
 )
 from kvbench.cli.items import experiment_lines, item_called
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce, run_script
-from kvbench.cli.results import print_scores, prune, write_page
+from kvbench.cli.results import print_scores, prune, score_by, write_page
 from kvbench.errors import FAILED, UserError, check_known, complain, redact
 from kvbench.records.store import safe_name
 from kvbench.run.termination import TERMINATED, Terminated, terminable
@@ -60,6 +61,10 @@ kvbench show <name>
   Make a paper's table or figure with the paper's settings; all: every one.
   kvbench list experiments has the names. With model=recall_mini it runs small
   and offline, in a folder of its own. dry_run=true checks settings alone.""",
+    "score": """kvbench score <folder of an experiment> metric=<metric>
+  Score the stored answers by another metric, without the model: a name of
+  task=jsonl (kvbench show task=jsonl) or a function, my.module.function. The
+  records stay; the scores go to <folder>/scores/<metric>.csv.""",
     "prune": """kvbench prune <folder of an experiment> [yes=true]
   List the runs whose records are of other code or weights than a later run
   of the same settings, and remove them: asked first, or with yes=true.""",
@@ -97,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
             elif command == "own":
                 status = run(own_task(words))
+            elif command == "score":
+                status = score_folder(words)
             elif command == "prune":
                 status = prune_folder(words)
             elif command == "claims":
@@ -154,7 +161,7 @@ def show_config(arguments: Sequence[str]) -> int:
     if item is not None:
         arguments = [f"experiment={name}"]
     options = _parsed(arguments)
-    with hydra_of_conf() as hydra:
+    with hydra_of_conf() as hydra, missing_files_shown():
         overrides = _overrides_of(options)
         common, jobs = sweep_of(hydra, overrides)
         if not options.multirun and common.hydra.mode != RunMode.MULTIRUN:
@@ -187,6 +194,18 @@ def own_task(arguments: Sequence[str]) -> list[str]:
     label = safe_name(Path(rows).name.partition(".")[0].strip("*?[]") or "own")
     named_after = [] if any(word.startswith("task_label=") for word in words) else [label]
     return ["task=jsonl", source, *(f"task_label='{name}'" for name in named_after), *words]
+
+
+def score_folder(arguments: Sequence[str]) -> int:
+    """``kvbench score``: see `score_by`."""
+    values = dict(word.partition("=")[::2] for word in arguments)
+    metric = values.pop("metric", "")
+    if len(values) != 1 or any(values.values()) or not metric:
+        raise UserError(
+            f"kvbench score has {list(arguments) or 'nothing'}; allowed: an experiment's folder and "
+            "metric=<metric>"
+        )
+    return score_by(Path(next(iter(values))).expanduser(), metric)
 
 
 def prune_folder(arguments: Sequence[str]) -> int:

@@ -13,22 +13,27 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
 from kvbench.errors import UserError, complain, printable
+from kvbench.records import durable
 from kvbench.records.aside import aside_of, lines_of
 from kvbench.records.log import write_log
 from kvbench.records.read import disk_errors
+from kvbench.records.store import safe_name
+
+if TYPE_CHECKING:
+    from kvbench.report.experiment import Experiment
 
 
 def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
     """Print the tables of an experiment's folder as the page shows them; where run folders are given,
     those that have one of them. An experiment of several tasks has one table of methods by tasks for
     each model."""
-    from kvbench.report.build import tables_to_print
     from kvbench.report.experiment import load_experiment
-    from kvbench.report.render import terminal
+    from kvbench.report.remarks import remarks
 
     experiment = load_experiment(folder)
     if runs:
@@ -39,10 +44,71 @@ def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
             if hashes & {manifest["config_hash"] for manifest in group.manifests}
         ]
         experiment = replace(experiment, groups=tuple(groups))
-    tables = tables_to_print(experiment)
-    terminal([table for table in tables if table.kind == "overview"] or tables)
+    _print_tables(experiment)
+    for line in remarks(experiment):
+        print(printable(f"note: {line}"))
     for line in lines_of(aside_of(folder)):
         print(printable(f"left aside: {line}; to remove them: kvbench prune {folder}"))
+
+
+def _print_tables(experiment: Experiment) -> None:
+    from kvbench.report.build import tables_to_print
+    from kvbench.report.render import terminal
+
+    tables = tables_to_print(experiment)
+    terminal([table for table in tables if table.kind == "overview"] or tables)
+
+
+def score_by(folder: Path, metric: str) -> int:
+    """Score the stored answers of an experiment by another metric, print their tables, and write the
+    scores to ``<folder>/scores/<metric>.csv``. Records stay as they are; no model is loaded.
+
+    Raises:
+        UserError: an unknown metric, or answers that ended before their own end, as soon as the score of
+            their own task was settled.
+
+    Returns:
+        The exit status.
+    """
+    import pandas as pd
+
+    from kvbench.report.experiment import group_runs, load_experiment
+    from kvbench.tasks.metrics import scorer
+
+    score = scorer(metric)
+    experiment = load_experiment(folder)
+    runs, rows = [], []
+    for run in experiment.runs:
+        answered = run.records["status"].eq("ok") & run.records["prediction"].notna()
+        records = run.records[answered].reset_index(drop=True)
+        cut = int(records["ended_early"].astype(object).eq(True).sum())
+        unknown = int(records["ended_early"].isna().sum())
+        if cut or unknown:
+            why = "ended as soon as the score of their task was settled"
+            if not cut:
+                why = "are of a kvbench that did not note whether they ended early"
+            raise UserError(
+                f"{cut or unknown} of {len(records)} answers in {run.folder} {why}, so that another "
+                "metric would see half an answer; allowed: answers that ended by themselves (give the "
+                "task this metric, task.metric=..., and run it again)"
+            )
+        records["score"] = [
+            float(score(prediction, [str(answer) for answer in answers or ()]))
+            for prediction, answers in zip(records["prediction"], records["answers"], strict=True)
+        ]
+        meta = {**(run.manifest.get("task_meta") or {}), "metric": metric}
+        meta |= {"measures": [], "score_unit": "fraction", "lower_is_better": False}
+        runs.append(replace(run, records=records, manifest={**run.manifest, "task_meta": meta}))
+        rows.append(
+            records[["model", "task", "method", "config_hash", "seed", "example_id", "score"]]
+        )
+    _print_tables(replace(experiment, groups=tuple(group_runs(runs))))
+    path = folder / "scores" / f"{safe_name(metric)}.csv"
+    with disk_errors(path):
+        path.parent.mkdir(exist_ok=True)
+        durable.replace(path, pd.concat(rows).to_csv(index=False).encode())
+    print(printable(f"scores: {path}"))
+    return 0
 
 
 def prune(folder: Path, *, sure: bool) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from kvbench.records.read import MANIFEST, complete_lines, read_manifest, record_files
 
 Manifest = Mapping[str, Any]
+OLD = "a kvbench before 0.3 (their code and weights are not known)"
 
 
 @dataclass(frozen=True)
@@ -33,35 +34,46 @@ class Aside:
     date: str
 
 
-def aside_of(experiment_folder: str | Path) -> list[Aside]:
-    """The runs of an experiment that are left aside."""
-    paths = Path(experiment_folder).glob(f"*/*/*/{MANIFEST}")
-    manifests = {path.parent: read_manifest(path) for path in sorted(paths)}
-    known = {folder: made for folder, made in manifests.items() if _says_its_code(made)}
-    latest: dict[Any, Path] = {}  # by settings
-    for folder in sorted(known, key=lambda folder: _started(known[folder])):
-        latest[_key(folder, known[folder])] = folder
-    found = []
-    for folder, manifest in manifests.items():
-        current = latest.get(_key(folder, manifest)) if folder in known else None
-        if current != folder and known:
-            found.append(_aside(folder, manifest, known.get(current or folder, {})))
-    return found
+def aside_of(
+    experiment_folder: str | Path, upcoming: Mapping[Path, Manifest] | None = None
+) -> list[Aside]:
+    """The runs of an experiment that are left aside.
 
-
-def beside(folder: Path, current: Manifest) -> list[Aside]:
-    """The runs beside a run folder, there or not, that are left aside once it is there.
+    Of each model the weights of the run that was started last are current, of each source file the code
+    that the last run with it had, and of each settings the run that was started last.
 
     Args:
-        current: `method`, `settings_hash` and `identity` of its manifest.
+        upcoming: runs that are about to start, by folder, as if they had.
     """
+    paths = sorted(Path(experiment_folder).glob(f"*/*/*/{MANIFEST}"))
+    manifests = {path.parent: read_manifest(path) for path in paths} | dict(upcoming or {})
+    known = {folder: manifest for folder, manifest in manifests.items() if _says_its_code(manifest)}
+    order = sorted(known, key=lambda folder: _started(known[folder]))
+    order = [*(folder for folder in order if folder not in (upcoming or {})), *(upcoming or {})]
+    latest: dict[Any, Path] = {}  # by settings
+    weights: dict[str, Any] = {}  # by model
+    source: dict[str, str] = {}
+    for folder in order:
+        identity = known[folder].get("identity") or {}
+        latest[_key(folder, known[folder])] = folder
+        source |= identity.get("source") or {}
+        if identity.get("weights") is not None:
+            weights[folder.parts[-3]] = identity["weights"]
     found = []
-    for path in sorted(folder.parent.glob(f"*/{MANIFEST}")):
-        manifest = {} if path.parent == folder else read_manifest(path)
-        if manifest.get("method") == current["method"] and (
-            not _says_its_code(manifest) or _settings(manifest) == current["settings_hash"]
-        ):
-            found.append(_aside(path.parent, manifest, current))
+    for folder, manifest in manifests.items():
+        if folder in (upcoming or {}):
+            continue
+        if folder not in known:
+            why = OLD if known else ""
+        else:
+            own = manifest.get("identity") or {}
+            current = known[latest[_key(folder, manifest)]].get("identity") or {}
+            why = _why(own, current) if latest[_key(folder, manifest)] != folder else ""
+            now = {name: source[name] for name in own.get("source") or {}}
+            of_model = {"source": now, "weights": weights.get(folder.parts[-3], own.get("weights"))}
+            why = why or _why(own, {**own, **of_model})
+        if why:
+            found.append(_aside(folder, manifest, why))
     return found
 
 
@@ -77,32 +89,29 @@ def lines_of(runs: Iterable[Aside]) -> list[str]:
     ]
 
 
-def _aside(folder: Path, manifest: Manifest, current: Manifest) -> Aside:
+def _aside(folder: Path, manifest: Manifest, why: str) -> Aside:
     records = sum(len(complete_lines(path)[0]) for path in record_files(folder))
     started = _started(manifest)
     date = f"{datetime.fromisoformat(started):%d %b %Y}".lstrip("0") if started else "no date"
-    return Aside(folder, records, _why(manifest, current), date)
+    return Aside(folder, records, why, date)
 
 
-def _why(manifest: Manifest, current: Manifest) -> str:
-    """What the records of a run are of, in place of the current run's code and weights."""
-    if not _says_its_code(manifest):
-        return "a kvbench before 0.3 (their code and weights are not known)"
-    theirs, ours = manifest.get("identity") or {}, current.get("identity") or {}
-    mine: Mapping[str, str]
-    mine, now = theirs.get("source") or {}, ours.get("source") or {}
-    names = [name for name in sorted({*mine, *now}) if mine.get(name) != now.get(name)]
+def _why(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """What the records of a run of one identity are of, in place of another's code and weights; empty
+    where they are of the same."""
+    before: Mapping[str, str] = theirs.get("source") or {}
+    now: Mapping[str, str] = ours.get("source") or {}
+    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if names:
-        return f"an earlier {' and '.join(map(_file, _few(names)))}"
-    if theirs.get("weights") != ours.get("weights"):
+        return f"an earlier {' and '.join(_few(list(map(_file, names))))}"
+    if theirs.get("weights") not in (None, ours.get("weights")):
         return "other weights"
-    versions = ("task_version", "method_version")
-    parts = [
+    older = [
         f"{key.replace('_', ' ')} {theirs.get(key, 1)}"
-        for key in versions
+        for key in ("task_version", "method_version")
         if theirs.get(key, 1) != ours.get(key, 1)
     ]
-    return " and ".join(parts) or "an earlier start"
+    return " and ".join(older)
 
 
 def _few(names: Sequence[str]) -> list[str]:

@@ -51,6 +51,10 @@ class Record(TypedDict):
     compress_s: Number
     decode_s: Number
     decode: NotRequired[Text]  # records before 0.3 have none
+    max_new_tokens: NotRequired[Number]  # of answers; records before 0.3 have neither
+    ended_early: NotRequired[
+        Flag
+    ]  # whether the task's score was settled before the answer's own end
     prediction: Text
     answers: list[Any] | None
     prompt_tail: Text

@@ -296,6 +296,7 @@ class TaskPlan(Plan):
             "method": label,
             "example_id": record_id,
             "prompt_tokens": encoded.n,
+            "max_new_tokens": example.max_new_tokens,
             "answers": list(example.answers),
             "prompt_tail": (example.context + example.question)[-200:],
             **unit.fields[record_id],
@@ -312,7 +313,12 @@ class TaskPlan(Plan):
             text = session.encoder.decode(result.tokens)
             if session.encoder.thought is not None:
                 fields["thought"], text = session.encoder.thought.split(text)
-            fields["prediction"] = session.stopping(example).cut(text)
+            stopping = session.stopping(example)
+            by_itself = replace(stopping, settled=None)
+            fields["ended_early"] = result.ended and not by_itself.reached(
+                result.chosen, result.begins
+            )
+            fields["prediction"] = stopping.cut(text)
             scores = self.task.score(fields["prediction"], example)
             refuse_taken(f"task {self.task.name}: scores", {k for k in scores if k != "score"})
             fields.update(scores)

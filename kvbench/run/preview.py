@@ -78,7 +78,7 @@ def print_dry_run(job: Job, name: str = "") -> None:
         ]
         lines += [f"  warning: {warning}" for warning in job.warnings]
         if is_here:
-            aside = lines_of(run for runs in job.aside.values() for run in runs)
+            aside = lines_of(job.aside)
             lines += [f"  left aside: {line}" for line in aside]
         else:
             lines += ["  the weights are not on this machine: what they have on disk is not known"]

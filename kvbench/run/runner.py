@@ -20,13 +20,15 @@ from kvbench.engine.device import device_is_usable
 from kvbench.engine.fingerprint import commit_of
 from kvbench.errors import redact
 from kvbench.kv import KVError
-from kvbench.records.aside import Aside, beside, lines_of
+from kvbench.records.aside import Aside, aside_of, lines_of
 from kvbench.records.read import COMMON_FIELDS, MANIFEST, read_manifest, recorded
+from kvbench.records.schema import FORMAT
 from kvbench.records.shards import Shard
 from kvbench.records.store import (
     RecordStore,
     config_hash,
     run_folder,
+    safe_name,
     write_examples,
     write_manifest,
 )
@@ -176,7 +178,10 @@ class Job:
         code = self.code_of_task
         settings = {}
         for label, (method, _) in self.methods.items():
-            own = {**settings_of_job, "source": source_of(method, *code)}
+            own = {
+                **settings_of_job,
+                "source": source_of(method, *code, command=self.session.command),
+            }
             if method.version > 1:
                 own["method_version"] = method.version
             own["method"] = self.method_configs[label]
@@ -211,10 +216,12 @@ class Job:
             return self.plan.task, *self.plan.task.code()
         return (self.plan,)
 
-    @cached_property
-    def aside(self) -> dict[str, list[Aside]]:
-        """By label the runs of the same settings whose records are of other code or weights."""
-        return {label: beside(folder, self._named(label)) for label, folder in self.folders.items()}
+    @property
+    def aside(self) -> list[Aside]:
+        """The runs of the experiment whose records are of other code or weights than this job's."""
+        named = {folder: self._named(label) for label, folder in self.folders.items()}
+        upcoming = {folder: {"format": FORMAT, **own} for folder, own in named.items()}
+        return aside_of(self.results_dir / safe_name(self.experiment), upcoming)
 
     def _named(self, label: str) -> dict[str, Any]:
         """The names of the run of a label in its manifest, and what it is identified by."""
@@ -367,7 +374,7 @@ def _warnings_of_code(job: Job) -> Iterator[str]:
     for module in modules:
         yield f"{module} has no file that could be compared later: this run is never continued"
     if job.shard is not None:
-        for line in lines_of(run for runs in job.aside.values() for run in runs):
+        for line in lines_of(job.aside):
             yield f"shard {job.shard} is of other code or weights than {line}, which are left aside"
     commit = str(job.extra.get("code_revision")).removesuffix("+dirty")
     for label, (method, _) in job.methods.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -81,6 +82,11 @@ class Session:
     def weights(self) -> str | None:
         """The fingerprint of the model, whose files are fetched where they are not on this machine."""
         return self.once("weights", None, lambda: fingerprint(self.spec))
+
+    @property
+    def command(self) -> str:
+        """A name that the jobs of this command have, and no other command's."""
+        return str(self.shared.setdefault("command", ("", uuid.uuid4().hex[:12]))[1])
 
     def weights_are_here(self) -> bool:
         """Whether `weights` fetches nothing."""

@@ -18,7 +18,6 @@ import io
 import subprocess
 import sys
 import tokenize
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -35,20 +34,24 @@ import kvbench
 
 PACKAGE = Path(kvbench.__file__).parent
 UNSAVED = "unsaved"
-"""What the digest of a module without a file begins with. It is another one at every call."""
+"""What the digest of a module without a file begins with; after it comes the command's own name."""
 COMPILED = (*EXTENSION_SUFFIXES, ".so", ".dll", ".dylib")
 _digests: dict[str, tuple[ModuleSpec | None, str]] = {}
 """By module the spec by which it was imported, and its digest: a reloaded module has another spec."""
 
 
-def source_of(*things: object) -> dict[str, str]:
+def source_of(*things: object, command: str = "") -> dict[str, str]:
     """The code of these classes, functions and objects (and of the objects in their fields), by module a
-    digest and by package a version; empty where all of it is shipped."""
+    digest and by package a version; empty where all of it is shipped.
+
+    Args:
+        command: a name that no other command has. It stands for what has no file.
+    """
     found: dict[str, str] = {}
     for module in dict.fromkeys(module for thing in things for module in _modules(thing)):
         for name, file in _needed(module):
             if file is None:
-                found[name] = f"{UNSAVED} {uuid.uuid4().hex[:12]}"
+                found[name] = f"{UNSAVED} {command}"
             elif (package := _installed(file)) is not None:
                 if package[0] != "kvbench":
                     found[package[0]] = package[1]

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,14 @@ import pytest
 import yaml
 from support.attacks import RUN, SECRETS, TYPED, leaks
 from support.command import FAST, SHORT, composed, ended, main, refusal_of
+from support.jobs import Echo, make_job, records_of
 
 from kvbench.catalogue import KINDS, catalogue
 from kvbench.cli.build import build_job
+from kvbench.cli.config import expanded
 from kvbench.cli.main import own_task
-from kvbench.errors import HIDDEN
+from kvbench.errors import HIDDEN, UserError
+from kvbench.methods import build_method
 from kvbench.report.__main__ import main as report_main
 from kvbench.run import progress, session
 from kvbench.run.plan import TaskPlan
@@ -374,6 +378,73 @@ def test_a_closed_pipe_is_no_traceback_and_leaves_the_page(tmp_path: Path) -> No
         assert "Traceback" not in process.stderr
         assert process.stdout.startswith(first)
     assert list(tmp_path.glob("*/report.html"))
+
+
+def test_stored_answers_are_scored_by_another_metric_without_the_model(
+    capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    rows = [{"text": f"{i} a b", "q": "?", "gold": "x"} for i in range(3)]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "scoring.py").write_text(
+        "def length(answer, gold):\n    return len(answer) / 100\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    fields = "task.fields={context: text, question: q, answers: gold}"
+    words = ["logger=none", "model=tiny_random", "method=[exact]", "task.max_new_tokens=3", fields]
+    assert main(capsys, "own", "r.jsonl", *words, "task.metric=rouge_l").status == 0
+    (experiment,) = tmp_path.glob("runs/*")
+    (records,) = experiment.rglob("records.jsonl")
+    before = records.read_text()
+    monkeypatch.setattr(session, "load_model", None)
+    ended = main(capsys, "score", str(experiment), "metric=scoring.length")
+    assert ended.status == 0, ended.err
+    assert "scoring.length" in ended.out
+    scores = (experiment / "scores/scoring.length.csv").read_text().splitlines()[1:]
+    answers = [json.loads(line)["prediction"] for line in before.splitlines()]
+    assert [float(line.rpartition(",")[2]) for line in scores] == [
+        len(text) / 100 for text in answers
+    ]
+    assert records.read_text() == before
+    assert "allowed: " in main(capsys, "score", str(experiment), "metric=choice").err
+    for value, why in (("true", "ended as soon as"), ("null", "did not note")):
+        records.write_text(before.replace('"ended_early": false', f'"ended_early": {value}', 2))
+        ended = main(capsys, "score", str(experiment), "metric=substring")
+        assert (ended.status, f"2 of 3 answers in {records.parent} " in ended.err) == (2, True)
+        assert why in ended.err
+
+
+def test_scores_that_say_nothing_and_answers_that_were_cut_are_said(
+    capsys: Any, tmp_path: Path
+) -> None:
+    out = main(capsys, *SHORT, f"results_dir={tmp_path}").out
+    where = "note: tiny_random on longeval_lines: "
+    assert f"{where}exact scores 0 %, so that no score says what a method loses" in out
+    assert f"{where}all 4 answers end at max_new_tokens (2), none by itself" in out
+    out = main(capsys, *FAST[:1], "limit=2", "task.num_lines=[20]", f"results_dir={tmp_path}").out
+    assert "recall_mini" in out
+    assert "note:" not in out
+
+
+def test_an_answer_that_its_task_ended_says_so(tmp_path: Path) -> None:
+    settled = replace(Echo().examples(None)[0], settled=lambda text: len(text) > 2)
+    echo = Echo()
+    object.__setattr__(echo, "examples", lambda encoder: [settled])
+    for task, early, tokens in ((Echo(count=1), False, 6), (echo, True, 3)):
+        result = run_job(
+            make_job(tmp_path / str(early), {"exact": build_method("exact")}, echo=task)
+        )
+        (record,) = records_of(result)["exact"]
+        found = record["ended_early"], record["new_tokens"], record["max_new_tokens"]
+        assert found == (early, tokens, 6)
+
+
+def test_a_range_of_rates_has_the_numbers_that_were_meant() -> None:
+    assert expanded(["budget.rate=range(.1,.4,.1)"]) == ["budget.rate=[0.1,0.2,0.3]"]
+    assert expanded(["budget.size=range(64,65,1)"]) == ["budget.size=64"]
+    for wrong in ("1", "a,b,c", "1,0,1", "0,1,0", "0,1"):
+        with pytest.raises(UserError, match=r"allowed: range\(start,stop,step\)"):
+            expanded([f"budget.rate=range({wrong})"])
 
 
 def test_hydra_s_own_options_work_as_in_any_of_its_programs(

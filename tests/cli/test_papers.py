@@ -140,10 +140,14 @@ def test_every_experiment_says_how_it_differs_from_its_paper(capsys: Any) -> Non
 
 
 @pytest.mark.parametrize("name", ["demo_official", "subgen_table1", "balancekv_figure4"])
-def test_a_missing_file_is_a_line_that_says_where_it_comes_from(name: str) -> None:
+def test_a_missing_file_is_a_line_that_says_where_it_comes_from(capsys: Any, name: str) -> None:
     refusal = refusal_of([f"experiment={name}", "model=recall_mini"]) or ""
     pattern = r"a file is missing: task\.\w+=\[.*\], of .*git clone .*"
     assert re.fullmatch(pattern, refusal), refusal
+    status, out, err = main(capsys, "show", f"experiment={name}")
+    assert (status, err) == (0, "")
+    assert re.search(r": '?<task\.\w+=\[.*\]: ", out), "what is missing is shown, too"
+    assert refusal_of([f"experiment={name}", "model=recall_mini"]) == refusal
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])

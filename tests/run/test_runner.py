@@ -200,6 +200,8 @@ def test_the_revision_says_whether_code_or_configs_have_changes(
         file.write_text("changed")
         assert provenance.code_revision.__wrapped__() == git("rev-parse", "HEAD") + suffix
         file.write_text("")
+    (tmp_path / "kvbench/new.py").touch()
+    assert provenance.code_revision.__wrapped__().endswith("+dirty"), "an untracked file"
 
 
 def test_the_hardware_of_a_run_on_a_gpu_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from support.paths import ROOT
 from kvbench.methods import build_method
 from kvbench.records.aside import aside_of, lines_of
 from kvbench.records.read import load_runs
+from kvbench.records.store import write_manifest
 from kvbench.run import source
 from kvbench.run.runner import run_job
 
@@ -226,6 +227,32 @@ def test_a_class_without_a_file_is_never_continued(tmp_path: Path, caplog: Any) 
     assert "__main__ has no file that could be compared later" in caplog.text
     assert len(load_runs(tmp_path / "e")) == 1
     assert [one.why for one in aside_of(tmp_path / "e")] == ["an earlier __main__.py"]
+
+
+def test_what_is_current_is_current_for_all_settings_and_methods(tmp_path: Path) -> None:
+    """A rate, or a method, that was not run again since an edit is no neighbour of what was."""
+
+    def start(method: str, hash_: str, weights: str, source: dict[str, str], started: str) -> None:
+        folder = tmp_path / "e/m/t" / f"{method}-{hash_}"
+        identity = {"weights": weights, "source": source, "task_version": len(hash_)}
+        own = {"method": method, "settings_hash": hash_, "started": f"2026-11-{started}"}
+        write_manifest(folder, {**own, "identity": identity})
+        (folder / "records.jsonl").write_text(json.dumps({"example_id": started}) + "\n")
+
+    start("mine", "a", "w", {"mine": "1", "helper": "1"}, "01")
+    start("other", "b", "w", {"other": "1", "helper": "1"}, "02")
+    start("exact", "cc", "w", {}, "03")  # of another version of the task, with its settings
+    assert lines_of(aside_of(tmp_path / "e")) == []
+    start("mine", "d", "w", {"mine": "2", "helper": "1"}, "04")
+    (line,) = lines_of(aside_of(tmp_path / "e"))
+    assert line == "1 record of an earlier mine.py, 1 Nov 2026"
+    start("other", "e", "w", {"other": "1", "helper": "2"}, "05")
+    found = {run.folder.name: run.why for run in aside_of(tmp_path / "e")}
+    assert found == {"mine-a": "an earlier helper.py and mine.py"} | dict.fromkeys(
+        ("other-b", "mine-d"), "an earlier helper.py"
+    )
+    start("exact", "f", "x", {}, "06")
+    assert len(aside_of(tmp_path / "e")) == 5, "all of the other weights"
 
 
 def test_rerun_moves_records_away_and_shards_move_their_own(tmp_path: Path) -> None:
