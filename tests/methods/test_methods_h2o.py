@@ -17,9 +17,13 @@ from kvbench.engine.attention import LayerCall, Pass
 from kvbench.engine.prefill import forward_rows
 from kvbench.engine.scoring import read
 from kvbench.kv import Budget, KVError
-from kvbench.lm_eval.released_masks import imagined_cost, masked_scores
+from kvbench.lm_eval.released_masks import (
+    imagined_cost,
+    masked_entries,
+    masked_scores,
+    released_mask,
+)
 from kvbench.methods import Held, build_method
-from kvbench.methods.h2o import released_mask
 from kvbench.run.runner import run_job
 
 
@@ -59,7 +63,7 @@ def test_the_heaviest_leave_where_the_lightest_stay_and_a_cache_may_grow():
 
 @pytest.mark.parametrize("rows", [7, 512])
 def test_released_masks_are_golden(rows, monkeypatch):
-    monkeypatch.setattr("kvbench.methods.h2o.QUERY_ROWS", rows)
+    monkeypatch.setattr("kvbench.lm_eval.released_masks.QUERY_ROWS", rows)
     cases = json.loads((GOLDEN / "h2o_masks.json").read_text())["cases"]
     for case in cases:
         rng, scaling = np.random.default_rng(case["seed"]), case["dim"] ** -0.5
@@ -129,4 +133,4 @@ def test_released_semantics_hold_nothing_to_generate_with(tmp_path):
     with pytest.raises(KVError, match=r"keeps is 'lightest' and h2o\.semantics 'released_global'"):
         build_method("h2o", keeps="lightest", semantics="released_global")
     with pytest.raises(KVError, match=r"budget\.size is 20"):
-        method.masked_entries(Budget(size=20, sink=2, window=2), 40)
+        masked_entries(method, Budget(size=20, sink=2, window=2), 40)
