@@ -30,7 +30,7 @@ from kvbench.engine.live import Compression, compressed_generation
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import prefill
 from kvbench.engine.processors import acting_options
-from kvbench.engine.row import Row, prompt_name
+from kvbench.engine.row import prompt_name, rows_of
 from kvbench.engine.tokenizer import (
     end_token_ids,
     load_tokenizer,
@@ -106,14 +106,17 @@ def compress(
     """Compress the cache of everything `model` generates inside the ``with`` block.
 
     The prompt is prefilled exactly; then every layer holds the entries that the method keeps and no
-    others. Greedy decoding, sampling, beams, several returned sequences, streamers, stopping criteria,
-    left-padded batches, pipelines and compiled models work as without `compress`. To go on with a
-    conversation, pass the cache of an earlier call, or of ``session.read(document).cache()``, together
-    with the whole conversation. These are refused with an error of one line: caches filled without
-    `compress`, static, quantised and offloaded caches, assisted decoding, guidance by a second prompt,
-    `generate_batch`, chunked prefill, ``use_cache=False``, ``output_attentions=True``, encoder-decoder
-    models, answers that cross the length at which LongRoPE's factors change (`compare` refuses those
-    that may), and a `compress` inside another of the same model.
+    others. `generate` takes its first new token from that exact prefill, which so says nothing about the
+    method: this is the papers' protocol (``compress_after="prompt"``). Answers of a few tokens are to be
+    compared by `compare`, or asked with ``session.read(context).ask(question)``, where every token comes
+    from the compressed cache. Greedy decoding, sampling, beams, several returned sequences, streamers,
+    stopping criteria, left-padded batches, pipelines and compiled models work as without `compress`. To
+    go on with a conversation, pass the cache of an earlier call, or of
+    ``session.read(document).cache()``, together with the whole conversation. These are refused with an
+    error of one line: caches filled without `compress`, static, quantised and offloaded caches, assisted
+    decoding, guidance by a second prompt, `generate_batch`, chunked prefill, ``use_cache=False``,
+    ``output_attentions=True``, encoder-decoder models, answers that cross the length at which LongRoPE's
+    factors change (`compare` refuses those that may), and a `compress` inside another of the same model.
 
     A loop without `generate` may call the model under ``torch.no_grad()`` with the cache that the model
     returned. The tokens of the first call are then compressed and those of later calls are kept (H2O
@@ -171,6 +174,7 @@ def compare(
     reference: str | Sequence[str] | Mapping[str, str] | None = None,
     score: Callable[[str, str], float] = word_recall,
     seed: int = 0,
+    compress_after: str = "all_but_last",
     generation_config: bool = True,
     **unknown: Any,
 ) -> pd.DataFrame:
@@ -191,6 +195,9 @@ def compare(
             Without a reference there is no score.
         score: a function of text and reference; by default the share of the reference's words that occur
             in the text.
+        compress_after: "all_but_last" compresses all of the prompt but its last token, which is fed to
+            every cache, so that every new token comes from the compressed one; "prompt", the papers'
+            protocol, compresses all of it, and the first new token is the exact cache's.
         generation_config: whether the logits processors of the model's generation config act, as in
             `generate` (``repetition_penalty`` and others; not those of sampling).
 
@@ -221,6 +228,7 @@ def compare(
     prompts = _named_prompts(prompt)
     references = _references_of(reference, prompts)
     checked("max_new_tokens", max_new_tokens, Count, KVError)
+    _held_back(compress_after)
     tokens = {name: _token_ids(tokenizer, text) for name, text in prompts.items()}
 
     decode = decoder(tokenizer)
@@ -244,6 +252,7 @@ def compare(
                 stopping,
                 seed=seed,
                 example_id=prompt_name(ids),
+                compress_after=compress_after,
                 encoder=repeating_encoder(tokenizer, ids, labelled.values()),
             )
             for (share, label), result in zip(pairs, results.values(), strict=True):
@@ -280,12 +289,13 @@ def kept(
     size: int | None = None,
     total_rate: float | None = None,
     seed: int = 0,
+    compress_after: str = "all_but_last",
     **options: Any,
 ) -> pd.DataFrame:
-    """List every entry that a method's cache holds of a prompt.
+    """List every entry that a method's cache holds of a prompt, as `compare` compresses it.
 
     Args:
-        model, tokenizer, prompt: as for `compare`.
+        model, tokenizer, prompt, compress_after: as for `compare`.
         method, rate, sink, window, size, total_rate, seed, options: as for `compress`.
 
     Returns:
@@ -304,9 +314,12 @@ def kept(
     label, built = _method(method, options)
     ids = _token_ids(tokenizer, prompt)
     budget = _budget(rate, sink, window, size, total_rate)
-    row = Row(label, built, budget, seed, prompt_name(ids))
+    held_back = _held_back(compress_after)
+    methods = {label: (built, budget)}
+    (row,) = rows_of(methods, len(ids), held_back, seed, prompt_name(ids), room=0)
     with kvbench_attention_on(model):
-        prefill(model, ids, [row], encoder=repeating_encoder(tokenizer, ids, [built]))
+        encoder = repeating_encoder(tokenizer, ids, [built])
+        prefill(model, ids, [row], held_back=held_back, encoder=encoder)
     if row.failure is not None:
         raise row.failure
     return frame_of(row, [str(tokenizer.decode([token])) for token in ids])
@@ -326,6 +339,16 @@ def _budget(
     if len(texts) > 1:
         raise KVError(f"{' and '.join(texts)}; allowed: one of rate, total_rate and size")
     return Budget(Budget.rate if rate is None else rate, sink, window, size, total_rate)
+
+
+def _held_back(compress_after: object) -> int:
+    """How many tokens at a prompt's end are fed and not compressed."""
+    if compress_after not in ("all_but_last", "prompt"):
+        raise KVError(
+            f"compress_after is {compress_after!r}; allowed: 'all_but_last' or 'prompt' (a context "
+            "before its question: compress(...).read(context).ask(question))"
+        )
+    return int(compress_after == "all_but_last")
 
 
 def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Method]:

@@ -106,8 +106,14 @@ def test_exact_rolls_and_generates_as_hflm(folder):
         theirs.loglikelihood_rolling(rolling, disable_tqdm=True), abs=1e-3
     )
     assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
-    last = KVBenchLM(folder, method="snapkv", device="cpu", protocol="minus_last", batch_size=3)
-    assert len(last.generate_until(asked)) == 3
+    first = KVBenchLM(folder, method="snapkv", device="cpu", compress_after="prompt", batch_size=3)
+    assert len(first.generate_until(asked)) == 3
+    with pytest.raises(UserError, match="a likelihood is asked of the compressed one"):
+        first.loglikelihood(REQUESTS[:1], disable_tqdm=True)
+    with pytest.raises(
+        UserError, match=r"protocol' .now compress_after; minus_last is all_but_last"
+    ):
+        KVBenchLM(folder, device="cpu", protocol="minus_last")
 
 
 def masked(lm: Any, context: str, continuation: str, sink: int, window: int) -> float:

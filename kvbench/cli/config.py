@@ -308,7 +308,7 @@ class Settings:
     shards: Annotated[int, Ge(1), Le(1000)] | None
     device: Device
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    compress_after: Literal["prompt", "context"]
+    compress_after: Literal["all_but_last", "context", "prompt"]
     decode: Literal["auto", "eager", "graph", "compiled"]
     generation_config: bool
     example_timeout: Positive | None

@@ -330,7 +330,7 @@ def feed_questions(
     passes: dict[tuple[int, Hashable], list[int]] = {}  # the indices of the rows of each pass
     for i, (row, question) in enumerate(zip(rows, questions, strict=True)):
         refuse_crossing(model, row, len(question))
-        key = table_key(model.config, row.tokens, len(question))
+        key = table_key(model.config, row.tokens, len(question), row.table_of)
         passes.setdefault((len(question), key), []).append(i)
     for (length, _), indices in passes.items():
         fed = [rows[i] for i in indices]
@@ -345,7 +345,7 @@ def feed_questions(
 
 def refuse_crossing(model: PreTrainedModel, row: Row, fed: int) -> None:
     """Fail the row if its caches would mix LongRoPE's tables (`crossing`) after `fed` more tokens."""
-    failure = crossing(model.config, row.tokens, fed)
+    failure = crossing(model.config, row.tokens, fed, row.table_of)
     if failure is not None and row.failure is None:
         row.fail(failure)
 
@@ -399,7 +399,7 @@ def decode(model: PreTrainedModel, rows: Sequence[Row], steps: Steps) -> None:
         left = row.answer.steps_left
         if row.running:
             refuse_crossing(model, row, left - 1)  # of the tokens to be chosen, the last is not fed
-        key = table_key(model.config, row.tokens, left)
+        key = table_key(model.config, row.tokens, left, row.table_of)
         batches.setdefault((not (captures and row.steps_by_kernel), key), []).append(row)
     for _, batch in sorted(batches.items(), key=lambda batch: batch[0][0]):
         _decode_batch(model, batch, steps, begin_s)

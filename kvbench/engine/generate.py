@@ -20,7 +20,7 @@ from kvbench.engine.decode import decode, feed_questions, pick_first
 from kvbench.engine.device import input_device
 from kvbench.engine.kept import strips_of
 from kvbench.engine.prefill import Reading, prefill
-from kvbench.engine.row import Row
+from kvbench.engine.row import Row, rows_of
 from kvbench.engine.steps import Steps
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
@@ -53,6 +53,9 @@ class Prompt:
 
     Attributes:
         ids: the token ids.
+        held_back: how many of them, the last ones, are not compressed but fed to every cache before
+            anything is asked (`kvbench.engine.prefill.prefill`). Where none are and there is no question
+            either, the first new token is the exact prefill's.
         methods: the methods by label, each with its budget; each gets a row.
         example_id: seeds the methods' draws, together with seed and layer.
         conversations: each continues a copy of the compressed caches, and each of its questions follows
@@ -67,6 +70,7 @@ class Prompt:
     example_id: str
     conversations: Sequence[Sequence[Question]]
     room: int = 0
+    held_back: int = 0
     note_kept: bool = False
     encoder: PromptEncoder | None = None
 
@@ -83,13 +87,15 @@ class Prompt:
         room: int = 0,
         encoder: PromptEncoder | None = None,
     ) -> Prompt:
-        """A prompt with one question. With `compress_after` ``prompt`` (the papers' protocol) context
-        and question are prefilled and compressed, so that the first new token comes from exact
-        attention; with ``context`` the context alone, and the question is fed to every row."""
+        """A prompt with one question. With `compress_after` ``all_but_last`` context and question are
+        prefilled and compressed without the last token, which is fed to every row; with ``context`` the
+        context alone, and the question is fed to every row; with ``prompt`` (the papers' protocol) all
+        of it, so that the first new token comes from exact attention."""
         ids, question = [*context_ids, *question_ids], Question((), stopping)
         if compress_after == "context":
             ids, question = list(context_ids), Question(question_ids, stopping)
-        return cls(ids, methods, example_id, [[question]], room, encoder=encoder)
+        held_back = int(compress_after == "all_but_last")
+        return cls(ids, methods, example_id, [[question]], room, held_back, encoder=encoder)
 
 
 class Talk(NamedTuple):
@@ -220,11 +226,9 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> Reading:
         sum(len(asked.ids) + max(prompt.room, asked.stopping.max_new_tokens) for asked in questions)
         for questions in prompt.conversations
     )
-    rows = [
-        Row(label, method, budget, seed, prompt.example_id, room)
-        for label, (method, budget) in prompt.methods.items()
-    ]
-    reading = prefill(model, prompt.ids, rows, encoder=prompt.encoder)
+    rows = rows_of(prompt.methods, len(prompt.ids), prompt.held_back, seed, prompt.example_id, room)
+    held_back = prompt.held_back
+    reading = prefill(model, prompt.ids, rows, held_back=held_back, encoder=prompt.encoder)
     for row in rows:
         if prompt.note_kept and row.failure is None:
             try:
@@ -249,6 +253,8 @@ def _ask(
         # The last token of the answer before has not been fed yet. An ending token never is.
         before = row.answer
         unread = [token for token in before.chosen[-1:] if token not in before.stopping.end_ids]
+        if not row.fed:
+            unread = [*reading.lead, *unread]
         uniforms = sampling.uniforms(
             seed, question.name, question.sample, question.stopping.max_new_tokens
         )
@@ -259,7 +265,8 @@ def _ask(
             rows_to_feed.append(row)
             ids_to_feed.append(ids)
         elif row.failure is None:
-            # The prompt ends with the question, so the prefill's logits predict the first token.
+            # Nothing was held back and nothing is asked: the prefill's logits predict the first token.
+            assert reading.logits is not None
             tokens, finite = pick_first([row], reading.logits[None]).tolist()
             row.take(tokens[0], bool(finite[0]))
     if rows_to_feed:

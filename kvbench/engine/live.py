@@ -128,8 +128,10 @@ class Compression:
     def __post_init__(self) -> None:
         if self.compress_after not in (None, "prompt", "context"):
             raise KVError(
-                f"compress_after is {self.compress_after!r}; allowed: 'prompt' or 'context', which "
-                "session.read(context).ask(question) compresses before it knows the question"
+                f"compress_after is {self.compress_after!r}; allowed: 'prompt' (generate reads a prompt "
+                "in one pass, so that its first new token is the exact cache's; compare has "
+                "'all_but_last'), or 'context', which session.read(context).ask(question) compresses "
+                "before it knows the question"
             )
 
     def read(self, prompt: Text, tokenizer: PreTrainedTokenizerBase | None = None) -> Context:

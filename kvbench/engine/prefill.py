@@ -17,7 +17,7 @@ from kvbench.engine.architecture import compressible_layers, head_shapes
 from kvbench.engine.attention import LayerCall, Pass, UnsupportedModel
 from kvbench.engine.cost import ExactBytes
 from kvbench.engine.device import input_device, small_pass, synchronize
-from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
+from kvbench.engine.rotary import crossing, forget_lengths, has_table_of, rotary_of
 from kvbench.engine.row import Row
 from kvbench.engine.second_pass import FeedIds, ReplayPass
 from kvbench.engine.states import (
@@ -78,6 +78,8 @@ class Prefill(Pass):
         rows: one per method; their caches are made here.
         compressible: the indices of the layers that are compressed (`compressible_layers`).
         rotary: see `rotary_of`.
+        shown: how many tokens of the pass, the first ones, are compressed; None for all. No method sees
+            keys, values or queries of the others.
 
     Attributes:
         order: for the index of each compressible layer its number among these layers.
@@ -94,8 +96,10 @@ class Prefill(Pass):
         rows: Sequence[Row],
         compressible: Sequence[int],
         rotary: Mapping[int, Rotary] | None = None,
+        shown: int | None = None,
     ) -> None:
         self.rotary = rotary or {}
+        self.shown = shown
         self.rows = rows
         self.order = {layer: index for index, layer in enumerate(compressible)}
         asked = [row.method.second_pass for row in rows if row.has_second_pass]
@@ -123,6 +127,9 @@ class Prefill(Pass):
         keep its sliding window."""
         out, normalisers = call.exact_with_normalisers()
         clock = Elapsed(call.key.device)
+        if self.shown is not None:
+            call = call.of_row(0, 0, self.shown)
+            normalisers = None if normalisers is None else normalisers[:, :, : self.shown]
         if call.sliding_window is not None and call.layer in self.order:
             raise UnsupportedModel(
                 f"layer {call.layer} has a sliding window of {call.sliding_window} that the model's "
@@ -211,16 +218,17 @@ class Reading:
 
     Attributes:
         rows: one per method.
-        logits: [vocab], those that predict the token after the prompt.
+        logits: [vocab], those that predict the token after the prompt, from the exact cache; None where
+            tokens are held back, after which every method predicts it from its own cache.
         prefill_s: the seconds of the exact prefill, without compression.
         exact_bytes: the bytes of the exact cache after the prompt.
-        n: the number of tokens of the prompt.
+        n: the number of tokens that were compressed.
         ids: their ids.
-        lead: tokens of the prompt that were not compressed, and are fed before a continuation.
+        lead: the tokens of the prompt that were held back; they are fed before anything else.
     """
 
     rows: Sequence[Row]
-    logits: Tensor
+    logits: Tensor | None
     prefill_s: float
     exact_bytes: int
     n: int
@@ -295,40 +303,54 @@ def prefill(
     ids: Sequence[int],
     rows: Sequence[Row],
     *,
+    held_back: int = 0,
     encoder: PromptEncoder | None = None,
 ) -> Reading:
     """Run the model once over the prompt, with exact attention. Afterwards every row holds its
     compressed cache.
 
+    Where the tokens before those that are held back would have another rotary table alone (LongRoPE at
+    its boundary, Dynamic NTK), the pass reads all of the prompt, and shows the methods what comes
+    before. The states of a hybrid model would then contain the others, so that it holds none back.
+
     Args:
         ids: the token ids of the prompt.
         rows: one per method.
+        held_back: how many tokens at the prompt's end are not compressed (`Reading.lead`); a prompt of
+            no more tokens is compressed whole.
         encoder: encodes the words in which a method asks the model to repeat the prompt (`SecondPass`);
             None if there is no tokenizer.
     """
     device = input_device(model)
-    tokens = torch.tensor([list(ids)], device=device)
-    n = len(ids)
+    config = model.config
+    n = len(ids) - held_back if held_back < len(ids) else len(ids)
+    one_table = has_table_of(config, n, len(ids))
+    if not one_table and is_hybrid(config.get_text_config()):
+        n, one_table = len(ids), True
+    lead, read = list(ids[n:]), list(ids[:n] if one_table else ids)
+    tokens = torch.tensor([read], device=device)
 
     def feed(following: Sequence[int], state: Pass) -> None:
-        failure = crossing(model.config, n, len(following))
+        failure = crossing(config, n, len(following), len(read))
         if failure is not None:
             raise failure
         positions = torch.arange(n, n + len(following), device=device)
         forward(model, torch.tensor([list(following)], device=device), positions, state)
 
     layers = compressible_layers(model)
-    plan_attention(model, n)
-    positions = torch.arange(n, device=device)
+    plan_attention(model, len(read))
+    positions = torch.arange(len(read), device=device)
     while True:
         for row in rows:
             row.begin_prompt(n)
-        state = Prefill(rows, layers, rotary_of(model, layers, n, device))
+            row.table_of = len(read)
+        rotary = rotary_of(model, layers, len(read), device)
+        state = Prefill(rows, layers, rotary, n if len(read) > n else None)
         synchronize(device)
         start = time.perf_counter()
         try:
             logits = forward(model, tokens, positions, state)
-            state.repeat(model, ids, encoder, feed)
+            state.repeat(model, ids[:n], encoder, feed)
         except check.LayerDamaged:
             continue  # the row that wrote has failed; the others start anew
         break
@@ -337,7 +359,8 @@ def prefill(
     state.end(n, state.states)
     for row in rows:
         row.prefill_s = seconds
-    return Reading(rows, logits[0], seconds, state.exact.at(n), n, ids)
+    exact_bytes = state.exact.at(n)
+    return Reading(rows, None if lead else logits[0], seconds, exact_bytes, n, ids[:n], lead)
 
 
 @dataclass

@@ -56,21 +56,32 @@ def shares_table(config: PreTrainedConfig, tokens: int) -> bool:
     return change is None or change.stays or tokens <= change.tokens
 
 
-def table_key(config: PreTrainedConfig, read: int, fed: int) -> Hashable:
+def has_table_of(config: PreTrainedConfig, part: int, whole: int) -> bool:
+    """Whether the first `part` tokens of a prompt have the same table when they are read alone as in a
+    pass over all `whole` tokens."""
+    change = table_change(config)
+    if change is None or whole <= change.tokens or part == whole:
+        return True
+    return change.stays and part > change.tokens
+
+
+def table_key(config: PreTrainedConfig, read: int, fed: int, table_of: int = 0) -> Hashable:
     """A key that is equal for rows which may share the passes in which `fed` tokens follow the `read`
-    tokens of each: the longest row of a pass decides the table of all."""
+    tokens of each: the longest row of a pass decides the table of all. `table_of`: see `Row`."""
     change = table_change(config)
     if change is None or read + fed <= change.tokens:
         return "short"
-    return "long" if change.stays and read > change.tokens else read
+    return "long" if change.stays and max(read, table_of) > change.tokens else read
 
 
-def crossing(config: PreTrainedConfig, read: int, fed: int) -> KVError | None:
+def crossing(config: PreTrainedConfig, read: int, fed: int, table_of: int = 0) -> KVError | None:
     """The error for `fed` tokens after `read` ones whose entries would mix LongRoPE's two tables; None
     where they do not. (transformers' `generate` reads everything again at this point, the answer so far
-    included.)"""
+    included.) `table_of`: see `Row`."""
     change = table_change(config)
-    if change is None or not change.stays or not read <= change.tokens < read + fed:
+    if change is None or not change.stays:
+        return None
+    if not max(read, table_of) <= change.tokens < read + fed:
         return None
     return KVError(
         f"{read} tokens and {fed} more cross {change.tokens}, beyond which LongRoPE of model type "

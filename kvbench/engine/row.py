@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -74,6 +74,8 @@ class Row:
         failure: the exception that stopped this row, or None; the other rows go on.
         prompt_cost: the cost at the end of the prefill; None before.
         exact: the bytes of the exact cache of the same prompt.
+        table_of: the number of tokens of the pass that read the prompt, whose rotary table the keys
+            have: more than the prompt's where tokens that are held back were in it (`prefill`).
         fed: the number of tokens fed since the prompt.
         clocks: clocks of compression that are still to be read.
         bytes_end: the bytes that were held at the last audit; None before.
@@ -100,6 +102,7 @@ class Row:
     failure: Exception | None = None
     prompt_cost: Cost | None = None
     exact: ExactBytes = field(default_factory=ExactBytes)
+    table_of: int = 0
     fed: int = 0
     clocks: list[Elapsed] = field(default_factory=list)
     compress_s: float = 0.0
@@ -482,6 +485,29 @@ class Row:
                 self.method, self.budget, cost.prompt_tokens, len(self.entries)
             ).preset,
         )
+
+
+def rows_of(
+    methods: Mapping[str, tuple[Method, Budget]],
+    tokens: int,
+    held_back: int,
+    seed: int,
+    example_id: str,
+    room: int,
+) -> list[Row]:
+    """A row for each method (by label, with its budget) and a prompt of `tokens` tokens, of which the
+    last `held_back` are not compressed. If these are all, every row is exact."""
+    return [
+        Row(
+            label,
+            method if held_back < tokens else Exact(),
+            budget,
+            seed,
+            example_id,
+            held_back + room,
+        )
+        for label, (method, budget) in methods.items()
+    ]
 
 
 def heads_of(kept: CompressedKV) -> Iterable[CompressedKV]:

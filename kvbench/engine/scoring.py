@@ -18,12 +18,11 @@ from kvbench.engine.decode import Feed, decode, feed_questions, refuse_crossing
 from kvbench.engine.device import input_device
 from kvbench.engine.prefill import Reading, forward_rows, prefill
 from kvbench.engine.rotary import shares_table
-from kvbench.engine.row import Row
+from kvbench.engine.row import Row, rows_of
 from kvbench.engine.steps import Steps
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
-from kvbench.methods.exact import Exact
 from kvbench.prompts import PromptEncoder
 
 if TYPE_CHECKING:
@@ -55,7 +54,8 @@ def read(
     Args:
         room: how many tokens will be fed after the prompt; memory for them is reserved.
         context_tokens: how many of the prompt's tokens are prefilled and compressed instead (the
-            context); the others (the question) are fed with the last one. None for all but the last.
+            context); the others (the question) are fed before a continuation, and change nothing about
+            the context. None for all but the last.
         encoder: see `kvbench.engine.prefill.prefill`.
 
     Raises:
@@ -68,11 +68,10 @@ def read(
             f"the prompt has {n} tokens, of which {head} are to be compressed; allowed: at least one, "
             "and fewer than there are"
         )
-    head = max(1, head)
-    rows = [
-        Row(label, method if n > 1 else Exact(), budget, seed, example_id, room + n - head)
-        for label, (method, budget) in methods.items()
-    ]
+    if context_tokens is None:
+        rows = rows_of(methods, n, 1, seed, example_id, room)
+        return prefill(model, prompt_ids, rows, held_back=1, encoder=encoder)
+    rows = rows_of(methods, head, 0, seed, example_id, room + n - head)
     reading = prefill(model, prompt_ids[:head], rows, encoder=encoder)
     reading.lead = list(prompt_ids[head:])
     return reading
@@ -115,6 +114,7 @@ def feed_continuations(
     first = 0  # the place in the continuation that the first pass predicts first
     if not lead:
         first = 1
+        assert reading.logits is not None
         yield 0, reading.logits.expand(len(rows), 1, -1)
     for row in rows:
         refuse_crossing(model, row, ids.shape[1])

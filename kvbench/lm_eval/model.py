@@ -30,7 +30,9 @@ from kvbench.methods import build_method
 log = logging.getLogger(__name__)
 
 LABEL = "method"
-Protocol = Literal["prompt", "minus_last"]
+Protocol = Literal["all_but_last", "prompt"]
+_BEFORE = {"protocol": " (now compress_after; minus_last is all_but_last)"}
+"""What arguments of earlier versions are called now."""
 
 
 @register_model("kvbench")
@@ -49,9 +51,10 @@ class KVBenchLM(Requests):
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A budget smaller than
             the default sink and window is written ``total_rate=0.04,sink=0,window=0``.
         scoring: ``sum``; or ``mean``, the log-probability per token, as in H2O's released evaluation.
-        protocol: how prompts of generations are compressed. ``prompt`` compresses the whole prompt and
-            takes the first token from the exact prefill, as in the papers; ``minus_last`` compresses all
-            but the last token, as for likelihoods.
+        compress_after: how prompts of generations are compressed. ``all_but_last`` compresses all but
+            the last token, as for likelihoods, so that every token comes from the compressed cache;
+            ``prompt`` compresses the whole prompt and takes the first token from the exact prefill, as
+            in the papers, and has no likelihoods.
         batch_size: how many prompts generate together. At least 32 rows are scored together.
         add_bos_token: see HFLM; None for the tokenizer's own setting.
         max_length: the most tokens of context and continuation; None for the model's positions.
@@ -74,7 +77,7 @@ class KVBenchLM(Requests):
         total_rate: float | None = None,
         seed: int = 0,
         scoring: Scoring = "sum",
-        protocol: Protocol = "prompt",
+        compress_after: Protocol = "all_but_last",
         tokenizer: str | None = None,
         revision: str | None = None,
         dtype: str = "auto",
@@ -93,13 +96,13 @@ class KVBenchLM(Requests):
         del max_batch_size, metadata
         for name, value, hint in (
             ("scoring", scoring, Scoring),
-            ("protocol", protocol, Protocol),
+            ("compress_after", compress_after, Protocol),
             ("seed", seed, int),
         ):
             checked(f"model_args {name}", value, hint)
         self.options = method_options(method, method_args, dotted)
         self.scoring = scoring
-        self.protocol = protocol
+        self.compress_after = compress_after
         self.method_name = method
         self.seed = seed
         self.method = build_method(method, **self.options)
@@ -143,6 +146,11 @@ class KVBenchLM(Requests):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
+        if self.compress_after == "prompt":
+            raise UserError(
+                "compress_after is 'prompt', whose first token is the exact cache's, and a likelihood "
+                "is asked of the compressed one; allowed: all_but_last"
+            )
         with kvbench_attention_on(self.model):
             scored = answer_requests(
                 self.model,
@@ -189,7 +197,7 @@ class KVBenchLM(Requests):
         return texts
 
     def _prompt(self, context: str, gen_kwargs: Mapping[str, Any]) -> Prompt:
-        """A generation request as a prompt whose question is the last token."""
+        """A generation request as a prompt."""
         options = normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks)
         if options.get("do_sample") or options.get("temperature"):
             raise UserError(
@@ -211,12 +219,12 @@ class KVBenchLM(Requests):
         )
         encoder = repeating_encoder(self.tokenizer, ids, [self.method])
         return Prompt.of(
-            ids[:-1],
-            ids[-1:],
+            ids,
+            (),
             self.methods,
             stopping,
             prompt_name(ids),
-            compress_after="prompt" if self.protocol == "prompt" else "context",
+            compress_after=self.compress_after,
             encoder=encoder,
         )
 
@@ -230,7 +238,7 @@ class KVBenchLM(Requests):
             "kvbench_budget": dict(vars(self.budget)),
             "kvbench_seed": self.seed,
             "kvbench_scoring": self.scoring,
-            "kvbench_generation_protocol": self.protocol,
+            "kvbench_compress_after": self.compress_after,
             "kvbench_requests": len(self.records),
             "kvbench_compressed_share": fmean(compressed) if compressed else None,
             "kvbench_kept_ratio": fmean(kept) if kept else None,
@@ -250,7 +258,8 @@ def method_options(
         prefix, dot, option = name.partition(".")
         if not dot or prefix != method:
             raise UserError(
-                f"model_args has unknown key {name!r}{nearest(name, ARGUMENTS)}; allowed: "
+                f"model_args has unknown key {name!r}{_BEFORE.get(name) or nearest(name, ARGUMENTS)}; "
+                "allowed: "
                 f"{', '.join(ARGUMENTS)}, and options of the method as {method}.<option>"
             )
         options[option] = value

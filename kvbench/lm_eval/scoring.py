@@ -69,8 +69,8 @@ def cost_fields(answers: Sequence[Likelihood]) -> dict[str, Any]:
     longest = max(answer.context_tokens for answer in answers)
     fields = {
         "prompt_tokens": longest,
-        # The context's last token is fed to the compressed cache.
-        "compressed_tokens": longest - 1,
+        "compressed_tokens": max(cost.prompt_tokens for cost in costs),
+        "held_back": longest - max(cost.prompt_tokens for cost in costs),
         "new_tokens": sum(answer.tokens for answer in answers),
         "choices": len(answers),
         "contexts": len(costs),

@@ -89,6 +89,14 @@ class HarnessTask(Probe):
         """One unit per document. The first documents of all tasks come first, then the second ones, and
         so on.
         """
+        if session.compress_after != "all_but_last":
+            for label, (method, _) in methods.items():
+                if method.holds_a_cache:
+                    raise TaskError(
+                        f"compress_after is {session.compress_after!r} and {label!r} takes likelihoods "
+                        "from its cache; allowed: all_but_last (a mask over prompt and answer, which "
+                        "holds no cache, has no such choice)"
+                    )
 
         @cache
         def encoding() -> Requests:

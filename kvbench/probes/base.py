@@ -108,6 +108,7 @@ class LayerProbe(Probe):
     """
 
     lower_is_better: ClassVar[bool] = True
+    reads_whole_prompts: ClassVar[bool] = True
     drawn: ClassVar[str]
     """Name of the option that says which tensors are drawn; it or `prompts` must be set."""
 

@@ -148,7 +148,8 @@ class FidelityProbe(Probe):
     prompts.
 
     All but the last prompt token are compressed (with ``compress_after=context``: the context), and the
-    rest is fed, so that the first token of the continuation counts like any other.
+    rest is fed, so that the first token of the continuation counts like any other
+    (``compress_after=prompt`` is refused).
     conf/task/fidelity.yaml tells the options; a continuation has fewer than `tokens` tokens where the
     model has no more positions, and a greedy one ends with the end token.
     """
@@ -173,6 +174,11 @@ class FidelityProbe(Probe):
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        if session.compress_after == "prompt":
+            raise KVError(
+                "compress_after is 'prompt', whose first token is the exact cache's, and fidelity "
+                "compares every token; allowed: all_but_last, context"
+            )
         positions = session.encoder.max_positions
         rates = self.rates or (None,)
         units = []
@@ -192,7 +198,7 @@ class FidelityProbe(Probe):
                     f"task.continuation is 'given' and prompt {name!r} has no text to go on with; "
                     "allowed: greedy"
                 )
-            compressed = len(encoded.context_ids) if session.compress_after == "context" else n - 1
+            compressed = n - encoded.held_back(session.compress_after)
             for (_, budget), rate in product(methods.values(), rates):
                 budget.with_share(rate).capacity(compressed)  # raises if these tokens are too few
             ids = tuple(_at_rate(name, rate, "/rate") for rate in rates)
@@ -236,6 +242,7 @@ class FidelityProbe(Probe):
             "prompt": unit.id,
             "prompt_tokens": encoded.n,
             "compressed_tokens": reading.n,
+            "held_back": encoded.n - reading.n,
             "compress_after": session.compress_after,
             "continuation": self.continuation,
             "continuation_ids": tokens,

@@ -90,6 +90,7 @@ class Throughput(Probe):
     version: ClassVar[int] = 3
     score_unit: ClassVar[str] = "tokens/s"
     kind: ClassVar[TaskKind] = "throughput"
+    reads_whole_prompts: ClassVar[bool] = True  # as Table 2
 
     prompt_tokens: Several[Count] = (16384,)
     new_tokens: Several[Count] = (1024,)
@@ -169,6 +170,7 @@ class Throughput(Probe):
                 "run": run,
                 "runs": self.runs,
                 "turn": turn,
+                "held_back": 0,
             }
             of_reference = measurements.get(REFERENCE, {})
             ratios = {

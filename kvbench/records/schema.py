@@ -50,11 +50,13 @@ class Record(TypedDict):
     prefill_s: Number
     compress_s: Number
     decode_s: Number
-    decode: NotRequired[Text]  # records before 0.3 have none
-    max_new_tokens: NotRequired[Number]  # of answers; records before 0.3 have neither
-    ended_early: NotRequired[
-        Flag
-    ]  # whether the task's score was settled before the answer's own end
+    decode: NotRequired[Text]  # records before 0.3 lack these five
+    max_new_tokens: NotRequired[Number]  # of answers
+    # Whether the task's score was settled before the answer's own end.
+    ended_early: NotRequired[Flag]
+    held_back: NotRequired[Number]  # the prompt's last tokens that were fed, not compressed
+    # Of the first token's text alone, where it is the exact cache's.
+    first_token_score: NotRequired[Number]
     prediction: Text
     answers: list[Any] | None
     prompt_tail: Text

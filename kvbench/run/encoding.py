@@ -35,6 +35,12 @@ class EncodedExample:
         """The number of prompt tokens."""
         return len(self.context_ids) + len(self.question_ids)
 
+    def held_back(self, compress_after: str) -> int:
+        """How many tokens at the prompt's end are not compressed but fed to every cache."""
+        if compress_after == "context":
+            return len(self.question_ids)
+        return int(compress_after == "all_but_last" and self.n > 1)
+
     @property
     def context(self) -> str:
         """The id of the context, which other examples may share."""

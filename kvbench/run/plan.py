@@ -21,11 +21,12 @@ from kvbench.engine.row import Row
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
+from kvbench.methods.exact import Exact
 from kvbench.records.figures import Heatmap, as_json
 from kvbench.records.schema import COMMON_FIELDS
 from kvbench.run.encoding import EncodedExample, conversations_of, encode_examples, pieces_of
 from kvbench.run.session import Session
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import Example, Task
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +93,12 @@ class Plan(ABC):
 
     Attributes:
         batches_units: whether `run_batch` may run several units together.
+        reads_whole_prompts: whether all of a prompt is compressed, whatever `compress_after` says: where
+            seconds or layers are measured and no token is judged.
     """
 
     batches_units: ClassVar[bool] = False
+    reads_whole_prompts: ClassVar[bool] = False
 
     @abstractmethod
     def meta(self) -> dict[str, Any]:
@@ -172,7 +176,7 @@ class TaskPlan(Plan):
             Row(label, method, budget, session.seed, "")  # refuses a method that cannot generate
         if examples:
             self._check_budgets(examples, session, methods)
-        self._check_order_of_compression(examples, session)
+        self._check_order_of_compression(examples, session, methods)
         by_prefill: dict[str, list[EncodedExample]] = {}
         contexts_share_prefill = session.compress_after == "context"
         for encoded in examples:
@@ -189,10 +193,7 @@ class TaskPlan(Plan):
     ) -> None:
         """Refuse a budget whose sink and window hold the longest prompt, so that nothing is compressed,
         and one whose share of the shortest prompt is less than sink and window."""
-        if session.compress_after == "context":
-            compressed = [len(encoded.context_ids) for encoded in examples]
-        else:
-            compressed = [encoded.n for encoded in examples]
+        compressed = [e.n - e.held_back(session.compress_after) for e in examples]
         longest = max(encoded.n for encoded in examples)
         for label, (method, budget) in methods.items():
             if not method.uses_budget:
@@ -207,10 +208,11 @@ class TaskPlan(Plan):
             budget.capacity(min(compressed))  # refuses a share of too few tokens
 
     def _check_order_of_compression(
-        self, examples: Sequence[EncodedExample], session: Session
+        self, examples: Sequence[EncodedExample], session: Session, methods: Methods
     ) -> None:
-        """Refuse `compress_after` "context" where an example has no context or no question, and "prompt"
-        where an example follows the method's own answer."""
+        """Refuse `compress_after` "context" where an example has no context or no question, and the
+        others where an example follows the method's own answer. Refuse "prompt" where an answer has one
+        token, the exact cache's, whatever a method keeps."""
         if session.compress_after == "context":
             # Tokens that the model has before every prompt, such as a chat template's, are no context.
             before = tuple(session.encoder.prefix_ids)
@@ -219,13 +221,24 @@ class TaskPlan(Plan):
                 if not encoded.question_ids or context == before[: len(context)]:
                     raise KVError(
                         f"compress_after is 'context' and example {encoded.example.id!r} has no "
-                        f"{'context' if encoded.question_ids else 'question'}; allowed: prompt"
+                        f"{'context' if encoded.question_ids else 'question'}; allowed: all_but_last"
                     )
         elif any(encoded.example.history == "own" for encoded in examples):
             raise KVError(
-                f"compress_after is 'prompt' and task {self.task.name} goes on from the methods' own "
-                "answers, which makes other prompts of each; allowed: context (or golden answers)"
+                f"compress_after is {session.compress_after!r} and task {self.task.name} goes on from "
+                "the methods' own answers, which makes other prompts of each; allowed: context (or "
+                "golden answers)"
             )
+        if session.compress_after == "prompt" and not all(
+            isinstance(method, Exact) and method.quantize is None for method, _ in methods.values()
+        ):
+            for encoded in examples:
+                if encoded.example.max_new_tokens == 1:
+                    raise KVError(
+                        f"compress_after is 'prompt' and example {encoded.example.id!r} has "
+                        "max_new_tokens 1: that token is the exact cache's under every method; "
+                        "allowed: all_but_last, context, or method=exact alone"
+                    )
 
     def datasets(self, session: Session) -> list[str]:
         """All datasets of the task, whatever the limit is."""
@@ -302,6 +315,8 @@ class TaskPlan(Plan):
             **unit.fields[record_id],
             **measured(result, long_answer=self.task.long_answers),
         }
+        if result.cost.prompt_tokens:
+            fields["held_back"] = encoded.n - result.cost.prompt_tokens
         if result.kept is not None and record_id == unit.record_ids[0]:
             fields["kept"] = result.kept | pieces_of(
                 encoded, result.kept, session.encoder.tokenizer
@@ -310,19 +325,28 @@ class TaskPlan(Plan):
         if positions is not None and encoded.n > positions:
             fields |= {"beyond_positions": True, "max_positions": positions}
         if result.failure is None:
-            text = session.encoder.decode(result.tokens)
-            if session.encoder.thought is not None:
-                fields["thought"], text = session.encoder.thought.split(text)
-            stopping = session.stopping(example)
-            by_itself = replace(stopping, settled=None)
+            thought, fields["prediction"] = _text(result.tokens, example, session)
+            if thought is not None:
+                fields["thought"] = thought
+            by_itself = replace(session.stopping(example), settled=None)
             fields["ended_early"] = result.ended and not by_itself.reached(
                 result.chosen, result.begins
             )
-            fields["prediction"] = stopping.cut(text)
             scores = self.task.score(fields["prediction"], example)
             refuse_taken(f"task {self.task.name}: scores", {k for k in scores if k != "score"})
             fields.update(scores)
+            if fields.get("held_back") == 0:  # the first token is the exact cache's
+                _, first = _text(result.tokens[:1], example, session)
+                fields["first_token_score"] = self.task.score(first, example)["score"]
         return fields
+
+
+def _text(tokens: Sequence[int], example: Example, session: Session) -> tuple[str | None, str]:
+    """What a model thought (None for one that does not), and the text of its answer."""
+    thought, text = None, session.encoder.decode(tokens)
+    if session.encoder.thought is not None:
+        thought, text = session.encoder.thought.split(text)
+    return thought, session.stopping(example).cut(text)
 
 
 def _unit(name: str, examples: Sequence[EncodedExample], samples: int, *, notes_kept: bool) -> Unit:
@@ -397,6 +421,7 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
         ids,
         methods,
         first.context,
+        held_back=int(session.compress_after == "all_but_last"),
         note_kept=unit.notes_kept,
         encoder=session.encoder,
         conversations=[

@@ -22,6 +22,11 @@ from kvbench.records.store import run_folder
 from kvbench.run.runner import Job, record_ids
 
 MIB = 2**20
+PROTOCOLS = {
+    "all_but_last": "compressed after all of the prompt but its last token (all_but_last)",
+    "context": "compressed after the context (context)",
+    "prompt": "compressed after the prompt, whose first new token is the exact cache's (prompt)",
+}
 
 
 def print_dry_run(job: Job, name: str = "") -> None:
@@ -53,12 +58,13 @@ def print_dry_run(job: Job, name: str = "") -> None:
         examples += f", {answers} answers per method"
     prompts = [encoded for unit in job.units for encoded in unit.examples]  # none of a probe
     lengths = [encoded.n for encoded in prompts]
-    median = int(statistics.median(lengths)) if lengths else None
+    compressed = [encoded.n - encoded.held_back(job.session.compress_after) for encoded in prompts]
     tokens = "tokens as the task says"
     if lengths:
         new_tokens = sum(encoded.example.max_new_tokens for encoded in prompts)
         tokens = (
-            f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median {median}, max "
+            f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median "
+            f"{int(statistics.median(lengths))}, max "
             f"{max(lengths)}), up to {new_tokens:,} new ones per method"
         )
     session = job.session
@@ -72,7 +78,7 @@ def print_dry_run(job: Job, name: str = "") -> None:
             f"{session.spec.label} x {job.task}: dry run, nothing written",
             f"  {examples}",
             f"  {tokens}",
-            f"  compressed after the {session.compress_after}, on {session.device}, "
+            f"  {PROTOCOLS[session.compress_after]}, on {session.device}, "
             f"{str(session.dtype).removeprefix('torch.')}",
             f"  results in {folder}",
         ]
@@ -87,15 +93,19 @@ def print_dry_run(job: Job, name: str = "") -> None:
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     if name:
         return
+    median = int(statistics.median(compressed)) if compressed else None
     out.print(_table_of_methods(job, median, on_disk))
     if lengths:
-        note = "capacity and bytes are those of the median prompt, without weights and scores"
+        note = (
+            "capacity and bytes are those after compression of the median prompt, without weights and "
+            "scores"
+        )
         out.print(f"  {note}", style="dim", highlight=False)
 
 
 def _table_of_methods(job: Job, tokens: int | None, on_disk: Mapping[str, set[str]]) -> Table:
-    """A row for each method: its capacity and bytes for a prompt of so many tokens, its records on disk,
-    and its folder."""
+    """A row for each method: its capacity and bytes where so many tokens are compressed, its records on
+    disk, and its folder."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "capacity", "cache", "exact cache", "on disk", "run"):
         table.add_column(column, justify="left" if column in ("method", "run") else "right")

@@ -250,7 +250,9 @@ class Job:
             "task": self.task_config,
             "task_version": self.meta["version"],
             "data": self.meta.get("data"),
-            "compress_after": session.compress_after,
+            "compress_after": (
+                "prompt" if self.plan.reads_whole_prompts else session.compress_after
+            ),
             "timeout_s": session.example_timeout,  # as older manifests call it
             "seed": session.seed,
         }

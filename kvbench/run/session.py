@@ -34,7 +34,7 @@ class Session:
 
     Attributes:
         seed: seeds the methods' draws (and random weights).
-        compress_after: "prompt" or "context"; see `kvbench.engine.generate.Prompt.of`.
+        compress_after: "all_but_last", "context" or "prompt"; see `kvbench.engine.generate.Prompt.of`.
         decode: how decode steps run (`kvbench.engine.steps`); only "compiled" may round differently.
         sampling: how the tokens of an answer are chosen, and how many answers are given.
         generation_config: whether the logits processors of the model's generation config act.
@@ -46,7 +46,7 @@ class Session:
     device: torch.device
     dtype: torch.dtype
     seed: int = 0
-    compress_after: Literal["prompt", "context"] = "prompt"
+    compress_after: Literal["all_but_last", "context", "prompt"] = "all_but_last"
     example_timeout: float | None = None
     decode: str = "auto"
     sampling: Sampling = GREEDY

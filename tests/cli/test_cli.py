@@ -146,10 +146,10 @@ def test_a_sweep_shows_its_progress_and_loads_a_model_once(
 
     monkeypatch.setattr(session, "load_model", load)
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
-    status, out, err = main(capsys, *SHORT, "-m", "compress_after=prompt,context")
+    status, out, err = main(capsys, *SHORT, "-m", "compress_after=all_but_last,context")
     assert (status, loaded) == (0, ["tiny_random"]), err
     jobs = [line for line in err.splitlines() if line.startswith("kvbench: job ")]
-    of_two = ("1 of 2: compress_after=prompt", "2 of 2: compress_after=context")
+    of_two = ("1 of 2: compress_after=all_but_last", "2 of 2: compress_after=context")
     assert jobs == [f"kvbench: job {line}" for line in of_two]
     assert out.count(": score, %") == 1, "a table of both jobs at the end"
     lines = [line.partition("longeval_lines: ")[2] for line in err.splitlines()]

@@ -32,7 +32,7 @@ from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import build_method
 
 
-@pytest.mark.parametrize("compress_after", ["prompt", "context"])
+@pytest.mark.parametrize("compress_after", ["all_but_last", "prompt", "context"])
 @pytest.mark.parametrize("architecture", sorted(CONFIGS))
 def test_exact_and_keep_everything_generate_what_transformers_generates(
     architecture, compress_after
@@ -48,7 +48,7 @@ def test_exact_and_keep_everything_generate_what_transformers_generates(
     methods["everything"] = (Everything(), SMALL)
     results = generate(model, ids, methods, new_tokens=16, compress_after=compress_after)
     assert {label: result.failure for label, result in results.items()} == dict.fromkeys(methods)
-    n = 80 if compress_after == "prompt" else 70
+    n = {"prompt": 80, "all_but_last": 79, "context": 70}[compress_after]
     exact_bytes = cache_bytes(CONFIGS[architecture](), torch.float32, n, n)
     assert not results["exact"].cost.compressed
     for whole in (results.pop("exact"), results.pop("everything")):

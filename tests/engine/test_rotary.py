@@ -7,43 +7,22 @@ from functools import cache
 
 import pytest
 import torch
-import transformers as t
 from support.forward import reference
-from support.tiny import GROUPED, on_kvbench, prompt_ids
+from support.tiny import CHANGE, on_kvbench, prompt_ids
+from support.tiny import model_with_table as tiny
 
 from kvbench import compress
 from kvbench.engine import scoring
 from kvbench.engine.answer import Stopping
-from kvbench.engine.attention import register
 from kvbench.engine.generate import Prompt, Question, generate, generate_each
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method, SecondPass
 
-CHANGE = 64
-"""The number of tokens beyond which the table of these models is another."""
 NEW = 12
 LENGTHS = (90, 20, 66, 40, 66, CHANGE - NEW + 1)
 CROSSING = r"and \d+ more cross 64, beyond which LongRoPE of model type 'phi3' has other factors"
-
-
-def tiny(kind: str) -> t.PreTrainedModel:
-    register()
-    torch.manual_seed(0)
-    if kind == "longrope":
-        factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-        rope = {"rope_type": kind, "original_max_position_embeddings": CHANGE, **factors}
-        config = t.Phi3Config(
-            **GROUPED, original_max_position_embeddings=CHANGE, rope_parameters=rope
-        )
-    else:
-        rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
-        positions = {**GROUPED, "max_position_embeddings": CHANGE}
-        config = t.LlamaConfig(**positions, rope_parameters=rope)
-    model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    return model
 
 
 @cache

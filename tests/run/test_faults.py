@@ -74,7 +74,7 @@ def not_a_number(layer: LayerKV) -> LayerKV:
     return replace(layer, values=values)
 
 
-NOT_FINITE = "NonFiniteLogits: non-finite logits at new token 2"  # the first is the exact prefill's
+NOT_FINITE = "NonFiniteLogits: non-finite logits at new token 1"
 FAULTS: dict[str, tuple[Callable[[LayerKV], Any], str]] = {
     "no end": (bottomless, "RecursionError: maximum recursion depth exceeded"),
     "StopIteration": (raising(StopIteration()), "StopIteration"),

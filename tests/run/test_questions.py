@@ -175,7 +175,7 @@ def test_what_stands_between_turns_comes_from_the_chat_template() -> None:
     [
         ({"context_id": "c"}, "context", "'c1q0' has context_id 'c' and another context"),
         ({"history": "own"}, "prompt", r"the methods' own answers.*allowed: context"),
-        ({"questions": ("",)}, "context", "has no question; allowed: prompt"),
+        ({"questions": ("",)}, "context", "has no question; allowed: all_but_last"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(

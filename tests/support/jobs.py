@@ -69,7 +69,7 @@ class Echo(Task):
 def make_job(tmp_path: Path, methods: dict[str, Any] | None = None, **changes: Any) -> Job:
     session = Session(
         ModelSpec(name="tiny", path="none"), torch.device("cpu"), torch.float32,
-        compress_after=changes.pop("compress_after", "prompt"),
+        compress_after=changes.pop("compress_after", "all_but_last"),
     )  # fmt: skip
     model = tiny_model("llama")
     model.set_attn_implementation("kvbench")

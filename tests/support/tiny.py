@@ -109,6 +109,31 @@ def tiny_model(architecture: str, seed: int = 0, layers: int | None = None) -> t
     return model
 
 
+CHANGE = 64
+"""The number of tokens beyond which the rotary table of some models is another."""
+
+
+def model_with_table(kind: str) -> t.PreTrainedModel:
+    """A tiny model whose rotary table is another beyond `CHANGE` tokens, or ("default") is not."""
+    register()
+    torch.manual_seed(0)
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        rope = {"rope_type": kind, "original_max_position_embeddings": CHANGE, **factors}
+        config = t.Phi3Config(
+            **GROUPED, original_max_position_embeddings=CHANGE, rope_parameters=rope
+        )
+    elif kind == "default":
+        config = t.LlamaConfig(**GROUPED)
+    else:
+        rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+        positions = {**GROUPED, "max_position_embeddings": CHANGE}
+        config = t.LlamaConfig(**positions, rope_parameters=rope)
+    model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
 def on_kvbench(model: t.PreTrainedModel) -> t.PreTrainedModel:
     """The model on kvbench's attention for good, as `load_model` leaves it."""
     model.set_attn_implementation("kvbench")
