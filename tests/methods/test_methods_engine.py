@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from support.method_layers import make_layer, run
 from support.tiny import prompt_ids, tiny_model
 from support.variants import OTHERS, VARIANTS, label
 
+import kvbench.methods
 from kvbench.engine.answer import Stopping
 from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget, KVError
@@ -79,3 +84,35 @@ def test_a_budget_of_no_entry_or_one_is_refused_in_a_line_for_the_user(budget, n
             continue
         assert isinstance(result.failure, KVError), name
         assert re.match(f"{named}entries, .* allowed: at least 2$", str(result.failure)), name
+
+
+def own_methods() -> dict[str, Any]:
+    """Those that kvbench/methods/README.md shows, by the class's name."""
+    text = (Path(kvbench.methods.__file__).parent / "README.md").read_text()
+    names: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
+        assert len(code.splitlines()) < 30
+        exec(code, names)
+    return {name: names[name]() for name in ("Runs", "Fading")}
+
+
+def test_the_readmes_own_methods_merge_and_evict():
+    model, ids = tiny_model("llama"), prompt_ids(150)
+    model.set_attn_implementation("kvbench")
+    budget = Budget(rate=0.25, sink=4, window=8)
+    methods = {name: (method, budget) for name, method in own_methods().items()}
+    results = generate_one(model, ids, [], methods, Stopping(12), seed=0, example_id="x")
+    for name, result in results.items():
+        assert result.failure is None, f"{name}: {result.failure}"
+        assert len(result.tokens) == 12
+        assert result.cost.entries["max"] == budget.capacity(150)
+    assert results["Fading"].cost.cache_bytes_end == results["Fading"].cost.cache_bytes, (
+        "it does not grow"
+    )
+
+    layer = make_layer(150)
+    kept = run(methods["Runs"][0], layer, budget)
+    weights = kept.log_weights.exp()
+    torch.testing.assert_close(weights.sum(-1), torch.full_like(weights[..., 0], 150.0))
+    sums = (weights[..., None] * kept.values).sum(2)
+    torch.testing.assert_close(sums, layer.values.sum(2), rtol=1e-4, atol=1e-4)
