@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 
 from kvbench.cli.config import Keys, Settings
 from kvbench.cli.construct import constructed, methods_of
-from kvbench.cli.rounds import run_in_rounds
 from kvbench.engine.answer import Sampling
 from kvbench.engine.loading import check_config_class
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
@@ -55,8 +54,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
     of_label = _labelled(settings)
     task: Any = constructed(settings.task, "task", Task, Plan)
-    limit = None if settings.limit == "auto" else settings.limit
-    plan: Plan = TaskPlan(task, limit) if isinstance(task, Task) else task
+    plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
     session = Session(
         spec=spec,
@@ -81,7 +79,7 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
         method_configs={label: settings.methods[name] for label, (name, *_) in of_label.items()},
         task_config={key: value for key, value in settings.task.items() if key not in unhashed},
         budget_configs={label: config for label, (*_, config) in of_label.items()},
-        limit=limit,
+        limit=settings.limit,
         shard=Shard.parse(settings.shard),
         batch_size=settings.batch_size,
         retry_failed=settings.retry_failed,
@@ -122,21 +120,15 @@ def run_config(
     logger = {str(key): value for key, value in config.logger.items()}
     logs = logger.pop("name") == "wandb"
 
-    def run(job: Job) -> JobResult:
-        nonlocal since
-        with progress_display(title) as progress:
-            result = run_job(job, progress, since=since)
-        since = None  # imports and data were loaded for the first round
-        write_log(
-            job.results_dir / job.experiment,
-            model=job.session.spec.label,
-            task=job.task,
-            written=result.written,
-            seconds=result.seconds,
-        )
-        return result
-
-    result = run_in_rounds(job, run) if config.limit == "auto" else run(job)
+    with progress_display(title) as progress:
+        result = run_job(job, progress, since=since)
+    write_log(
+        job.results_dir / job.experiment,
+        model=job.session.spec.label,
+        task=job.task,
+        written=result.written,
+        seconds=result.seconds,
+    )
     if logs and result.complete:  # of several shards, the one that ends last logs the run
         from kvbench.report.wandb import log_runs
 

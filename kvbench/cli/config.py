@@ -303,7 +303,7 @@ class Settings:
     results_dir: Folder
     task_label: FolderName
     seed: Whole
-    limit: Literal["auto"] | Count | None
+    limit: Count | None
     shard: str | None
     shards: Annotated[int, Ge(1), Le(1000)] | None
     device: Device
@@ -340,7 +340,6 @@ class Settings:
             if key in settings.logger:
                 checked(f"logger.{key}", settings.logger[key], hint)
         settings._refuse_secrets()
-        settings._check_rounds()
         Shard.parse(settings.shard)
         return settings
 
@@ -358,14 +357,6 @@ class Settings:
                 raise UserError(f"budget.{key} is {values}; allowed: different numbers")
             return [{**self.budget, key: value} for value in values]
         return [self.budget]
-
-    def _check_rounds(self) -> None:
-        """Refuse ``limit=auto`` where no process sees all scores."""
-        if self.limit == "auto" and (self.shard or self.shards or self.launcher["name"] == "gpus"):
-            raise UserError(
-                "limit is 'auto' and the job is split into shards, none of which sees all scores; "
-                "allowed: a number, or shards=null and another launcher than gpus"
-            )
 
     def _refuse_secrets(self) -> None:
         names = {

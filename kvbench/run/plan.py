@@ -244,11 +244,6 @@ class TaskPlan(Plan):
         """All datasets of the task, whatever the limit is."""
         return self._examples(session)[1]
 
-    def size(self, session: Session) -> int:
-        """How many contexts the task has, whatever the limit is. None is encoded."""
-        examples = self.task.examples(session.encoder)
-        return len({example.context_id or example.id for example in examples})
-
     def _examples(self, session: Session) -> tuple[list[EncodedExample], list[str]]:
         """The encoded examples of the first `limit` contexts, and all datasets of the task."""
 

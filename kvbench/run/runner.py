@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -120,18 +120,6 @@ class Job:
             return self.within_limit
         chosen = self.shard.select(_contexts_of(self.within_limit))
         return _of_contexts(self.within_limit, chosen)
-
-    @property
-    def size(self) -> int:
-        """How many contexts the task has, whatever the limit is."""
-        if isinstance(self.plan, TaskPlan):
-            return self.plan.size(self.session)
-        return len(_contexts_of(self._all_units))
-
-    def within(self, limit: int, **extra: Any) -> Job:
-        """The job of the first `limit` contexts, with these further entries of the manifest."""
-        plan = replace(self.plan, limit=limit) if isinstance(self.plan, TaskPlan) else self.plan
-        return replace(self, limit=limit, plan=plan, extra={**self.extra, **extra})
 
     @property
     def left_out(self) -> list[str]:

@@ -32,7 +32,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["claims", "model=tiny_random", "claim=B1"], "unknown key 'claim' (did you mean 'claims'?)"),
     (["claims", "model=tiny_randm"], "'model/tiny_randm' (did you mean 'tiny_random'?)"),
     (["shards=2", "shard=1/2"], "shards is 2 and shard is given, too; allowed: one of them"),
-    (["limit=auto", "shards=2"], "limit is 'auto' and the job is split into shards"),
+    (["limit=auto"], "limit is 'auto'; allowed: "),
     (
         ["logger=wandb", "logger.mode=sometimes"],
         "logger.mode is 'sometimes'; allowed: 'auto', 'online', 'offline'",
