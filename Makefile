@@ -102,7 +102,7 @@ results-papers: setup
 	$(REAL) experiment=_results_table1 batch_size=6
 
 results-claims: setup
-	$(KVBENCH) claims model=smollm2_135m 'files=[$(ESSAYS)/*.txt]' results_dir=$(RESULTS)/claims
+	$(BIN)/python scripts/claims.py model=smollm2_135m 'files=[$(ESSAYS)/*.txt]' results_dir=$(RESULTS)/claims
 	$(KVBENCH) reproduce joint_survival model=smollm2_135m task=text 'task.files=[$(ESSAYS)/*.txt]' limit=12 'layers=[1,5,15,30]' \
 	  'distances=[1,2,4,8,16]' draws=1 results_dir=$(RESULTS)
 

@@ -1,7 +1,7 @@
 """Which claims of the papers a model bears out: runs what results/claims.yaml asks for, and decides.
 
-    kvbench claims model=smollm2_135m                    all; what is there is not run again
-    kvbench claims model=<any> claims=B1,L1 'files=[essays/*.txt]' results_dir=runs/claims/mine
+    python scripts/claims.py model=smollm2_135m          all; what is there is not run again
+    python scripts/claims.py model=<any> claims=B1,L1 'files=[essays/*.txt]' results_dir=runs/claims/mine
 
 A claim is one or more comparisons over prompts, each with a rule. A comparison has cells (a layer at a
 rate, say); in each the difference has a 95 % interval of its own. The comparison

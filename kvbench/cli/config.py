@@ -252,9 +252,7 @@ def explain(error: BaseException) -> str:
         if isinstance(link, UserError):  # of `_needed`
             return str(link)
     if isinstance(error, OverrideParseException):
-        meant = nearest(
-            error.override, ("list", "show", "own", "reproduce", "score", "prune", "claims")
-        )
+        meant = nearest(error.override, ("list", "show", "own", "reproduce", "score", "prune"))
         return (
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )

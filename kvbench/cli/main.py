@@ -38,7 +38,7 @@ from kvbench.cli.config import (
 )
 from kvbench.cli.items import experiment_lines, item_called
 from kvbench.cli.jobs import Jobs, report_error
-from kvbench.cli.reproduce import reproduce, run_script
+from kvbench.cli.reproduce import reproduce
 from kvbench.cli.results import print_scores, prune, score_by, write_page
 from kvbench.errors import FAILED, UserError, check_known, complain, redact
 from kvbench.records.store import safe_name
@@ -68,9 +68,6 @@ kvbench show <name>
     "prune": """kvbench prune <folder of an experiment> [yes=true]
   List the runs whose records are of other code or weights than a later run
   of the same settings, and remove them: asked first, or with yes=true.""",
-    "claims": """kvbench claims model=<any> [claims=B1,H6] ['files=[essays/*.txt]']
-  Decide what the papers claim (results/claims.yaml) on one model. All of it
-  takes about 40 minutes of one core with model=smollm2_135m; claims= chooses.""",
 }
 """The help text of each command."""
 ROWS = re.compile(r"(?i)\.(jsonl|json|csv|tsv|parquet)(\.gz)?$|[*?]")
@@ -106,8 +103,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 status = score_folder(words)
             elif command == "prune":
                 status = prune_folder(words)
-            elif command == "claims":
-                status = decide_claims(words)
             else:
                 status = run(words)
     except (KeyboardInterrupt, Terminated) as stop:
@@ -216,22 +211,6 @@ def prune_folder(arguments: Sequence[str]) -> int:
             f"kvbench prune has {folders or 'nothing'}; allowed: an experiment's folder"
         )
     return prune(Path(folders[0]).expanduser(), sure="yes=true" in arguments)
-
-
-def decide_claims(arguments: Sequence[str]) -> int:
-    """``kvbench claims``: run scripts/claims.py, whose imports take seconds, on words that it takes."""
-    known = ("model", "claims", "files", "results_dir")
-    values = dict(text.partition("=")[::2] for text in arguments)
-    for key in values:
-        check_known(f"unknown key {key!r}", key, known, UserError)
-    if not values.get("model"):
-        raise UserError(
-            "claims has no model, and decides all of results/claims.yaml: about 40 minutes of one core "
-            "with model=smollm2_135m; allowed: model=<any>, and claims=B1,H6 to choose"
-        )
-    with hydra_of_conf() as hydra:
-        composed(hydra, expanded([f"model={values['model']}"]))
-    return run_script("claims", arguments)
 
 
 def _swept(jobs: Sequence[Sequence[str]]) -> str:

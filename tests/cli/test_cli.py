@@ -291,7 +291,7 @@ def test_own_rows_are_one_word(capsys: Any, tmp_path: Path, monkeypatch: Any) ->
 
 
 def test_every_command_has_help(capsys: Any) -> None:
-    for command in ("list", "show", "own", "reproduce", "claims"):
+    for command in ("list", "show", "own", "reproduce", "score", "prune"):
         status, out, err = main(capsys, command, "--help")
         assert (status, err) == (0, "")
         assert out.startswith(f"kvbench {command}")

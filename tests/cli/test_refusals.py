@@ -29,8 +29,8 @@ REFUSED: list[tuple[list[str], str]] = [
         ["budget.rate=0.25", "budget.size=100"],
         "budget.rate is 0.25 and budget.size is 100; allowed:",
     ),
-    (["claims", "model=tiny_random", "claim=B1"], "unknown key 'claim' (did you mean 'claims'?)"),
-    (["claims", "model=tiny_randm"], "'model/tiny_randm' (did you mean 'tiny_random'?)"),
+    (["score", "runs/demo"], "['runs/demo']; allowed: an experiment's folder and metric=<metric>"),
+    (["prune"], "kvbench prune has nothing; allowed: an experiment's folder"),
     (["shards=2", "shard=1/2"], "shards is 2 and shard is given, too; allowed: one of them"),
     (["limit=auto"], "limit is 'auto'; allowed: "),
     (
@@ -57,7 +57,7 @@ def test_a_wrong_command_is_refused_in_one_line(
     given = {word.partition("=")[0] for word in words}
     base = (
         []
-        if words[0] in ("show", "claims")
+        if words[0] in ("show", "score", "prune")
         else [w for w in JOB if w.partition("=")[0] not in given]
     )
     result = ended([*words, *base], folder=tmp_path)

@@ -1,13 +1,8 @@
-"""kvbench claims: verdicts of differences that are known, and claims from their runs to their tables."""
+"""scripts/claims.py: verdicts of known differences, and claims from their runs to their tables."""
 
 from __future__ import annotations
 
 import runpy
-import subprocess
-from collections.abc import Iterator
-from contextlib import redirect_stdout
-from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +12,6 @@ import pytest
 from support.command import refusal_of
 from support.paths import ROOT
 
-from kvbench.cli import reproduce
-from kvbench.cli.main import main
 from kvbench.errors import UserError
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "claims.py"))
@@ -156,92 +149,3 @@ def test_the_commands_of_runs_are_accepted_and_read_the_texts() -> None:
             word if "[" in word or "{" in word else word.partition(",")[0] for word in words[3:]
         ]
         assert refusal_of([word for word in first_of_sweep if word != "-m"]) is None, name
-
-
-def test_the_command_runs_the_script_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    commands: list[Any] = []
-
-    def run(words: Any, **_: Any) -> subprocess.CompletedProcess[str]:
-        commands.append(words)
-        return subprocess.CompletedProcess(words, 2)
-
-    monkeypatch.setattr(reproduce.subprocess, "run", run)
-    with pytest.raises(SystemExit, match="2"):
-        main(["claims", "model=recall_mini", "claims=L1"])
-    script = str(ROOT / "scripts" / "claims.py")
-    assert commands[0][1:] == [script, "model=recall_mini", "claims=L1"]
-    monkeypatch.setattr(reproduce, "config_dir", lambda: tmp_path / "conf")
-    with pytest.raises(SystemExit, match="2"):
-        main(["claims", "model=tiny_random"])
-    refusal = "scripts/claims.py is not installed; allowed: kvbench's repository, where it is\n"
-    assert capsys.readouterr().err.endswith(refusal)
-
-
-TWO_RUNS = {
-    "layers": "task=layer_error task@task.prompts=text task.prompts.tokens=300 task.exact=32 "
-    "task.layers=[1] task.rates=[0.25] task.num_prompts=4 method=[uniform,balancekv]",
-    "mass": "attention_mass.py task=text task.tokens=300 per=[head] top=0.2 layers=2 limit=4 "
-    "fit_most=64",
-}
-
-
-@dataclass(frozen=True)
-class Decided:
-    claims: dict[str, Any]
-    arguments: list[str]
-    folder: Path
-    printed: list[str]
-
-
-@pytest.fixture(scope="module")
-def two_claims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decided]:
-    """Two small claims that the script has decided; it has no others while these tests run."""
-    claims = [claim for claim in CLAIMS["claims"] if claim["id"] in ("B1", "H2")]
-    small = {
-        "runs": {name: {"command": text, "protocol": "{texts}"} for name, text in TWO_RUNS.items()},
-        "claims": [claim | {"comparisons": claim["comparisons"][:1]} for claim in claims],
-    }
-    folder = tmp_path_factory.mktemp("claims") / "runs"
-    arguments = ["model=recall_mini", f"results_dir={folder}"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SCRIPT["main"].__globals__, "claims_for", lambda model: small)
-        with redirect_stdout(StringIO()) as output:
-            SCRIPT["main"](arguments)
-        yield Decided(small, arguments, folder, output.getvalue().splitlines())
-
-
-@pytest.mark.slow
-def test_two_claims_are_decided_and_written(two_claims: Decided) -> None:
-    printed = two_claims.printed
-    assert printed[0].startswith("layers: python -m kvbench model=recall_mini task=layer_error")
-    assert printed[2].startswith("  layers, relative_error: balancekv - uniform ")
-    assert [line[:3] for line in printed if line[0] in "BH"] == ["B1 ", "H2 "]
-    table = pd.read_csv(two_claims.folder / "claims.csv")
-    assert list(table["id"]) == ["B1", "H2"]
-    assert set(table["units"]) == {4}
-    assert set(table["protocol"]) == {"generated sentences; seed 0"}
-    markdown = (two_claims.folder / "claims.md").read_text()
-    assert markdown.splitlines()[2].startswith("| B1 | the error of single-layer")
-
-
-@pytest.mark.slow
-def test_a_run_that_is_there_is_not_made_again(
-    two_claims: Decided, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(subprocess, "run", None)  # fails if it is called
-    SCRIPT["main"](two_claims.arguments)
-    commands = ("layers: ", "mass: ")
-    expected = [line for line in two_claims.printed if not line.startswith(commands)]
-    assert capsys.readouterr().out.splitlines() == expected
-
-
-@pytest.mark.slow
-def test_a_run_of_another_command_is_refused(
-    two_claims: Decided, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = two_claims.claims["runs"]["layers"]
-    monkeypatch.setitem(layers, "command", layers["command"] + " task.seeds=1")
-    with pytest.raises(UserError, match="is of another command; allowed: another results_dir"):
-        SCRIPT["main"](two_claims.arguments)
