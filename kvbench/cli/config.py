@@ -266,7 +266,13 @@ def explain(error: BaseException) -> str:
     known = [word for word in dict.fromkeys(known) if word != "hydra" and not word.startswith("_")]
     if known:
         first = first_line(error).removesuffix(".")
-        return f"{first}{nearest(name, known)}; allowed: {', '.join(known)}"
+        meant = nearest(name, known)
+        if str(getattr(error, "missing_cfg_file", "")).startswith("task/"):
+            from kvbench.cli.hints import task_with  # which imports tasks
+
+            words = task_with(name)
+            meant = f" (did you mean {words}?)" if words else meant
+        return f"{first}{meant}; allowed: {', '.join(known)}"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if cause is error else f"{text}: {first_line(cause)}"
 

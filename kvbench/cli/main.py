@@ -27,6 +27,7 @@ from kvbench import __version__, wait_asleep
 from kvbench.catalogue import KINDS, catalogue, config_dir
 from kvbench.cli.config import (
     GROUPS,
+    SEVERAL,
     Settings,
     composed,
     expanded,
@@ -333,4 +334,10 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError(f"{message}; allowed: key=value and the options of kvbench --help")
 
     parser.error = refuse  # type: ignore[method-assign]
-    return parser.parse_intermixed_args(list(arguments))
+    options = parser.parse_intermixed_args(list(arguments))
+    # Several tasks or models are a sweep with and without -m.
+    pairs = (text.partition("=")[::2] for text in options.overrides)
+    options.multirun |= any(
+        key in ("task", "model") and SEVERAL.fullmatch(value) is not None for key, value in pairs
+    )
+    return options

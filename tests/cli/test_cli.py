@@ -189,6 +189,14 @@ def test_methods_and_rates_of_a_sweep_are_one_job(capsys: Any, tmp_path: Path) -
     assert one == two
 
 
+def test_several_tasks_are_a_sweep_with_and_without_m(capsys: Any, tmp_path: Path) -> None:
+    words = ["task=passkey,key_value", "model=tiny_random", "device=cpu", "dry_run=true", "limit=1"]
+    words += ["logger=none", f"results_dir={tmp_path}"]
+    plain, swept = (main(capsys, *more, *words) for more in ([], ["-m"]))
+    assert plain == swept
+    assert (plain[0], plain[1].count("job 2: task=key_value: ")) == (0, 1)
+
+
 def test_a_finished_command_loads_no_weights_and_prints_its_tables(
     capsys: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
