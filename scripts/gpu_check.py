@@ -50,6 +50,7 @@ from _shared import LLAMA_8B, SHIPPED
 from bench_engine import Clocked
 
 from kvbench.engine.answer import Answer, Stopping
+from kvbench.engine.architecture import switch_to_kvbench
 from kvbench.engine.decode import decode
 from kvbench.engine.device import free_memory, is_out_of_memory
 from kvbench.engine.generate import Prompt, generate_each, generate_one
@@ -301,6 +302,7 @@ def tokens(sizes: Sizes, on: torch.device, out: Figures) -> None:
 
     def answers(place: torch.device) -> dict[str, Answer]:
         model = load_model(SHIPPED, device=place, dtype=torch.float32)
+        switch_to_kvbench(model)
         (ids,) = random_ids(model, sizes.prompt, seed=1)
         stopping = Stopping(8 if sizes.timed else 2)
         return generate_one(model, ids, (), methods, stopping, seed=0, example_id="gpu_check")
@@ -392,7 +394,9 @@ def kernels(sizes: Sizes, on: torch.device, out: Figures) -> None:
 def _llama(sizes: Sizes, on: torch.device) -> Any:
     """The model of the sections that time: random weights of `sizes.model`'s shape in bfloat16."""
     spec = ModelSpec(name="llama", path="random", random_weights=True, architecture=sizes.model)
-    return load_model(spec, device=on, dtype=torch.bfloat16)
+    model = load_model(spec, device=on, dtype=torch.bfloat16)
+    switch_to_kvbench(model)
+    return model
 
 
 def _generated(

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as t
 from support.encoders import tokenizer
 from support.generation import CONTEXT, SMALL, Letters, state_of, tiny_model
-from support.tiny import Everything, Greedy
+from support.tiny import Broken, Everything, Greedy
+from transformers import AutoModelForCausalLM
 
-from kvbench import compare, compress, load_model
+from kvbench import compare, compress, kept, load_model
 from kvbench.engine.context import Context, token_ids
+from kvbench.engine.model_spec import local_path
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods import build_method
@@ -167,3 +170,48 @@ def test_a_chat_opens_the_answer_and_an_answer_that_was_begun_goes_on() -> None:
         ([CHAT, {"role": "assistant", "content": "line 7"}], "<user>hello:<assistant>line 7"),
     ):
         assert made.decode(token_ids(messages, made, "prompt")) == text
+
+
+class Bang(t.StoppingCriteria):
+    """Ends a generation as Ctrl-C does."""
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_load_models_model_generates_as_transformers_own_before_and_after_everything() -> None:
+    model, tokenizer = load_model("recall_mini")
+    own = AutoModelForCausalLM.from_pretrained(local_path("asset:recall_mini")).eval()
+    prompt = "line calm-heron: REGISTER_CONTENT is <12903>\n" * 9
+    inputs = tokenizer(prompt, return_tensors="pt")
+    expected = own.generate(**inputs, max_new_tokens=9, do_sample=False)
+    before = state_of(model)
+
+    def check(what: str) -> None:
+        assert state_of(model) == before, what
+        found = model.generate(**inputs, max_new_tokens=9, do_sample=False)
+        assert torch.equal(found, expected), what
+
+    check("at first")
+    compare(model, tokenizer, prompt, ["exact", "snapkv"], max_new_tokens=2)
+    check("after compare")
+    kept(model, tokenizer, prompt, "snapkv")
+    check("after kept")
+    with compress(model, "snapkv") as session:
+        model.generate(**inputs, max_new_tokens=2)
+        compare(model, tokenizer, prompt, ["exact"], max_new_tokens=2)
+        context = session.read(prompt, tokenizer)
+        context.ask("?", max_new_tokens=2)
+        assert session.ratio[0] < 1
+    check("after compress, and compare and read inside it")
+    context.ask("?", max_new_tokens=2)
+    check("after a question asked outside")
+    with pytest.raises(KeyboardInterrupt), compress(model, "snapkv"):
+        model.generate(**inputs, stopping_criteria=[Bang()])
+    check("after Ctrl-C")
+    failed = compare(model, tokenizer, prompt, {"broken": Broken(), "exact": "exact"}, **SMALL)
+    assert "out of memory" in failed.loc["broken", "error"]
+    check("after a method that failed")
+    with pytest.raises(UserError):
+        compare(model, tokenizer, "", ["exact"])
+    check("after a refusal")

@@ -147,8 +147,25 @@ def _heads_of(layer: PreTrainedConfig) -> HeadShape:
 
 @contextmanager
 def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model use kvbench's attention function within this context, and its own afterwards. In a
-    vision-language model only the language model does.
+    """Let the model use kvbench's attention function within this context, and its own afterwards.
+
+    Raises:
+        UnsupportedModel: see `switch_to_kvbench`.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    before = getattr(text, "_attn_implementation", None)
+    try:
+        switch_to_kvbench(model)
+        yield
+    finally:
+        if text is not None:
+            text._attn_implementation = before
+
+
+def switch_to_kvbench(model: PreTrainedModel) -> None:
+    """Let the model use kvbench's attention function from now on. In a vision-language model only the
+    language model does. `generate` then works inside `compress` alone.
 
     Raises:
         UnsupportedModel: the model is no causal language model that can be switched.
@@ -173,16 +190,11 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
     text = model.config.get_text_config()
     check_causal(text)
     register()
-    before = text._attn_implementation
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    try:
-        holder = next((part for part in parts if part.config is text), None)
-        if holder is not None:
-            holder.set_attn_implementation(IMPLEMENTATION)
-        if text._attn_implementation != IMPLEMENTATION:
-            raise UnsupportedModel(
-                f"{name} does not use transformers' attention interface; allowed: models that do"
-            )
-        yield
-    finally:
-        text._attn_implementation = before
+    holder = next((part for part in parts if part.config is text), None)
+    if holder is not None:
+        holder.set_attn_implementation(IMPLEMENTATION)
+    if text._attn_implementation != IMPLEMENTATION:
+        raise UnsupportedModel(
+            f"{name} does not use transformers' attention interface; allowed: models that do"
+        )

@@ -25,7 +25,6 @@ from transformers.utils import cached_file
 from transformers.utils import logging as library_logging
 
 from kvbench.engine.architecture import check_supported
-from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.model_spec import (
     ModelError,
     ModelSpec,
@@ -101,9 +100,8 @@ def _check_fields(spec: ModelSpec, config: PreTrainedConfig) -> None:
 def load_model(
     spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> PreTrainedModel:
-    """The model, in evaluation mode, with kvbench's attention function; the seed is that of random
+    """The model, in evaluation mode, with transformers' own attention; the seed is that of random
     weights."""
-    register()
     # Weights that are read from files belong to the config beside them, not to `architecture`.
     config = load_config(spec if spec.random_weights else replace(spec, architecture=None))
     with one_line_failures("model", spec):
@@ -111,9 +109,7 @@ def load_model(
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
                 with device:
-                    model = AutoModelForCausalLM.from_config(
-                        config, dtype=dtype, attn_implementation=IMPLEMENTATION
-                    )
+                    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
             model = _with_weights(spec, config, device, dtype)
     placed_while_read = spec.device_map is not None or spec.quantization in ("bnb4", "bnb8")
@@ -145,7 +141,6 @@ def _with_weights(
             local_path(spec.path),
             config=config,
             dtype=dtype,
-            attn_implementation=IMPLEMENTATION,
             trust_remote_code=spec.trust_remote_code,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # they are in the report, and refused below

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from kvbench.engine.answer import GREEDY, Sampling, Stopping
+from kvbench.engine.architecture import switch_to_kvbench
 from kvbench.engine.fingerprint import fingerprint
 from kvbench.engine.loading import Model, load_config, load_generation_config, load_model
 from kvbench.engine.model_spec import ModelSpec
@@ -110,7 +111,13 @@ class Session:
         """The model, ready for kvbench's attention."""
         seed = self.seed if self.spec.random_weights else 0
         options: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "seed": seed}
-        return self.once("model", options, lambda: load_model(self.spec, **options))
+
+        def load() -> Model:
+            model = load_model(self.spec, **options)
+            switch_to_kvbench(model)  # for good: it is the jobs' own
+            return model
+
+        return self.once("model", options, load)
 
     @cached_property
     def steps(self) -> Steps:

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 from kvbench import compress
 from kvbench.engine.answer import Answer, Stopping
-from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.architecture import kvbench_attention_on, switch_to_kvbench
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import addresses_in, cache_of
 from kvbench.engine.device import small_pass, threads_are_ours
@@ -90,7 +90,9 @@ def model_of(options: argparse.Namespace, threads: int | None = 1) -> PreTrained
     """The model that `--model` names, on so many threads; None for what a job would run on."""
     if threads is not None:
         torch.set_num_threads(threads)
-    return load_model(MODELS[options.model], device=torch.device("cpu"), dtype=torch.float32)
+    model = load_model(MODELS[options.model], device=torch.device("cpu"), dtype=torch.float32)
+    switch_to_kvbench(model)
+    return model
 
 
 def threads_in_words() -> str:

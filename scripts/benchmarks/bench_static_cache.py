@@ -21,6 +21,7 @@ from bench_engine import medians, random_tokens
 from transformers import GenerationConfig, StaticCache
 
 from kvbench.engine.answer import Stopping
+from kvbench.engine.architecture import switch_to_kvbench
 from kvbench.engine.attention import IMPLEMENTATION
 from kvbench.engine.device import synchronize
 from kvbench.engine.generate import generate_one
@@ -59,6 +60,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_model(SHIPPED, device=device, dtype=dtype)
+    switch_to_kvbench(model)
     ids = random_tokens(options.tokens)
     runs = {
         "transformers": partial(by_transformers, model, ids, options.new, options.attention),

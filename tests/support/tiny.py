@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 import transformers as t
 
+from kvbench.engine.architecture import switch_to_kvbench
 from kvbench.engine.attention import register
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods.base import Method
@@ -135,8 +136,8 @@ def model_with_table(kind: str) -> t.PreTrainedModel:
 
 
 def on_kvbench(model: t.PreTrainedModel) -> t.PreTrainedModel:
-    """The model on kvbench's attention for good, as `load_model` leaves it."""
-    model.set_attn_implementation("kvbench")
+    """The model on kvbench's attention for good, as a job's is."""
+    switch_to_kvbench(model)
     return model
 
 
