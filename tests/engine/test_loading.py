@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from support.encoders import tokenizer as with_template
 from support.kernels import relative
-from support.tiny import prompt_ids, tiny_model
+from support.tiny import on_kvbench, prompt_ids, tiny_model
 from transformers import AutoTokenizer
 
 from kvbench.engine import loading
@@ -60,7 +60,8 @@ def folder(tmp_path_factory: Any) -> Path:
 
 def load(folder: Path | str, **options: Any) -> Any:
     spec = ModelSpec(name="tiny", path=str(folder), **options)
-    return load_model(spec, device=CPU, dtype=torch.float32)
+    model: Any = load_model(spec, device=CPU, dtype=torch.float32)
+    return on_kvbench(model)
 
 
 def recall(**options: Any) -> Any:
