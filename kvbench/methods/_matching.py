@@ -106,8 +106,7 @@ class Selection(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """What is solved for the t chosen entries of a block: log_weights [t] and values [t, dim], both
-    float32."""
+    """The solved log_weights [t] and values [t, dim] of t chosen entries of a block, both float32."""
 
     log_weights: Tensor
     values: Tensor

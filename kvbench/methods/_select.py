@@ -100,10 +100,10 @@ def keep_marked(layer: LayerKV, marked: Tensor) -> CompressedKV:
     lengths = marked.sum(-1)
     order = (~marked).to(torch.uint8).argsort(dim=-1, stable=True)[..., : int(lengths.max())]
     is_entry = torch.arange(order.shape[-1], device=order.device) < lengths[..., None]
-    kept = gather_entries(layer, order)
+    compressed = gather_entries(layer, order)
     log_weights = torch.zeros(order.shape, device=order.device).masked_fill_(~is_entry, -math.inf)
     positions = order.masked_fill(~is_entry, -1)
-    return replace(kept, positions=positions, log_weights=log_weights, lengths=lengths)
+    return replace(compressed, positions=positions, log_weights=log_weights, lengths=lengths)
 
 
 def by_largest_remainder(wanted: Sequence[Fraction], total: int) -> list[int]:

@@ -114,14 +114,14 @@ class AttentionMatching(TokenScoringMethod, Matching):
             places.append(ascending.places)
             solutions.append(self.solve(block, ascending))
         middle = torch.stack(places).view(*layer.keys.shape[:2], -1) + budget.sink
-        kept = gather_entries(layer, with_sink_and_window(layer, budget, middle))
-        return with_solutions(kept, in_middle(kept, layer, budget), solutions)
+        compressed = gather_entries(layer, with_sink_and_window(layer, budget, middle))
+        return with_solutions(compressed, in_middle(compressed, layer, budget), solutions)
 
-    def fit(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
-        is_middle = in_middle(kept, layer, budget)
+    def fit(self, layer: LayerKV, compressed: CompressedKV, budget: Budget) -> CompressedKV:
+        is_middle = in_middle(compressed, layer, budget)
         heads = zip(
             self.blocks(layer, budget),
-            kept.positions.flatten(0, 1),
+            compressed.positions.flatten(0, 1),
             is_middle.flatten(0, 1),
             strict=True,
         )
@@ -129,7 +129,7 @@ class AttentionMatching(TokenScoringMethod, Matching):
         for block, positions, head_is_middle in heads:
             places = positions[head_is_middle] - budget.sink
             solutions.append(self.solve(block, Selection(places, None)))
-        return with_solutions(kept, is_middle, solutions)
+        return with_solutions(compressed, is_middle, solutions)
 
     def blocks(self, layer: LayerKV, budget: Budget) -> Iterator[Block]:
         """The middle of each KV head of each prompt, as its reference queries see it."""
@@ -156,26 +156,26 @@ class AttentionMatching(TokenScoringMethod, Matching):
             )
 
 
-def in_middle(kept: CompressedKV, layer: LayerKV, budget: Budget) -> Tensor:
+def in_middle(compressed: CompressedKV, layer: LayerKV, budget: Budget) -> Tensor:
     """Which entries are of the prompt's middle: [batch, kv_heads, c] bool."""
-    return (kept.positions >= budget.sink) & (kept.positions < layer.n - budget.window)
+    return (compressed.positions >= budget.sink) & (compressed.positions < layer.n - budget.window)
 
 
 def with_solutions(
-    kept: CompressedKV, is_middle: Tensor, solutions: Sequence[Solution]
+    compressed: CompressedKV, is_middle: Tensor, solutions: Sequence[Solution]
 ) -> CompressedKV:
-    """The entries `kept` with new log-weights and values for those of the middle.
+    """The entries `compressed` with new log-weights and values for those of the middle.
 
     Args:
         is_middle: [batch, kv_heads, c] bool.
         solutions: one for each KV head of each prompt, in the order of the flattened heads.
     """
     solved_log_weights, solved_values = zip(*solutions, strict=True)
-    if kept.log_weights is None:
+    if compressed.log_weights is None:
         log_weights = torch.zeros(is_middle.shape, device=is_middle.device)
     else:
-        log_weights = kept.log_weights.clone()
+        log_weights = compressed.log_weights.clone()
     log_weights[is_middle] = torch.cat(solved_log_weights)
-    values = kept.values.clone()
+    values = compressed.values.clone()
     values[is_middle] = torch.cat(solved_values).to(values.dtype)
-    return replace(kept, values=values, log_weights=log_weights)
+    return replace(compressed, values=values, log_weights=log_weights)

@@ -305,7 +305,7 @@ class BalanceKV(Method):
         if self.normalise:
             weights = weights * (middle / weights.sum(-1, keepdim=True).clamp(min=1.0))
         positions = with_sink_and_window(layer, budget, chosen.masked_fill(padding, 0))
-        kept = gather_entries(layer, positions)
+        compressed = gather_entries(layer, positions)
         inside = slice(budget.sink, budget.sink + count)
         log_weights = torch.zeros(positions.shape, device=positions.device)
         if self.weights == "entry":
@@ -315,17 +315,17 @@ class BalanceKV(Method):
             mean = middle / max(count, 1) if partial else 2.0 ** len(plan)
             if self.weights == "released":
                 log_weights[:, :, inside] = math.log(mean)
-            values = kept.values.clone()
+            values = compressed.values.clone()
             values[:, :, inside] *= (weights / mean).to(values.dtype).unsqueeze(-1)
-            kept = replace(kept, values=values)
+            compressed = replace(compressed, values=values)
         # A cut leaves the same number in every head, so the device need not be asked for padding.
         if (plan and self.selection == "cut") or not padding.any():
             unweighted = self.weights in ("none", "values")
-            return replace(kept, log_weights=None if unweighted else log_weights)
+            return replace(compressed, log_weights=None if unweighted else log_weights)
         log_weights[:, :, inside].masked_fill_(padding, -math.inf)
         positions = positions.clone()
         positions[:, :, inside].masked_fill_(padding, PADDING)
-        return replace(kept, positions=positions, log_weights=log_weights)
+        return replace(compressed, positions=positions, log_weights=log_weights)
 
 
 def plan_halvings(middle: int, rate: float, kept: int) -> list[Halving]:

@@ -128,7 +128,7 @@ class MergeAndReduce:
 
 
 class Structures(NamedTuple):
-    """What Algorithm 1 holds of one head.
+    """Algorithm 1's structures for one head.
 
     Attributes:
         buckets: for the numerator: bucket i holds the tokens with 2^i <= ||v|| < 2^(i+1).

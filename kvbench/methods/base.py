@@ -328,10 +328,10 @@ class TokenScoringMethod(Method):
             )
         return scores
 
-    def fit(self, layer: LayerKV, kept: CompressedKV, budget: Budget) -> CompressedKV:
-        """Fit the weights or values of the entries `kept`, which `adakv` or `pages` chose by this
-        method's `token_scores`. The default returns the entries unchanged."""
-        return kept
+    def fit(self, layer: LayerKV, compressed: CompressedKV, budget: Budget) -> CompressedKV:
+        """Fit the weights or values of entries that `adakv` or `pages` chose by this method's
+        `token_scores`. The default returns them unchanged."""
+        return compressed
 
 
 class AllowedEntries(NamedTuple):

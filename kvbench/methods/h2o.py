@@ -83,10 +83,10 @@ class H2O(TokenScoringMethod):
         if self.keeps == "lightest":
             older = -older
         positions = best_and_recent(layer, older, capacity - recent, recent)
-        kept = gather_entries(layer, positions)
+        compressed = gather_entries(layer, positions)
         if not self.evicts:
-            return kept
-        return replace(kept, scores=mass.gather(2, positions))
+            return compressed
+        return replace(compressed, scores=mass.gather(2, positions))
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
         if self.decode == "grow" or self.semantics != "paper":

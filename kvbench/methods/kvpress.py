@@ -159,7 +159,7 @@ def ratio_for(n: int, kept: int) -> float:
 
 
 class PressResult(NamedTuple):
-    """What a press made of the keys and values of one prompt.
+    """A press's keys and values of one prompt.
 
     Attributes:
         keys, values: [1, kv_heads, c, head_dim], those that the press returned.

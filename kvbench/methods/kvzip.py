@@ -69,8 +69,8 @@ def largest_attention(
 
 
 def output_norms(layer: LayerKV, start: int, stop: int) -> Tensor:
-    """What the entries start .. stop - 1 may add to the residual stream: the norm of each value times
-    the output projection's columns of each query head, [batch, heads, stop - start] float32.
+    """The most that the entries start .. stop - 1 can add to the residual stream: the norm of each value
+    after the output projection's columns of each query head, [batch, heads, stop - start] float32.
 
     Raises:
         KVError: the projection's weight cannot be read.

@@ -53,8 +53,8 @@ class Pages(ScoreWrapper):
         # Every prompt keeps its partial last page, so the same number of places beyond the end is cut
         # off.
         positions = positions[:, : positions.shape[1] - (-n % self.size)]
-        kept = gather_entries(layer, positions[:, None].expand(-1, heads, -1))
-        return self.scorer.fit(layer, kept, budget)
+        compressed = gather_entries(layer, positions[:, None].expand(-1, heads, -1))
+        return self.scorer.fit(layer, compressed, budget)
 
     def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
         """Add two fields to those of `Method.extras`, summed over all layers: ``page_bytes``, the bytes
