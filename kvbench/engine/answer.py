@@ -128,16 +128,16 @@ class Stopping:
         max_new_tokens: the largest number of tokens.
         end_ids: tokens that end the generation; they are not part of the text.
         strings: stop strings, which end the generation; the text is cut before the first of them.
-        decode: turns token ids into text; needed for `strings` and `settled`.
+        decode: turns token ids into text; needed for `strings` and `is_final`.
         timeout_s: the seconds, prefill included, after which a row that has not ended fails; None for
             no limit.
         may_be_empty: False where the first token must not end the generation.
-        thought: what comes before the answer; None for nothing. `strings` and `settled` are about the
+        thought: what comes before the answer; None for nothing. `strings` and `is_final` are about the
             answer behind it.
         thought_end_ids: the tokens of `end_ids` that end the generation within a thought, too.
         processors: the options of the model's generation config by which its logits are processed before
             a token is chosen (`kvbench.engine.processors.acting_options`); empty for its own logits.
-        settled: is called with the text so far, and returns whether the score can no longer change; the
+        is_final: is called with the text so far, and returns whether the score can no longer change; the
             generation then ends. Beyond 256 tokens it is called about 100 times while the answer's
             length doubles.
     """
@@ -148,7 +148,7 @@ class Stopping:
     decode: Callable[[Sequence[int]], str] | None = None
     timeout_s: float | None = None
     may_be_empty: bool = True
-    settled: Callable[[str], bool] | None = None
+    is_final: Callable[[str], bool] | None = None
     thought: Thought | None = None
     thought_end_ids: frozenset[int] = frozenset()
     processors: Mapping[str, Any] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Stopping:
                 return True
         # To decode the whole text at every token would take time quadratic in the answer's length.
         due = len(answer) <= 256 or len(answer) % (len(answer) // 128) == 0
-        return self.settled is not None and due and self.settled(text(answer))
+        return self.is_final is not None and due and self.is_final(text(answer))
 
 
 class NonFiniteLogits(ArithmeticError):

@@ -323,7 +323,7 @@ class TaskPlan(Plan):
             thought, fields["prediction"] = _text(result.tokens, example, session)
             if thought is not None:
                 fields["thought"] = thought
-            by_itself = replace(session.stopping(example), settled=None)
+            by_itself = replace(session.stopping(example), is_final=None)
             fields["ended_early"] = result.ended and not by_itself.reached(
                 result.chosen, result.begins
             )

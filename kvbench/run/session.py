@@ -164,7 +164,7 @@ class Session:
             self.encoder.decode,
             timeout_s=None if seconds is None else seconds * answers,
             may_be_empty=example.may_be_empty,
-            settled=example.settled,
+            is_final=example.is_final,
             thought=self.encoder.thought,
             thought_end_ids=ends & self.end_ids,  # a task's own end tokens are of its answer
             processors=self.processors,

@@ -59,7 +59,7 @@ class Example:
         end_ids: the tokens that end the generation; None for all end tokens of the model.
         may_be_empty: False where the first generated token must not be an end token; the best other
             token is then taken.
-        settled: a function of the text generated so far. It returns True when no continuation can
+        is_final: a function of the text generated so far. It returns True when no continuation can
             change the score, so that generation may end early.
         context_id: the name of a context that several examples of the task share; None for a context of
             one example. Under ``compress_after=context`` a shared context is prefilled and compressed
@@ -85,7 +85,7 @@ class Example:
     complete: bool = False
     end_ids: frozenset[int] | None = None
     may_be_empty: bool = True
-    settled: Callable[[str], bool] | None = field(default=None, compare=False)
+    is_final: Callable[[str], bool] | None = field(default=None, compare=False)
     context_id: str | None = None
     history: Literal["none", "golden", "own"] = "none"
     golden: str | None = None
@@ -151,11 +151,11 @@ class Task(ABC):
         return ""
 
     def if_scored_by(
-        self, kind: type[Task], settled: Callable[[str], bool]
+        self, kind: type[Task], is_final: Callable[[str], bool]
     ) -> Callable[[str], bool] | None:
-        """`settled` for the examples of a task of `kind`, or None for a subclass with a score of its
+        """`is_final` for the examples of a task of `kind`, or None for a subclass with a score of its
         own, which may be about what comes later in an answer."""
-        return settled if type(self).score is kind.score else None
+        return is_final if type(self).score is kind.score else None
 
     @abstractmethod
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:

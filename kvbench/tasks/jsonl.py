@@ -309,7 +309,7 @@ class Jsonl(Task):
                 context_id=None if len(group) == 1 else group[0].id,
                 history=history,
                 golden=", ".join(prompt.answers) if self.metric == "contains_all" else None,
-                settled=self.if_scored_by(Jsonl, partial(contains_for_good, prompt.answers))
+                is_final=self.if_scored_by(Jsonl, partial(contains_for_good, prompt.answers))
                 if may_end_early
                 else None,
                 fields={**prompt.fields, "truncated_tokens": len(full_context) - len(context)},

@@ -119,7 +119,7 @@ class LongBench(Task):
             complete=True,
             end_ids=end_ids,
             may_be_empty=may_be_empty,
-            settled=self.if_scored_by(LongBench, partial(protocol.settled, encoder, dataset)),
+            is_final=self.if_scored_by(LongBench, partial(protocol.is_final, encoder, dataset)),
             fields={
                 "length": row["length"],
                 "length_bucket": bucket(row["length"]),

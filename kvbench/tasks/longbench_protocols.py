@@ -80,7 +80,7 @@ class OfficialProtocol:
     def answer(self, encoder: PromptEncoder, dataset: str, prediction: str) -> str:
         return prediction
 
-    def settled(self, encoder: PromptEncoder, dataset: str, text: str) -> bool:
+    def is_final(self, encoder: PromptEncoder, dataset: str, text: str) -> bool:
         """Whether no continuation of the generated text can change its score."""
         return dataset in FEW_SHOT and "\n" in text.lstrip("\n")
 
@@ -131,7 +131,7 @@ class BalanceKVProtocol(OfficialProtocol):
             text = text.split("\n")[0].split("  ")[0]
         return text
 
-    def settled(self, encoder: PromptEncoder, dataset: str, text: str) -> bool:
+    def is_final(self, encoder: PromptEncoder, dataset: str, text: str) -> bool:
         return self.answer(encoder, dataset, text) != text.strip()
 
 

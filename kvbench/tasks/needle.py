@@ -13,8 +13,8 @@ a filler of its own. Even so, long prompts that are made of few files share text
 
 Scores of a prediction: ``containment`` (it contains the answer word for word), ``word_recall`` (the
 share of the answer's words that it has), ``released_recall`` (the same, counted as in the code
-released with BalanceKV) and ``rouge1`` (ROUGE-1 F). All are of the whole answer: no example is
-`settled` before its end.
+released with BalanceKV) and ``rouge1`` (ROUGE-1 F). All are of the whole answer; no example has
+`is_final`.
 """
 
 from __future__ import annotations

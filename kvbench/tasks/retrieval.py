@@ -113,7 +113,7 @@ class KeyValue(HiddenKeys):
                     question=question.replace(KEY, key),
                     answers=(value,),
                     dataset=f"{size} pairs",
-                    settled=self.if_scored_by(KeyValue, partial(occurs, answer=value)),
+                    is_final=self.if_scored_by(KeyValue, partial(occurs, answer=value)),
                     fields={"num_pairs": size, "depth": _depth(place, max(1, size - 1))},
                 )
             )
@@ -227,7 +227,7 @@ class Passkey(HiddenKeys):
                     context_ids=context_ids,
                     question_ids=question_ids[query],
                     complete=True,
-                    settled=self.if_scored_by(Passkey, _number_is_over),
+                    is_final=self.if_scored_by(Passkey, _number_is_over),
                     fields={"length": length, "depth": _depth(place, num_lines)},
                 )
             )

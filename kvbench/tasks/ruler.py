@@ -84,7 +84,7 @@ def matched(task: str, prediction: str, references: Sequence[str]) -> float:
     return float(share > 0) if task in QA else share
 
 
-def _settled(task: str, references: Sequence[str], text: str) -> bool:
+def _is_final(task: str, references: Sequence[str], text: str) -> bool:
     """Whether a prediction that begins with this text has the full score, whatever follows."""
     return matched(task, clean(text), references) == 1.0
 
@@ -169,7 +169,7 @@ class Ruler(Task):
                     context_ids=tuple(shared_ids.setdefault(token, token) for token in context),
                     question_ids=tuple(shared_ids.setdefault(token, token) for token in question),
                     complete=True,
-                    settled=self.if_scored_by(Ruler, partial(_settled, task, draft.answers)),
+                    is_final=self.if_scored_by(Ruler, partial(_is_final, task, draft.answers)),
                     evidence=draft.evidence,
                     fields={"task": task, "length": length, "units": units, **draft.fields},
                 )

@@ -312,7 +312,7 @@ def bench_answers(options: argparse.Namespace) -> None:
     budget = Budget(size=256, sink=4, window=32)
     ids = random_tokens(options.tokens or 256)
     for name in options.methods or ("exact", "snapkv", "h2o"):
-        stopping = Clocked(options.new or 8192, decode=lambda ids: "", settled=lambda text: False)
+        stopping = Clocked(options.new or 8192, decode=lambda ids: "", is_final=lambda text: False)
         generated(model, ids, [name], stopping, budget)
         steps = [1000 * (after - before) for before, after in itertools.pairwise(stopping.times)]
         size = len(steps) // 4

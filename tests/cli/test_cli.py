@@ -435,9 +435,9 @@ def test_scores_that_say_nothing_and_answers_that_were_cut_are_said(
 
 
 def test_an_answer_that_its_task_ended_says_so(tmp_path: Path) -> None:
-    settled = replace(Echo().examples(None)[0], settled=lambda text: len(text) > 2)
+    final = replace(Echo().examples(None)[0], is_final=lambda text: len(text) > 2)
     echo = Echo()
-    object.__setattr__(echo, "examples", lambda encoder: [settled])
+    object.__setattr__(echo, "examples", lambda encoder: [final])
     for task, early, tokens in ((Echo(count=1), False, 6), (echo, True, 3)):
         result = run_job(
             make_job(tmp_path / str(early), {"exact": build_method("exact")}, echo=task)

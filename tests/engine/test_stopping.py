@@ -53,7 +53,7 @@ def test_within_a_thought_only_the_models_own_end_ends_it(
         frozenset({7, 10}) if start else frozenset({7}),
         (";",) if start else (";", "\n"),
         text_of,
-        settled=lambda answer: "x" in answer,
+        is_final=lambda answer: "x" in answer,
         thought=Thought("</t>", start),
         thought_end_ids=frozenset({7}),
     )
@@ -95,14 +95,14 @@ def test_a_stop_string_is_looked_for_in_the_last_tokens() -> None:
     assert seen == [3 + 8], "the longest string's characters, and a margin"
 
 
-def test_what_is_settled_is_asked_at_every_token_and_later_at_every_128th_part() -> None:
+def test_what_is_final_is_asked_at_every_token_and_later_at_every_128th_part() -> None:
     asked: list[int] = []
 
-    def settled(text: str) -> bool:
+    def is_final(text: str) -> bool:
         asked.append(len(text))
         return len(text) == 600
 
-    stopping = Stopping(10**6, decode=text_of, settled=settled)
+    stopping = Stopping(10**6, decode=text_of, is_final=is_final)
     ended = [n for n in range(1, 620) if stopping.reached([99] * n)]
     assert ended == [600]
     due = [*range(1, 257), *range(258, 384, 2), *range(384, 512, 3), *range(512, 620, 4)]

@@ -86,12 +86,12 @@ def test_the_tokens_of_one_context_are_the_same_for_its_questions(file: str) -> 
 def test_an_answer_may_end_when_it_is_in_the_text(file: str) -> None:
     """Once the word or number cannot go on; an answer that later prompts quote is not cut."""
     hat, _, cups = examples(file, breakdowns=["level", "nr"])
-    assert hat.settled("it is red ")
-    assert not hat.settled("it is ")
-    assert cups.settled("3.\n")
-    assert not any(map(cups.settled, (" 3", " 3.", " 3,", " 30 ", " 3,000 ")))
-    assert examples(file, metric="exact")[0].settled is None
-    assert examples(file, golden_turns=False)[0].settled is None
+    assert hat.is_final("it is red ")
+    assert not hat.is_final("it is ")
+    assert cups.is_final("3.\n")
+    assert not any(map(cups.is_final, (" 3", " 3.", " 3,", " 30 ", " 3,000 ")))
+    assert examples(file, metric="exact")[0].is_final is None
+    assert examples(file, golden_turns=False)[0].is_final is None
 
 
 class Strict(Jsonl):
@@ -103,7 +103,7 @@ class Strict(Jsonl):
 
 def test_a_score_of_ones_own_sees_the_whole_answer(file: str) -> None:
     for example in Strict(files=[file], fields=FIELDS).examples(shipped()):
-        assert example.settled is None
+        assert example.is_final is None
 
 
 def shuffled(path: Path, rows: list[Any], **options: Any) -> list[str]:
@@ -146,7 +146,7 @@ def test_a_metric_of_ones_own_scores_rows_and_belongs_to_the_tasks_code(
     task = Jsonl(files=[file], fields=FIELDS, metric="mine_of_rows.first")
     example = task.examples(shipped())[0]
     assert task.score(example.answers[0][0] + "!", example) == {"score": 1.0}
-    assert example.settled is None
+    assert example.is_final is None
     (function,) = task.code()
     assert function.__module__ == "mine_of_rows"
     assert task.metric_name() == "first"

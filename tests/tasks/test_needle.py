@@ -264,7 +264,7 @@ def test_every_score_of_a_needle_is_of_the_whole_answer() -> None:
     """No example ends where the needle is reached: a longer answer has a lower ROUGE-1."""
     made = task(num_examples=1)
     for example in made.examples(PLAIN):
-        assert example.settled is None
+        assert example.is_final is None
     whole = made.score(f"{NEEDLE['answer']} and more of it", example)
     assert whole["containment"] == whole["word_recall"] == 1 > whole["rouge1"]
 

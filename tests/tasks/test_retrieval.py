@@ -162,7 +162,7 @@ def test_several_questions_are_asked_about_one_object_of_uuids() -> None:
         assert pairs[key[1]] == example.answers[0]
         assert made.score(f' "{example.answers[0].upper()}",', example) == {"score": 1.0}
         assert made.score(example.answers[0][:-1], example) == {"score": 0.0}
-        assert example.settled("is " + example.answers[0])
+        assert example.is_final("is " + example.answers[0])
 
 
 def test_several_passkeys_have_names() -> None:
@@ -194,8 +194,8 @@ def test_a_key_is_hidden_in_a_text_as_long_as_there_is_room(name: str, digits: i
         assert name == "passkey" or re.search(r"(\d)\1", key), "digits repeat"
         assert made.score(f" {key}. 1", example) == {"score": 1.0}
         assert made.score(f"1 {key}", example) == {"score": 0.0}, "the first number counts"
-        assert not example.settled(key)
-        assert example.settled(key + ".")
+        assert not example.is_final(key)
+        assert example.is_final(key + ".")
         assert example.fields["length"] - 32 <= len(ids_of(example)) <= example.fields["length"]
         lines = example.context.strip().split("\n")[2:]
         place = next(number for number, line in enumerate(lines) if key in line)

@@ -250,9 +250,9 @@ def test_documents_beside_the_gold_are_drawn_at_random() -> None:
 def test_generation_may_end_once_all_values_are_in_the_answer() -> None:
     (example,) = made(tasks=["niah_multivalue"], num_examples=1)
     text = " ".join(example.answers)
-    assert example.settled is not None
-    assert not example.settled(" ".join(example.answers[:3]))
-    assert example.settled(text + " and")
+    assert example.is_final is not None
+    assert not example.is_final(" ".join(example.answers[:3]))
+    assert example.is_final(text + " and")
     assert Ruler().score(text.lower() + "\0and", example) == {"score": 1.0, "null": 0.0}
     assert Ruler().score(" \x01\n", example) == {"score": 0.0, "null": 1.0}
     assert Ruler().score(example.answers[0], example)["score"] == 0.25
