@@ -11,6 +11,9 @@ from typing import Any
 import yaml
 
 KINDS = ("methods", "models", "tasks", "experiments", "loggers", "launchers")
+FOLDERS = ("", "papers", "parts")
+"""The folders below conf/ with a folder of YAML files for each kind: what users choose from; papers'
+experiments and the presets of methods; parts of other files. All are chosen by their names alone."""
 
 
 def config_dir() -> Path:
@@ -24,8 +27,16 @@ def catalogue(kind: str) -> dict[str, str]:
     Args:
         kind: one of `KINDS`.
     """
-    folder = config_dir() / kind.removesuffix("s")
-    return {path.stem: describe(path) for path in sorted(folder.glob("[!_]*.yaml"))}
+    return {name: describe(path) for name, path in files_of(kind).items()}
+
+
+def files_of(kind: str) -> dict[str, Path]:
+    """The YAML file of every choice of a kind, by its name, sorted."""
+    group = kind.removesuffix("s")
+    paths = [path for folder in FOLDERS for path in (config_dir() / folder / group).glob("*.yaml")]
+    return {
+        path.stem: path for path in sorted(paths, key=lambda path: path.stem) if path.stem[0] != "_"
+    }
 
 
 def options_of_model(name: str) -> dict[str, Any]:

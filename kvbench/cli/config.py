@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,17 +22,20 @@ from annotated_types import Ge, Le
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from kvbench import __version__
 from kvbench.budget import Budget
-from kvbench.catalogue import catalogue, config_dir
+from kvbench.catalogue import FOLDERS, catalogue, config_dir
 from kvbench.cli.construct import constructed
 from kvbench.cli.items import experiment_called
 from kvbench.engine.answer import Sampling
@@ -194,10 +198,25 @@ def _is_path(value: str) -> bool:
     return ("/" in value and "=" not in value) or os.path.isdir(value)
 
 
+class _FoldersOfConf(SearchPathPlugin):
+    """Lets Hydra find the YAML files of every folder of conf/ by their names alone."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in filter(None, FOLDERS):
+            search_path.append("kvbench", f"file://{config_dir().resolve() / folder}")
+
+
+@cache
+def _register_folders() -> None:
+    """Once: Hydra's plugins, kvbench's launchers among them, import this module."""
+    Plugins.instance().register(_FoldersOfConf)
+
+
 @contextmanager
 def hydra_of_conf() -> Iterator[Hydra]:
     """Hydra set up to compose configs from conf/, as long as this context lasts."""
     GlobalHydra.instance().clear()
+    _register_folders()
     with initialize_config_dir(str(config_dir().resolve()), version_base="1.3", job_name="kvbench"):
         yield GlobalHydra.instance().hydra  # type: ignore[misc]
 

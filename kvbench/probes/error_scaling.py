@@ -123,7 +123,7 @@ class ErrorScaling(LayerProbe):
     With `data`, every draw has new tensors and new draws of the methods, and is a repetition; with
     `prompts`, only the methods' draws vary, and the repetition is the prompt.
 
-    conf/task/error_scaling.yaml and error_scaling_model.yaml tell the options. `per_kept` sets an option
+    conf/papers/task/error_scaling*.yaml tell the options. `per_kept` sets an option
     of the method to max(2, round(factor * kept)). Slopes are fitted up to `fit_rate`, since nearer to n
     sampling without replacement gains by exhausting what there is to sample. `expected` and `compare`
     are for the report: slopes that the papers predict, and the method that divides the others' errors.

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from support.command import composed
 from support.variants import OTHERS, VARIANTS
 
+from kvbench.catalogue import files_of
 from kvbench.methods import available_methods, build_method, method_class
 from kvbench.methods.base import Method, TokenScoringMethod
 from kvbench.methods.snapkv import SnapKV
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 LISTED = {name for name, _ in (*VARIANTS, *OTHERS)}
 """Methods that ship; one that is added needs its two files alone."""
-LABELS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
+FILES = files_of("methods")
 
 
 def test_yaml_is_the_method_with_its_defaults():
     """``snapkv`` or ``<method>_<preset>``; of a package that is not installed, up to its making."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        methods = compose("config", overrides=[f"method=[{','.join(LABELS)}]"]).methods
-    assert sorted(methods) == LABELS
+    methods = composed(f"method=[{','.join(FILES)}]").methods
+    assert sorted(methods) == list(FILES)
     for label, node in methods.items():
         name = max((n for n in available_methods() if f"{label}_".startswith(f"{n}_")), key=len)
         options = {str(key) for key in node} - {"_target_"}
         fields = {field.name for field in dataclasses.fields(method_class(name))}
         assert options | {"quantize"} == fields, label  # quantize is every method's
-        text = (CONF / "method" / f"{label}.yaml").read_text().splitlines()
+        text = FILES[label].read_text().splitlines()
         assert text[0] == f"# @package methods.{label}"
         assert text[1].startswith("# ") or name not in LISTED, label
         try:
@@ -46,7 +44,7 @@ def test_yaml_is_the_method_with_its_defaults():
 def test_every_method_names_its_paper_and_has_a_yaml_as_has_every_preset():
     for name in available_methods():
         assert method_class(name).paper or name not in LISTED, name
-        assert {name, *(f"{name}_{preset}" for preset in method_class(name).presets)} <= set(LABELS)
+        assert {name, *(f"{name}_{preset}" for preset in method_class(name).presets)} <= set(FILES)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.command import composed
 from support.paths import ROOT
 from support.tables import heads, shown
 
-from kvbench.catalogue import config_dir
+from kvbench.catalogue import files_of
 from kvbench.cli.build import build_job
 from kvbench.report.build import tables_to_print
 from kvbench.report.experiment import load_experiment
@@ -58,7 +58,7 @@ WHERE += [f"model.architecture.num_{key}=2" for key in ("hidden_layers", "attent
 
 
 def names(kind: str) -> list[str]:
-    return sorted(path.stem for path in (config_dir() / kind).glob("[!_]*.yaml"))
+    return list(files_of(f"{kind}s"))
 
 
 @pytest.mark.slow

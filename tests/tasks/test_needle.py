@@ -26,7 +26,7 @@ NEEDLE = {
 }
 PLAIN = PromptEncoder(tokenizer=Letters())
 WRAPPED = PromptEncoder(tokenizer=Letters(), prefix_ids=(1, 2, 3), suffix_ids=(4,))
-FIGURE_4 = yaml.safe_load((ROOT / "conf/experiment/balancekv_figure4.yaml").read_text())
+FIGURE_4 = yaml.safe_load((ROOT / "conf/papers/experiment/balancekv_figure4.yaml").read_text())
 
 
 def task(**options: Any) -> Any:
