@@ -3,7 +3,9 @@ YAML files of conf/, and a line about each."""
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -50,11 +52,31 @@ def options_of_model(name: str) -> dict[str, Any]:
 
 
 def describe(path: Path) -> str:
-    """The first sentence of the comment that a YAML file begins with, apart from commands in it."""
-    comments = re.findall(r"\A(?:#.*\n)*", path.read_text(encoding="utf-8"))[0]
+    """The first sentence of the comment that a YAML file begins with, apart from commands in it; without
+    a comment that of the docstring of its class."""
+    yaml_text = path.read_text(encoding="utf-8")
+    comments = re.findall(r"\A(?:#.*\n)*", yaml_text)[0]
     lines = [line.lstrip("# ") for line in comments.splitlines()]
     not_prose = ("@package", "python -m", "kvbench ")
     text = " ".join(line for line in lines if not line.startswith(not_prose))
+    target = re.search(r"^_target_: *([\w.]+)", yaml_text, re.M)
+    if not text and target:
+        text = " ".join(_docstring(target[1]).split())
     # up to a full stop that is not the one of "3.1" or "G. Kamradt"
     sentence = re.match(r".*?(?<!\b[A-Z])\.(?=\s|$)", text)
     return (sentence[0] if sentence else text).strip().rstrip(".:")
+
+
+def _docstring(target: str) -> str:
+    """The docstring of the class with this dotted name, read from its file, since an import takes
+    seconds; empty where there is none."""
+    module, _, name = target.rpartition(".")
+    roots = [str(files("kvbench").joinpath("..")), "", *sys.path]
+    candidates = [Path(root, f"{module.replace('.', '/')}.py") for root in roots]
+    file = next((file for file in candidates if file.is_file()), None)
+    try:
+        body = [] if file is None else ast.parse(file.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError):
+        return ""
+    classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
+    return (ast.get_docstring(classes[0]) or "") if classes else ""

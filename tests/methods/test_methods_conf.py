@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from support.command import composed
 from support.variants import OTHERS, VARIANTS
 
-from kvbench.catalogue import files_of
+from kvbench.catalogue import describe, files_of
 from kvbench.methods import available_methods, build_method, method_class
 from kvbench.methods.base import Method, TokenScoringMethod
 from kvbench.methods.snapkv import SnapKV
@@ -55,3 +55,21 @@ def test_a_method_without_what_it_must_implement_cannot_be_made(base, present, m
     incomplete = type("Incomplete", (base,), present)
     with pytest.raises(TypeError, match=f"abstract.* '?{missing}"):
         incomplete()
+
+
+def test_a_yaml_without_a_comment_is_told_by_its_classs_docstring(tmp_path, monkeypatch):
+    """One's own is not imported for it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        'raise ImportError\nclass KNorm:\n    """Keeps the keys\n    of smallest norm. And so on."""\n'
+    )
+    told = {
+        "own.KNorm": "Keeps the keys of smallest norm",
+        "own.Other": "",
+        "nowhere.KNorm": "",
+        "KNorm": "",
+    }
+    for target, expected in told.items():
+        path = tmp_path / "mine.yaml"
+        path.write_text(f"# @package methods.mine\n_target_: {target}\n")
+        assert describe(path) == expected
