@@ -9,29 +9,6 @@ from itertools import takewhile
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import TaskError
 
-SplitIds = tuple[tuple[int, ...], tuple[int, ...]]
-"""The token ids of a prompt's context, and of the rest of the prompt."""
-
-
-def encode_split(encoder: PromptEncoder, context: str, question: str, prefix: str = "") -> SplitIds:
-    """Encode a whole prompt (`Example.complete`) as its context and the rest.
-
-    Context and question are tokenised together, and with what a chat template puts around them where the
-    tokenizer `adds_blank`. A token across the boundary belongs to the question. The answer's `prefix`
-    follows the template's end of the user's message, or without a template the question.
-    """
-    if encoder.adds_blank:
-        return _encode_whole(encoder, context, question, prefix)
-    text = context + question
-    if not encoder.suffix_ids:
-        text += prefix
-    if callable(encoder.tokenizer):
-        ids, cut = encoder.encode_prompt(text, len(context), special=False)
-    else:
-        head = encoder.encode_text(context)
-        ids, cut = head + encoder.encode_text(text[len(context) :]), len(head)
-    return (*encoder.prefix_ids, *ids[:cut]), (*ids[cut:], *_suffix_and(encoder, prefix))
-
 
 def encode_start(encoder: PromptEncoder, text: str) -> list[int]:
     if encoder.adds_blank and encoder.before:
@@ -45,9 +22,9 @@ def encode_shared(
     """The token ids of a context, which are the same for all its questions, and of the rest of each
     prompt.
 
-    Each question has the prefix of its answer (see `encode_split`). A prompt has the tokens of its whole
-    text. The context is the longest run of tokens that all its questions share, and a token across the
-    seam is the question's.
+    Each question has the prefix of its answer, which follows the template's end of the user's message,
+    or without a template the question. A prompt has the tokens of its whole text. The context is the
+    longest run of tokens that all its questions share, and a token across the seam is the question's.
     """
     if not callable(encoder.tokenizer):  # it cannot say which characters a token stands for
         return tuple(encode_start(encoder, context)), [
@@ -64,8 +41,11 @@ def encode_shared(
     return shared, [(*ids[len(shared) :], *rest) for ids, rest in prompts]
 
 
-def _encode_whole(encoder: PromptEncoder, context: str, question: str, prefix: str) -> SplitIds:
-    """As one text with all that the model has around it."""
+def _encode_whole(
+    encoder: PromptEncoder, context: str, question: str, prefix: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The token ids of the context and of the rest of a prompt, which is encoded as one text with all
+    that the model has around it."""
     head = encoder.before + context
     text = head + question + encoder.after + _answer_prefix(encoder, prefix)
     ids, cut = encoder.encode_prompt(text, len(head), special=False)

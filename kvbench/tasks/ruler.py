@@ -30,7 +30,7 @@ from kvbench.errors.options import Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Many, Task, TaskError, Tokens, balanced_order
 from kvbench.tasks.data import file_digests
-from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting
+from kvbench.tasks.encoding import encode_shared, largest_fitting
 from kvbench.tasks.metrics_text import Key, contains_all
 from kvbench.tasks.ruler_data import Collection, Essays, read_collection
 from kvbench.tasks.ruler_generators import (
@@ -96,6 +96,7 @@ class Ruler(Task):
     own tools do not count."""
 
     name: ClassVar[str] = "ruler"
+    version: ClassVar[int] = 2
     breakdown: ClassVar[tuple[str, ...]] = ("length",)
     heatmap: ClassVar[tuple[str, str] | None] = ("length", "task")
     unhashed: ClassVar[tuple[str, ...]] = ("essays", "squad", "hotpotqa")
@@ -156,8 +157,9 @@ class Ruler(Task):
         examples: list[Example] = []
         units = max(generator.least, length // 20)
         for number in range(self.num_examples):
-            units, draft, ids = self._largest(encoder, generator, task, length, number, units)
-            context, question = ids
+            units, draft, context, question = self._largest(
+                encoder, generator, task, length, number, units
+            )
             examples.append(
                 Example(
                     id=f"{task}-{length}-{number:04d}",
@@ -184,19 +186,20 @@ class Ruler(Task):
         length: int,
         number: int,
         guess: int,
-    ) -> tuple[int, Draft, SplitIds]:
+    ) -> tuple[int, Draft, Sequence[int], Sequence[int]]:
         """Units, text and token ids of the largest prompt of sample `number` that fits."""
         new_tokens = PROMPTS[generator.name].new_tokens
         room = length - new_tokens
-        drafts: dict[int, tuple[Draft, SplitIds]] = {}
+        drafts: dict[int, tuple[Draft, Sequence[int], Sequence[int]]] = {}
         used = 0
 
         def tokens(units: int, seed: str) -> int:
             nonlocal used
             draft = generator.draft(units, number, random.Random(seed))
-            ids = encode_split(encoder, draft.context, draft.question, draft.prefix)
-            drafts[units] = (draft, ids)
-            used = sum(map(len, ids))
+            question = (draft.question, draft.prefix)
+            context_ids, (question_ids,) = encode_shared(encoder, draft.context, [question])
+            drafts[units] = (draft, context_ids, question_ids)
+            used = len(context_ids) + len(question_ids)
             return used
 
         for draw in range(DRAWS):
