@@ -86,14 +86,14 @@ _PLAIN = str.maketrans(
     | dict.fromkeys("。．｡۔।։።", ".")
     | dict.fromkeys("！", "!")
     | dict.fromkeys("？؟", "?")
-    | {"−": "-"}
+    | dict.fromkeys("−‐‑‒–", "-")
 )
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})++(?!,?\d)")
 
 
 def folded(text: str) -> str:
-    """A text for comparisons: NFC, lower case, single blanks, ASCII for typographic quotes, the minus
-    sign and the full stops of other scripts, and 4711 for 4,711."""
+    """A text for comparisons: NFC, lower case, single blanks, ASCII for typographic quotes,
+    hyphens, the minus sign and the full stops of other scripts, and 4711 for 4,711."""
     plain = " ".join(unicodedata.normalize("NFC", text.lower()).translate(_PLAIN).split())
     return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), plain)
 
