@@ -100,7 +100,7 @@ def _log_handlers_of_its_own() -> Iterator[None]:
 @pytest.fixture
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage is not collected between batches of tiny models: it takes longer than all the rest."""
-    for module in ("probes.throughput", "run.batching"):
+    for module in ("probes.throughput", "run.runner"):
         monkeypatch.setattr(f"kvbench.{module}.free_memory", lambda device: None)
 
 

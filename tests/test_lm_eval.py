@@ -23,7 +23,8 @@ from kvbench.lm_eval import KVBenchLM
 from kvbench.lm_eval.scoring import truncated
 from kvbench.lm_eval.task import HarnessTask
 from kvbench.methods import build_method
-from kvbench.run.runner import Job, run_job
+from kvbench.run.job import Job
+from kvbench.run.runner import run_job
 from kvbench.run.session import Session
 
 TEXT = "the cat sat on a mat and then they all went home because it was late in the day"

@@ -20,9 +20,10 @@ from kvbench.records.log import write_log
 from kvbench.records.read import load_run
 from kvbench.records.shards import Shard
 from kvbench.run import provenance
+from kvbench.run.job import Job
 from kvbench.run.plan import Plan, TaskPlan
 from kvbench.run.progress import progress_display
-from kvbench.run.runner import Job, JobResult, run_job
+from kvbench.run.runner import JobResult, run_job
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
 

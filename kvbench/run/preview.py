@@ -19,7 +19,7 @@ from kvbench.errors import printable
 from kvbench.records.aside import lines_of
 from kvbench.records.read import read_records
 from kvbench.records.store import run_folder
-from kvbench.run.runner import Job, record_ids
+from kvbench.run.job import Job, record_ids
 
 MIB = 2**20
 PROTOCOLS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from statistics import fmean
@@ -43,10 +42,8 @@ class Progress:
         self.done = 0
         self._scores: dict[str, list[float]] = {}
         self._show = show
-        # The most tokens that each unit to run reads and generates, and when those that were run ended.
-        self._tokens_of_units: list[float] = []
-        self._ends: list[float] = []
         self._began = time.monotonic()
+        self._on_disk = 0
         self._step = 0
         self._most_new_tokens = 0
         show(self, True)
@@ -54,13 +51,9 @@ class Progress:
     def begin(self, work: Sequence[tuple[Any, Any]], total: int) -> None:
         """Note the units that lack records, each with its methods, of `total` units in all."""
         self.total = total
-        self.done = total - len(work)
-        for unit, methods in work:
-            new_tokens = [encoded.example.max_new_tokens for encoded in unit.examples]
-            self._most_new_tokens = max([self._most_new_tokens, *new_tokens])
-            prompt_tokens = unit.examples[0].n if unit.examples else 0
-            tokens = prompt_tokens + len(methods) * sum(new_tokens)
-            self._tokens_of_units.append(tokens or 1)
+        self.done = self._on_disk = total - len(work)
+        examples = [encoded.example for unit, _ in work for encoded in unit.examples]
+        self._most_new_tokens = max((example.max_new_tokens for example in examples), default=0)
         self._began = time.monotonic()
         self.doing = f"{self.done} of {total} on disk"
         self._show(self, self.done > 0)
@@ -73,23 +66,16 @@ class Progress:
         self.done += 1
         if self.done == self.total:
             self.doing = "done"
-        self._ends.append(time.monotonic() - self._began)
         self._show(self, self.done == self.total)
 
     @property
     def left(self) -> float | None:
-        """The seconds that the remaining units take at the speed of the later half of the time so far:
-        the first ones compile and fill caches, and most answers end before their last token. None before
-        the end of the first unit: within it, a token that is read and one that is generated cannot be
-        set off against each other."""
-        if not self._ends:
+        """The seconds that the remaining units take if each takes the mean of those so far; None before
+        the end of the first unit."""
+        if self.done == self._on_disk:
             return None
-        seconds, count = self._ends[-1], len(self._ends)
-        before = bisect_left(self._ends, seconds / 2)
-        start = self._ends[before - 1] if before else 0.0
-        passed = sum(self._tokens_of_units[before:count])
-        remaining = sum(self._tokens_of_units[count:]) * (seconds - start) / passed
-        return max(0.0, remaining - (time.monotonic() - self._began - seconds))
+        of_one = (time.monotonic() - self._began) / (self.done - self._on_disk)
+        return of_one * (self.total - self.done)
 
     def __str__(self) -> str:
         parts = [self.doing]

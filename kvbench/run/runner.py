@@ -1,293 +1,270 @@
-"""Runs a job: one model and one task with several methods, which become records on disk.
+"""Runs a job: the work that lacks records, in groups, each of whose records is on disk before the next.
 
-All methods are treated alike: nothing here depends on which method it is.
+The size of the groups changes the time and the memory that the answers need, not the answers. What ran
+out of memory or time in company, and what an exception ended with others, runs again in smaller company:
+a group in halves, a single unit with one method at a time. So a record of such a failure is always that
+of a method which failed alone. Nothing here depends on which method it is.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvbench.engine.device import device_is_usable
-from kvbench.engine.fingerprint import commit_of
-from kvbench.errors import redact
-from kvbench.kv import KVError
-from kvbench.records.aside import Aside, aside_of, lines_of
-from kvbench.records.read import COMMON_FIELDS, MANIFEST, read_manifest, recorded
-from kvbench.records.schema import FORMAT
-from kvbench.records.shards import Shard
-from kvbench.records.store import (
-    RecordStore,
-    config_hash,
-    run_folder,
-    safe_name,
-    write_examples,
-    write_manifest,
-)
-from kvbench.run.batching import DeviceLost, Runner, Work
-from kvbench.run.identity import settings_alone, without_defaults
-from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, Unit
-from kvbench.run.progress import Progress
+import torch
+from torch.compiler import is_compiling
+from torch.nn import Module
+
+from kvbench.engine import memory
+from kvbench.engine.device import device_is_usable, free_memory, is_out_of_memory
+from kvbench.errors import FAILED, UserError, one_line, traceback_of
+from kvbench.records.aside import lines_of
+from kvbench.records.read import MANIFEST, read_manifest, recorded
+from kvbench.records.store import RecordStore, write_examples, write_manifest
+from kvbench.run.job import Job, record_ids
+from kvbench.run.plan import Fields, Methods, Plan, Unit, status_of
+from kvbench.run.progress import Progress, decoder_layers
 from kvbench.run.session import Session
-from kvbench.run.source import changed_since, source_of, unsaved
+from kvbench.run.source import changed_since, unsaved
 
 log = logging.getLogger(__name__)
 
-PLACES = ("path", "otherwise", "revision", "tokenizer", "device_map", "max_memory")
-"""The options of a model that say where its files and its weights lie. They change no result: its
-fingerprint says which model it is."""
+Work = tuple[Unit, Methods]
+"""A unit, and the methods that it is still to be run with."""
+
+RETRIED_ALONE = ("oom", "timeout")
+"""Statuses of failures that other methods or units of a group may have caused. What fails in this way is
+run again alone."""
+
+LARGEST_AUTO_GROUP = 64
+"""The most units of a group with batch_size "auto". Records are written only when a group is done."""
+
+SAFE_SHARE = 0.85
+"""A group is doubled only if it is then expected to take at most this share of all memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything one job needs, resolved and checked.
+class DeviceLost(UserError, RuntimeError):
+    """The device (a GPU after a fault) can run nothing any more in this process, since `when`."""
+
+    status = FAILED
+
+    def __init__(self, device: torch.device, when: str) -> None:
+        super().__init__(
+            f"{device} answers nothing any more {when}; the same command goes on after it"
+        )
+
+
+class GroupSize:
+    """How many units the next group has.
+
+    With batch_size "auto" the first group has one unit. The size doubles as long as a group of twice the
+    size is expected to fit into memory. After a group that ran out of memory it is halved, and does not
+    grow again, unless one unit of that group does not fit even alone: then the others are not to blame.
 
     Attributes:
-        experiment, task: their names in folders and tables.
-        methods: the methods by label, each with its budget.
-        method_names: what records call them, by label; several labels are of one method under several
-            budgets.
-        method_configs, task_config, budget_configs: as in the config, for the hash and the manifest.
-        limit: how many contexts are run, the first ones; None: all. (Examples that share no context are
-            counted one by one.)
-        shard: the part of these contexts that this job runs, while other processes run the others.
-        batch_size: how many units run together, or "auto", where the plan can do so; it changes no
-            answer.
-        retry_failed: whether examples run again whose record has a status other than ok.
-        rerun: the name under which the records of this job's examples are moved away, so that all run
-            again; None: what is on disk counts.
-        lock_timeout: see `RecordStore`.
-        extra: further entries of the manifest (the resolved config, the command ...).
+        now: units of the next group.
+        most: the largest size that `now` may grow to.
     """
 
-    experiment: str
-    task: str
-    results_dir: Path
-    session: Session
-    plan: Plan
-    methods: Methods
-    method_names: Mapping[str, str]
-    method_configs: Mapping[str, Mapping[str, Any]]
-    task_config: Mapping[str, Any]
-    budget_configs: Mapping[str, Mapping[str, Any]]
-    limit: int | None = None
-    shard: Shard | None = None
-    batch_size: int | str = 1
-    retry_failed: bool = False
-    rerun: str | None = None
-    lock_timeout: float = 10.0
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    def __init__(self, batch_size: int | str, device: torch.device) -> None:
+        self.device = device
+        self.grows = isinstance(batch_size, str)
+        self.now = 1 if isinstance(batch_size, str) else batch_size
+        self.most = LARGEST_AUTO_GROUP if isinstance(batch_size, str) else batch_size
+        self._bytes_before_group: int | None = None
+        self._most_bytes_of_a_unit = 0.0
 
-    def __post_init__(self) -> None:
-        for method, _ in self.methods.values():
-            method.quantization()  # refuses options that a scheme does not allow
+    def group_begins(self) -> None:
+        """Note how much memory is in use before a group runs."""
+        if self.grows and memory.reset_peak(self.device):
+            self._bytes_before_group = memory.used_bytes(self.device)
 
-    @cached_property
-    def meta(self) -> dict[str, Any]:
-        """See `Plan.meta`. Computed once, since it digests files."""
-        return self.plan.meta()
+    def group_fitted(self, units: int) -> None:
+        """Double the size, if memory allows it, after a group of this many units fitted."""
+        if not self.grows or self.now == self.most:
+            return
+        before = self._bytes_before_group
+        peak = memory.peak_bytes(self.device)
+        total = memory.total_bytes(self.device)
+        if before is None or peak is None or total is None:
+            self.most = self.now  # a size whose need cannot be measured is not tried
+            return
+        # The most that a unit of any group took. A later group may seem to take less, as it uses memory
+        # that an earlier one has left allocated.
+        self._most_bytes_of_a_unit = max(self._most_bytes_of_a_unit, (peak - before) / units)
+        doubled = min(2 * self.now, self.most)
+        expected = before + doubled * self._most_bytes_of_a_unit
+        if units == self.now and expected <= SAFE_SHARE * total:
+            self.now = doubled
 
-    @cached_property
-    def _all_units(self) -> Sequence[Unit]:
-        """All units of the plan. Computed once, since the examples of a benchmark have tens of millions
-        of tokens."""
-        units = self.plan.units(self.session, self.methods)
-        for name, count in Counter(name for unit in units for name in unit.record_ids).items():
-            if count > 1:
-                raise KVError(
-                    f"task {self.task} has {count} examples with the id {name!r}; allowed: one, or the "
-                    "others would be skipped"
-                )
-        return units
+    def group_ran_out(self, units: int) -> None:
+        """Halve the size, after a group of this many units ran out of memory."""
+        self.now = self.most = max(1, min(self.most, units // 2))
 
-    @cached_property
-    def within_limit(self) -> Sequence[Unit]:
-        """The units of the first `limit` contexts, those of other shards included."""
-        return _of_contexts(self._all_units, _contexts_of(self._all_units)[: self.limit])
 
-    @cached_property
-    def units(self) -> Sequence[Unit]:
-        """The units that this job runs: those of its own shard within the limit."""
-        if self.shard is None:
-            return self.within_limit
-        chosen = self.shard.select(_contexts_of(self.within_limit))
-        return _of_contexts(self.within_limit, chosen)
+class Runner:
+    """Runs the units of a plan in groups (`GroupSize`)."""
 
-    @property
-    def left_out(self) -> list[str]:
-        """The datasets of the task that have no example within the limit."""
-        if not isinstance(self.plan, TaskPlan):
-            return []
-        present = {
-            encoded.example.dataset for unit in self.within_limit for encoded in unit.examples
+    def __init__(self, plan: Plan, session: Session, batch_size: int | str) -> None:
+        self.plan = plan
+        self.session = session
+        self.size = GroupSize(batch_size, session.device)
+        self.seconds = session.example_timeout
+        if self.seconds is not None and plan.meta().get("subject") is not None:
+            self.seconds = None  # the numbers are not about a model, whose passes could be timed
+
+    def run(self, work: Sequence[Work]) -> Iterator[Sequence[Fields]]:
+        """Run all units. Yields the records of each unit, failures included, as soon as they are final;
+        units that run again come after the others of their group."""
+        done = 0
+        while done < len(work):
+            size = self.size.now if self.plan.batches_units else 1
+            group = work[done : done + size]
+            done += len(group)
+            self.size.group_begins()
+            failed = False
+            for records in self._run(group):
+                failed |= any(record.get("error") is not None for record in records)
+                yield records
+            if failed and not self._can_go_on():
+                when = f"after example {group[-1][0].id!r}, whose records say why"
+                raise DeviceLost(self.session.device, when)
+
+    def _run(self, group: Sequence[Work]) -> Iterator[list[Fields]]:
+        """Run a group. Yields the records of each unit: first those that are final, then those of the
+        units that run again, in halves of the group."""
+        by_unit, failure = self._attempt(group)
+        goes_on = failure is None or self._can_go_on()
+        out_of_memory = failure is not None and is_out_of_memory(failure)
+        again: list[Work] = []
+        for (unit, methods), records in zip(group, by_unit, strict=True):
+            lost = [] if failure is None else _missing(unit, methods, failure, records, len(group))
+            suspects = {record["method"] for record in records if _ran_out(record)}
+            suspects |= {record["method"] for record in lost}
+            out_of_memory |= any(record.get("status") == "oom" for record in records)
+            if suspects and goes_on and len(group) > 1:
+                again.append((unit, methods))
+            elif suspects and goes_on and len(methods) > 1:
+                others = [record for record in records if record["method"] not in suspects]
+                alone = {label: own for label, own in methods.items() if label in suspects}
+                yield _in_order(methods, [*others, *self._one_at_a_time(unit, alone)])
+            else:
+                yield _in_order(methods, [*records, *lost])
+        del (
+            by_unit,
+            failure,
+        )  # they refer to tensors, which would stay in memory during the next runs
+        if not again:
+            if len(group) > 1 or not out_of_memory:
+                self.size.group_fitted(len(group))
+            return
+        log.info("%d of a batch of %d run again in smaller ones", len(again), len(group))
+        self._give_back_memory()
+        fits_nowhere = False
+        half = len(group) // 2
+        for start in range(0, len(again), half):
+            for records in self._run(again[start : start + half]):
+                fits_nowhere |= all(record.get("status") == "oom" for record in records)
+                yield records
+        if out_of_memory and not fits_nowhere:
+            self.size.group_ran_out(len(group))
+            log.info("a batch of %d did not fit; going on with %d", len(group), self.size.now)
+
+    def _one_at_a_time(self, unit: Unit, methods: Methods) -> Iterator[Fields]:
+        log.info("%s: once more, one at a time: %s", unit.id, ", ".join(sorted(methods)))
+        for label, method in methods.items():
+            self._give_back_memory()
+            for records in self._run([(unit, {label: method})]):
+                yield from ({**record, "retried": True} for record in records)
+
+    def _can_go_on(self) -> bool:
+        return device_is_usable(self.session.device)
+
+    def _give_back_memory(self) -> None:
+        """Free the decoding steps that were captured for later prompts, and the device's unused
+        memory."""
+        self.session.steps.kept.clear()
+        free_memory(self.session.device)
+
+    def _attempt(self, work: Sequence[Work]) -> tuple[list[list[Fields]], Exception | None]:
+        """Run a group of units once.
+
+        Returns:
+            the records of each unit, and the exception that ended the group, or None. A group of several
+            units that an exception ended has no records; a single unit has those that were final before.
+        """
+        records: list[list[Fields]] = [[] for _ in work]
+        with ExitStack() as stack:
+            if self.seconds is not None:
+                answers = sum(unit.answers for unit, _ in work)
+                stack.enter_context(time_limit(self.session.model, self.seconds * answers))
+            try:
+                if len(work) > 1:
+                    records[:] = map(list, self.plan.run_batch(work, self.session))
+                else:
+                    for record in self.plan.run(*work[0], self.session):
+                        records[0].append(record)  # records before a failure are kept
+            except Exception as failure:  # noqa: BLE001 - it becomes the units' records
+                name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
+                level = logging.INFO if len(work) > 1 else logging.WARNING
+                log.log(level, "%s: %s", name, one_line(failure))
+                log.debug("%s", traceback_of(failure))
+                return records, failure
+        return records, None
+
+
+@contextmanager
+def time_limit(model: Module, seconds: float) -> Iterator[None]:
+    """Raise TimeoutError between two layers of a prefill that is still running after `seconds`. Decoding
+    steps are left to `Stopping.timeout_s`, which stops one method's answer at a time."""
+    end = time.monotonic() + seconds
+
+    def check(_: Module, arguments: tuple[Any, ...]) -> None:
+        is_prefill = bool(arguments) and arguments[0].dim() == 3 and arguments[0].shape[1] > 1
+        if is_prefill and not is_compiling() and time.monotonic() > end:
+            raise TimeoutError(f"the example took more than {seconds:g} s")
+
+    hooks = [layer.register_forward_pre_hook(check) for layer in decoder_layers(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _missing(
+    unit: Unit, methods: Methods, failure: Exception, records: Sequence[Fields], together: int
+) -> list[Fields]:
+    """A failed record for each of a unit that is not among `records`, after a failure in a group of so
+    many units."""
+    error = one_line(failure) + (f" (in a batch of {together})" if together > 1 else "")
+    known = {(record["method"], record["example_id"]) for record in records}
+    return [
+        {
+            "method": label,
+            "example_id": record_id,
+            **unit.fields.get(record_id, {}),
+            "status": status_of(failure),
+            "error": error,
         }
-        return [name for name in self.plan.datasets(self.session) if name not in present]
+        for label in methods
+        for record_id in unit.record_ids
+        if (label, record_id) not in known
+    ]
 
-    @property
-    def warnings(self) -> list[str]:
-        """A line for every dataset that the limit excludes, one for a model that thinks before it
-        answers, and one for prompts that are longer than the model's positions."""
-        lines = []
-        if self.left_out:
-            lines.append(f"limit is {self.limit}: no example is run of {', '.join(self.left_out)}")
-        answers = [e.example.max_new_tokens for unit in self.units for e in unit.examples]
-        thought = self.session.encoder.thought if answers else None
-        if thought is not None:
-            lines.append(
-                f"{self.session.spec.name} may think before it answers: only what follows "
-                f"{thought.end!r} is scored, and a thought that is not over after {min(answers)} new "
-                "tokens scores as an empty answer (task.max_new_tokens, model.enable_thinking)"
-            )
-        lengths = [encoded.n for unit in self.units for encoded in unit.examples]
-        positions = self.session.encoder.max_positions if lengths else None
-        if positions is None:
-            return lines
-        beyond = [n for n in lengths if n > positions]
-        if beyond:
-            lines.append(
-                f"{len(beyond)} of {len(lengths)} prompts are longer than the model's positions: up to "
-                f"{max(beyond):,} tokens, and {self.session.spec.name} has {positions:,}; their records "
-                "say so"
-            )
-        return lines
 
-    @cached_property
-    def settings(self) -> dict[str, dict[str, Any]]:
-        """By label all settings that change a score, those at their defaults included."""
-        settings_of_job = self._settings_of_job()
-        code = self.code_of_task
-        settings = {}
-        for label, (method, _) in self.methods.items():
-            own = {
-                **settings_of_job,
-                "source": source_of(method, *code, command=self.session.command),
-            }
-            if method.version > 1:
-                own["method_version"] = method.version
-            own["method"] = self.method_configs[label]
-            own["budget"] = self.budget_configs[label] if method.uses_budget else None
-            settings[label] = own
-        return settings
+def _ran_out(record: Fields) -> bool:
+    return record.get("status") in RETRIED_ALONE
 
-    @cached_property
-    def names(self) -> dict[str, dict[str, Any]]:
-        """By label the fields of records and manifest that name the run, with the hash of the settings
-        that are not at their defaults."""
-        names = {"experiment": self.experiment, "model": self.session.spec.label, "task": self.task}
-        return {
-            label: {
-                **names,
-                "method": self.method_names[label],
-                "config_hash": config_hash(without_defaults(settings)),
-                "seed": self.session.seed,
-            }
-            for label, settings in self.settings.items()
-        }
 
-    @cached_property
-    def is_about_the_model(self) -> bool:
-        """Whether the numbers are about the model; not those of vectors that a probe draws."""
-        return self.meta.get("subject") is None
-
-    @property
-    def code_of_task(self) -> Sequence[object]:
-        """The task or probe, and what else its scores depend on: see `source_of`."""
-        if isinstance(self.plan, TaskPlan):
-            return self.plan.task, *self.plan.task.code()
-        return (self.plan,)
-
-    @property
-    def aside(self) -> list[Aside]:
-        """The runs of the experiment whose records are of other code or weights than this job's."""
-        named = {folder: self._named(label) for label, folder in self.folders.items()}
-        upcoming = {folder: {"format": FORMAT, **own} for folder, own in named.items()}
-        return aside_of(self.results_dir / safe_name(self.experiment), upcoming)
-
-    def _named(self, label: str) -> dict[str, Any]:
-        """The names of the run of a label in its manifest, and what it is identified by."""
-        identity = self.settings[label]
-        settings_hash = config_hash(settings_alone(identity))
-        return {**self.names[label], "settings_hash": settings_hash, "identity": identity}
-
-    @cached_property
-    def folders(self) -> dict[str, Path]:
-        """The run folder of each method, by label."""
-        return {
-            label: run_folder(
-                self.results_dir, **{key: name for key, name in names.items() if key != "seed"}
-            )
-            for label, names in self.names.items()
-        }
-
-    def _settings_of_job(self) -> dict[str, Any]:
-        """The settings that change the scores of all methods, as the hash and the manifest have them."""
-        session = self.session
-        model = {name: value for name, value in vars(session.spec).items() if name not in PLACES}
-        settings: dict[str, Any] = {
-            "model": model,
-            "weights": session.weights if self.is_about_the_model else None,
-            "dtype": str(session.dtype),
-            "task": self.task_config,
-            "task_version": self.meta["version"],
-            "data": self.meta.get("data"),
-            "compress_after": (
-                "prompt" if self.plan.reads_whole_prompts else session.compress_after
-            ),
-            "timeout_s": session.example_timeout,  # as older manifests call it
-            "seed": session.seed,
-        }
-        if not session.sampling.greedy:
-            # Without the number of samples: more samples add records and change none.
-            settings["sampling"] = {
-                "temperature": session.sampling.temperature,
-                "top_p": session.sampling.top_p,
-            }
-        if isinstance(self.plan, TaskPlan) and session.encoder.thought is not None:
-            settings["thought"] = vars(session.encoder.thought)  # only what follows it is scored
-        if isinstance(self.plan, TaskPlan) and session.processors:
-            settings["generation_config"] = session.processors
-        if session.decode != "auto":  # so that a run continues with the decoding that it began with
-            settings["decode"] = session.decode
-        return settings
-
-    def manifest(self, label: str) -> dict[str, Any]:
-        """The manifest of the run of the method with this label."""
-        manifest = {
-            **self._named(label),
-            "model_revision": commit_of(self.session.spec) if self.is_about_the_model else None,
-            "shard": None if self.shard is None else str(self.shard),
-            "batch_size": self.batch_size,
-            "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "task_meta": self.meta,
-            "datasets_left_out": self.left_out,
-            **self.extra,
-        }
-        if "config" in self.extra:  # of a job with several budgets, the one of this run
-            manifest["config"] = {**self.extra["config"], "budget": self.budget_configs[label]}
-        return redact(manifest)
-
-    def record(self, fields: Fields) -> dict[str, Any]:
-        """A whole record: the fields that the job knows, and those of the plan."""
-        label = fields["method"]
-        method, _ = self.methods[label]
-        return {
-            **dict.fromkeys(COMMON_FIELDS),
-            **self.names[label],
-            "decode": self.session.decode,
-            "dataset": self.task,
-            "status": "ok",
-            "saves_memory": method.saves_memory or method.quantize is not None,
-            **fields,
-            "method": self.method_names[label],
-        }
+def _in_order(methods: Methods, records: Collection[Fields]) -> list[Fields]:
+    order = list(methods)
+    return sorted(records, key=lambda record: order.index(record["method"]))
 
 
 @dataclass(frozen=True)
@@ -391,22 +368,6 @@ def _passes(records: Sequence[Fields]) -> dict[str, float]:
         compress[label] = max(compress.get(label, 0), fields.get("compress_s") or 0)
     decode = sum(fields.get("decode_s") or 0 for fields in records)
     return {"prefill": prefill, "compress": sum(compress.values()), "decode": decode}
-
-
-def record_ids(units: Sequence[Unit]) -> set[str]:
-    """The example ids of the records of these units."""
-    return {record_id for unit in units for record_id in unit.record_ids}
-
-
-def _contexts_of(units: Sequence[Unit]) -> list[str]:
-    """The contexts of these units, in their order; a unit without one is its own."""
-    return list(dict.fromkeys(unit.context or unit.id for unit in units))
-
-
-def _of_contexts(units: Sequence[Unit], contexts: Sequence[str]) -> list[Unit]:
-    """The units that belong to these contexts."""
-    chosen = set(contexts)
-    return [unit for unit in units if (unit.context or unit.id) in chosen]
 
 
 def _load_model_if_needed(job: Job) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 
 import kvbench
 
-PACKAGE = Path(kvbench.__file__).parent
+PACKAGE = Path(kvbench.__file__).resolve().parent
 UNSAVED = "unsaved"
 """What the digest of a module without a file begins with; after it comes the command's own name."""
 COMPILED = (*EXTENSION_SUFFIXES, ".so", ".dll", ".dylib")

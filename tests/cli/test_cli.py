@@ -215,27 +215,16 @@ def test_a_finished_command_loads_no_weights_and_prints_its_tables(
     assert "seconds: load " in capsys.readouterr().out
 
 
-def test_the_time_left_is_true_within_a_third_once_two_groups_are_done(monkeypatch: Any) -> None:
-    """Groups of two prompts of 400 and 800 tokens in turn; the first takes twice as long."""
+def test_the_time_left_is_that_of_the_units_so_far(monkeypatch: Any) -> None:
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     watched = Progress()
-    sizes = [400, 400, 800, 800] * 6
-    examples = [
-        SimpleNamespace(n=size, example=SimpleNamespace(max_new_tokens=25)) for size in sizes
-    ]
-    units = [(SimpleNamespace(examples=(example,)), {"exact": 1}) for example in examples]
-    watched.begin(units, len(units))
-    assert watched.left is None
-    said = []
-    for number, size in enumerate(sizes):
-        now += 0 if number % 2 else (2 if number == 0 else 1) * (size / 100 + 1)
+    watched.begin([(SimpleNamespace(examples=()), {})] * 4, total=10)
+    assert watched.left is None, "six were on disk"
+    for left in (6.0, 4.0, 2.0, 0.0):
+        now += 2
         watched.unit_done()
-        if number % 2:
-            said.append((now, watched.left))
-    for seconds, left in said[2:]:
-        assert left == pytest.approx(now - seconds, rel=1 / 3, abs=1)
-    assert said[-1] == (now, 0)
+        assert watched.left == left
 
 
 def test_a_sweep_has_one_folder(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:

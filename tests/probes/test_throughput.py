@@ -18,7 +18,8 @@ from kvbench.engine import memory
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.probes.throughput import Throughput, largest_batch
-from kvbench.run.runner import Job, run_job
+from kvbench.run.job import Job
+from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
 METHODS = {name: build_method(name) for name in ("h2o", "exact", "balancekv")}

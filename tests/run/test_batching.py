@@ -17,10 +17,9 @@ from kvbench.engine import decode as engine_decode
 from kvbench.engine import memory
 from kvbench.prompts import PromptEncoder
 from kvbench.records.read import load_run
-from kvbench.run import batching
-from kvbench.run.batching import LARGEST_AUTO_GROUP, Runner
+from kvbench.run import runner as running
 from kvbench.run.plan import Fields, Plan, Unit
-from kvbench.run.runner import run_job
+from kvbench.run.runner import LARGEST_AUTO_GROUP, Runner, run_job
 from kvbench.tasks.base import Example
 
 # Through the runner: records, batch sizes, memory.
@@ -165,7 +164,7 @@ def test_a_unit_has_the_time_of_one_answer_unless_it_has_more(
         limits.append(seconds)
         return nullcontext()
 
-    monkeypatch.setattr(batching, "time_limit", limited)
+    monkeypatch.setattr(running, "time_limit", limited)
     session = with_session(make_job(tmp_path), example_timeout=5.0).session
     runner = Runner(Counting(), session, 1)
     units = (Unit("a", ("a",), None), Unit("b", ("b",), None, answers=3))

@@ -18,8 +18,7 @@ from kvbench.engine.device import is_out_of_memory
 from kvbench.engine.model_spec import ModelError
 from kvbench.kv import LayerKV
 from kvbench.methods import build_method
-from kvbench.run import batching, runner
-from kvbench.run.batching import DeviceLost
+from kvbench.run import runner
 from kvbench.run.plan import status_of
 from kvbench.run.runner import run_job
 
@@ -179,9 +178,8 @@ def test_a_device_that_is_lost_ends_the_job_and_the_next_goes_on(
     methods = {"bad": Faulty(fault=raising(illegal)), "snapkv": build_method("snapkv")}
     before = iter([True])
     with monkeypatch.context() as patch:
-        for module in (batching, runner):
-            patch.setattr(module, "device_is_usable", lambda device: next(before, False))
-        with pytest.raises(DeviceLost, match="answers nothing any more after example 'e0'"):
+        patch.setattr(runner, "device_is_usable", lambda device: next(before, False))
+        with pytest.raises(runner.DeviceLost, match="answers nothing any more after example 'e0'"):
             run_job(make_job(tmp_path, methods))
     methods["bad"] = Faulty(fault=lambda layer: None)
     records = records_of(run_job(make_job(tmp_path, methods)))

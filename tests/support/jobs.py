@@ -15,8 +15,8 @@ from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder
+from kvbench.run.job import Job
 from kvbench.run.plan import TaskPlan
-from kvbench.run.runner import Job
 from kvbench.run.session import Session
 from kvbench.tasks.base import Example, Task
 from support.stores import TIMES

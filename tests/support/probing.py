@@ -10,7 +10,7 @@ import torch
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.methods import build_method
 from kvbench.probes.layer_error import SyntheticLayers
-from kvbench.run.runner import Job
+from kvbench.run.job import Job
 from kvbench.run.session import Session
 from support.jobs import make_job
 

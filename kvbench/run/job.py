@@ -1,0 +1,295 @@
+"""A job: one model and one task with several methods, the identity of its runs, and their folders."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvbench.engine.fingerprint import commit_of
+from kvbench.errors import redact
+from kvbench.kv import KVError
+from kvbench.records.aside import Aside, aside_of
+from kvbench.records.read import COMMON_FIELDS
+from kvbench.records.schema import FORMAT
+from kvbench.records.shards import Shard
+from kvbench.records.store import (
+    config_hash,
+    run_folder,
+    safe_name,
+)
+from kvbench.run.identity import settings_alone, without_defaults
+from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, Unit
+from kvbench.run.session import Session
+from kvbench.run.source import source_of
+
+log = logging.getLogger(__name__)
+
+PLACES = ("path", "otherwise", "revision", "tokenizer", "device_map", "max_memory")
+"""The options of a model that say where its files and its weights lie. They change no result: its
+fingerprint says which model it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything one job needs, resolved and checked.
+
+    Attributes:
+        experiment, task: their names in folders and tables.
+        methods: the methods by label, each with its budget.
+        method_names: what records call them, by label; several labels are of one method under several
+            budgets.
+        method_configs, task_config, budget_configs: as in the config, for the hash and the manifest.
+        limit: how many contexts are run, the first ones; None: all. (Examples that share no context are
+            counted one by one.)
+        shard: the part of these contexts that this job runs, while other processes run the others.
+        batch_size: how many units run together, or "auto", where the plan can do so; it changes no
+            answer.
+        retry_failed: whether examples run again whose record has a status other than ok.
+        rerun: the name under which the records of this job's examples are moved away, so that all run
+            again; None: what is on disk counts.
+        lock_timeout: see `RecordStore`.
+        extra: further entries of the manifest (the resolved config, the command ...).
+    """
+
+    experiment: str
+    task: str
+    results_dir: Path
+    session: Session
+    plan: Plan
+    methods: Methods
+    method_names: Mapping[str, str]
+    method_configs: Mapping[str, Mapping[str, Any]]
+    task_config: Mapping[str, Any]
+    budget_configs: Mapping[str, Mapping[str, Any]]
+    limit: int | None = None
+    shard: Shard | None = None
+    batch_size: int | str = 1
+    retry_failed: bool = False
+    rerun: str | None = None
+    lock_timeout: float = 10.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for method, _ in self.methods.values():
+            method.quantization()  # refuses options that a scheme does not allow
+
+    @cached_property
+    def meta(self) -> dict[str, Any]:
+        """See `Plan.meta`. Computed once, since it digests files."""
+        return self.plan.meta()
+
+    @cached_property
+    def _all_units(self) -> Sequence[Unit]:
+        """All units of the plan. Computed once, since the examples of a benchmark have tens of millions
+        of tokens."""
+        units = self.plan.units(self.session, self.methods)
+        for name, count in Counter(name for unit in units for name in unit.record_ids).items():
+            if count > 1:
+                raise KVError(
+                    f"task {self.task} has {count} examples with the id {name!r}; allowed: one, or the "
+                    "others would be skipped"
+                )
+        return units
+
+    @cached_property
+    def within_limit(self) -> Sequence[Unit]:
+        """The units of the first `limit` contexts, those of other shards included."""
+        return _of_contexts(self._all_units, _contexts_of(self._all_units)[: self.limit])
+
+    @cached_property
+    def units(self) -> Sequence[Unit]:
+        """The units that this job runs: those of its own shard within the limit."""
+        if self.shard is None:
+            return self.within_limit
+        chosen = self.shard.select(_contexts_of(self.within_limit))
+        return _of_contexts(self.within_limit, chosen)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The datasets of the task that have no example within the limit."""
+        if not isinstance(self.plan, TaskPlan):
+            return []
+        present = {
+            encoded.example.dataset for unit in self.within_limit for encoded in unit.examples
+        }
+        return [name for name in self.plan.datasets(self.session) if name not in present]
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for every dataset that the limit excludes, one for a model that thinks before it
+        answers, and one for prompts that are longer than the model's positions."""
+        lines = []
+        if self.left_out:
+            lines.append(f"limit is {self.limit}: no example is run of {', '.join(self.left_out)}")
+        answers = [e.example.max_new_tokens for unit in self.units for e in unit.examples]
+        thought = self.session.encoder.thought if answers else None
+        if thought is not None:
+            lines.append(
+                f"{self.session.spec.name} may think before it answers: only what follows "
+                f"{thought.end!r} is scored, and a thought that is not over after {min(answers)} new "
+                "tokens scores as an empty answer (task.max_new_tokens, model.enable_thinking)"
+            )
+        lengths = [encoded.n for unit in self.units for encoded in unit.examples]
+        positions = self.session.encoder.max_positions if lengths else None
+        if positions is None:
+            return lines
+        beyond = [n for n in lengths if n > positions]
+        if beyond:
+            lines.append(
+                f"{len(beyond)} of {len(lengths)} prompts are longer than the model's positions: up to "
+                f"{max(beyond):,} tokens, and {self.session.spec.name} has {positions:,}; their records "
+                "say so"
+            )
+        return lines
+
+    @cached_property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """By label all settings that change a score, those at their defaults included."""
+        settings_of_job = self._settings_of_job()
+        code = self.code_of_task
+        settings = {}
+        for label, (method, _) in self.methods.items():
+            own = {
+                **settings_of_job,
+                "source": source_of(method, *code, command=self.session.command),
+            }
+            if method.version > 1:
+                own["method_version"] = method.version
+            own["method"] = self.method_configs[label]
+            own["budget"] = self.budget_configs[label] if method.uses_budget else None
+            settings[label] = own
+        return settings
+
+    @cached_property
+    def names(self) -> dict[str, dict[str, Any]]:
+        """By label the fields of records and manifest that name the run, with the hash of the settings
+        that are not at their defaults."""
+        names = {"experiment": self.experiment, "model": self.session.spec.label, "task": self.task}
+        return {
+            label: {
+                **names,
+                "method": self.method_names[label],
+                "config_hash": config_hash(without_defaults(settings)),
+                "seed": self.session.seed,
+            }
+            for label, settings in self.settings.items()
+        }
+
+    @cached_property
+    def is_about_the_model(self) -> bool:
+        """Whether the numbers are about the model; not those of vectors that a probe draws."""
+        return self.meta.get("subject") is None
+
+    @property
+    def code_of_task(self) -> Sequence[object]:
+        """The task or probe, and what else its scores depend on: see `source_of`."""
+        if isinstance(self.plan, TaskPlan):
+            return self.plan.task, *self.plan.task.code()
+        return (self.plan,)
+
+    @property
+    def aside(self) -> list[Aside]:
+        """The runs of the experiment whose records are of other code or weights than this job's."""
+        named = {folder: self._named(label) for label, folder in self.folders.items()}
+        upcoming = {folder: {"format": FORMAT, **own} for folder, own in named.items()}
+        return aside_of(self.results_dir / safe_name(self.experiment), upcoming)
+
+    def _named(self, label: str) -> dict[str, Any]:
+        """The names of the run of a label in its manifest, and what it is identified by."""
+        identity = self.settings[label]
+        settings_hash = config_hash(settings_alone(identity))
+        return {**self.names[label], "settings_hash": settings_hash, "identity": identity}
+
+    @cached_property
+    def folders(self) -> dict[str, Path]:
+        """The run folder of each method, by label."""
+        return {
+            label: run_folder(
+                self.results_dir, **{key: name for key, name in names.items() if key != "seed"}
+            )
+            for label, names in self.names.items()
+        }
+
+    def _settings_of_job(self) -> dict[str, Any]:
+        """The settings that change the scores of all methods, as the hash and the manifest have them."""
+        session = self.session
+        model = {name: value for name, value in vars(session.spec).items() if name not in PLACES}
+        settings: dict[str, Any] = {
+            "model": model,
+            "weights": session.weights if self.is_about_the_model else None,
+            "dtype": str(session.dtype),
+            "task": self.task_config,
+            "task_version": self.meta["version"],
+            "data": self.meta.get("data"),
+            "compress_after": (
+                "prompt" if self.plan.reads_whole_prompts else session.compress_after
+            ),
+            "timeout_s": session.example_timeout,  # as older manifests call it
+            "seed": session.seed,
+        }
+        if not session.sampling.greedy:
+            # Without the number of samples: more samples add records and change none.
+            settings["sampling"] = {
+                "temperature": session.sampling.temperature,
+                "top_p": session.sampling.top_p,
+            }
+        if isinstance(self.plan, TaskPlan) and session.encoder.thought is not None:
+            settings["thought"] = vars(session.encoder.thought)  # only what follows it is scored
+        if isinstance(self.plan, TaskPlan) and session.processors:
+            settings["generation_config"] = session.processors
+        if session.decode != "auto":  # so that a run continues with the decoding that it began with
+            settings["decode"] = session.decode
+        return settings
+
+    def manifest(self, label: str) -> dict[str, Any]:
+        """The manifest of the run of the method with this label."""
+        manifest = {
+            **self._named(label),
+            "model_revision": commit_of(self.session.spec) if self.is_about_the_model else None,
+            "shard": None if self.shard is None else str(self.shard),
+            "batch_size": self.batch_size,
+            "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "task_meta": self.meta,
+            "datasets_left_out": self.left_out,
+            **self.extra,
+        }
+        if "config" in self.extra:  # of a job with several budgets, the one of this run
+            manifest["config"] = {**self.extra["config"], "budget": self.budget_configs[label]}
+        return redact(manifest)
+
+    def record(self, fields: Fields) -> dict[str, Any]:
+        """A whole record: the fields that the job knows, and those of the plan."""
+        label = fields["method"]
+        method, _ = self.methods[label]
+        return {
+            **dict.fromkeys(COMMON_FIELDS),
+            **self.names[label],
+            "decode": self.session.decode,
+            "dataset": self.task,
+            "status": "ok",
+            "saves_memory": method.saves_memory or method.quantize is not None,
+            **fields,
+            "method": self.method_names[label],
+        }
+
+
+def record_ids(units: Sequence[Unit]) -> set[str]:
+    """The example ids of the records of these units."""
+    return {record_id for unit in units for record_id in unit.record_ids}
+
+
+def _contexts_of(units: Sequence[Unit]) -> list[str]:
+    """The contexts of these units, in their order; a unit without one is its own."""
+    return list(dict.fromkeys(unit.context or unit.id for unit in units))
+
+
+def _of_contexts(units: Sequence[Unit], contexts: Sequence[str]) -> list[Unit]:
+    """The units that belong to these contexts."""
+    chosen = set(contexts)
+    return [unit for unit in units if (unit.context or unit.id) in chosen]
