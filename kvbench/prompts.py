@@ -245,6 +245,27 @@ class PromptEncoder:
                 "allowed: messages with a role and a content each, as this model takes them"
             ) from error
 
+    def around_question(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+        """The texts of the chat template before and after a question that ends the last of `messages`,
+        where that is the user's, or is the user's next message.
+
+        Raises:
+            PromptError: see `render`; the template prints the question not once.
+        """
+        mark = "KVBENCH_QUESTION"
+        *earlier, last = messages
+        asked = [*messages, {"role": "user", "content": mark}]
+        if last.get("role") == "user":
+            asked = [*earlier, {**last, "content": f"{last.get('content', '')}{mark}"}]
+        text = self.render(asked, answer=True)
+        if text.count(mark) != 1:
+            raise PromptError(
+                f"the tokenizer's chat template prints a question {text.count(mark)} times; allowed: "
+                "once, as it is"
+            )
+        before, _, after = text.partition(mark)
+        return before, after
+
     def between_turns(self) -> list[int]:
         """The tokens between an answer and the user's next message: those of the chat template, or of a
         blank line without a template."""

@@ -152,7 +152,7 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         UnsupportedModel: see `switch_to_kvbench`.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     before = getattr(text, "_attn_implementation", None)
     try:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -36,12 +38,27 @@ Text = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, str]]
 tokenizer's chat template is applied."""
 
 
+log = logging.getLogger(__name__)
+
+
+@cache
+def _say_empty(label: str) -> None:
+    log.warning(
+        "%s: the model ended its answer at once. It is a chat model and its context a raw text: "
+        "session.read([{'role': 'user', 'content': text}], tokenizer) puts its chat template around "
+        "context and question",
+        label,
+    )
+
+
 class Context:
     """A prompt that has been prefilled, and compressed before any question is known.
 
     `ask` does not change the cache, so that answers do not depend on earlier questions; with
-    ``keep=True`` it adds the question and its answer to the cache. Random draws depend on the seed, the
-    prompt and the layer alone, so that a document is always compressed to the same cache.
+    ``keep=True`` it adds the question and its answer to the cache. Of the messages of a chat, the last
+    user's message goes on in the question: what the chat template writes after it is fed with each
+    question, and with ``keep=True`` the next question is the user's next message. Random draws depend on
+    the seed, the prompt and the layer alone, so that a document is always compressed to the same cache.
 
     Attributes:
         entries: the entries per layer and KV head after compression, under ``mean`` and ``max``.
@@ -49,6 +66,7 @@ class Context:
         exact_bytes: the bytes of the exact cache.
         prefill_s: the seconds of the exact prefill.
         compress_s: the seconds of compression.
+        cost: all of what reading and compressing cost.
     """
 
     def __init__(
@@ -65,7 +83,14 @@ class Context:
         self.model = model
         self.tokenizer = tokenizer
         # The tokens of the prompt, and of the questions and answers that were added.
+        # What the chat template writes after a question; None for a context that is no chat.
+        self._closing: str | None = None
+        if tokenizer is not None and are_messages(prompt):
+            text, self._closing = PromptEncoder(tokenizer).around_question(prompt)
+            with tokenizing(tokenizer):
+                prompt = tokenizer(text, add_special_tokens=False)
         self._ids = token_ids(prompt, tokenizer, "the context")
+        self._turns = 0
         row = Row(label, method, budget, seed, prompt_name(self._ids))
         with kvbench_attention_on(model), torch.inference_mode():
             encoder = None
@@ -78,10 +103,10 @@ class Context:
         # One object for all questions, so that a capture that fails is tried once. It keeps no captured
         # step, since the model may change between two questions.
         self._steps = Steps(most_kept=0)
-        cost = row.cost()
-        self.entries, self.cache_bytes = held_after_prompt(cost)
-        self.exact_bytes = cost.exact_bytes
-        self.compress_s = cost.compress_s
+        self.cost = row.cost()
+        self.entries, self.cache_bytes = held_after_prompt(self.cost)
+        self.exact_bytes = self.cost.exact_bytes
+        self.compress_s = self.cost.compress_s
         self.prefill_s = start.prefill_s
 
     def __repr__(self) -> str:
@@ -116,7 +141,8 @@ class Context:
         """Answer one question greedily. The answer is a text if there is a tokenizer, else token ids.
 
         Args:
-            question: what follows the context, as text (tokenised without special tokens) or ids.
+            question: what follows the context, as text (tokenised without special tokens) or ids. No
+                blank is added.
             max_new_tokens: the largest number of tokens of the answer.
             stop: strings that end an answer, and are cut from it; they need a tokenizer.
             keep: whether the question and its answer are added to the cache.
@@ -127,11 +153,12 @@ class Context:
             KVError: an empty question, text without a tokenizer, a wrong `max_new_tokens`.
             BudgetExceeded, and whatever the method raises; the cache is then unchanged.
         """
-        ids = token_ids(question, self.tokenizer, "the question", special=False)
+        ids = self._question_ids(question)
         ((answer, row),) = self._answers([ids], max_new_tokens, stop, generation_config)
         if keep:
             self._ids += [*ids, *row.answer.chosen]
             self._row = row
+            self._turns += 1
         return answer
 
     def ask_all(
@@ -144,10 +171,7 @@ class Context:
     ) -> list[Any]:
         """Answer several questions as `ask` does. As many are decoded together as copies of the cache
         fit into half of the free memory."""
-        ids = [
-            token_ids(question, self.tokenizer, "the question", special=False)
-            for question in questions
-        ]
+        ids = [self._question_ids(question) for question in questions]
         at_once = copies_at_once([self._row], len(ids), input_device(self.model))
         return [
             answer
@@ -172,6 +196,23 @@ class Context:
         requires."""
         row = self._row.clone()
         return LiveCache(self.model, [row], [row.cost()], self.tokens)
+
+    def _question_ids(self, question: Text) -> list[int]:
+        """The tokens that are fed for a question; in a chat with the template's around it."""
+        tokenizer = self.tokenizer
+        if self._closing is None or tokenizer is None:
+            return token_ids(question, tokenizer, "the question", special=False)
+        encoder = PromptEncoder(tokenizer, chat=True)
+        opening: list[int] = []
+        if self._turns:
+            opening = encoder.between_turns()
+            if self._ids[-1] == opening[0]:  # the answer has ended with it
+                opening = opening[1:]
+        if isinstance(question, str):
+            question = question + self._closing if question else ""
+            return opening + token_ids(question, tokenizer, "the question", special=False)
+        ids = token_ids(question, tokenizer, "the question", special=False)
+        return opening + ids + encoder.encode_after(".", self._closing)
 
     def _answers(
         self,
@@ -214,6 +255,8 @@ class Context:
             if row.failure is not None:
                 raise row.failure
             text = tokens if decoding is None else stopping.cut(decoding(tokens))
+            if not text and self._closing is None and getattr(tokenizer, "chat_template", None):
+                _say_empty(self._row.label)
             answers.append((text, row))
         return answers
 
@@ -250,7 +293,11 @@ def token_ids(
         KVError: no tokens, several texts, or text where there is no tokenizer.
         PromptError: the tokenizer's chat template cannot take the messages, or there is none.
     """
-    if tokenizer is not None and are_messages(given):
+    if are_messages(given):
+        if tokenizer is None:
+            raise KVError(
+                f"{what} is a chat and there is no tokenizer; allowed: ids, or a tokenizer"
+            )
         text = PromptEncoder(tokenizer).render(given, answer=True)
         with tokenizing(tokenizer):
             given = tokenizer(text, add_special_tokens=False)

@@ -147,7 +147,7 @@ class Compression:
                 "compress_after is 'prompt' and a context is compressed before its questions; allowed: "
                 "'context', or generate with each question in its prompt"
             )
-        return Context(
+        context = Context(
             self.model,
             self.method,
             self.budget,
@@ -156,11 +156,13 @@ class Compression:
             label=self.label,
             seed=self.seed,
         )
+        self._batches.append([context.cost])
+        return context
 
     @property
     def rows(self) -> list[Cost]:
-        """The cost of the cache of every batch row of every call so far, in order. (`generate` makes a
-        row for each beam and each returned sequence of a prompt.)"""
+        """The cost of the cache of every batch row of every call of `generate` and of `read` so far, in
+        order. (`generate` makes a row for each beam and each returned sequence of a prompt.)"""
         return [cost for costs in self._batches for cost in costs]
 
     @property

@@ -19,7 +19,7 @@ from kvbench.engine.generate import generate_one
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.engine.model_spec import local_path
 from kvbench.engine.row import prompt_name
-from kvbench.kv import Budget
+from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 
 QUESTIONS = [prompt_ids(90)[60:], prompt_ids(40)[30:], prompt_ids(90)[60:75]]
@@ -115,3 +115,71 @@ def test_text_is_asked_and_answered_with_a_tokenizer(shipped: Any) -> None:
         assert all(str(n) in answer for n, answer in zip(lines.values(), answers, strict=True))
         cut = context.ask(ask.format("calm-heron"), max_new_tokens=16, stop=["9"])
         assert "9" not in cut
+
+
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ eos_token }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ eos_token }}{% endif %}"
+)
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("max_new_tokens", [3, 40], ids=["cut", "ended"])
+@pytest.mark.parametrize("last", ["user", "assistant", "system"])
+def test_a_chat_is_asked_in_its_template_turn_after_turn(
+    shipped: Any, last: str, max_new_tokens: int
+) -> None:
+    """What `generate` answers to the rendered conversation."""
+    model, tokenizer = shipped
+    tokenizer.chat_template = TURNS
+    document = "".join(f"line {name}: REGISTER_CONTENT is <{i}>\n" for i, name in enumerate("abc"))
+    messages = {
+        "user": [SYSTEM, {"role": "user", "content": document}],
+        "assistant": [
+            {"role": "user", "content": document},
+            {"role": "assistant", "content": "ok"},
+        ],
+        "system": [{**SYSTEM, "content": document}],
+    }[last]
+    questions = ["Tell me what is the REGISTER_CONTENT in line b? ", "And in line c? "]
+    said, ended = list(messages), []
+    with compress(model, "exact") as session:
+        context = session.read(messages, tokenizer)
+        assert session.ratio == [1.0]
+        for question in questions:
+            if said[-1]["role"] == "user":
+                said[-1] = {**said[-1], "content": said[-1]["content"] + question}
+            else:
+                said.append({"role": "user", "content": question})
+            alone = context.ask(question, max_new_tokens=max_new_tokens)
+            ids = tokenizer.apply_chat_template(
+                said, add_generation_prompt=True, return_tensors="pt"
+            )
+            ids = ids["input_ids"]
+            out = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
+            ended.append(int(out[0, -1]) == tokenizer.eos_token_id)
+            answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            assert alone == answer
+            as_ids = tokenizer.encode(question, add_special_tokens=False)
+            assert context.ask_all([question, as_ids], max_new_tokens=max_new_tokens) == [alone] * 2
+            assert context.ask(question, max_new_tokens=max_new_tokens, keep=True) == answer
+            said.append({"role": "assistant", "content": answer})
+    if last == "user":
+        assert ended[0] == (max_new_tokens == 40)
+
+
+def test_a_chat_model_that_says_nothing_to_a_raw_text_is_told_how_to_be_asked(
+    shipped: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokenizer = shipped
+    tokenizer.chat_template = TURNS
+    model.generation_config.eos_token_id = [*range(len(tokenizer))]
+    with compress(model, "exact") as session:
+        context = session.read("line a: REGISTER_CONTENT is <1>\n", tokenizer)
+        assert context.ask_all(["?", "??"], max_new_tokens=4) == ["", ""]
+        with pytest.raises(
+            KVError, match="the context is a chat and there is no tokenizer; allowed"
+        ):
+            session.read([SYSTEM])
+    (said,) = caplog.messages
+    assert "It is a chat model and its context a raw text: session.read([{'role': 'user'," in said

@@ -354,8 +354,16 @@ def test_every_door_repeats_a_chat_as_the_models_own_message_and_a_text_as_text(
     shown = kept(model, made, prompt, "kvzip", compress_after="prompt", **budget)
     assert positions(shown) == expected
     with compress(model, "kvzip", rate=0.3, sink=5, window=4) as session:
-        for given in (prompt, ids):
+        for given in [ids] if is_chat else [ids, prompt]:
             assert positions(session.read(given, made).kept()) == expected
+        if is_chat:  # the context is the message so far
+            ids = plain.encode_text(plain.around_question(prompt)[0])
+            assert session.read(prompt, made).token_ids == ids
+            shown = session.read(prompt, made).kept()
+            row = Row("kvzip", build_method("kvzip"), BUDGET, 0, prompt_name(ids))
+            with kvbench_attention_on(model):
+                prefill(model, ids, [row], encoder=chat)
+            assert positions(shown) == positions(frame_of(row, [""] * len(ids)))
 
 
 @dataclass(frozen=True, kw_only=True)
