@@ -174,6 +174,11 @@ class KVzip(Method):
         else:
             assert replay.gradients is not None
             queries = torch.linalg.vector_norm(replay.gradients, dim=-1, dtype=torch.float32)
+        if not queries.isfinite().all():
+            raise KVError(
+                f"{self.method_name()}: the gradients or hidden states of layer {layer.layer_index} are "
+                "not finite; allowed: finite numbers (try dtype=bfloat16 or float32)"
+            )
         entries = output_norms(layer, replay.start, replay.stop)
         return largest_attention(layer, replay, sink, queries, entries)
 

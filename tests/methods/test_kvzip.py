@@ -438,6 +438,26 @@ def test_chunks_are_halved_where_a_gradient_does_not_fit_into_memory(monkeypatch
     assert sizes == [60], "no chunk below 32 tokens"
 
 
+def kvgrad_scores(model: Any, ids: list[int]) -> tuple[Row, Tensor]:
+    row = Row("x", build_method("kvgrad"), BUDGET, 0, "x")
+    with kvbench_attention_on(model):
+        prefill(model, ids, [row], encoder=WORDS)
+    scores = [tensor for name, tensor in row.carried.items() if name.startswith("scores")]
+    return row, torch.cat(scores or [torch.empty(0)])
+
+
+def test_gradients_in_16_bits_are_near_those_of_32_and_may_overflow():
+    model, ids = tiny_model("llama"), prompt_ids(120)
+    _, expected = kvgrad_scores(model, ids)
+    for dtype in (torch.bfloat16, torch.float16):
+        _, found = kvgrad_scores(copy.deepcopy(model).to(dtype), ids)
+        assert 0.95 < float((found / expected).median()) < 1.05
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight.mul_(3e4)
+    row, _ = kvgrad_scores(model.half(), ids)
+    assert "hidden states of layer 0 are not finite" in str(row.failure)
+
+
 @pytest.mark.parametrize("name", ["kvzip_plus", "kvgrad"])
 @pytest.mark.parametrize("around", [None, "solved"])
 def test_in_4_bits_and_around_values_that_are_solved_for(name, around):
