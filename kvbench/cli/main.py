@@ -11,8 +11,9 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from inspect import cleandoc
 from io import StringIO
 from pathlib import Path
 from textwrap import fill
@@ -45,32 +46,6 @@ from kvbench.errors import FAILED, UserError, check_known, complain, redact
 from kvbench.records.store import safe_name
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
-ABOUT = {
-    "list": """kvbench list methods|models|tasks|experiments|loggers|launchers
-  A line for each: its name and what it is.""",
-    "show": """kvbench show [key=value ...]
-  The config that these overrides compose to, resolved; of a sweep (-m, or an
-  experiment's own) that of its first job, and the values of all.
-kvbench show <name>
-  The same of a paper's table or figure, with how it differs from the paper.""",
-    "own": """kvbench own <file, folder or Hub data set> [key=value ...]
-  Methods on your own rows (JSON lines, CSV, parquet): task=jsonl on them.
-  Context, question and answers are found by usual names of fields, and it is
-  said which; others by 'task.fields={context: text, answers: gold}'.
-    kvbench own my.jsonl method=snapkv,h2o budget.rate=0.5,0.25""",
-    "reproduce": """kvbench reproduce <name>|all [key=value ...]
-  Make a paper's table or figure with the paper's settings; all: every one.
-  kvbench list experiments has the names. With model=recall_mini it runs small
-  and offline, in a folder of its own. dry_run=true checks settings alone.""",
-    "score": """kvbench score <folder of an experiment> metric=<metric>
-  Score the stored answers by another metric, without the model: a name of
-  task=jsonl (kvbench show task=jsonl) or a function, my.module.function. The
-  records stay; the scores go to <folder>/scores/<metric>.csv.""",
-    "prune": """kvbench prune <folder of an experiment> [yes=true]
-  List the runs whose records are of other code or weights than a later run
-  of the same settings, and remove them: asked first, or with yes=true.""",
-}
-"""The help text of each command."""
 ROWS = re.compile(r"(?i)\.(jsonl|json|csv|tsv|parquet)(\.gz)?$|[*?]")
 """What names files, be they there or not, and no data set of the Hub."""
 
@@ -82,30 +57,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with terminable():
             options = _parsed(words)
-            command = next(iter(options.overrides), "")
-            if command in ABOUT:
-                words.remove(command)
-            if command in ABOUT and options.help:
-                print(ABOUT[command])
-                status = 0
-            elif command == "list":
-                status = list_kind(words)
-            elif command == "show":
-                status = show_config(words)
-            elif command == "reproduce":
-                status = (
-                    reproduce(_with_search_path(words), run)
-                    if words
-                    else list_kind(["experiments"])
-                )
-            elif command == "own":
-                status = run(own_task(words))
-            elif command == "score":
-                status = score_folder(words)
-            elif command == "prune":
-                status = prune_folder(words)
-            else:
+            command = COMMANDS.get(next(iter(options.overrides), ""))
+            if command is None:
                 status = run(words)
+            elif options.help:
+                print(cleandoc(command.__doc__ or ""))
+                status = 0
+            else:
+                words.remove(options.overrides[0])
+                status = command(words)
     except (KeyboardInterrupt, Terminated) as stop:
         status = TERMINATED if isinstance(stop, Terminated) else 130
         ended = "terminated" if status == TERMINATED else "interrupted"
@@ -118,16 +78,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _with_search_path(arguments: Sequence[str]) -> list[str]:
-    """The words with ``--config-dir <folder>`` as an override."""
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("-cd", "--config-dir")
-    known, others = options.parse_known_args(arguments)
-    return [*others, *_search_path(known)]
-
-
 def list_kind(arguments: Sequence[str]) -> int:
-    """``kvbench list <kind>``: print a line about each choice of a kind, e.g. methods; returns 0."""
+    """kvbench list methods|models|tasks|experiments|loggers|launchers
+
+    A line for each: its name and what it is.
+    """
     kind = " ".join(arguments).removesuffix("s") + "s"
     check_known(f"cannot list {arguments}", kind, KINDS, UserError)
     lines = experiment_lines() if kind == "experiments" else catalogue(kind)
@@ -138,12 +93,12 @@ def list_kind(arguments: Sequence[str]) -> int:
 
 
 def show_config(arguments: Sequence[str]) -> int:
-    """``kvbench show``: print the config of the job that overrides compose to, of a sweep that of the
-    first; returns 0.
+    """kvbench show [key=value ...], kvbench show <name>
 
-    Comments above it name the values of the sweep, and how the experiment differs from its paper.
-    ``kvbench show <name>`` does so for a paper's table or figure, or prints what is known of one that no
-    experiment makes.
+    The config that these overrides compose to, resolved; of a sweep (-m, or an
+    experiment's own) that of its first job, and above it the values of all. Of
+    a paper's table or figure also how it differs from the paper; of one that no
+    experiment makes, what is known of it.
     """
     from kvbench.report.papers import specs_of
 
@@ -172,9 +127,36 @@ def show_config(arguments: Sequence[str]) -> int:
     return 0
 
 
+def make_item(arguments: Sequence[str]) -> int:
+    """kvbench reproduce <name>|all [key=value ...]
+
+    Make a paper's table or figure with the paper's settings; all: every one.
+    kvbench list experiments has the names. With model=recall_mini it runs small
+    and offline, in a folder of its own. dry_run=true checks settings alone.
+    """
+    if not arguments:
+        return list_kind(["experiments"])
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("-cd", "--config-dir")
+    known, others = options.parse_known_args(arguments)
+    return reproduce([*others, *_search_path(known)], run)
+
+
+def run_own(arguments: Sequence[str]) -> int:
+    """kvbench own <file, folder or Hub data set> [key=value ...]
+
+    Methods on your own rows (JSON lines, CSV, parquet): task=jsonl on them.
+    Context, question and answers are found by usual names of fields, and it is
+    said which; others by 'task.fields={context: text, answers: gold}'. Results
+    are named after the file or data set.
+
+        kvbench own my.jsonl method=snapkv,h2o budget.rate=0.5,0.25
+    """
+    return run(own_task(arguments))
+
+
 def own_task(arguments: Sequence[str]) -> list[str]:
-    """``kvbench own``: the words of ``task=jsonl`` that its words stand for. Results are named after the
-    file or data set."""
+    """The words of ``task=jsonl`` that those of ``kvbench own`` stand for."""
     named = [word for word in _parsed(arguments).overrides if "=" not in word]
     if len(named) != 1:
         raise UserError(
@@ -193,7 +175,12 @@ def own_task(arguments: Sequence[str]) -> list[str]:
 
 
 def score_folder(arguments: Sequence[str]) -> int:
-    """``kvbench score``: see `score_by`."""
+    """kvbench score <folder of an experiment> metric=<metric>
+
+    Score the stored answers by another metric, without the model: a name of
+    task=jsonl (kvbench show task=jsonl) or a function, my.module.function. The
+    records stay; the scores go to <folder>/scores/<metric>.csv.
+    """
     values = dict(word.partition("=")[::2] for word in arguments)
     metric = values.pop("metric", "")
     if len(values) != 1 or any(values.values()) or not metric:
@@ -205,7 +192,11 @@ def score_folder(arguments: Sequence[str]) -> int:
 
 
 def prune_folder(arguments: Sequence[str]) -> int:
-    """``kvbench prune``: see `prune`."""
+    """kvbench prune <folder of an experiment> [yes=true]
+
+    List the runs whose records are of other code or weights than a later run of
+    the same settings, and remove them: asked first, or with yes=true.
+    """
     folders = [word for word in arguments if word != "yes=true"]
     if len(folders) != 1:
         raise UserError(
@@ -341,3 +332,14 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         key in ("task", "model") and SEVERAL.fullmatch(value) is not None for key, value in pairs
     )
     return options
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "list": list_kind,
+    "show": show_config,
+    "own": run_own,
+    "reproduce": make_item,
+    "score": score_folder,
+    "prune": prune_folder,
+}
+"""The commands beside `run`. Each gets the words after its name, and its docstring is its help."""
