@@ -61,12 +61,13 @@ def fingerprint(spec: ModelSpec, *, fetch: bool = True) -> str | None:
     Raises:
         ModelError: the folder has an adapter, or a file that cannot be read.
     """
+    beside = (*BESIDE, *(("*.py",) if spec.trust_remote_code else ()))
     with one_line_failures("model", spec):
         try:
-            folder = _folder(spec.path, spec, ("*.json", "*.txt", "*.model", "*.jinja"), fetch)
+            folder = _folder(spec.path, spec, (*beside, "*.json"), fetch)
             tokenizer = folder
             if spec.tokenizer is not None:
-                tokenizer = _folder(spec.tokenizer, spec, BESIDE, fetch)
+                tokenizer = _folder(spec.tokenizer, spec, beside, fetch)
             weights = () if spec.random_weights else _weights(spec, folder, fetch)
         except OSError:
             if fetch:
@@ -79,7 +80,7 @@ def fingerprint(spec: ModelSpec, *, fetch: bool = True) -> str | None:
             )
         whole = hashlib.sha256()
         for place in dict.fromkeys((folder, tokenizer)):
-            for pattern in BESIDE:
+            for pattern in beside:
                 for file in sorted(place.glob(pattern)):
                     whole.update(f"{file.name}\0".encode() + _content(file))
         tensors = [tensor for file in weights for tensor in _tensors(file)]
@@ -144,7 +145,7 @@ def _content(file: Path) -> bytes:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Each tensor of a file of weights: its name, its dtype and shape, and pieces of its bytes. The
+    """Each tensor of a file of weights: its name, its dtype and shape, and a digest of pieces of it. The
     metadata of a GGUF file, its config and tokenizer, are one more."""
     if file.suffix == ".gguf":
         yield from _gguf_tensors(file)
@@ -167,7 +168,7 @@ def _gguf_tensors(file: Path) -> Iterator[tuple[str, str, bytes]]:
     reader = GGUFReader(file)
     first = min(int(tensor.field.offset) for tensor in reader.tensors)
     with file.open("rb") as stream:
-        yield "", "metadata", stream.read(first)
+        yield "", "metadata", hashlib.sha256(stream.read(first)).digest()
         for tensor in reader.tensors:
             begin = int(tensor.data_offset)
             pieces = _pieces(stream.fileno(), begin, begin + int(tensor.n_bytes))
@@ -175,8 +176,8 @@ def _gguf_tensors(file: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _pieces(file: int, begin: int, end: int) -> bytes:
-    """`PIECE` bytes from begin, middle and end of this part of a file; all of a short one."""
+    """The digest of `PIECE` bytes from begin, middle and end of a part of a file, or of all of it."""
     if end - begin <= 3 * PIECE:
-        return os.pread(file, end - begin, begin)
-    middle = begin + (end - begin - PIECE) // 2
-    return b"".join(os.pread(file, PIECE, place) for place in (begin, middle, end - PIECE))
+        return hashlib.sha256(os.pread(file, end - begin, begin)).digest()
+    places = (begin, begin + (end - begin - PIECE) // 2, end - PIECE)
+    return hashlib.sha256(b"".join(os.pread(file, PIECE, place) for place in places)).digest()

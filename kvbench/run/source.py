@@ -100,10 +100,13 @@ def _is_main(kind: type) -> bool:
 
 
 def _needed(module: str) -> Sequence[tuple[str, Path | None]]:
-    """Module names and files: those of a module of kvbench only where some file of kvbench is not
-    shipped, since to follow imports takes a tenth of a second."""
-    if module.partition(".")[0] == PACKAGE.name and not _has_changes():
-        return ()
+    """The module and what it imports, by name and file. An installed package's version stands for what
+    it imports. To follow imports takes a tenth of a second: not where all of kvbench is shipped."""
+    if module.partition(".")[0] == PACKAGE.name:
+        return _closure(module) if _has_changes() else ()
+    file = None if module == "__main__" else _file_of(module)
+    if file is not None and _installed(file) is not None:
+        return ((module, file),)
     return _closure(module)
 
 
@@ -233,12 +236,15 @@ def _installed(file: Path) -> tuple[str, str] | None:
         if file.is_relative_to(place):
             name = file.relative_to(place).as_posix()
             (top, *_) = name.partition("/")
-            for package in packages_distributions().get(top.removesuffix(".py"), ()):
+            for package in _distributions().get(top.removesuffix(".py"), ()):
                 with suppress(PackageNotFoundError):
                     files = _recorded(package)
                     if name in files and files[name] == _hash(file):
                         return package, distribution(package).version
     return None
+
+
+_distributions = cache(packages_distributions)
 
 
 @cache

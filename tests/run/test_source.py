@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.command import FAST, main
 from support.jobs import make_job, with_session
 from support.paths import ROOT
@@ -135,7 +137,7 @@ def test_a_file_of_the_package_counts_where_it_is_not_as_in_the_commit(
         names = source.source_of(snapkv).keys()
         assert names == found if found is not None else {name, "kvbench.methods.snapkv"} <= names
     monkeypatch.setattr(source, "get_path", lambda scheme: str(source.PACKAGE.parent))
-    monkeypatch.setattr(source, "packages_distributions", lambda: {"kvbench": ["kvbench"]})
+    monkeypatch.setattr(source, "_distributions", lambda: {"kvbench": ["kvbench"]})
     monkeypatch.setattr(source, "distribution", lambda package: type("D", (), {"version": "1"}))
     hashes = {f"kvbench/{path.relative_to(source.PACKAGE)}": source._hash(path) for path in ours}
     for installed, found in (
@@ -144,6 +146,17 @@ def test_a_file_of_the_package_counts_where_it_is_not_as_in_the_commit(
     ):
         monkeypatch.setattr(source, "_recorded", lambda package, installed=installed: installed)
         assert source.source_of(snapkv).keys() == found
+
+
+def test_an_installed_package_is_its_version() -> None:
+    """Of a base class of torch's nothing is followed."""
+
+    class Module(torch.nn.Module):
+        pass
+
+    own = {name: code for name, code in source.source_of(Module).items() if "kvbench" not in name}
+    assert own.pop("torch") == version("torch")
+    assert [name for name in own if name.startswith("torch")] == []
 
 
 def test_an_untracked_and_an_edited_file_are_not_shipped(
