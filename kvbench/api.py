@@ -11,6 +11,7 @@ frame = compare(model, tokenizer, prompt, methods=["exact", "snapkv", "balancekv
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import signature
@@ -47,11 +48,17 @@ from kvbench.tasks.needle import word_recall
 if TYPE_CHECKING:
     import pandas as pd
 
+log = logging.getLogger(__name__)
+
 Removed = Annotated[float, Ge(0), Lt(1)]
 """The type of `compression_ratio`."""
 _ARGUMENTS = ("rate", "sink", "window", "size", "total_rate", "seed", "compress_after")
 """What a misspelt option may have meant."""
-_MEANT = dict.fromkeys(("answer", "answers", "expected", "target"), " (did you mean 'reference'?)")
+_MEANT = {
+    **dict.fromkeys(("answer", "answers", "expected", "target"), " (did you mean 'reference'?)"),
+    **dict.fromkeys(("press", "presses", "method"), " (did you mean 'methods'?)"),
+    "compression_ratio": " (did you mean 'total_rate', which is 1 - compression_ratio?)",
+}
 """What arguments of other names of `compare` mean."""
 TextOrChat = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat, to which the tokenizer's chat template is applied."""
@@ -228,8 +235,12 @@ def compare(
     prompts = _named_prompts(prompt)
     references = _references_of(reference, prompts)
     checked("max_new_tokens", max_new_tokens, Count, KVError)
-    _held_back(compress_after)
+    held_back = _held_back(compress_after)
     tokens = {name: _token_ids(tokenizer, text) for name, text in prompts.items()}
+    if any(method.uses_budget for method in labelled.values()):
+        for name, ids in tokens.items():
+            title = f"prompt {name!r}" if _are_several(prompt) else "the prompt"
+            _say_if_whole(title, len(ids) - held_back, list(budgets.values()))
 
     decode = decoder(tokenizer)
     acting = acting_options(model.generation_config) if generation_config else {}
@@ -339,6 +350,22 @@ def _budget(
     if len(texts) > 1:
         raise KVError(f"{' and '.join(texts)}; allowed: one of rate, total_rate and size")
     return Budget(Budget.rate if rate is None else rate, sink, window, size, total_rate)
+
+
+def _say_if_whole(title: str, n: int, budgets: Sequence[Budget]) -> None:
+    """Say so where a prompt of n tokens fits a budget that grants less than everything."""
+    for budget in budgets:
+        if budget.limit(n) is not None and budget.capacity(n) >= n:
+            log.warning(
+                "%s has %d tokens, no more than the %d that the budget keeps (sink %d and window %d "
+                "among them): nothing of it is compressed; use a longer prompt, or smaller sink= and "
+                "window=",
+                title,
+                n,
+                budget.limit(n),
+                budget.sink,
+                budget.window,
+            )
 
 
 def _held_back(compress_after: object) -> int:

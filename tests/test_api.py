@@ -64,6 +64,11 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
         _compare("x", ["exact"], answers=["a"]),
         r"no argument 'answers' \(did you mean 'reference'\?",
     ),
+    (_compare("x", ["exact"], press=1), r"no argument 'press' \(did you mean 'methods'\?\)"),
+    (
+        _compare("x", ["exact"], compression_ratio=0.5),
+        r"did you mean 'total_rate', which is 1 - compression_ratio\?",
+    ),
     (_compress(Everything(), kernel=3), "made already"),
     (_compress(7), "a name or a kvbench Method"),
     (_compress("snapkv", compression_ratio=1), "compression_ratio is 1; allowed: less than 1"),
@@ -215,3 +220,29 @@ def test_load_models_model_generates_as_transformers_own_before_and_after_everyt
     with pytest.raises(UserError):
         compare(model, tokenizer, "", ["exact"])
     check("after a refusal")
+
+
+@pytest.mark.parametrize(
+    ("budget", "whole"),
+    [
+        ({}, 49),
+        ({"size": 60, **SMALL}, 49),
+        ({"rate": 1.0}, None),
+        ({"size": 30, **SMALL}, None),
+        (SMALL, None),
+    ],
+)
+def test_a_prompt_that_nothing_compresses_is_said(
+    budget: Any, whole: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = {"short": "a fox and " * 5, "long": "a fox and " * 20}
+    compare(
+        tiny_model("llama"), Letters(), prompts, ["exact", "snapkv"], max_new_tokens=2, **budget
+    )
+    said = [message for message in caplog.messages if "nothing of it is compressed" in message]
+    assert len(said) == (whole is not None)
+    if whole is not None:
+        assert said[0].startswith(f"prompt 'short' has {whole} tokens, no more than the ")
+    caplog.clear()
+    compare(tiny_model("llama"), Letters(), prompts, ["exact"], max_new_tokens=2)
+    assert not caplog.messages, "no method that a budget changes"
