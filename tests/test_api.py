@@ -50,6 +50,9 @@ ALTERNATES = (
 )
 WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compress("snapkvv"), r"unknown method 'snapkvv' \(did you mean 'snapkv'\?\)"),
+    (_compress("SnapKVPress"), r"unknown method 'SnapKVPress' \(did you mean 'snapkv'\?\)"),
+    (_compress("StreamingLLM"), r"\(did you mean 'streaming_llm'\?\)"),
+    (_compress("KnormPress"), r"unknown method 'KnormPress'; allowed: "),
     (_compress("released"), r"unknown method 'released'"),
     *(
         (call("snapkv", rate=1.5), r"budget.rate is 1.5; allowed: less than or equal to 1$")

@@ -36,6 +36,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from kvbench import __version__
 from kvbench.budget import Budget
 from kvbench.catalogue import FOLDERS, catalogue, config_dir
+from kvbench.cli import hints
 from kvbench.cli.construct import constructed
 from kvbench.cli.items import experiment_called
 from kvbench.engine.answer import Sampling
@@ -272,6 +273,7 @@ def explain(error: BaseException) -> str:
             return str(link)
     if isinstance(error, OverrideParseException):
         meant = nearest(error.override, ("list", "show", "own", "reproduce", "score", "prune"))
+        meant = hints.of_word(error.override) or meant
         return (
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )
@@ -286,11 +288,14 @@ def explain(error: BaseException) -> str:
     if known:
         first = first_line(error).removesuffix(".")
         meant = nearest(name, known)
-        if str(getattr(error, "missing_cfg_file", "")).startswith("task/"):
-            from kvbench.cli.hints import task_with  # which imports tasks
-
-            words = task_with(name)
-            meant = f" (did you mean {words}?)" if words else meant
+        missing = str(getattr(error, "missing_cfg_file", ""))
+        if missing.startswith("task/"):
+            meant = hints.of_task(name) or meant
+        elif missing.startswith("method/"):
+            meant = hints.of_press(name, known) or meant
+        elif not missing and "." not in str(cause.full_key):
+            typed = re.search(r"'([^']+)'", first)
+            meant = hints.of_key(typed[1] if typed else name) or meant
         return f"{first}{meant}; allowed: {', '.join(known)}"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if cause is error else f"{text}: {first_line(cause)}"
@@ -351,7 +356,7 @@ class Settings:
             part = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             values: Any = OmegaConf.to_container(part, resolve=True, throw_on_missing=True)
         for key in values:
-            check_known(f"unknown key {key!r}", key, list(known), UserError)
+            check_known(f"unknown key {key!r}{hints.of_key(str(key))}", key, list(known), UserError)
         settings = Settings(**{key: values.get(key) for key in known})
         if not settings.methods:
             raise UserError("no method is chosen; allowed: method=[...]")

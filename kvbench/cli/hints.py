@@ -1,28 +1,95 @@
-"""What a word that is no choice may have meant."""
+"""What a word that is no choice, and a key that is none, may have meant."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from kvbench.catalogue import config_dir
-from kvbench.tasks.longbench_datasets import DATASETS
-from kvbench.tasks.ruler import TASKS
+from kvbench.catalogue import catalogue, config_dir, files_of
+
+OF_PYTHON = ("compare", "compress", "kept", "load_model")
+OF_EVERY_CALL = ("run", "eval", "evaluate", "bench", "benchmark", "start")
+"""Words that other programs begin with; a job's command here is its keys."""
 
 
-def task_with(name: str) -> str:
+def _meant(words: str) -> str:
+    return f" (did you mean {words}?)"
+
+
+def of_word(word: str) -> str:
+    """A first word that is no command."""
+    if word == "compare":
+        return _meant(
+            "method=a,b, which compares methods, kvbench-report <folder> <folder>, which compares runs, "
+            "or in Python: from kvbench import compare"
+        )
+    if word in OF_PYTHON:
+        return f" (in Python: from kvbench import {word})"
+    return _meant("the same without it") if word in OF_EVERY_CALL else ""
+
+
+def of_key(key: str) -> str:
+    """A key at the top of the config."""
+    if key == "compression_ratio":
+        return _meant("budget.total_rate, which is 1 - compression_ratio")
+    if key in ("press", "press_name"):
+        return _meant("method=<name>, e.g. method=snapkv, or method=kvpress methods.kvpress.press")
+    first, _, option = key.partition(".")
+    if option and first in catalogue("methods"):
+        return _meant(f"methods.{key}")
+    groups = [group for group, known in _options().items() if key in known]
+    methods = [group.partition(".")[2] for group in groups if group.startswith("methods.")]
+    if len(methods) == len(groups) > 1:
+        return _meant(f"methods.<method>.{key}, an option of {', '.join(methods)}")
+    return _meant(f"{groups[0]}.{key}") if groups else ""
+
+
+@cache
+def _options() -> dict[str, set[str]]:
+    """By the groups of a config the options that some choice of the group has."""
+    base = _read(config_dir() / "config.yaml")
+    options = {group: set(base[group]) for group in ("budget", "sampling")}
+    options["task"] = {
+        key for path in files_of("tasks").values() for key in _read(path).get("task", _read(path))
+    }
+    options["model"] = set(_read(config_dir() / "model" / "_base.yaml"))
+    for name, path in files_of("methods").items():
+        options[f"methods.{name}"] = set(_read(path))
+    return options
+
+
+def _read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+
+def of_press(name: str, known: Sequence[str]) -> str:
+    """A kvpress class in place of a method: ours of that name, or the press itself."""
+    if not re.fullmatch(r"\w+Press", name):
+        return ""
+    own = [method for method in known if f"{method}press".replace("_", "") == name.lower()]
+    return _meant(own[0] if own else f"method=kvpress methods.kvpress.press={name}")
+
+
+def of_task(name: str) -> str:
     """The words that run a data set or a benchmark's task of this name, as a part of one of conf's
     tasks or of lm-eval; empty where there is none."""
+    from kvbench.tasks.longbench_datasets import DATASETS
+    from kvbench.tasks.ruler import TASKS
+
     options = dict.fromkeys(DATASETS, "longbench 'task.datasets")
     options |= dict.fromkeys(TASKS, "ruler 'task.tasks")
     for path in sorted(config_dir().rglob("task/[!_]*.yaml")):
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = _read(path)
         for subset in config.get("task", config).get("subsets") or ():
             options.setdefault(subset, f"{path.stem} 'task.datasets")
     option = options.get(name) or ("lm_eval 'task.tasks" if _is_of_lm_eval(name) else None)
-    return f"task={option}=[{name}]'" if option else ""
+    return _meant(f"task={option}=[{name}]'") if option else ""
 
 
 def _is_of_lm_eval(name: str) -> bool:
