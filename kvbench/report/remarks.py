@@ -1,5 +1,5 @@
 """What a reader must know before the scores of an experiment: that they are about nothing, or about
-answers that were cut."""
+answers or prompts that were cut."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from kvbench.report.experiment import BASELINE, Experiment, Group
 
 
 def remarks(experiment: Experiment) -> list[str]:
-    """A line for each model and task whose exact cache scores nothing, and for each whose answers all
-    ended because they may be no longer."""
-    return [line for group in experiment.groups for line in (*_all_wrong(group), *_all_cut(group))]
+    """A line for each model and task whose exact cache scores nothing, for each whose answers all ended
+    because they may be no longer, and for each whose prompts lost their middle."""
+    kinds = (_all_wrong, _all_cut, _shortened)
+    return [line for group in experiment.groups for kind in kinds for line in kind(group)]
 
 
 def _all_wrong(group: Group) -> list[str]:
@@ -36,4 +37,15 @@ def _all_cut(group: Group) -> list[str]:
     return [
         f"{group.model} on {group.task}: all {len(answers)} answers end at max_new_tokens "
         f"({of_tokens}), none by itself (task.max_new_tokens)"
+    ]
+
+
+def _shortened(group: Group) -> list[str]:
+    prompts = group.records.reindex(columns=["example_id", "truncated_tokens"]).dropna()
+    lost = prompts.drop_duplicates("example_id")["truncated_tokens"].astype(int)
+    if not lost.any():
+        return []
+    return [
+        f"{group.model} on {group.task}: {(lost > 0).sum()} of {len(lost)} prompts are longer than task "
+        f"or model allows and lost their middle, {lost.max()} tokens at most"
     ]

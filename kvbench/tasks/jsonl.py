@@ -24,7 +24,7 @@ from kvbench.tasks.base import Example, NewTokens, Task, TaskError, by_digest, w
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_shared, split_template
 from kvbench.tasks.jsonl_fields import ROLES, FieldReader, Row
-from kvbench.tasks.metrics import check_metric, metric_named, own_function
+from kvbench.tasks.metrics import OF_LETTERS, check_metric, metric_named, own_function
 from kvbench.tasks.metrics_text import Key, contains_for_good
 from kvbench.tasks.template import as_text, template
 
@@ -209,6 +209,12 @@ class Jsonl(Task):
         examples = [example for group in turns for example in group or ()]
         if not examples:
             raise TaskError("jsonl: the data hold no question")
+        for example in examples:
+            text = example.context + example.question
+            hidden = [option for option in example.key.choices if option not in text]
+            if example.metric in OF_LETTERS and hidden:
+                _say_hidden(hidden[0])
+                break
         return examples
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
@@ -353,6 +359,15 @@ class Jsonl(Task):
                 "allowed: more"
             )
         return (*context[:half], *context[-half:])
+
+
+@cache
+def _say_hidden(option: str) -> None:
+    log.warning(
+        "prompts do not show the option %r, whose letter is asked for; task.template may have {%% for "
+        "choice in choices %%}{{ 'ABCDEFGH'[loop.index0] }}. {{ choice }}\\n{%% endfor %%}",
+        option,
+    )
 
 
 @cache

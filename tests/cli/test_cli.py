@@ -17,6 +17,7 @@ import yaml
 from support.attacks import RUN, SECRETS, TYPED, leaks
 from support.command import FAST, SHORT, composed, ended, main, refusal_of
 from support.jobs import Echo, make_job, records_of
+from support.paths import write_lines
 
 from kvbench.catalogue import KINDS, catalogue
 from kvbench.cli.build import build_job
@@ -421,6 +422,12 @@ def test_scores_that_say_nothing_and_answers_that_were_cut_are_said(
     out = main(capsys, *FAST[:1], "limit=2", "task.num_lines=[20]", f"results_dir={tmp_path}").out
     assert "recall_mini" in out
     assert "note:" not in out
+    rows = [{"context": "x " * n, "question": "?", "answers": "y"} for n in (40, 110, 120)]
+    write_lines(tmp_path / "my.jsonl", rows)
+    own = ["own", str(tmp_path / "my.jsonl"), "task.max_input=100", "task.max_new_tokens=2"]
+    budget = ["budget.sink=4", "budget.window=4", f"results_dir={tmp_path}"]
+    out = main(capsys, *own, *SHORT[:3], *budget).out
+    assert "my: 2 of 3 prompts are longer than task or model allows and lost their middle, " in out
 
 
 def test_an_answer_that_its_task_ended_says_so(tmp_path: Path) -> None:

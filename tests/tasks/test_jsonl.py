@@ -181,6 +181,17 @@ def test_an_answer_key_is_a_letter_an_option_or_its_index(
     assert right == list(chosen)
 
 
+def test_options_that_no_prompt_shows_are_said_once(tmp_path: Path, caplog: Any) -> None:
+    row = {"text": "T.", "q": "Which?", "gold": 1, "c": ["teal", "mauve"]}
+    path = write(tmp_path / "c.jsonl", [row, row])
+    shown = "{{ context }}\n{{ question }}{% for choice in choices %} {{ choice }}{% endfor %}"
+    examples(path, fields=CHOICES, metric="choice", template=shown)
+    examples(path, fields=CHOICES)
+    assert "do not show" not in caplog.text
+    examples(path, fields=CHOICES, metric="choice")
+    assert caplog.text.count("prompts do not show the option 'teal', whose letter is asked for") == 1
+
+
 ARC = {"text": ["red", "dark green"], "label": ["1", "2"]}
 MEANT: list[tuple[dict[str, Any], dict[str, str], tuple[str, ...]]] = [  # row, fields, answers
     ({"gold": 4711.0}, {}, ("4711",)),  # an integer column with gaps
