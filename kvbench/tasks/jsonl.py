@@ -364,8 +364,8 @@ class Jsonl(Task):
 @cache
 def _say_hidden(option: str) -> None:
     log.warning(
-        "prompts do not show the option %r, whose letter is asked for; task.template may have {%% for "
-        "choice in choices %%}{{ 'ABCDEFGH'[loop.index0] }}. {{ choice }}\\n{%% endfor %%}",
+        "prompts do not show the option %r, whose letter is asked for: task.template shows all by "
+        "{{ choices | lettered }}",
         option,
     )
 

@@ -4,7 +4,8 @@ from Python's objects and from changing a row."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import string
+from collections.abc import Mapping, Sequence
 from datetime import date
 from decimal import Decimal
 from functools import cache
@@ -37,6 +38,12 @@ def as_text(value: str | float) -> str:
     return str(whole(value))
 
 
+def lettered(options: Sequence[str | float]) -> str:
+    """The options on lines of their own, each behind its letter (the filter ``choices | lettered``)."""
+    lines = zip(string.ascii_uppercase, options, strict=False)
+    return "\n".join(f"{letter}. {as_text(option)}" for letter, option in lines)
+
+
 def _printed(value: Any) -> Any:
     """The text of a printed value, which must not be Python's form of a list, of None or of a
     function."""
@@ -53,6 +60,7 @@ def _printed(value: Any) -> Any:
 _SANDBOX = ImmutableSandboxedEnvironment(
     undefined=StrictUndefined, keep_trailing_newline=True, finalize=_printed
 )
+_SANDBOX.filters["lettered"] = lettered
 
 
 class PromptTemplate:

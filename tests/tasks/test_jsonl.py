@@ -184,12 +184,15 @@ def test_an_answer_key_is_a_letter_an_option_or_its_index(
 def test_options_that_no_prompt_shows_are_said_once(tmp_path: Path, caplog: Any) -> None:
     row = {"text": "T.", "q": "Which?", "gold": 1, "c": ["teal", "mauve"]}
     path = write(tmp_path / "c.jsonl", [row, row])
-    shown = "{{ context }}\n{{ question }}{% for choice in choices %} {{ choice }}{% endfor %}"
-    examples(path, fields=CHOICES, metric="choice", template=shown)
+    shown = "{{ context }}\n{{ question }}\n{{ choices | lettered }}\n"
+    made = examples(path, fields=CHOICES, metric="choice", template=shown)
+    assert texts(made)[0] == "T.\nWhich?\nA. teal\nB. mauve\nAnswer:"
     examples(path, fields=CHOICES)
     assert "do not show" not in caplog.text
     examples(path, fields=CHOICES, metric="choice")
-    assert caplog.text.count("prompts do not show the option 'teal', whose letter is asked for") == 1
+    assert (
+        caplog.text.count("prompts do not show the option 'teal', whose letter is asked for") == 1
+    )
 
 
 ARC = {"text": ["red", "dark green"], "label": ["1", "2"]}
